@@ -1,0 +1,234 @@
+"""Blocks that every config starts from. Every setting of efx is written here, with its meaning.
+
+A config file calls `base()`, changes what its experiment changes and returns the result; any key
+can then be set from the command line, e.g. `--config.model.depth=12`. A placeholder (None) stands
+for "decided by the preset".
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from efx.sharding import DEFAULT_RULES
+
+
+def base():
+    """The whole config, for a dense Llama-style decoder on Python's standard library."""
+    return ConfigDict(
+        dict(
+            seed=0,
+            # One of the two: optimiser steps, or total training FLOPs (then the number of steps
+            # follows from the model's ledger and the batch).
+            steps=1000,
+            train_flops=0.0,
+            data=data(),
+            model=decoder(),
+            # Weight of every extra loss, by the name under which a layer sows it. A number, or a
+            # schedule: dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py.
+            losses=dict(z_loss=0.0, router_bce=0.01),
+            train=train(),
+            optim=optim(),
+            # Devices along each axis of the mesh; one may be -1, "all that are left".
+            mesh=dict(data=-1, fsdp=1, tensor=1, expert=1, sequence=1),
+            # (logical axis, mesh axis or axes or None): see efx/sharding.py.
+            rules=DEFAULT_RULES,
+            checkpoint=checkpoint(),
+            log=log(),
+            evaluate=evaluate(),
+            sample=sample(),
+        )
+    )
+
+
+def data():
+    return dict(
+        # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
+        # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME".
+        source="stdlib",
+        # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), or the
+        # path of a tokenizer.json.
+        tokenizer="bytes",
+        seq_len=256,
+        batch_size=16,  # sequences in a step, over all devices and hosts
+        eval_fraction=0.1,  # held out
+        split="tail",  # "tail": the end of the stream; "documents": whole documents, by hash
+        shuffle="windows",  # "windows": every window once an epoch; "random": random starts
+        packing=False,  # rows of whole documents: segment ids, restarted positions
+        text_key="text",  # field of a record or data set that holds the text
+        max_bytes=0,  # read at most so much of the source; 0: all
+        cache_dir="",  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
+    )
+
+
+def decoder():
+    return dict(
+        family="decoder",
+        preset="llama",  # "gpt2" or "llama": decides every field below that is None
+        context=0,  # longest sequence; 0: data.seq_len
+        width=128,
+        depth=4,
+        num_heads=4,
+        num_kv_heads=0,  # 0: as num_heads
+        head_dim=0,  # 0: width / num_heads
+        norm=config_dict.placeholder(str),  # "layernorm", "rmsnorm"
+        norm_eps=config_dict.placeholder(float),
+        use_bias=config_dict.placeholder(bool),
+        positions=config_dict.placeholder(str),  # "learned", "rope", "none"
+        rope_theta=10000.0,
+        tied=config_dict.placeholder(bool),  # the output layer is the token embedding
+        qk_norm="none",  # "head", "width"
+        attention_scale="sqrt",  # 1/sqrt(head_dim); "mup": 1/head_dim
+        window=0,  # positions a query looks back, its own included; 0: all
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        attention_chunk=0,  # queries in a chunk of the attention kernel; 0: chosen by length
+        init_std=0.02,  # residual outputs: / sqrt(2 depth)
+        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        scan_layers=False,  # one compiled layer for all: compiles faster, runs a little slower
+        remat="none",  # "full", "dots": recompute activations in the backward pass
+        mlp=mlp(),
+        depth_routing=depth_routing(),
+        dropout=dropout(),
+    )
+
+
+def mlp():
+    return dict(
+        kind="dense",
+        activation=config_dict.placeholder(str),  # "gelu", "gelu_tanh", "swiglu"
+        hidden=0,  # 0: 4 width; swiglu: 8/3 width, rounded up to multiple_of
+        multiple_of=32,
+    )
+
+
+def depth_routing():
+    return dict(
+        kind="none",  # "mod": Mixture-of-Depths
+        every=2,  # blocks every-1, 2*every-1, ... are routed
+        blocks=(),  # or these, zero-based
+        capacity=0.125,  # share of a sequence that a routed block computes; one, or one a block
+        gate="sigmoid",  # "identity" (the paper), "tanh", "one"
+        selection="topk",  # in training; "stochastic": the paper's negative control
+        causal="aux_loss",  # decision for evaluation and sampling
+        bce_reaches_input=True,  # the router's loss also trains what lies below it
+        slack=2.0,  # room of the causal decision, as a multiple of the capacity
+    )
+
+
+def dropout():
+    return dict(
+        kind="none",  # "standard"
+        rate=0.1,
+        sites=("embedding", "attention_probs", "attention_output", "mlp_output"),
+    )
+
+
+def train():
+    return dict(
+        dtype="float32",  # of activations; "bfloat16". Parameters are float32
+        accumulation=1,  # micro-batches of a step
+        loss_chunk=0,  # positions of a sequence whose logits are in memory at once; 0: all
+        max_nonfinite=10,  # stop after so many non-finite steps in a row (each is skipped)
+    )
+
+
+def optim():
+    return dict(
+        name="adamw",  # "lion", "muon", "schedule_free_adamw", "sgd"
+        learning_rate=1e-3,
+        schedule=dict(
+            kind="cosine",  # "linear", "constant", "wsd"
+            warmup_steps=100,
+            decay_steps=0,  # step at which the decay ends; 0: the last
+            final_fraction=0.1,  # of learning_rate, at the end
+            decay_fraction=0.2,  # wsd: share of the steps that decay
+        ),
+        b1=0.9,
+        b2=0.99,
+        eps=1e-8,
+        momentum=0.95,  # muon, sgd
+        weight_decay=0.1,
+        decay=r"(kernel|embedding)$",  # regex (search) of the parameter paths that are decayed
+        frozen="",  # regex of the paths that do not train
+        lr_multipliers=(),  # ((regex, factor), ...): first match wins
+        clip_norm=1.0,  # 0: off
+    )
+
+
+def checkpoint():
+    return dict(
+        every=500,
+        keep_last=2,
+        keep_best=1,
+        best_metric="eval/loss",
+        asynchronous=True,
+        on_damage="error",  # "fall_back": take the checkpoint before a damaged one, with a warning
+    )
+
+
+def log():
+    return dict(
+        every=20,
+        tensorboard=True,
+        wandb="",  # Weights & Biases project
+        profile_at=0,  # step at which a profiler window opens; 0: never
+        profile_steps=5,
+    )
+
+
+def evaluate():
+    return dict(
+        every=250,
+        batch_size=16,
+        max_batches=0,  # 0: the whole held-out split
+    )
+
+
+def sample():
+    return dict(
+        every=500,
+        prompt="\n",
+        max_new_tokens=200,
+        temperature=0.8,
+        top_k=0,
+        top_p=0.95,
+        stop="",  # stop after this text
+        num_samples=1,
+        seed=0,
+    )
+
+
+def apply(config, changes):
+    """Set dotted keys: `apply(config, {"model.depth": 2})`."""
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def variant(config, arg, **variants):
+    """Apply the comma-separated names of `file.py:name,name`, each a dict of dotted keys."""
+    for name in filter(None, arg.split(",")):
+        if name not in variants:
+            from efx.errors import UsageError, nearest
+
+            raise UsageError(
+                f"config variant {name!r}: expected one of {', '.join(variants)}"
+                + nearest(name, variants)
+            )
+        apply(config, variants[name])
+    return config
+
+
+SMOKE = {
+    "steps": 30,
+    "data.seq_len": 64,
+    "data.batch_size": 8,
+    "data.max_bytes": 400_000,
+    "model.width": 64,
+    "model.depth": 4,
+    "model.num_heads": 4,
+    "optim.schedule.warmup_steps": 5,
+    "checkpoint.every": 15,
+    "log.every": 5,
+    "evaluate.every": 15,
+    "evaluate.max_batches": 8,
+    "sample.every": 30,
+    "sample.max_new_tokens": 64,
+}

@@ -1,0 +1,7 @@
+"""Checkpoints of a run: whole states (Checkpointer) and parameters alone (restore_params)."""
+
+from efx.checkpoint.files import CheckpointError
+from efx.checkpoint.manager import Checkpointer, Restored
+from efx.checkpoint.params import ParamsDiff, restore_params
+
+__all__ = ["CheckpointError", "Checkpointer", "ParamsDiff", "Restored", "restore_params"]

@@ -1,0 +1,302 @@
+"""The files of checkpoints: which folders are finished, checksums, reading, one-line reasons.
+
+Used by `manager` (whole states) and `params` (parameters alone).
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from efx.errors import UsageError
+from efx.runfolder import reason
+
+MANIFEST = "efx_manifest.json"
+ITEMS = ("state", "data", "meta")
+# Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.
+_UNCHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST}
+_SHOWN = 4  # differing leaves named in an error before "and N more"
+
+
+class CheckpointError(UsageError):
+    """A checkpoint cannot be written, read or used; one line names step, item and what to do."""
+
+
+class Damage(Exception):
+    """A step's files are not what was written; the message names item, file and what is wrong."""
+
+
+def warn(line):
+    """One plain line on standard error, from process 0."""
+    if jax.process_index() == 0:
+        print(f"efx: warning: {line}", file=sys.stderr, flush=True)
+
+
+# ---- folders ---------------------------------------------------------------------------------
+
+
+def as_root(root):
+    """An absolute path object for a local folder or an address such as gs://bucket/folder."""
+    return epath.Path(root if "://" in str(root) else os.path.abspath(root))
+
+
+def numbered(root):
+    """The step folders of `root`, finished or not, as a set of ints."""
+    try:
+        return {int(p.name) for p in root.iterdir() if p.name.isdecimal() and p.is_dir()}
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoints in {root}: {reason(error)}") from error
+
+
+def is_finished(folder):
+    """Whether a step was written to the end (it may have been damaged since)."""
+    return (folder / MANIFEST).exists() or all(
+        (folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS
+    )
+
+
+def finished_steps(root):
+    """Finished steps of `root` in increasing order."""
+    return sorted(step for step in numbered(root) if is_finished(root / str(step)))
+
+
+def no_such_step(root, known, step):
+    """The error for a step that is not there (None: there is none at all)."""
+    if step is None or not known:
+        return CheckpointError(
+            f"there is no finished checkpoint in {root}; train first, or give another --workdir"
+        )
+    return CheckpointError(f"there is no checkpoint {step} in {root}; {listed(known)}")
+
+
+def listed(steps):
+    """`there are: 2, 4, 6`, with at most ten of the newest."""
+    shown = ", ".join(str(step) for step in steps[-10:])
+    return f"there are: {'..., ' if len(steps) > 10 else ''}{shown}" if steps else "there is none"
+
+
+# ---- manifest --------------------------------------------------------------------------------
+
+
+def write_manifest(folder, step, metrics):
+    """Writes the size and SHA-256 of every file under `folder`, in one rename."""
+    names = sorted(_files(folder))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(lambda name: _digest(folder / name), names))
+    manifest = {
+        "format": 1,
+        "step": step,
+        "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
+        "files": dict(zip(names, digests, strict=True)),
+    }
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps(manifest, indent=1))
+    partial.rename(folder / MANIFEST)
+
+
+def read_manifest(folder):
+    """The manifest of a step as a dict. Raises Damage."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"].items(), manifest["metrics"].items()
+        return manifest
+    except FileNotFoundError as error:
+        raise Damage(f"file {MANIFEST}, which holds the checksums, is missing") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damage(f"file {MANIFEST}, which holds the checksums, is not readable") from error
+
+
+def verify(folder):
+    """Compares every file of a step with the manifest. Raises Damage naming the first bad one.
+
+    Each process reads its share of the files and all of them come to the same answer.
+    """
+    files = read_manifest(folder)["files"]
+    names = sorted(files)
+
+    def problem(index):
+        name = names[index]
+        try:
+            size, digest = files[name]
+            actual = (folder / name).stat().length
+            if actual != size:
+                return f"has {actual} bytes where {size} were written"
+            return None if _digest(folder / name)[1] == digest else "differs from what was written"
+        except FileNotFoundError:
+            return "is missing"
+        except (OSError, ValueError, TypeError) as error:
+            return f"cannot be read ({error})"
+
+    share = range(jax.process_index(), len(names), jax.process_count())
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = dict(zip(share, pool.map(problem, share), strict=True))
+    first = least_of_all(min((i for i in share if found[i]), default=len(names)))
+    if first < len(names):
+        item, _, file = names[first].partition("/")
+        # The process that found it knows more than the others do.
+        raise Damage(f"item {item}, file {file} {found.get(first) or 'is damaged'}")
+
+
+def _digest(path):
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return [path.stat().length, digest]
+
+
+def _files(folder, prefix=""):
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path, f"{prefix}{path.name}/")
+        elif prefix or path.name not in _UNCHECKED:
+            yield prefix + path.name
+
+
+# ---- trees and reading -----------------------------------------------------------------------
+
+
+def parts(path):
+    """A pytree key path as a tuple of strings, one for each level."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def flatten(tree):
+    """{tuple of strings: leaf} of any pytree."""
+    return {parts(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def nest(leaves):
+    """{tuple of strings: leaf} as nested dicts: the one form in which states are stored.
+
+    Dataclasses, named tuples and empty nodes get their structure back from the target at restore,
+    so a checkpoint does not depend on how orbax would spell them.
+    """
+    tree = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def with_sharding(leaf):
+    """`leaf` as a ShapeDtypeStruct with a sharding (the first local device if it has none)."""
+    sharding = getattr(leaf, "sharding", None)
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def read_metadata(folder):
+    """{path: shape and dtype} of the arrays in a step's `state`."""
+    handler = ocp.PyTreeCheckpointHandler()
+    return flatten(handler.metadata(folder / "state").tree)
+
+
+def read_items(folder, **arguments):
+    """Orbax's restore of the named items of one step, without a manager that owns the folder."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        return reader.restore(folder, args=ocp.args.Composite(**arguments))
+
+
+def kind(leaf):
+    """`float32[2,3]`."""
+    return f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
+
+
+def some(lines):
+    """The first few of `lines`, joined, and how many more there are."""
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "; ".join(lines[:_SHOWN]) + more
+
+
+# ---- processes -------------------------------------------------------------------------------
+
+
+def from_primary(value):
+    """Process 0's int or bool, on every process."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return type(value)(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def least_of_all(value):
+    """The least of every process's ints."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+
+
+def barrier(name):
+    """Waits for every process."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+# ---- errors and noise ------------------------------------------------------------------------
+
+
+def explain(error):
+    """The reason at the bottom of an orbax exception, in a few words on one line."""
+    seen = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno:
+            where = f" ({seen.filename})" if seen.filename else ""
+            return reason(seen) + where
+        seen = seen.__cause__ or seen.__context__
+    text = str(error)
+    for sign, meaning in (
+        ("No space left on device", "the disk is full"),
+        ("Disk quota exceeded", "the disk quota is used up"),
+        ("File too large", "the file is larger than this system's limit (ulimit -f)"),
+        ("Read-only file system", "the file system is read-only"),
+        ("Permission denied", "permission denied"),
+    ):
+        if sign in text:
+            return meaning
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+_quiet = False
+
+
+def quieten():
+    """Keeps orbax's own tracebacks off standard error, where one line of ours says what is wrong.
+
+    Two narrow filters: log records from orbax's files (shown again with --verbosity=1), and
+    "Event loop is closed" from reads that were still under way when another one failed.
+    """
+    global _quiet
+    if _quiet:
+        return
+    _quiet = True
+    from absl import logging as absl_logging
+
+    part = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
+    logging.getLogger("absl").addFilter(
+        lambda record: part not in record.pathname or absl_logging.get_verbosity() > 0
+    )
+    shown_before = sys.unraisablehook
+
+    def hook(unraisable):
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            shown_before(unraisable)
+
+    sys.unraisablehook = hook

@@ -1,0 +1,318 @@
+"""Checkpointer: a thin adapter on orbax that adds checksums, retention and one-line errors.
+
+    root/STEP/state/              train state as a nested dict of arrays (orbax, OCDBT)
+    root/STEP/data/, meta/        position in the data and free metadata, JSON
+    root/STEP/efx_manifest.json   size and SHA-256 of every file above, and the step's metrics
+
+The manifest is written into orbax's temporary folder just before the folder gets its final name: a
+step that exists under its number is whole, or was damaged afterwards. Orbax itself restores wrong
+values from flipped bytes without a word, and takes an empty folder for the latest step; both are
+caught here.
+
+With several processes every method is called by all of them, on a shared file system. Process 0
+writes the manifest; each process verifies its share of the files.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from efx.checkpoint import files
+from efx.checkpoint.files import CheckpointError, Damage, warn
+from efx.errors import UsageError
+
+_COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpointer.restore` gives back."""
+
+    step: int
+    state: Any
+    data_state: dict
+    meta: dict
+
+
+class Checkpointer:
+    """Saves and restores one run's checkpoints. A context manager: leaving it finishes the save.
+
+    Args:
+      root: folder of the checkpoints; made at the first save. Nothing in it is changed before
+        that, so looking into the run of another process is safe.
+      every: save at multiples of this step; 0: only when forced.
+      keep_last: this many newest steps are kept (>= 1).
+      keep_best: and this many with the lowest `best_metric` (0: none).
+      best_metric: key of `save`'s metrics; a step without it, or not finite, is never "best".
+      asynchronous: `save` returns when the state is copied, and writes in the background.
+    """
+
+    def __init__(self, root, *, every, keep_last, keep_best, best_metric, asynchronous):
+        for name, value, least in (
+            ("every", every, 0),
+            ("keep_last", keep_last, 1),
+            ("keep_best", keep_best, 0),
+        ):
+            if value < least:
+                raise UsageError(f"config.checkpoint.{name}={value}: must be at least {least}")
+        self._root = files.as_root(root)
+        self._every, self._asynchronous = every, asynchronous
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._best_metric = best_metric
+        self._manager = None  # orbax's, made at the first save: it cleans up when it is made
+        self._saving = None  # (step, metrics) of the save under way
+        self._damaged = set()  # steps that `restore` went past
+        files.quieten()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        try:
+            self.close()
+        except CheckpointError as problem:
+            if kind is None:
+                raise
+            warn(str(problem))  # the error that is on its way is the one to end with
+
+    def steps(self):
+        """Finished steps in increasing order; unfinished folders and known damage left out."""
+        return [s for s in files.finished_steps(self._root) if s not in self._damaged]
+
+    def latest_step(self):
+        """The newest finished step, or None."""
+        return max(self.steps(), default=None)
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def save(self, step, state, data_state, meta, metrics=None, force=False):
+        """Starts saving `step`; True if it did, False if it is not due or already saved.
+
+        Args:
+          state: pytree of arrays. It may be donated as soon as this returns.
+          data_state, meta: JSON-able dicts, the same on every process.
+          metrics: {name: number}, for keep_best.
+          force: save though `step` is not a multiple of `every`.
+
+        Waits for the save before it only if a new one is due while that is still being written.
+        Raises CheckpointError if an earlier save or this one has failed; call it at every step to
+        hear of a failure early.
+        """
+        step = int(step)
+        if not force and (not self._every or step % self._every):
+            if self._saving is not None and not self._manager.is_saving_in_progress():
+                self.wait()
+            return False
+        self.wait()
+        if files.from_primary(step in self.steps()):
+            return False
+        leaves = files.flatten(state)
+        items = {
+            "state": ocp.args.StandardSave(files.nest(leaves)),
+            # Through JSON here, so that a wrong type is an error now and not in the background.
+            "data": ocp.args.JsonSave(json.loads(json.dumps(data_state))),
+            "meta": ocp.args.JsonSave(json.loads(json.dumps(meta))),
+        }
+        self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
+        try:
+            self._clear_the_way(step)
+            self._manager = self._manager or self._open()
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:
+            raise self._save_failed(error) from error
+        if not self._asynchronous:
+            self.wait()
+        return True
+
+    def wait(self):
+        """Waits until the save under way is on disk. Raises CheckpointError if it failed."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._save_failed(error) from error
+        self._saving = None
+
+    def close(self):
+        """Waits, then frees orbax's threads. The object can be used again afterwards."""
+        try:
+            self.wait()
+        finally:
+            manager, self._manager = self._manager, None
+            if manager is not None:
+                manager.close()
+
+    def _save_failed(self, error):
+        step, self._saving = self._saving[0], None
+        return CheckpointError(
+            f"checkpoint {step} could not be saved in {self._root}: {files.explain(error)};"
+            " put that right and start the same command again, which goes on from the one before"
+        )
+
+    def _open(self):
+        return ocp.CheckpointManager(
+            self._root,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=self,  # see should_preserve
+                cleanup_tmp_directories=True,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_COMMIT_TIMEOUT, post_finalization_callback=self._write_manifest
+                ),
+            ),
+        )
+
+    def _clear_the_way(self, step):
+        """Renames folders that would stand in the way of going on; deletes nothing.
+
+        These are the damaged steps that `restore` went past (or they would be the latest again
+        next time) and an unfinished folder that has the number of the step to be saved.
+        """
+        doomed = sorted((self._damaged | {step}) & files.numbered(self._root))
+        if not files.from_primary(bool(doomed)):
+            return
+        if jax.process_index() == 0:
+            taken = {path.name for path in self._root.iterdir()}
+            for number in doomed:
+                names = [f"damaged_{number}", *(f"damaged_{number}_{i}" for i in range(2, 1000))]
+                name = next(name for name in names if name not in taken)
+                (self._root / str(number)).rename(self._root / name)
+                warn(f"checkpoint {number} in {self._root} is not usable; renamed it to {name}")
+        files.barrier("efx_checkpoint_clear_the_way")
+        self._damaged.clear()
+        if self._manager is not None:
+            self._manager.reload()
+
+    def _write_manifest(self):
+        """Runs in orbax's background thread on process 0, between the last write and the commit."""
+        step, metrics = self._saving
+        names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
+        # Where committing is not a rename (object stores) the folder has its final name already.
+        temporary = [name for name in names if ocp.utils.TMP_DIR_SUFFIX in name]
+        files.write_manifest(self._root / (temporary or names)[0], step, metrics)
+
+    def should_preserve(self, checkpoints, *, context):
+        """Which of `checkpoints` (in increasing step) to keep; orbax deletes the others.
+
+        Orbax's own LatestN and BestN count empty folders, keep steps without metrics for ever, and
+        sort NaN anywhere. Orbax asks when a save starts and deletes after it is committed.
+        """
+        del context
+        steps = [info.step for info in checkpoints]
+        saving = self._saving[0]
+        usable = [s for s in steps if s == saving or files.is_finished(self._root / str(s))]
+        # What is not a checkpoint of ours is not ours to delete.
+        keep = (set(steps) - set(usable)) | set(usable[-self._keep_last :]) | {saving}
+        scores = {s: self._score(s) for s in usable}
+        ranked = sorted((s for s in usable if scores[s] is not None), key=lambda s: (scores[s], -s))
+        keep.update(ranked[: self._keep_best])
+        return [step in keep for step in steps]
+
+    def _score(self, step):
+        """The step's best_metric, or None."""
+        saving, metrics = self._saving
+        try:
+            if step != saving:
+                metrics = files.read_manifest(self._root / str(step))["metrics"]
+            value = metrics[self._best_metric]
+            return value if math.isfinite(value) else None
+        except (KeyError, TypeError, Damage):
+            return None
+
+    # ---- restoring -------------------------------------------------------------------------------
+
+    def restore(self, abstract_state, step=None, on_damage="error"):
+        """Reads a checkpoint back, verified against its checksums.
+
+        Args:
+          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, of any mesh (without a
+            sharding: the first local device).
+          step: which; None: the newest.
+          on_damage: what to do if the newest is damaged: "error", or "fall_back" to the newest
+            sound one with a warning. A step asked for by number is never replaced by another.
+
+        Returns: Restored.
+        Raises: CheckpointError.
+        """
+        if on_damage not in ("error", "fall_back"):
+            raise UsageError(
+                f"config.checkpoint.on_damage={on_damage!r}: must be 'error' or 'fall_back'"
+            )
+        self.wait()
+        known = self.steps()
+        for number in sorted(files.numbered(self._root) - set(known) - self._damaged):
+            warn(f"{self._root / str(number)} is not a finished checkpoint; ignored")
+        given = step is not None
+        step = files.from_primary(int(step) if given else max(known, default=-1))
+        if step not in known:
+            raise files.no_such_step(self._root, known, step if given else None)
+        while True:
+            try:
+                files.verify(self._root / str(step))
+                return self._read(step, abstract_state)
+            except Damage as damage:
+                older = [s for s in self.steps() if s < step]
+                fall_back = on_damage == "fall_back" and not given and older
+                line = f"checkpoint {step} in {self._root} is damaged: {damage}"
+                if not fall_back:
+                    raise CheckpointError(f"{line}; {self._way_out(older, given)}") from damage
+                self._damaged.add(step)
+                warn(f"{line}; going back to checkpoint {older[-1]}")
+                step = older[-1]
+
+    def _way_out(self, older, given):
+        """What a user can do about a damaged step, given the `older` ones."""
+        for candidate in reversed(older):
+            try:
+                files.verify(self._root / str(candidate))
+            except Damage:
+                continue
+            if given:
+                return f"checkpoint {candidate}, before it, is sound"
+            return (
+                f"checkpoint {candidate}, before it, is sound: go on from that with"
+                " --config.checkpoint.on_damage=fall_back, or copy the folder back from a backup"
+            )
+        return "no checkpoint before it is sound: copy one back from a backup, or start anew"
+
+    def _read(self, step, abstract_state):
+        name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
+        wanted = {path: files.with_sharding(x) for path, x in files.flatten(abstract_state).items()}
+        try:
+            stored = files.read_metadata(folder)
+            _check_fit(name, stored, wanted)
+            result = files.read_items(
+                folder,
+                state=ocp.args.StandardRestore(files.nest(wanted)),
+                data=ocp.args.JsonRestore(),
+                meta=ocp.args.JsonRestore(),
+            )
+        except UsageError:
+            raise
+        except Exception as error:  # orbax raises bare Exception too
+            raise CheckpointError(
+                f"{name} could not be read though its checksums are right: {files.explain(error)}"
+            ) from error
+        leaves = files.flatten(result.state)
+        paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
+        state = structure.unflatten(leaves[files.parts(path)] for path, _ in paths)
+        return Restored(step, state, result.data, result.meta)
+
+
+def _check_fit(name, stored, wanted):
+    """Raises CheckpointError unless both have the same paths, shapes and dtypes."""
+    lines = []
+    for path in sorted(stored.keys() | wanted.keys()):
+        there = files.kind(stored[path]) if path in stored else "absent"
+        here = files.kind(wanted[path]) if path in wanted else "absent"
+        if there != here:
+            lines.append(f"state/{'/'.join(path)} is {there} there, {here} here")
+    if lines:
+        raise CheckpointError(
+            f"{name} is of another config: {files.some(lines)}; use the config it was made with, or"
+            " another --workdir"
+        )

@@ -1,0 +1,192 @@
+"""Parameters out of a checkpoint into a model that is not quite the one that was saved.
+
+What may differ is said in advance by regexes; everything else that differs is an error. Used by
+composition, upcycling, conversions and sampling.
+"""
+
+import dataclasses
+import re
+
+import jax
+import orbax.checkpoint as ocp
+
+from efx.checkpoint import files
+from efx.checkpoint.files import CheckpointError, Damage, warn
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsDiff:
+    """How the parameters of a model and of a checkpoint differ; paths are "/"-joined.
+
+    missing: in the model only (left as they were). unexpected: in the checkpoint only (not read).
+    renamed: (path in the model, path in the checkpoint). cast: (path, dtype there, dtype here).
+    """
+
+    step: int
+    loaded: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    cast: tuple[tuple[str, str, str], ...]
+
+    def __str__(self):
+        lines = [f"checkpoint {self.step}: {self.loaded} parameter arrays loaded"]
+        lines += [f"  not in the checkpoint, left as it was: {path}" for path in self.missing]
+        lines += [f"  in the checkpoint, not used: {path}" for path in self.unexpected]
+        lines += [f"  {here} from {there}" for here, there in self.renamed]
+        lines += [f"  {path}: {there} turned into {here}" for path, there, here in self.cast]
+        return "\n".join(lines)
+
+
+def restore_params(
+    root,
+    params,
+    step=None,
+    *,
+    allow_missing="",
+    allow_unexpected="",
+    rename=(),
+    report=print,
+):
+    """Loads parameters alone, verified against the checksums.
+
+    Args:
+      root: the checkpoints folder of a run.
+      params: pytree of what is wanted: jax.ShapeDtypeStruct with shardings, or arrays. A leaf that
+        may be missing must be an array; it is returned as it is.
+      step: which checkpoint; None: the newest finished one.
+      allow_missing: regex; a path of `params` may be absent from the checkpoint if it matches in
+        full. Empty: none may.
+      allow_unexpected: the same for paths of the checkpoint that `params` has no use for.
+      rename: sequence of (regex, replacement); the first that matches a path of `params` in full
+        gives the path to read instead. One array may be read into several places, so
+        ("(block_\\\\d+)/expert_\\\\d+/(.*)", "\\\\1/mlp/\\\\2") copies one MLP into each expert.
+      report: called with the ParamsDiff on process 0 if anything differs; None: not.
+
+    Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
+    Raises: CheckpointError naming the paths at fault.
+    """
+    files.quieten()
+    root = files.as_root(root)
+    known = files.finished_steps(root)
+    given = step is not None
+    step = files.from_primary(int(step) if given else max(known, default=-1))
+    if step not in known:
+        raise files.no_such_step(root, known, step if given else None)
+    name, folder = f"checkpoint {step} in {root}", root / str(step)
+    _verify(name, folder)
+    try:
+        stored = files.read_metadata(folder)
+    except Exception as error:  # orbax raises bare Exception too
+        raise CheckpointError(
+            f"{name}, item state, cannot be read: {files.explain(error)}"
+        ) from error
+    stored = {"/".join(path[1:]): leaf for path, leaf in stored.items() if path[0] == "params"}
+    wanted = {"/".join(path): leaf for path, leaf in files.flatten(params).items()}
+    source = {path: _renamed(path, rename) for path in wanted}
+
+    missing = [path for path in wanted if source[path] not in stored]
+    unexpected = sorted(stored.keys() - set(source.values()))
+    _refuse(name, missing, allow_missing, "lacks", "allow_missing", source)
+    _refuse(name, unexpected, allow_unexpected, "has besides", "allow_unexpected", {})
+    loaded = [path for path in wanted if source[path] in stored]
+    _check_shapes(name, {path: (stored[source[path]], wanted[path]) for path in loaded}, source)
+    for path in missing:
+        if isinstance(wanted[path], jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"{name} lacks {path}, which is allowed, but there is no value to leave in its"
+                " place: give an initialised array there"
+            )
+
+    values = dict(wanted)
+    values.update(_load(name, folder, {path: source[path] for path in loaded}, wanted))
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    result = structure.unflatten(values["/".join(files.parts(path))] for path, _ in paths)
+    dtypes = {p: (stored[source[p]].dtype, wanted[p].dtype) for p in loaded}
+    diff = ParamsDiff(
+        step=step,
+        loaded=len(loaded),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        renamed=tuple((path, source[path]) for path in loaded if source[path] != path),
+        cast=tuple((p, str(a), str(b)) for p, (a, b) in dtypes.items() if a != b),
+    )
+    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
+    if report is not None and differs and jax.process_index() == 0:
+        report(str(diff))
+    return result, diff
+
+
+def _verify(name, folder):
+    if not (folder / files.MANIFEST).exists():
+        warn(f"{name} has no {files.MANIFEST}: its contents cannot be verified")
+        return
+    try:
+        files.verify(folder)
+    except Damage as damage:
+        raise CheckpointError(
+            f"{name} is damaged: {damage}; give another step or copy the folder back from a backup"
+        ) from damage
+
+
+def _renamed(path, rename):
+    for pattern, replacement in rename:
+        match = re.fullmatch(pattern, path)
+        if match:
+            return match.expand(replacement)
+    return path
+
+
+def _refuse(name, paths, allowed, verb, option, source):
+    wrong = [path for path in paths if not (allowed and re.fullmatch(allowed, path))]
+    if wrong:
+        shown = [
+            f"{path} (looked for as {source[path]})" if source.get(path, path) != path else path
+            for path in wrong
+        ]
+        raise CheckpointError(
+            f"{name} {verb} {files.some(shown)}; if that is meant, say so with {option}="
+            f"{allowed!r} widened, or map the names with rename"
+        )
+
+
+def _check_shapes(name, pairs, source):
+    wrong = [
+        f"{source[path]} is {files.kind(there)} there, {path} is {files.kind(here)} here"
+        for path, (there, here) in pairs.items()
+        if tuple(there.shape) != tuple(here.shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{name} does not fit: {files.some(wrong)}; use a model of the same widths"
+        )
+
+
+def _load(name, folder, sources, wanted):
+    """{path in the model: array}, each array of the checkpoint read once."""
+    first = {}  # path in the checkpoint -> the first target that wants it
+    for path, source in sources.items():
+        first.setdefault(source, files.with_sharding(wanted[path]))
+    if not first:
+        return {}
+    item = files.nest({("params", *path.split("/")): leaf for path, leaf in first.items()})
+    try:
+        read = files.read_items(
+            folder,
+            state=ocp.args.PyTreeRestore(
+                item,
+                partial_restore=True,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            ),
+        )
+    except Exception as error:  # orbax raises bare Exception too
+        raise CheckpointError(
+            f"{name}, item state, cannot be read: {files.explain(error)}"
+        ) from error
+    read = {"/".join(path[1:]): leaf for path, leaf in files.flatten(read.state).items()}
+    values = {}
+    for path, source in sources.items():
+        target = files.with_sharding(wanted[path])
+        value = read[source].astype(target.dtype)
+        values[path] = jax.device_put(value, target.sharding)
+    return values

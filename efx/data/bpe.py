@@ -1,0 +1,212 @@
+"""Byte-level BPE, and any other tokenizer of the `tokenizers` library."""
+
+import json
+import re
+
+import numpy as np
+
+from efx.data.tokenizers import StreamDecoder, Tokenizer, checked_ids, text_of
+from efx.errors import UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+# Which special token of somebody else's tokenizer ends a document: the first of these it has.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_CHUNK = 1 << 18
+_BATCH = 1 << 22
+# Where a text may be cut: a token that ends in something else never goes on into white space.
+_BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library: our byte-level BPE, or a file of the user's.
+
+    Text never encodes to a special token, also where it spells one out, and no template of the
+    file adds any.
+    """
+
+    kind = "bpe"
+
+    def __init__(self, text):
+        library = _library()
+        try:
+            self._inner = library.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more exact
+            raise UsageError(f"not a file of the tokenizers library ({error})") from error
+        self._inner.encode_special_tokens = True
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._json = self._inner.to_str()
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        added = self._inner.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.eot = next((special[name] for name in _END_NAMES if name in special), None)
+        settings = json.loads(self._json)
+        self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
+        self._chunks = _cuts_at_spaces(settings)
+
+    def encode(self, text):
+        """int32[n]."""
+        pieces = self._inner.encode_batch_fast(
+            list(self._cut(text_of(text, "bpe"))), add_special_tokens=False
+        )
+        return _joined(pieces)
+
+    def encode_documents(self, documents):
+        """Yields the ids of each document, several at a time on all cores."""
+        names, texts, size = [], [], 0
+        for name, data in documents:
+            names.append(name)
+            try:
+                texts.append(text_of(data, "bpe"))
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from error
+            size += len(data)
+            if size >= _BATCH:
+                yield from self._encode_all(texts)
+                names, texts, size = [], [], 0
+        yield from self._encode_all(texts)
+
+    def _encode_all(self, texts):
+        chunks = [list(self._cut(text)) for text in texts]
+        flat = [c for cut in chunks for c in cut]
+        pieces, done = self._inner.encode_batch_fast(flat, add_special_tokens=False), 0
+        for cut in chunks:
+            yield _joined(pieces[done : done + len(cut)])
+            done += len(cut)
+
+    def _cut(self, text):
+        """`text` in pieces that encode to the same ids as the whole."""
+        start = 0
+        while self._chunks and (found := _BEFORE_SPACE.search(text, start + _CHUNK)):
+            yield text[start : found.end()]
+            start = found.end()
+        if start < len(text):
+            yield text[start:]
+
+    def token_bytes(self):
+        """The bytes of each id if the tokenizer is byte-level, else None."""
+        return self._table
+
+    def decode(self, ids):
+        """The text of `ids` without special tokens."""
+        if self._table is not None:
+            return super().decode(ids)
+        return self._inner.decode(checked_ids(ids, self.vocab_size), skip_special_tokens=True)
+
+    def decode_bytes(self, ids):
+        """The bytes of `ids`; those of `decode` where the tokenizer is not byte-level."""
+        if self._table is not None:
+            return super().decode_bytes(ids)
+        return self.decode(ids).encode("utf-8", "replace")
+
+    def stream_decoder(self):
+        """A new decoder for ids that come one by one."""
+        if self._table is not None:
+            return StreamDecoder(self)
+        return _LibraryStreamDecoder(self._inner)
+
+    def to_json(self):
+        """The file as the library writes it."""
+        return self._json
+
+
+class _LibraryStreamDecoder:
+    """For tokenizers whose decoder joins tokens by rules of its own (spaces before words, ...)."""
+
+    def __init__(self, inner):
+        from tokenizers.decoders import DecodeStream
+
+        self._inner, self._stream = inner, DecodeStream(skip_special_tokens=True)
+
+    def feed(self, token_id):
+        """The text that the next id completes, perhaps empty."""
+        return self._stream.step(self._inner, int(token_id)) or ""
+
+    def finish(self):
+        """Nothing: an incomplete character is left out."""
+        return ""
+
+
+def train_bpe(texts, vocab_size):
+    """Byte-level BPE with at most `vocab_size` ids, of which 0 ends a document.
+
+    The same texts give the same tokenizer, however many threads there are. A short text may have
+    fewer pairs worth merging than asked for.
+
+    Args:
+      texts: iterable of str.
+      vocab_size: at least 257.
+
+    Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
+    """
+    library = _library()
+    bytes_first = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = bytes_first
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=bytes_first.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(inner.to_str())
+
+
+def _library():
+    try:
+        import tokenizers
+    except ImportError:
+        raise UsageError(
+            "a BPE tokenizer needs the tokenizers library: pip install tokenizers"
+        ) from None
+    return tokenizers
+
+
+def _joined(encodings):
+    if not encodings:
+        return np.empty(0, np.int32)
+    return np.concatenate([np.asarray(e.ids, np.int32) for e in encodings])
+
+
+def _byte_of_character():
+    """The characters that byte-level tokenizers write bytes as, and the bytes they stand for.
+
+    Printable bytes of Latin-1 are themselves; the others, in order, are U+0100 and what follows.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    table = {chr(b): b for b in printable}
+    return table | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _byte_level_table(settings, vocabulary, added, size):
+    """The bytes of every id, or None if the tokenizer is not byte-level throughout."""
+    decoder = settings["decoder"]
+    if settings["normalizer"] is not None or not decoder or decoder["type"] != "ByteLevel":
+        return None
+    byte_of = _byte_of_character()
+    table = [b""] * size
+    for token, i in vocabulary.items():
+        if i in added:
+            table[i] = b"" if added[i].special else token.encode()
+        elif any(c not in byte_of for c in token):
+            return None
+        else:
+            table[i] = bytes(byte_of[c] for c in token)
+    return table
+
+
+def _cuts_at_spaces(settings):
+    """Whether text may be cut before white space without changing its ids: GPT-2's splitting."""
+    before, added = settings["pre_tokenizer"], settings["added_tokens"]
+    return (
+        settings["normalizer"] is None
+        and bool(before)
+        and before["type"] == "ByteLevel"
+        and before["use_regex"]
+        and not before["add_prefix_space"]
+        and all(token["special"] for token in added)
+    )

@@ -1,0 +1,168 @@
+"""What is computed once and kept: folders of files named by a hash of everything they depend on.
+
+An entry is written into a temporary folder and renamed into place, so a reader sees all of it or
+none of it, whoever else is writing. Its manifest holds sizes and checksums; an entry that does not
+agree with its manifest is thrown away and built again.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+
+from efx.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_BLOCK = 4 << 20
+# A file of up to 64 blocks (256 MiB) is checked whole; of a larger one, 64 evenly spaced blocks.
+_CHECKED_BLOCKS = 64
+# Hashing a smaller file again takes less time than it is worth saving.
+_REMEMBER_FROM = 64 << 20
+
+
+def cache_root(cache_dir):
+    """The cache folder: `cache_dir`, or $EFX_CACHE, or ~/.cache/efx (not created here)."""
+    return Path(cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx").expanduser()
+
+
+def content_key(*parts):
+    """A 32-digit hexadecimal hash of JSON-able `parts`."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def entry(root, kind, key, build):
+    """The folder `root/kind/key`, built by `build(folder)` if it is absent or damaged.
+
+    Safe with several processes at once: one builds, the others wait and use the result. Where the
+    file system has no locks, each builds its own and the first to rename wins.
+
+    Raises:
+      UsageError: the cache cannot be written.
+    """
+    folder = root / kind / key
+    if _intact(folder):
+        return folder
+    try:
+        (root / kind).mkdir(parents=True, exist_ok=True)
+        with _locked(root / kind / f"{key}.lock") as alone:
+            if _intact(folder):
+                return folder
+            if alone:  # no other process is building: what is left over is from one that died
+                for left in (root / kind).glob(f"{key}.tmp-*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            _build(folder, key, build)
+    except OSError as error:
+        raise UsageError(
+            f"config.data.cache_dir={str(root)!r} cannot be written"
+            f" ({error.strerror or error}); name a folder with room that you can write to"
+        ) from error
+    return folder
+
+
+def _build(folder, key, build):
+    part = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=folder.parent))
+    try:
+        build(part)
+        _seal(part)
+        if folder.exists():
+            if _intact(folder):  # another process finished first
+                return
+            log.warning("the cache entry %s is damaged: building it again", folder)
+            # Moved aside first: a rename is atomic, removing a tree is not.
+            os.rename(folder, part / "damaged")
+        try:
+            os.rename(part, folder)
+        except OSError:
+            if not _intact(folder):
+                raise
+        shutil.rmtree(folder / "damaged", ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path):
+    """Holds an exclusive lock on `path`; yields False where the file system has none."""
+    with open(path, "w") as file:
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+            return
+        yield True  # closing the file releases the lock
+
+
+def _checksums(path):
+    size = path.stat().st_size
+    blocks = -(-size // _BLOCK)
+    count = min(blocks, _CHECKED_BLOCKS)
+    found = []
+    with open(path, "rb") as file:
+        for i in range(count):
+            # First and last block are always among them.
+            file.seek((i * (blocks - 1) // max(count - 1, 1)) * _BLOCK)
+            found.append(zlib.crc32(file.read(_BLOCK)))
+    return [size, *found]
+
+
+def _seal(folder):
+    files = {path.name: _checksums(path) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps(files))
+
+
+def _intact(folder):
+    try:
+        files = json.loads((folder / MANIFEST).read_text())
+        return bool(files) and all(_checksums(folder / n) == sums for n, sums in files.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def remember(root, key, compute):
+    """`compute()` (JSON-able), kept under `key`; computed again whenever it cannot be read."""
+    path = root / "memo" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_text())
+        if kept["sum"] == content_key(kept["value"]):
+            return kept["value"]
+    value = compute()
+    with contextlib.suppress(OSError):  # a memo that cannot be written only costs time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{key}.{os.getpid()}.tmp")
+        part.write_text(json.dumps({"sum": content_key(value), "value": value}))
+        os.replace(part, path)
+    return value
+
+
+def remember_for_file(root, path, what, compute):
+    """`compute()` about the file `path`, remembered for large files until size or mtime change."""
+    stat = os.stat(path)
+    if stat.st_size < _REMEMBER_FROM:
+        return compute()
+    key = content_key(what, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return remember(root, key, compute)
+
+
+def file_digest(root, path, size):
+    """Hexadecimal hash of the first `size` bytes of the file `path`."""
+
+    def compute():
+        digest = hashlib.blake2b(digest_size=16)
+        left = size
+        with open(path, "rb") as file:
+            while left > 0 and (block := file.read(min(left, _BLOCK))):
+                digest.update(block)
+                left -= len(block)
+        return digest.hexdigest()
+
+    return remember_for_file(root, path, ["digest", size], compute)

@@ -1,0 +1,108 @@
+"""Documents packed into rows: no row's target ever lies in another document."""
+
+import numpy as np
+
+
+class Packing:
+    """Rows of up to seq_len (input, target) pairs, each of one or more pieces of documents.
+
+    A document is read as end-of-document, its tokens, end-of-document (only its tokens where the
+    tokenizer has no such id), which makes its first token a target too. It is cut into pieces of at
+    most seq_len pairs; each pair is in exactly one piece, and each piece in exactly one row. Within
+    a piece positions count from 0; pieces of a row are numbered from 1 (segment_ids).
+
+    Rows are filled by best fit: a piece goes where it leaves the least room. In `order="length"`
+    the long pieces go first, equal ones in an order drawn from `seed`; in `order="document"` they
+    go in the order of the text.
+
+    Args:
+      stream: Stream of tokens.
+      spans: int64[n, 2], first and last-plus-one token of each document.
+      eot: the end-of-document id or None.
+    """
+
+    def __init__(self, stream, spans, eot, seq_len, order, seed=0):
+        self._stream, self._seq_len = stream, seq_len
+        framed = eot is not None
+        self._fill = eot if framed else 0
+        first = spans[:, 0] - framed
+        pairs = spans[:, 1] - spans[:, 0] - 1 + 2 * framed
+        starts, self._lengths = _cut(first, pairs, seq_len)
+        self._starts = starts
+        if order == "length":
+            mixed = np.random.default_rng(seed).permutation(len(starts))
+            sequence = mixed[np.argsort(-self._lengths[mixed], kind="stable")]
+        else:
+            sequence = np.arange(len(starts))
+        row_of = _best_fit(self._lengths[sequence], seq_len)
+        by_row = np.argsort(row_of, kind="stable")
+        self._pieces = sequence[by_row]
+        # Row r is made of pieces[edges[r]:edges[r + 1]].
+        count = int(row_of.max()) + 1 if len(row_of) else 0
+        self._edges = np.searchsorted(row_of[by_row], np.arange(count + 1))
+        self.pairs = int(self._lengths.sum())
+
+    def __len__(self):
+        return len(self._edges) - 1
+
+    def rows(self, which):
+        """The batch of the rows `which`; indices past the end give rows of weight 0."""
+        shape = (len(which), self._seq_len)
+        inputs_BT, targets_BT, positions_BT, segment_ids_BT = (
+            np.zeros(shape, np.int32) for _ in range(4)
+        )
+        for b, row in enumerate(which):
+            if row >= len(self):
+                continue
+            begin = 0
+            pieces = self._pieces[self._edges[row] : self._edges[row + 1]].tolist()
+            for segment, piece in enumerate(pieces, 1):
+                start, length = int(self._starts[piece]), int(self._lengths[piece])
+                tokens = self._stream.framed(start, start + length + 1, self._fill)
+                end = begin + length
+                inputs_BT[b, begin:end] = tokens[:-1]
+                targets_BT[b, begin:end] = tokens[1:]
+                positions_BT[b, begin:end] = np.arange(length)
+                segment_ids_BT[b, begin:end] = segment
+                begin = end
+        return {
+            "inputs": inputs_BT,
+            "targets": targets_BT,
+            "weights": (segment_ids_BT > 0).astype(np.float32),
+            "positions": positions_BT,
+            "segment_ids": segment_ids_BT,
+        }
+
+
+def _cut(first, pairs, seq_len):
+    """Starts and lengths of the pieces of documents with so many `pairs` from `first` on."""
+    first, pairs = first[pairs > 0], pairs[pairs > 0]
+    counts = -(-pairs // seq_len)
+    document = np.repeat(np.arange(len(pairs)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return (
+        first[document] + number * seq_len,
+        np.minimum(pairs[document] - number * seq_len, seq_len),
+    )
+
+
+def _best_fit(lengths, seq_len):
+    """The row of each piece, placed in the order given."""
+    row_of = np.empty(len(lengths), np.int64)
+    with_room = [[] for _ in range(seq_len + 1)]  # rows by the room left in them
+    mask = 0  # bit r is set if some row has room for r
+    rows = 0
+    for i, length in enumerate(lengths.tolist()):
+        fitting = mask >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                mask ^= 1 << room
+        else:
+            room, row, rows = seq_len, rows, rows + 1
+        row_of[i] = row
+        if room > length:
+            with_room[room - length].append(row)
+            mask |= 1 << (room - length)
+    return row_of

@@ -1,0 +1,357 @@
+"""Batches: from `config.data` to what `train_step` takes, a function of (seed, step) alone."""
+
+import functools
+import operator
+
+import numpy as np
+
+from efx.data import corpus, shards, sources, tokenizers
+from efx.data.cache import cache_root, content_key
+from efx.data.packing import Packing
+from efx.data.stream import count_bytes, documents_between
+from efx.errors import UsageError, nearest
+
+SHUFFLES = ("windows", "random")
+# Longer than any run: the training data never ends.
+_STEPS = 1 << 40
+
+
+def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_count=1):
+    """Opens the data that `config_data` describes; tokenises it if that was not done before.
+
+    Args:
+      config_data: the `data` block of a config.
+      seed: with the step, determines every batch; `config.seed` as a rule.
+      tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
+      process_index, process_count: this host and how many there are.
+
+    Returns:
+      Data.
+
+    Raises:
+      UsageError: one line that names the key, value or file at fault.
+    """
+    c = config_data
+    _check(c, process_count)
+    root = cache_root(c.cache_dir)
+    kind, argument = sources.parse(c.source)
+    if kind == "tokens":
+        source = shards.TokenShards(f"config.data.source={c.source!r}", argument, c.max_bytes, root)
+        tokenizer = _shard_tokenizer(source, c.tokenizer, tokenizer_path)
+        train, heldout = source.split(c.split, c.eval_fraction)
+        key = content_key(source.identity(), c.split, c.eval_fraction, tokenizer.fingerprint)
+        streams, spans, text_bytes = {"train": train, "eval": heldout}, None, None
+    else:
+        source = sources.open_source(c, root)
+        identity, settings = source.identity(), (c.split, c.eval_fraction, root)
+        if tokenizer_path is not None:
+            tokenizer = tokenizers.load_tokenizer(tokenizer_path)
+        else:
+            tokenizer = corpus.make_tokenizer(c.tokenizer, source, identity, *settings)
+        text, key = corpus.load_corpus(source, identity, tokenizer, *settings)
+        streams, spans = {"train": text.train, "eval": text.eval}, text.spans
+        text_bytes = text.text_bytes
+    for split, stream in streams.items():
+        if len(stream) < c.seq_len + 1:
+            raise UsageError(
+                f"config.data.seq_len={c.seq_len} is longer than the text: the"
+                f" {corpus.PART_NAMES[split]} of {source.name} has {len(stream)} tokens, and a row"
+                " takes one more than seq_len"
+            )
+    return Data(c, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count)
+
+
+def _check(c, process_count):
+    for key in ("seq_len", "batch_size"):
+        if c[key] < 1:
+            raise UsageError(f"config.data.{key}={c[key]} should be at least 1")
+    if c.max_bytes < 0:
+        raise UsageError(f"config.data.max_bytes={c.max_bytes} should be 0 (no limit) or more")
+    corpus.check_split(c.split, c.eval_fraction)
+    if c.shuffle not in SHUFFLES:
+        hint = nearest(c.shuffle, SHUFFLES)
+        raise UsageError(f"config.data.shuffle={c.shuffle!r} is not one of windows, random{hint}")
+    if c.packing and c.shuffle == "random":
+        raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
+    _rows_per_process("config.data.batch_size", c.batch_size, process_count)
+
+
+def _rows_per_process(key, batch_size, process_count):
+    if batch_size < 1 or batch_size % process_count:
+        raise UsageError(
+            f"{key}={batch_size} should be a multiple of the number of processes, {process_count}"
+        )
+    return batch_size // process_count
+
+
+def _shard_tokenizer(source, spec, tokenizer_path):
+    """The tokenizer of token shards, which has to be the one that they were made with."""
+    own_path = source.own_tokenizer()
+    own = None if own_path is None else tokenizers.load_tokenizer(own_path)
+    if tokenizer_path is not None:
+        name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
+    else:
+        name = f"config.data.tokenizer={spec!r}"
+        kind, argument = tokenizers.parse(spec)
+        if kind == "bytes":
+            tokenizer = tokenizers.ByteTokenizer()
+        elif kind == "file":
+            tokenizer = tokenizers.load_tokenizer(argument)
+        elif own is not None and own.kind == kind:
+            tokenizer = own
+        else:
+            raise UsageError(
+                f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
+                " the tokenizer.json that they were made with"
+            )
+    if own is not None and own.fingerprint != tokenizer.fingerprint:
+        raise UsageError(
+            f"{name} is not the tokenizer that {source.name} was made with;"
+            f" use config.data.tokenizer={own_path}"
+        )
+    source.check(tokenizer, name)
+    return tokenizer
+
+
+class Data:
+    """A tokenised text, split, and the batches made of it. Made by `load`.
+
+    A batch is a dict of this host's rows: inputs, targets int32[B, T]; weights float32[B, T], 0
+    where nothing is scored; with packing also positions and segment_ids int32[B, T] (0: padding).
+
+    Attributes:
+      tokenizer: an efx tokenizer.
+      vocab_size: number of token ids.
+      train_tokens, eval_tokens: tokens in the two splits, which have no text in common.
+      fingerprint: hash of the text, of how it is split, and of the tokenizer.
+    """
+
+    def __init__(
+        self, config, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count
+    ):
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.train_tokens, self.eval_tokens = len(streams["train"]), len(streams["eval"])
+        self.fingerprint = key
+        self._config, self._streams, self._text_bytes = config, streams, text_bytes
+        self._spans, self._packings = spans, {}
+        # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
+        # common (grain derives the order of epoch e from seed + e).
+        self._seed = int(content_key("order", int(seed))[:8], 16)
+        self._process_index, self._process_count = process_index, process_count
+
+    def _documents(self, split):
+        """int64[n, 2]: the tokens of each document."""
+        if self._spans:
+            return self._spans[split]
+        return documents_between(self._streams[split], self.tokenizer.eot)
+
+    def _packing(self, split):
+        if split not in self._packings:
+            order = {"train": "length", "eval": "document"}[split]
+            self._packings[split] = Packing(
+                self._streams[split],
+                self._documents(split),
+                self.tokenizer.eot,
+                self._config.seq_len,
+                order,
+                self._seed,
+            )
+        return self._packings[split]
+
+    def scored_tokens(self, split):
+        """Number of targets with weight 1 in one pass over `split` ("train" or "eval")."""
+        if self._config.packing:
+            return self._packing(split).pairs
+        return len(self._streams[split]) - 1
+
+    def bytes_per_token(self, split):
+        """Bytes of text a scored token of `split` stands for, on average.
+
+        nats per token / (ln 2 * bytes per token) = bits per byte. Ends of documents are scored and
+        stand for no bytes. Where the tokenizer does not tell the bytes of an id, those of the whole
+        split are taken.
+        """
+        stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
+        scored = self.scored_tokens(split)
+        if lengths is None:
+            if self._text_bytes:
+                return self._text_bytes[split] / scored
+            texts = (
+                self.tokenizer.decode(p[i : i + (1 << 20)])
+                for p in stream.parts()
+                for i in range(0, len(p), 1 << 20)
+            )
+            return sum(len(t.encode("utf-8", "replace")) for t in texts) / scored
+        if not self._config.packing:
+            return count_bytes(stream, lengths, start=1) / scored
+        total = count_bytes(stream, lengths)
+        if self.tokenizer.eot is None:  # then nothing predicts a document's first token
+            firsts = stream.windows(self._documents(split)[:, 0], 1)
+            total -= int(lengths[firsts].sum())
+        return total / scored
+
+    def train_iterator(self, start_step=0):
+        """Batches without end, from global step `start_step` on (0: the first)."""
+        config, stream = self._config, self._streams["train"]
+        rows = _rows_per_process("config.data.batch_size", config.batch_size, self._process_count)
+        if config.packing:
+            rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
+        elif config.shuffle == "windows":
+            rows_of_step = _ShuffledWindows(stream, config.seq_len, self._seed)
+        else:
+            rows_of_step = _RandomWindows(stream, config.seq_len, self._seed)
+        first = self._process_index * rows
+
+        def batch(step):
+            return rows_of_step(step, config.batch_size, first, first + rows)
+
+        return TrainIterator(batch, start_step)
+
+    def eval_batches(self, batch_size, max_batches=0):
+        """Batches over the whole held-out split, in order; can be iterated over and over.
+
+        Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
+        has weight 1 exactly once; what is missing from the last batch has weight 0. With
+        `max_batches` only so many batches, their rows spread evenly over the split.
+        """
+        return EvalBatches(self, batch_size, max_batches)
+
+    def eval_batch_count(self, batch_size, max_batches=0):
+        """How many batches `eval_batches` yields, on every host."""
+        return len(self.eval_batches(batch_size, max_batches))
+
+
+class EvalBatches:
+    """See `Data.eval_batches`."""
+
+    def __init__(self, data, batch_size, max_batches):
+        self._rows = _rows_per_process(
+            "config.evaluate.batch_size", batch_size, data._process_count
+        )
+        self._first = data._process_index * self._rows
+        self._size, self._limit = batch_size, max_batches
+        self._stream, self._seq_len = data._streams["eval"], data._config.seq_len
+        self._packing = data._packing("eval") if data._config.packing else None
+        pairs = len(self._stream) - 1
+        self._total = len(self._packing) if self._packing else -(-pairs // self._seq_len)
+
+    def __len__(self):
+        count = -(-self._total // self._size)
+        return min(count, self._limit) if self._limit else count
+
+    def __iter__(self):
+        count = len(self)
+        chosen = min(count * self._size, self._total)
+        for i in range(count):
+            row = i * self._size + self._first
+            which = np.arange(row, row + self._rows)
+            spread = which * self._total // chosen
+            which = np.where(which < chosen, spread, self._total)
+            yield self._packing.rows(which) if self._packing else self._windows(which)
+
+    def _windows(self, which):
+        tokens = np.zeros((len(which), self._seq_len + 1), np.int32)
+        weights_BT = np.zeros((len(which), self._seq_len), np.float32)
+        for b, start in enumerate((which * self._seq_len).tolist()):
+            count = min(self._seq_len + 1, len(self._stream) - start)
+            if count > 1:
+                tokens[b, :count] = self._stream.windows([start], count)[0]
+                weights_BT[b, : count - 1] = 1
+        return _batch(tokens, weights_BT)
+
+
+class TrainIterator:
+    """This host's training batches. Its whole state is the number of the next step."""
+
+    def __init__(self, batch, start_step):
+        import grain  # brings jax along, which reading data in a notebook should not
+
+        # What is read is memory-mapped and the system's page cache reads ahead: grain's threads
+        # and processes only make it slower (benchmarks/data_loading.py).
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        dataset = grain.MapDataset.range(_STEPS).map(batch)
+        self._inner = iter(dataset.to_iter_dataset(options))
+        self.set_state({"step": start_step})
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._inner)
+
+    def get_state(self):
+        """{"step": number of the step that the next batch is for}; the same on every host."""
+        return {"step": self._inner.get_state()["next_index"]}
+
+    def set_state(self, state):
+        """Goes to `state`, which may come from a run on another number of hosts."""
+        self._inner.set_state({"next_index": operator.index(state["step"])})
+
+
+class _Permutation:
+    """Numbers 0..count-1 in a new random order every epoch, read at any index at once."""
+
+    def __init__(self, count, seed):
+        import grain
+
+        self.count = count
+        self._order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
+
+    def __call__(self, indices):
+        return np.array([self._order[i] for i in indices], np.int64)
+
+
+class _ShuffledWindows:
+    """Windows side by side, all of them in each epoch, laid out from another offset each epoch."""
+
+    def __init__(self, stream, seq_len, seed):
+        self._stream, self._seq_len, self._seed = stream, seq_len, seed
+        # One window fewer than would fit, so that every offset up to seq_len is possible.
+        count = max(1, len(stream) // seq_len - 1)
+        self._offsets = min(seq_len, len(stream) - count * seq_len)
+        self._order = _Permutation(count, seed)
+        self._offset = functools.lru_cache(maxsize=4)(self._offset)
+
+    def _offset(self, epoch):
+        return int(np.random.default_rng([self._seed, epoch]).integers(self._offsets))
+
+    def starts(self, indices):
+        """First token of each of the windows number `indices` since the start of training."""
+        offsets = np.array([self._offset(i // self._order.count) for i in indices], np.int64)
+        return offsets + self._order(indices) * self._seq_len
+
+    def __call__(self, step, batch_size, first, last):
+        indices = range(step * batch_size + first, step * batch_size + last)
+        return _batch(self._stream.windows(self.starts(indices), self._seq_len + 1))
+
+
+class _RandomWindows:
+    """Windows that start anywhere, drawn anew for every step (as nanoGPT does)."""
+
+    def __init__(self, stream, seq_len, seed):
+        self._stream, self._seq_len, self._seed = stream, seq_len, seed
+
+    def __call__(self, step, batch_size, first, last):
+        # Every host draws all starts and takes its own: the draw knows nothing of hosts.
+        rng = np.random.default_rng([self._seed, step])
+        starts = rng.integers(len(self._stream) - self._seq_len, size=batch_size)[first:last]
+        return _batch(self._stream.windows(starts, self._seq_len + 1))
+
+
+class _ShuffledRows:
+    """Packed rows, all of them in each epoch."""
+
+    def __init__(self, packing, seed):
+        self._packing, self._order = packing, _Permutation(len(packing), seed)
+
+    def __call__(self, step, batch_size, first, last):
+        indices = range(step * batch_size + first, step * batch_size + last)
+        return self._packing.rows(self._order(indices))
+
+
+def _batch(tokens, weights_BT=None):
+    inputs_BT = np.ascontiguousarray(tokens[:, :-1])
+    targets_BT = np.ascontiguousarray(tokens[:, 1:])
+    if weights_BT is None:
+        weights_BT = np.ones(inputs_BT.shape, np.float32)
+    return {"inputs": inputs_BT, "targets": targets_BT, "weights": weights_BT}

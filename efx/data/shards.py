@@ -1,0 +1,190 @@
+"""Text that is already tokenised: folders of raw token files.
+
+A folder written by `write_token_shards` holds
+
+    meta.json         {"format": "efx-tokens", "version": 1, "dtype": "uint16" or "uint32",
+                       "vocab_size": n, "eot": id or null,
+                       "shards": [{"file": name, "split": "train" or "eval", "tokens": n}, ...]}
+    tokenizer.json    the tokenizer that made them
+    *.bin             token ids, little-endian, nothing else
+
+nanoGPT's folders are read too: `train.bin` and `val.bin`, uint16, no meta.json. Shards that say
+which split they belong to are taken at their word (config.data.split and eval_fraction are then
+not used); if none is for evaluation, the tail of the training shards is held out.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from efx.data.cache import content_key, file_digest, remember_for_file
+from efx.data.stream import Stream
+from efx.errors import UsageError
+
+FORMAT, VERSION = "efx-tokens", 1
+_DTYPES = ("uint16", "uint32")
+
+
+def token_dtype(vocab_size):
+    """The smallest of the two types on disk that holds every id."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 28):
+    """Writes documents as token shards that `config.data.source=tokens:FOLDER` reads.
+
+    Args:
+      folder: made if need be; must hold no meta.json yet.
+      tokenizer: an efx tokenizer; each document ends with its end-of-document id if it has one.
+      train, heldout: iterables of documents: str, bytes, or arrays of ids.
+      shard_tokens: a new file is begun after so many tokens.
+
+    Returns:
+      The contents of meta.json.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "meta.json").exists():
+        raise UsageError(f"{folder} already holds token shards; name a new folder")
+    dtype, shards = token_dtype(tokenizer.vocab_size), []
+    for split, documents in (("train", train), ("eval", heldout)):
+        file, room, count = None, 0, 0
+        for document in documents:
+            ids = tokenizer.encode(document) if isinstance(document, str | bytes) else document
+            end = [] if tokenizer.eot is None else [tokenizer.eot]
+            ids = np.concatenate([np.asarray(ids, np.int64), np.asarray(end, np.int64)])
+            if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                raise UsageError(f"{folder}: a token id is outside 0..{tokenizer.vocab_size - 1}")
+            if file is None or room <= 0:
+                if file:
+                    file.close()
+                name = f"{split}-{count:05d}.bin"
+                file, room, count = open(folder / name, "wb"), shard_tokens, count + 1
+                shards.append({"file": name, "split": split, "tokens": 0})
+            file.write(ids.astype(dtype).tobytes())
+            room -= len(ids)
+            shards[-1]["tokens"] += len(ids)
+        if file:
+            file.close()
+    tokenizer.save(folder / "tokenizer.json")
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "shards": shards,
+    }
+    part = folder / "meta.json.tmp"
+    part.write_text(json.dumps(meta, indent=1) + "\n")
+    os.replace(part, folder / "meta.json")  # last: a folder without it is not mistaken for whole
+    return meta
+
+
+class TokenShards:
+    """The shards of a folder, memory-mapped."""
+
+    def __init__(self, name, folder, max_bytes, root):
+        self.name, self._folder, self._root = name, Path(folder).expanduser(), root
+        if not self._folder.is_dir():
+            raise UsageError(f"{name}: no such folder")
+        shards, dtype = self._list()
+        self._shards = []
+        left = max_bytes or float("inf")
+        for path, split, tokens in shards:
+            size = self._size(path)
+            if size % dtype.itemsize or (tokens is not None and size != tokens * dtype.itemsize):
+                wanted = f"{tokens * dtype.itemsize} bytes" if tokens is not None else "even"
+                raise UsageError(f"{name}: {path} has {size} bytes, not {wanted}: cut short?")
+            # max_bytes limits what is trained on; the held-out shards stay whole.
+            take = size if split == "eval" else min(size, left)
+            left -= take if split == "train" else 0
+            if count := int(take // dtype.itemsize):
+                self._shards.append((path, split, np.memmap(path, dtype, "r")[:count]))
+        if not any(split == "train" for _, split, _ in self._shards):
+            raise UsageError(f"{name}: the folder holds no training tokens")
+
+    def _size(self, path):
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise UsageError(f"{self.name}: cannot read {path} ({error.strerror})") from error
+
+    def _list(self):
+        """[(path, split, tokens or None)], dtype: what meta.json or the files' names say."""
+        meta_path = self._folder / "meta.json"
+        if not meta_path.exists():
+            pairs = (("train.bin", "train"), ("val.bin", "eval"))
+            found = [(self._folder / f, s, None) for f, s in pairs if (self._folder / f).exists()]
+            if not found:
+                raise UsageError(
+                    f"{self.name}: the folder has neither meta.json nor train.bin; token shards"
+                    " are written by efx.data.write_token_shards"
+                )
+            return found, np.dtype("<u2")
+        try:
+            meta = json.loads(meta_path.read_text())
+            if meta["format"] != FORMAT or meta["version"] != VERSION:
+                raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
+            if meta["dtype"] not in _DTYPES:
+                raise ValueError(f"dtype {meta['dtype']!r}")
+            shards = [
+                (self._folder / s["file"], s["split"], int(s["tokens"])) for s in meta["shards"]
+            ]
+            if any(split not in ("train", "eval") for _, split, _ in shards):
+                raise ValueError("a split that is neither train nor eval")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.name}: {meta_path} is not an {FORMAT} version {VERSION} description"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+        return shards, np.dtype(meta["dtype"]).newbyteorder("<")
+
+    def own_tokenizer(self):
+        """Path of the folder's tokenizer.json, or None."""
+        path = self._folder / "tokenizer.json"
+        return path if path.exists() else None
+
+    def identity(self):
+        """Hash of the tokens and of the split they are in."""
+        return content_key(
+            "tokens",
+            [
+                (split, len(ids), file_digest(self._root, path, len(ids) * ids.itemsize))
+                for path, split, ids in self._shards
+            ],
+        )
+
+    def check(self, tokenizer, tokenizer_name):
+        """Raises UsageError if some id is not in the vocabulary of `tokenizer`."""
+        for path, _, ids in self._shards:
+            largest = remember_for_file(
+                self._root,
+                path,
+                ["largest", len(ids)],
+                lambda ids=ids: max(
+                    int(ids[i : i + (1 << 22)].max()) for i in range(0, len(ids), 1 << 22)
+                ),
+            )
+            if largest >= tokenizer.vocab_size:
+                raise UsageError(
+                    f"{self.name}: {path.name} holds token id {largest}, but the tokenizer"
+                    f" {tokenizer_name} has only {tokenizer.vocab_size} ids;"
+                    " name the tokenizer.json that these tokens were made with"
+                )
+
+    def split(self, kind, eval_fraction):
+        """(train Stream, held-out Stream)."""
+        train = Stream([ids for _, split, ids in self._shards if split == "train"])
+        heldout = Stream([ids for _, split, ids in self._shards if split == "eval"])
+        if len(heldout):
+            return train, heldout
+        if kind == "documents":
+            raise UsageError(
+                f"config.data.split='documents' needs documents, and {self.name} holds one stream"
+                " of tokens; use config.data.split=tail, or write shards with a held-out part"
+            )
+        cut = int((1 - eval_fraction) * len(train))
+        return train.cut(0, cut), train.cut(cut, len(train))

@@ -1,0 +1,330 @@
+"""Where text comes from: every source is a list of documents (bytes) and a hash of their content.
+
+    text:PATH          a file, a folder (every file below it) or a glob; each file is a document
+    stdlib             the source code of the running Python's standard library
+    arrayrecord:GLOB   ArrayRecord files; each record is a document
+    hf:NAME[:CONFIG]   the train split of a Hugging Face dataset; each row is a document
+
+(`tokens:DIR`, text that is already tokenised, is in `shards.py`.)
+"""
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from efx.data.cache import content_key, file_digest
+from efx.errors import UsageError, nearest
+
+KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf")
+
+# Left out of the standard library: what is installed into it, its tests (a third of it and more,
+# absent on some systems) and files that the build of this Python generated.
+_STDLIB_SKIP_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+_STDLIB_SKIP_FOLDERS |= {"idle_test", "lib-dynload"}
+_STDLIB_SKIP_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+_RECORDS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: `name` for messages, `data` its bytes."""
+
+    name: str
+    data: bytes
+
+
+def parse(source):
+    """Splits `config.data.source` into (kind, argument).
+
+    Raises:
+      UsageError: unknown kind (names the nearest), or no argument where one is needed.
+    """
+    kind, colon, argument = str(source).partition(":")
+    if kind not in KINDS:
+        hint = nearest(kind, KINDS)
+        if os.path.exists(str(source)):
+            hint = f" (a file or folder is 'text:{source}')"
+        raise UsageError(
+            f"config.data.source={source!r} is of an unknown kind{hint}; use stdlib, text:PATH,"
+            " tokens:DIR, arrayrecord:GLOB or hf:NAME"
+        )
+    if (kind == "stdlib") == bool(argument) or (kind == "stdlib" and colon):
+        form = {"stdlib": "stdlib", "tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB"}
+        wanted = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
+        raise UsageError(f"config.data.source={source!r} should read {wanted}")
+    return kind, argument
+
+
+def open_source(config_data, root):
+    """The source of documents that `config_data` names; `root` is the cache folder."""
+    kind, argument = parse(config_data.source)
+    name, limit = f"config.data.source={config_data.source!r}", config_data.max_bytes
+    if kind == "stdlib":
+        return TextFiles(name, _stdlib_files(name), limit, root, skip_binary=True)
+    if kind == "text":
+        return TextFiles(name, _text_files(name, argument), limit, root)
+    if kind == "arrayrecord":
+        return ArrayRecords(name, _glob(name, argument), config_data.text_key, limit, root)
+    if kind == "hf":
+        return HuggingFace(name, argument, config_data.text_key, limit, root)
+    raise ValueError(f"{kind} is not a source of documents")
+
+
+def _glob(name, pattern):
+    """Files that `pattern` names, sorted; a name that exists is taken as it stands."""
+    path = os.path.expanduser(pattern)
+    if os.path.isfile(path):
+        return [path]
+    found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
+    if not found:
+        wild = glob.has_magic(path)
+        raise UsageError(f"{name}: " + ("no file matches" if wild else "no such file or folder"))
+    return found
+
+
+def _text_files(name, argument):
+    path = os.path.expanduser(argument)
+    if not os.path.isdir(path):
+        return _glob(name, argument)
+    found = []
+    for folder, folders, files in os.walk(path):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        found += [os.path.join(folder, f) for f in files if not f.startswith(".")]
+    if not found:
+        raise UsageError(f"{name}: the folder holds no files")
+    return sorted(found, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
+
+
+def _stdlib_files(name):
+    root = sysconfig.get_paths()["stdlib"]
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            f for f in folders if f not in _STDLIB_SKIP_FOLDERS and not f.startswith("config-")
+        ]
+        found += [
+            os.path.join(folder, f)
+            for f in files
+            if f.endswith(".py") and not f.startswith(_STDLIB_SKIP_FILES)
+        ]
+    if not found:
+        raise UsageError(f"{name}: this Python has no source code in {root}; use text:PATH")
+    return sorted(found, key=lambda p: Path(os.path.relpath(p, root)).as_posix())
+
+
+class TextFiles:
+    """Files as documents, in the order given; empty files are passed over."""
+
+    def __init__(self, name, paths, max_bytes, root, skip_binary=False):
+        self.name, self._root, self._skip_binary = name, root, skip_binary
+        self._files = []
+        left = max_bytes or float("inf")
+        for path in paths:
+            take = min(_size(name, path), left)
+            left -= take
+            if take:
+                self._files.append((path, int(take)))
+        if not self._files:
+            what = f"{paths[0]} is empty" if len(paths) == 1 else "every file is empty"
+            raise UsageError(f"{name}: {what}")
+
+    def identity(self):
+        """Hash of the content and its order; names and places of the files do not matter."""
+        with _readable(self.name):
+            return content_key("text", [file_digest(self._root, p, n) for p, n in self._files])
+
+    def documents(self):
+        """Yields a Document a file. Raises UsageError on a binary file."""
+        for path, size in self._files:
+            with _readable(self.name), open(path, "rb") as file:
+                data = file.read(size)
+                cut = bool(file.read(1))
+            if cut:
+                data = whole_characters(data)
+            if b"\0" in data or (self._skip_binary and not _is_utf8(data)):
+                if self._skip_binary:
+                    continue
+                raise UsageError(
+                    f"{self.name}: {path} is binary (a NUL at byte {data.index(0)}), not text;"
+                    " name the text files, for example by a glob"
+                )
+            if data:
+                yield Document(path, data)
+
+
+class ArrayRecords:
+    """Records of ArrayRecord files as documents.
+
+    With an empty `text_key` a record is the text itself in UTF-8; otherwise it is a JSON object or
+    a msgpack map that holds the text under `text_key`.
+    """
+
+    def __init__(self, name, paths, text_key, max_bytes, root):
+        self.name, self._paths, self._key = name, paths, text_key
+        self._max_bytes, self._root = max_bytes, root
+
+    def identity(self):
+        """Hash of the files' content and of how the text is taken from it."""
+        with _readable(self.name):
+            digests = [file_digest(self._root, p, _size(self.name, p)) for p in self._paths]
+        return content_key("arrayrecord", digests, self._key, self._max_bytes)
+
+    def documents(self):
+        """Yields a Document a record. Raises UsageError on a file or record of another kind."""
+        return _limited(self._all(), self._max_bytes)
+
+    def _all(self):
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        for path in self._paths:
+            try:
+                reader = ArrayRecordReader(path)
+                count = reader.num_records()
+            except RuntimeError as error:
+                raise UsageError(f"{self.name}: cannot read {path} ({error})") from error
+            if not count:  # the reader says 0, and nothing else, of a file of another kind
+                raise UsageError(
+                    f"{self.name}: {path} holds no records: not an ArrayRecord file, or cut short"
+                )
+            for start in range(0, count, _RECORDS_AT_ONCE):
+                stop = min(start + _RECORDS_AT_ONCE, count)
+                for i, record in enumerate(reader.read(list(range(start, stop))), start):
+                    yield self._document(f"{path} record {i}", record)
+            reader.close()
+
+    def _document(self, where, record):
+        if not self._key:
+            _refuse_nul(f"{self.name}: {where}", record)
+            return Document(where, record)
+        fields = _fields(record)
+        if not isinstance(fields, dict) or self._key not in fields:
+            raise UsageError(
+                f"{self.name}: {where} is not JSON or msgpack with the key"
+                f" config.data.text_key={self._key!r} (set it empty where records are plain text)"
+            )
+        text = fields[self._key]
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+        _refuse_nul(f"{self.name}: {where}", data)
+        return Document(where, data)
+
+
+class HuggingFace:
+    """Rows of the train split of a dataset that the `datasets` library finds, as documents."""
+
+    def __init__(self, name, argument, text_key, max_bytes, root):
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(
+                f"{name} needs the `datasets` library: pip install 'efx[hf]'"
+            ) from None
+        dataset, _, variant = argument.partition(":")
+        try:
+            self._rows = datasets.load_dataset(dataset, variant or None, split="train")
+        except Exception as error:  # many kinds, none of them ours
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"{name}: the dataset cannot be loaded ({first})") from error
+        if text_key not in self._rows.column_names:
+            raise UsageError(
+                f"{name}: config.data.text_key={text_key!r} is not one of its columns"
+                f" {', '.join(self._rows.column_names)}"
+            )
+        self.name, self._key, self._max_bytes, self._root = name, text_key, max_bytes, root
+
+    def identity(self):
+        """Hash of the dataset's files (of its rows where it has none)."""
+        paths = [file["filename"] for file in self._rows.cache_files]
+        with _readable(self.name):
+            digests = [file_digest(self._root, p, _size(self.name, p)) for p in paths]
+        if not digests:
+            digests = [document_digest(d.data).hex() for d in self.documents()]
+        return content_key("hf", digests, self._key, self._max_bytes)
+
+    def documents(self):
+        """Yields a Document a row."""
+        rows = (
+            Document(f"row {i}", row[self._key].encode("utf-8", "surrogatepass"))
+            for i, row in enumerate(self._rows)
+        )
+        return _limited(rows, self._max_bytes)
+
+
+def _fields(record):
+    """`record` as JSON or else msgpack, or None."""
+    try:
+        return json.loads(record)
+    except ValueError:
+        import msgpack
+
+        try:
+            return msgpack.unpackb(record)
+        except Exception:  # msgpack raises a dozen unrelated kinds
+            return None
+
+
+def _limited(documents, max_bytes):
+    """The documents up to `max_bytes` in all (0: all of them); the last is cut, empty ones go."""
+    left = max_bytes or float("inf")
+    for document in documents:
+        data = document.data
+        if len(data) > left:
+            data = whole_characters(data[: int(left)])
+        if data:
+            yield Document(document.name, data)
+        left -= len(document.data)
+        if left <= 0:
+            return
+
+
+def whole_characters(data):
+    """`data` without the incomplete UTF-8 character that a cut may have left at its end."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:
+            continue
+        needs = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return data[:-back] if needs > back else data
+    return data
+
+
+def document_digest(data):
+    """16 bytes that depend on nothing but the text."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _is_utf8(data):
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _refuse_nul(where, data):
+    if b"\0" in data:
+        raise UsageError(f"{where} is binary (a NUL at byte {data.index(0)}), not text")
+
+
+def _size(name, path):
+    with _readable(name):
+        return os.path.getsize(path)
+
+
+class _readable:
+    """Turns an OSError into one line that names the source and the file."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, OSError):
+            raise UsageError(
+                f"{self._name}: cannot read {error.filename} ({error.strerror})"
+            ) from error

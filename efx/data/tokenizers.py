@@ -1,0 +1,273 @@
+"""Tokenizers: bytes, characters, byte-level BPE, and any file of the `tokenizers` library.
+
+All of them turn text into int32 ids and back, know the bytes that an id stands for where that has
+an answer, and are saved in one file, tokenizer.json. `bytes` and `chars` files hold their "kind";
+a BPE file is in the format of the `tokenizers` library, so that other programs can read it too.
+"""
+
+import codecs
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from efx.data.cache import content_key
+from efx.errors import UsageError, nearest
+
+KINDS = ("bytes", "chars", "bpe")
+_SMALLEST_BPE = 257  # 256 bytes and the end of text
+_STRIDE = 1 << 22  # characters looked at together
+
+
+class Tokenizer:
+    """What every tokenizer offers.
+
+    Attributes:
+      kind: bytes, chars, or bpe (everything in the format of the `tokenizers` library).
+      vocab_size: ids are 0..vocab_size-1.
+      eot: the id between documents, or None. No text encodes to it and it decodes to nothing.
+    """
+
+    kind: str
+    vocab_size: int
+    eot: int | None
+
+    def encode(self, text):
+        """int32[n]: the ids of `text` (str, or bytes in UTF-8). Raises UsageError if it cannot."""
+        raise NotImplementedError
+
+    def encode_documents(self, documents):
+        """Yields the ids of each of `documents`, (name, bytes) pairs; errors tell the name."""
+        for name, data in documents:
+            try:
+                yield self.encode(data)
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}") from error
+
+    def token_bytes(self):
+        """List of the bytes of each id, or None where an id alone does not determine them."""
+        raise NotImplementedError
+
+    def decode_bytes(self, ids):
+        """The bytes that `ids` stand for."""
+        table, ids = self.token_bytes(), checked_ids(ids, self.vocab_size)
+        return b"".join(table[i] for i in ids)
+
+    def decode(self, ids):
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def byte_lengths(self):
+        """int64[vocab_size]: len of `token_bytes`, or None."""
+        table = self.token_bytes()
+        return None if table is None else np.array([len(t) for t in table], np.int64)
+
+    def stream_decoder(self):
+        """A new decoder for ids that come one by one: `feed(id) -> str`, `finish() -> str`."""
+        return StreamDecoder(self)
+
+    def to_json(self):
+        """The contents of tokenizer.json."""
+        raise NotImplementedError
+
+    def save(self, path):
+        """Writes tokenizer.json; the file is there whole or not at all."""
+        part = Path(f"{path}.tmp{os.getpid()}")
+        part.write_text(self.to_json(), encoding="utf-8")
+        os.replace(part, path)
+
+    @property
+    def fingerprint(self):
+        """Hash of everything that determines the ids."""
+        return content_key(self.kind, self.to_json())
+
+
+class StreamDecoder:
+    """Gives out text as soon as, and not before, its last byte is there."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id):
+        """The text that the next id completes, perhaps empty."""
+        return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
+
+    def finish(self):
+        """What an incomplete character at the end comes to: nothing, or U+FFFD."""
+        return self._utf8.decode(b"", final=True)
+
+
+class ByteTokenizer(Tokenizer):
+    """Each byte of the UTF-8 text is its own id; 256 ends a document."""
+
+    kind, vocab_size, eot = "bytes", 257, 256
+
+    def encode(self, text):
+        """int32[n]; also takes bytes that are not UTF-8."""
+        if isinstance(text, str):
+            text = _utf8(text, "surrogateescape")  # so do file names and command lines
+        return np.frombuffer(text, np.uint8).astype(np.int32)
+
+    def token_bytes(self):
+        """256 single bytes and nothing for the end of a document."""
+        return [bytes([i]) for i in range(256)] + [b""]
+
+    def decode_bytes(self, ids):
+        """The bytes themselves, without ends of documents."""
+        ids = np.asarray(checked_ids(ids, self.vocab_size), np.int64)
+        return ids[ids < 256].astype(np.uint8).tobytes()
+
+    def to_json(self):
+        """Only the kind: there is nothing else to it."""
+        return json.dumps({"kind": self.kind}) + "\n"
+
+
+class CharTokenizer(Tokenizer):
+    """Each character is an id, in the order of the characters; no end-of-document id."""
+
+    kind, eot = "chars", None
+
+    def __init__(self, characters):
+        codes = np.unique(np.array([ord(c) for c in characters], np.uint32))
+        if not len(codes):
+            raise UsageError("a character tokenizer needs at least one character")
+        self.characters = "".join(map(chr, codes))
+        self.vocab_size = len(codes)
+        self._id_of = np.full(int(codes[-1]) + 1, -1, np.int32)
+        self._id_of[codes] = np.arange(len(codes))
+        self._table = [c.encode() for c in self.characters]
+
+    def encode(self, text):
+        """int32[n]. Raises UsageError naming a character that is not in the vocabulary."""
+        text = text_of(text, self.kind)
+        parts = [self._ids(text, i) for i in range(0, len(text), _STRIDE)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def _ids(self, text, start):
+        codes = _codes(text[start : start + _STRIDE])
+        # Code 0 stands in for those past the table's end; they are told apart just below.
+        beyond = codes >= len(self._id_of)
+        ids = self._id_of[np.where(beyond, 0, codes)]
+        ids[beyond] = -1
+        if len(ids) and ids.min() < 0:
+            at = start + int(np.argmax(ids < 0))
+            raise UsageError(
+                f"the character {text[at]!r} at {at} is not among the {self.vocab_size} characters"
+                " of the tokenizer"
+            )
+        return ids
+
+    def token_bytes(self):
+        """Each character in UTF-8."""
+        return self._table
+
+    def to_json(self):
+        """The characters, in order."""
+        return json.dumps({"kind": self.kind, "characters": self.characters}) + "\n"
+
+
+def parse(spec):
+    """`config.data.tokenizer` as (kind, argument): bytes, chars, (bpe, size) or (file, path).
+
+    Raises:
+      UsageError: no such kind and no such file; no or too small a size for bpe.
+    """
+    spec = str(spec)
+    if spec in ("bytes", "chars"):
+        return spec, None
+    kind, colon, size = spec.partition(":")
+    if kind == "bpe":
+        if not size.isdecimal() or int(size) < _SMALLEST_BPE:
+            raise UsageError(
+                f"config.data.tokenizer={spec!r} should give the number of ids, at least"
+                f" {_SMALLEST_BPE}, as in bpe:8192"
+            )
+        return "bpe", int(size)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return "file", path
+    if path.suffix == ".json" or os.sep in spec:
+        raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
+    raise UsageError(
+        f"config.data.tokenizer={spec!r} is of an unknown kind{nearest(kind, KINDS)};"
+        " use bytes, chars, bpe:SIZE or the path of a tokenizer.json"
+    )
+
+
+def load_tokenizer(path):
+    """The tokenizer in the file `path` (ours, or of the `tokenizers` library).
+
+    Raises:
+      UsageError: no such file, or not a tokenizer.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        fields = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise UsageError(f"the tokenizer {path} is not JSON ({error})") from error
+    try:
+        if isinstance(fields, dict) and "kind" in fields:
+            if fields["kind"] == "bytes":
+                return ByteTokenizer()
+            if fields["kind"] == "chars":
+                return CharTokenizer(fields["characters"])
+            raise UsageError(f"unknown kind {fields['kind']!r}{nearest(fields['kind'], KINDS)}")
+        if not isinstance(fields, dict) or "model" not in fields:
+            raise UsageError("neither 'kind' nor 'model' is in it")
+        from efx.data.bpe import LibraryTokenizer
+
+        return LibraryTokenizer(text)
+    except (UsageError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _utf8(text, errors="strict"):
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text has half of a surrogate pair, {text[error.start]!r}, at {error.start}"
+        ) from error
+
+
+def text_of(text, kind):
+    """`text` as a str that has a UTF-8 form."""
+    if isinstance(text, str):
+        _utf8(text)
+        return text
+    try:
+        return bytes(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}), which"
+            f" config.data.tokenizer={kind} needs; config.data.tokenizer=bytes takes any"
+        ) from error
+
+
+def _codes(text):
+    """uint32[n]: the code points of `text`."""
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def characters_of(texts):
+    """The characters that occur in `texts`, ascending."""
+    seen = np.zeros(0x110000, bool)
+    for text in texts:
+        for i in range(0, len(text), _STRIDE):
+            seen[_codes(text[i : i + _STRIDE])] = True
+    return "".join(map(chr, np.flatnonzero(seen)))
+
+
+def checked_ids(ids, vocab_size):
+    """`ids` as a flat list of int. Raises ValueError if one is outside the vocabulary."""
+    ids = np.asarray(ids, np.int64).reshape(-1)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
+    return ids.tolist()

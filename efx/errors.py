@@ -1,0 +1,17 @@
+"""The one exception that means "the user asked for something that cannot be done"."""
+
+
+class UsageError(ValueError):
+    """Bad input, told in one line.
+
+    The message names the key, value, file or shape at fault and what would be right. `efx.main`
+    prints it as `efx: error: <message>` and exits with status 2; library callers see a ValueError.
+    """
+
+
+def nearest(name, known):
+    """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string."""
+    import difflib
+
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

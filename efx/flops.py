@@ -1,0 +1,133 @@
+"""The FLOP ledger: what a model computes, stated by the model itself, component by component.
+
+A multiply-add is 2 FLOPs. Training costs three times the forward pass (each product has two
+gradients of the same size); recomputation under remat is overhead and is not counted as work.
+Element-wise work, norms, softmax and lookups are not counted; the compiler's own count, which has
+them, agrees within 2% on unrolled models (tests/test_flops.py).
+"""
+
+import dataclasses
+import math
+
+import jax
+
+TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Forward FLOPs of ONE sequence of `length` tokens.
+
+    Attributes:
+      length: tokens in the sequence.
+      parts: {component: FLOPs} as executed; attention counts the key blocks that are visited.
+      nominal: {component: FLOPs} by the papers' convention: causal attention counts every query
+        against the mean number of keys that it may see, (T+1)/2.
+    """
+
+    length: int
+    parts: dict
+    nominal: dict
+
+    @property
+    def per_token(self):
+        return sum(self.parts.values()) / self.length
+
+    @property
+    def nominal_per_token(self):
+        return sum(self.nominal.values()) / self.length
+
+    def train_flops(self, tokens, nominal=True):
+        """FLOPs of a training step on so many tokens."""
+        return TRAIN_FACTOR * tokens * (self.nominal_per_token if nominal else self.per_token)
+
+
+def matmul(rows, inner, columns):
+    return 2 * rows * inner * columns
+
+
+def attention_scores(pairs, num_heads, head_dim):
+    """Scores and weighted values of so many (query, key) pairs a head."""
+    return 2 * matmul(pairs, head_dim, 1) * num_heads
+
+
+def causal_pairs(length, window=0):
+    """(query, key) pairs that a causal mask allows in one sequence."""
+    if not window or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def add(ledgers):
+    """{component: FLOPs} summed over several such dicts."""
+    total = {}
+    for parts in ledgers:
+        for name, value in parts.items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def count_params(params):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def jaxpr_flops(function, *args):
+    """FLOPs of every dot_general in a traced function, scan bodies times their length.
+
+    The compiler's cost analysis counts a scanned body once; this does not. A `cond` counts its
+    most expensive branch, a `while` body once.
+    """
+    return _walk(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _walk(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contract, _), _ = equation.params["dimension_numbers"]
+            lhs = equation.invars[0].aval.shape
+            inner = math.prod(lhs[axis] for axis in contract)
+            total += 2 * inner * math.prod(equation.outvars[0].aval.shape)
+            continue
+        inner = [_walk(sub) for sub in _subjaxprs(equation.params)]
+        if equation.primitive.name == "cond":
+            total += max(inner, default=0)
+        else:
+            total += sum(inner) * equation.params.get("length", 1)
+    return total
+
+
+def _subjaxprs(params):
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+# Dense peak FLOP/s of one device, without sparsity, by the start of jax's device_kind:
+# (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets.
+_PEAKS = {
+    "TPU v4": (275e12, 275e12 / 6),
+    "TPU v5 lite": (197e12, 197e12 / 6),
+    "TPU v5e": (197e12, 197e12 / 6),
+    "TPU v5p": (459e12, 459e12 / 6),
+    "TPU v5": (459e12, 459e12 / 6),
+    "TPU v6 lite": (918e12, 918e12 / 6),
+    "TPU v6e": (918e12, 918e12 / 6),
+    "NVIDIA A100": (312e12, 156e12),
+    "NVIDIA H100": (989e12, 494e12),
+    "NVIDIA H200": (989e12, 494e12),
+    "NVIDIA L4": (121e12, 60e12),
+    "Tesla T4": (65e12, 8.1e12),
+    "Tesla V100": (125e12, 15.7e12),
+}
+
+
+def device_peak(dtype, device=None):
+    """Peak FLOP/s of one device for a dtype name, or None where it is not known (any CPU)."""
+    kind = (device or jax.devices()[0]).device_kind
+    for prefix, (bf16, f32) in _PEAKS.items():
+        if kind.startswith(prefix):
+            return bf16 if str(dtype) == "bfloat16" else f32
+    return None

@@ -1,0 +1,233 @@
+"""Causal attention: the chunked kernel, the cache, and the layer.
+
+The kernel walks over chunks of queries and touches only the keys that a chunk may see, so masked
+halves cost nothing; `spans` is the one place that decides which keys those are, and the FLOP
+ledger counts with the same function.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx.layers import norms
+from efx.layers.linear import Linear
+from efx.layers.positions import rope
+from efx.sharding import constrain
+
+MASKED = -1e30
+_MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
+
+
+def chunk_size(length, chunk=0):
+    """Queries in a chunk; `chunk=0` picks at most 8 chunks of at least 64."""
+    return chunk or max(64, -(-length // _MAX_CHUNKS))
+
+
+def spans(length, chunk=0, window=0):
+    """[(q_start, q_stop, k_start, k_stop)]: the keys that each chunk of queries visits."""
+    step = chunk_size(length, chunk)
+    result = []
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        first = max(0, start - window + 1) if window else 0
+        result.append((start, stop, first, stop))
+    return result
+
+
+def visited_pairs(length, chunk=0, window=0):
+    """How many (query, key) pairs `attend` multiplies for one head of one sequence."""
+    return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans(length, chunk, window))
+
+
+def attend(q_BTNH, k_BSKH, v_BSKH, *, scale, chunk=0, window=0, softcap=0.0, positions_BT=None,
+           segment_ids_BT=None, probs_fn: Callable | None = None):
+    """Causal attention of T queries over the same T places of keys and values.
+
+    Query t sees key s iff s <= t in order, and, where given, both lie in one segment and
+    position(t) - position(s) < window. Works on routed subsequences as they are: these keep
+    time order, so a difference of places never exceeds the difference of positions.
+
+    Args:
+      q_BTNH: queries; N = K*G heads.
+      k_BSKH, v_BSKH: keys and values, S = T.
+      scale: factor on the scores. softcap: scores <- softcap * tanh(scores / softcap), 0 = off.
+      positions_BT: original positions, needed only with a window.
+      segment_ids_BT: documents, or None.
+      probs_fn: applied to the probabilities of each chunk, probs_fn(p_BKGTS, k_start).
+    Returns: [B, T, N, H].
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    kv_heads = k_BSKH.shape[2]
+    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
+    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
+    k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
+    v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
+    outputs = []
+    for q0, q1, k0, k1 in spans(length, chunk, window):
+        allowed = jnp.arange(k0, k1)[None, :] <= jnp.arange(q0, q1)[:, None]
+        allowed_BTS = allowed[None]
+        if segment_ids_BT is not None:
+            same = segment_ids_BT[:, q0:q1, None] == segment_ids_BT[:, None, k0:k1]
+            allowed_BTS = allowed_BTS & same
+        if window:
+            gap = positions_BT[:, q0:q1, None] - positions_BT[:, None, k0:k1]
+            allowed_BTS = allowed_BTS & (gap < window)
+        outputs.append(_softmax_values(
+            q_BKGTH[..., q0:q1, :], k_BKSH[..., k0:k1, :], v_BKSH[..., k0:k1, :],
+            allowed_BTS, softcap, probs_fn, k0,
+        ))
+    out_BKGTH = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
+    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+
+
+def attend_cache(q_BTNH, k_BKSH, v_BKSH, q_positions_BT, k_positions_BS, *, scale, window=0,
+                 softcap=0.0, probs_fn: Callable | None = None):
+    """Attention of new queries over cache slots, each slot with the position of its token.
+
+    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window).
+    """
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    kv_heads = k_BKSH.shape[1]
+    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
+    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
+    gap_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None, :]
+    allowed_BTS = (gap_BTS >= 0) & (k_positions_BS[:, None, :] >= 0)
+    if window:
+        allowed_BTS = allowed_BTS & (gap_BTS < window)
+    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, 0)
+    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+
+
+def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, k_start):
+    scores_BKGTS = jnp.einsum(
+        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32
+    )
+    if softcap:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    scores_BKGTS = jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    if probs_fn is not None:
+        probs_BKGTS = probs_fn(probs_BKGTS, k_start)
+    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys and values; returns what is added to the residual.
+
+    Attributes:
+      num_heads, num_kv_heads, head_dim: N, K, H; N is a multiple of K.
+      rope_theta: base of the rotary embedding, 0 for none.
+      qk_norm: RMS-normalise queries and keys: "none", "head" (over H) or "width" (over N*H).
+      mup: scale the scores by 1/H instead of 1/sqrt(H).
+      window: how many positions back a query sees, its own included; 0 for all.
+      std, std_out: initialisation of the input and the output projections.
+      probs_dropout: factory of a module applied to the attention probabilities, or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    use_bias: bool
+    rope_theta: float
+    qk_norm: str
+    mup: bool
+    window: int
+    softcap: float
+    chunk: int
+    std: float
+    std_out: float
+    norm_eps: float
+    probs_dropout: Callable | None
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        batch, length, width = x_BTD.shape
+        q_BTNH = self._heads("query", x_BTD, self.num_heads, "heads")
+        k_BTKH = self._heads("key", x_BTD, self.num_kv_heads, "kv_heads")
+        v_BTKH = self._project("value", x_BTD, self.num_kv_heads, "kv_heads")
+        v_BTKH = v_BTKH.reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if self.rope_theta:
+            q_BTNH = rope(q_BTNH, info.positions_BT, self.rope_theta)
+            k_BTKH = rope(k_BTKH, info.positions_BT, self.rope_theta)
+        q_BTNH = constrain(q_BTNH, "batch", "length", "act_heads", None)
+        k_BTKH = constrain(k_BTKH, "batch", "length", "act_kv_heads", None)
+        v_BTKH = constrain(v_BTKH, "batch", "length", "act_kv_heads", None)
+        options = dict(
+            scale=1.0 / self.head_dim if self.mup else self.head_dim**-0.5,
+            window=self.window, softcap=self.softcap, probs_fn=self._probs_fn(info),
+        )
+        if info.decode:
+            out_BTNH = self._attend_cached(q_BTNH, k_BTKH, v_BTKH, info, options)
+        else:
+            out_BTNH = attend(
+                q_BTNH, k_BTKH, v_BTKH, chunk=self.chunk, positions_BT=info.positions_BT,
+                segment_ids_BT=info.segment_ids_BT, **options,
+            )
+        out_BTD = out_BTNH.reshape(batch, length, self.num_heads * self.head_dim)
+        return Linear(
+            width, ("heads", "embed"), self.std_out, self.use_bias, self.dtype, name="out"
+        )(out_BTD)
+
+    def _project(self, name, x_BTD, heads, axis):
+        features = heads * self.head_dim
+        return Linear(
+            features, ("embed", axis), self.std, self.use_bias, self.dtype, name=name
+        )(x_BTD)
+
+    def _heads(self, name, x_BTD, heads, axis):
+        y = self._project(name, x_BTD, heads, axis)
+        if self.qk_norm == "width":
+            y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
+        y = y.reshape(*y.shape[:-1], heads, self.head_dim)
+        if self.qk_norm == "head":
+            y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
+        return y
+
+    def _probs_fn(self, info):
+        if self.probs_dropout is None:
+            return None
+        dropout = self.probs_dropout(name="probs_dropout")
+        return lambda probs, k_start: dropout(probs, info)
+
+    def _attend_cached(self, q_BTNH, k_BTKH, v_BTKH, info, options):
+        """Append the new keys and values to the cache, then attend over all of it.
+
+        Slots fill in order of arrival and every slot remembers its token's position, so a routed
+        block's cache is as short as the tokens routed through it. Padding (negative positions)
+        is not stored. `info.rows_B` picks rows of the cache when only some rows run.
+        """
+        rows = k_BTKH.shape[0]
+        # The rows of the cache are made when it is initialised, by a full batch.
+        shape = (rows, self.num_kv_heads, info.cache_size, self.head_dim)
+        key = self.variable("cache", "cached_key", jnp.zeros, shape, self.dtype)
+        value = self.variable("cache", "cached_value", jnp.zeros, shape, self.dtype)
+        position = self.variable("cache", "position", _empty, (rows, info.cache_size))
+        used = self.variable("cache", "used", jnp.zeros, (rows,), jnp.int32)
+        if self.is_initializing():
+            return q_BTNH
+        size = key.value.shape[2]
+        row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
+        positions_BT = info.full(rows).positions_BT
+        valid_BT = positions_BT >= 0
+        used_B = used.value.at[row_B].get(mode="fill", fill_value=0)
+        slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
+        slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
+        where = (row_B[:, None], slice(None), slot_BT)
+        key.value = key.value.at[where].set(k_BTKH.astype(self.dtype), mode="drop")
+        value.value = value.value.at[where].set(v_BTKH.astype(self.dtype), mode="drop")
+        position.value = position.value.at[row_B[:, None], slot_BT].set(positions_BT, mode="drop")
+        used.value = used.value.at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
+        if info.rows_B is None:
+            cached = key.value, value.value, position.value
+        else:
+            cached = tuple(
+                part.value.at[row_B].get(mode="clip") for part in (key, value, position)
+            )
+        return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
+
+
+def _empty(shape):
+    return jnp.full(shape, -1, jnp.int32)

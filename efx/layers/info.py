@@ -1,0 +1,36 @@
+"""What a layer is told about the tokens it gets, apart from their activations."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class TokenInfo:
+    """Passed unchanged from the model to every layer; routing hands on the gathered rows of it.
+
+    Attributes:
+      positions_BT: int32 original position of each token (B may be 1: the same for every row).
+        While decoding, a negative position marks padding: nothing is cached or routed for it.
+      segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+      rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
+      train: dropout is on.
+      decode: read and write the `cache` collection.
+      selection: how routed blocks choose tokens: "train" as configured for training (top-k looks
+        ahead in the sequence), "causal" by the decision that a sampler uses.
+      cache_size: decoding only: tokens of context that the cache of a dense block holds.
+    """
+
+    positions_BT: Any
+    segment_ids_BT: Any = None
+    rows_B: Any = None
+    train: bool = struct.field(pytree_node=False, default=False)
+    decode: bool = struct.field(pytree_node=False, default=False)
+    selection: str = struct.field(pytree_node=False, default="causal")
+    cache_size: int = struct.field(pytree_node=False, default=0)
+
+    def full(self, batch):
+        """The same with positions for every row, so that rows can be gathered one by one."""
+        positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
+        return self.replace(positions_BT=positions)

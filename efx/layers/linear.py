@@ -1,0 +1,70 @@
+"""The one matrix multiplication and the one embedding table that every layer uses."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+class Linear(nn.Module):
+    """y = x W (+ b) over the last axis.
+
+    Leading axes are flattened to one before the product: the weight gradient then contracts a
+    single axis, which on XLA:CPU halves the time of a training step and costs nothing elsewhere.
+
+    Attributes:
+      features: size of the last axis of the output.
+      axes: logical names of the kernel's (input, output) axes.
+      std: standard deviation of the normal initialisation.
+    """
+
+    features: int
+    axes: tuple
+    std: float
+    use_bias: bool = False
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
+        kernel = self.param(
+            "kernel", nn.with_logical_partitioning(init, self.axes),
+            (x.shape[-1], self.features), jnp.float32,
+        )
+        x = x.astype(self.dtype)
+        y = jnp.dot(x.reshape(-1, x.shape[-1]), kernel.astype(self.dtype))
+        if self.use_bias:
+            bias = self.param(
+                "bias", nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:]),
+                (self.features,), jnp.float32,
+            )
+            y = y + bias.astype(self.dtype)[None]
+        return y.reshape(*x.shape[:-1], self.features)
+
+
+class Embedding(nn.Module):
+    """Token table [V, D], usable as the tied output layer by `attend`."""
+
+    num_embeddings: int
+    features: int
+    std: float
+    dtype: jnp.dtype = jnp.float32
+    axes: tuple = ("vocab", "table")
+
+    def setup(self):
+        self.embedding = self.param(
+            "embedding",
+            nn.with_logical_partitioning(nn.initializers.normal(self.std), self.axes),
+            (self.num_embeddings, self.features), jnp.float32,
+        )
+
+    def __call__(self, tokens_BT):
+        return jnp.take(self.embedding.astype(self.dtype), tokens_BT, axis=0)
+
+    def attend(self, x):
+        """Logits [..., V] in float32 of x [..., D]."""
+        table_VD = self.embedding.astype(self.dtype)
+        flat = x.astype(self.dtype).reshape(-1, self.features)
+        logits = jax.lax.dot_general(
+            flat, table_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return logits.reshape(*x.shape[:-1], self.num_embeddings)

@@ -1,0 +1,98 @@
+"""Deciding which tokens are computed, apart from computing them.
+
+A router turns activations into a `Plan`; a layer gathers, computes and scatters by it. All
+scores, gates and masks are float32, all shapes static.
+
+Gather and scatter are vmapped over the batch: on a mesh with a sharded batch this adds no
+collectives, whereas fancy indexing over batch and time at once does.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Plan:
+    """C places a row for tokens that are computed together.
+
+    Attributes:
+      indices_BC: int32, ascending in time; empty places come last and point past the end
+        (distinct values >= T), so that gathering fills and scattering drops them.
+      mask_BC: bool, which places hold a token.
+    """
+
+    indices_BC: jax.Array
+    mask_BC: jax.Array
+
+
+def capacity(fraction, length):
+    """ceil(fraction * length), at least 1 and at most length."""
+    # Rounding first: 0.1 * 30 must be 3 places, not 4.
+    return min(length, max(1, math.ceil(round(fraction * length, 6))))
+
+
+def topk_plan(scores_BT, size, valid_BT=None):
+    """The `size` largest scores of each row, in time order (looks ahead: not causal).
+
+    Invalid tokens are taken only when fewer than `size` are valid, and then as empty places.
+    """
+    length = scores_BT.shape[1]
+    if valid_BT is not None:
+        scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
+    _, indices_BC = jax.lax.top_k(scores_BT, size)
+    indices_BC = jnp.sort(indices_BC, axis=1)
+    if valid_BT is None:
+        return Plan(indices_BC, jnp.ones(indices_BC.shape, bool))
+    chosen = jax.vmap(lambda valid, index: valid[index])(valid_BT, indices_BC)
+    return first_plan(jax.vmap(lambda index, keep: jnp.zeros(length, bool).at[index].set(keep))(
+        indices_BC, chosen), size)
+
+
+def first_plan(selected_BT, size):
+    """The first `size` selected tokens of each row (causal: depends on earlier tokens only)."""
+    length = selected_BT.shape[1]
+    rank_BT = jnp.cumsum(selected_BT, axis=1) - 1
+    place_BT = jnp.where(selected_BT & (rank_BT < size), rank_BT, size)
+    empty_C = length + jnp.arange(size, dtype=jnp.int32)
+    indices_BC = jax.vmap(
+        lambda place: empty_C.at[place].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+    )(place_BT)
+    return Plan(indices_BC, indices_BC < length)
+
+
+def selected(plan, length):
+    """[B, T] bool: which tokens the plan computes."""
+    return jax.vmap(
+        lambda index: jnp.zeros(length, bool).at[index].set(True, mode="drop")
+    )(plan.indices_BC)
+
+
+def gather(x_BT, plan, fill=0):
+    """Rows of x [B, T, ...] at the plan's places -> [B, C, ...]; empty places get `fill`."""
+    return jax.vmap(
+        lambda x, index: x.at[index].get(
+            mode="fill", fill_value=fill, indices_are_sorted=True, unique_indices=True
+        )
+    )(x_BT, plan.indices_BC)
+
+
+def scatter_add(x_BT, y_BC, plan):
+    """x with y [B, C, ...] added at the plan's places; the other rows are untouched."""
+    return jax.vmap(
+        lambda x, index, y: x.at[index].add(
+            y.astype(x.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
+        )
+    )(x_BT, plan.indices_BC, y_BC)
+
+
+def gather_info(info, plan, batch):
+    """TokenInfo of the routed subsequence: every token keeps its position and its document."""
+    info = info.full(batch)
+    segments = info.segment_ids_BT
+    return info.replace(
+        positions_BT=gather(info.positions_BT, plan, fill=-1),
+        segment_ids_BT=None if segments is None else gather(segments, plan),
+    )

@@ -1,0 +1,309 @@
+"""What is minimised: cross-entropy, the weighted sum of sown losses, coefficient schedules.
+
+All arithmetic is float32 whatever comes in. Cross-entropy is returned as sums over tokens, never
+as a mean: the train step divides once, by the weight of the whole (accumulated, sharded) batch.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from efx.errors import UsageError, nearest
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch, each token counted by its weight; float32 scalars.
+
+    Only `total` carries a gradient; the others are for the log.
+    """
+
+    total: jax.Array  # loss + z_loss * z: what is minimised
+    loss: jax.Array  # cross-entropy in nats
+    z: jax.Array  # logsumexp(logits)^2
+    weights: jax.Array
+    correct: jax.Array  # tokens whose target has strictly the largest logit
+
+
+def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=None):
+    """Softmax cross-entropy of integer targets, as `LossSums`.
+
+    Args:
+      logits_BTV: any float dtype, any number of leading axes.
+      targets_BT: integers < vocab_size; where the weight is 0 they may be anything.
+      weights_BT: 0 for tokens that are not scored.
+      z_loss: coefficient of logsumexp^2 (arXiv 2204.02311, section 5), may be traced.
+      vocab_size: columns from here on are padding and get no probability; None: no padding.
+    """
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    weights_BT = weights_BT.astype(jnp.float32)
+    column_BTV = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
+    if vocab_size is not None and vocab_size < logits_BTV.shape[-1]:
+        logits_BTV = jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
+    scored_BT = weights_BT != 0
+    targets_BT = jnp.where(scored_BT, targets_BT, 0)
+    # Comparing with the column number instead of indexing keeps a sharded vocabulary in place, and
+    # its gradient is elementwise where that of indexing is a scatter.
+    hit_BTV = column_BTV == targets_BT[..., None]
+    target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), axis=-1)
+    best_other_BT = jnp.max(
+        jnp.where(hit_BTV, -jnp.inf, jax.lax.stop_gradient(logits_BTV)), axis=-1
+    )
+    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+
+    def summed(value_BT):
+        # Not value * weight alone: what is not scored may be infinite.
+        return jnp.sum(jnp.where(scored_BT, value_BT * weights_BT, 0.0))
+
+    loss, z = summed(lse_BT - target_BT), summed(jnp.square(lse_BT))
+    weights, correct = jnp.sum(weights_BT), summed(target_BT > best_other_BT)
+    return LossSums(
+        loss + z_loss * z, *jax.lax.stop_gradient((loss, z, weights, correct))
+    )
+
+
+def chunked_cross_entropy(head_fn, head_params, x_BTD, targets_BT, weights_BT, *, chunk,
+                          z_loss=0.0, vocab_size=None, groups=1):
+    """`cross_entropy(head_fn(head_params, x), ...)` without ever holding the logits of all tokens.
+
+    Goes over the sequence in slices of `chunk` positions. Where a gradient is wanted, each slice's
+    gradients (in x and in head_params, the latter accumulated in float32) are computed at once
+    while its logits exist, so the logits are neither kept nor computed a second time; the backward
+    pass only multiplies them by the incoming cotangent. Where only the value is wanted, as in
+    evaluation, no gradient is computed. Reverse mode only, first derivatives only.
+
+    Slices run over T, not over B*T, so that every device works on its own rows of B in every slice.
+
+    Args:
+      head_fn: pure function (head_params, x_ND) -> logits_NV, token by token (row n of the result
+        depends on row n of x only); must not close over traced values.
+      head_params: tree of float arrays. On a mesh, lay them out before the call so that no mesh
+        axis of the batch splits them; otherwise every slice communicates.
+      x_BTD: final hidden states, any float dtype; their gradient has the same dtype.
+      targets_BT, weights_BT, z_loss, vocab_size: as in `cross_entropy`; z_loss may be traced.
+      chunk: positions a slice; B * chunk tokens have logits at a time. T need not be a multiple.
+      groups: into how many groups of rows B is split, each with its own gradient accumulator
+        [groups, ...] of the head parameters. Set it to the number of shards of the batch axis:
+        the accumulators then stay on their devices and are summed over devices once at the end, not
+        once every slice. It must divide B.
+
+    Returns:
+      `LossSums`; only `total` carries a gradient.
+    """
+    batch, length = targets_BT.shape
+    if chunk < 1:
+        raise UsageError(f"config.train.loss_chunk={chunk} must be at least 1 to chunk the loss")
+    if batch % groups:
+        raise ValueError(f"{batch} rows do not divide into {groups} groups")
+
+    def split(a):
+        return a.reshape(groups, batch // groups, *a.shape[1:])
+
+    return _chunked(
+        (head_fn, min(chunk, length), vocab_size), head_params, split(x_BTD), split(targets_BT),
+        split(weights_BT.astype(jnp.float32)), jnp.asarray(z_loss, jnp.float32),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(static, head_params, x, targets, weights, z_loss):
+    """Value only. x is [groups, B/groups, T, D]; targets and weights are [groups, B/groups, T]."""
+
+    def one_group(x, targets, weights):
+        def step(sums, index):
+            _, part = _slice(static, x, targets, weights, index)
+            return _add(sums, _slice_sums(static, head_params, *part, z_loss)), None
+
+        sums, _ = jax.lax.scan(step, _zero_sums(), jnp.arange(_slices(static, x)))
+        return sums
+
+    return _over_groups(jax.vmap(one_group)(x, targets, weights))
+
+
+def _chunked_forward(static, head_params, x, targets, weights, z_loss):
+    """Value, and as residuals the gradients of `total` in head_params and x."""
+
+    def total(head_params, x_slice, targets_slice, weights_slice):
+        sums = _slice_sums(static, head_params, x_slice, targets_slice, weights_slice, z_loss)
+        return sums.total, sums
+
+    def one_group(x, targets, weights):
+        def step(carry, index):
+            sums, d_head, d_x = carry
+            start, part = _slice(static, x, targets, weights, index)
+            (_, new), (d_head_slice, d_x_slice) = jax.value_and_grad(
+                total, argnums=(0, 1), has_aux=True
+            )(head_params, *part)
+            d_head = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_head, d_head_slice)
+            # Added, not set: the last slice may overlap the one before, with gradients 0 there.
+            d_x_slice += jax.lax.dynamic_slice_in_dim(d_x, start, d_x_slice.shape[1], axis=1)
+            d_x = jax.lax.dynamic_update_slice_in_dim(d_x, d_x_slice, start, axis=1)
+            return (_add(sums, new), d_head, d_x), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
+        carry, _ = jax.lax.scan(
+            step, (_zero_sums(), zeros, jnp.zeros_like(x)), jnp.arange(_slices(static, x))
+        )
+        return carry
+
+    sums, d_head, d_x = jax.vmap(one_group)(x, targets, weights)
+    # An empty slice of each parameter carries its dtype to the backward pass.
+    dtypes = jax.tree.map(lambda p: jnp.zeros((0,), p.dtype), head_params)
+    return _over_groups(sums), (_over_groups(d_head), d_x, dtypes)
+
+
+def _chunked_backward(static, residuals, cotangent):
+    d_head, d_x, dtypes = residuals
+    scale = cotangent.total
+    d_head = jax.tree.map(lambda d, like: (d * scale).astype(like.dtype), d_head, dtypes)
+    d_x = (d_x.astype(jnp.float32) * scale).astype(d_x.dtype)
+    return d_head, d_x, None, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _slices(static, x):
+    return math.ceil(x.shape[1] / static[1])
+
+
+def _slice(static, x, targets, weights, index):
+    """Start and (x, targets, weights) of slice `index` of one group, [B/groups, chunk, ...].
+
+    The last slice is moved back to end at T; positions it shares with the one before weigh 0.
+    """
+    _, chunk, _ = static
+    start = jnp.minimum(index * chunk, x.shape[1] - chunk)
+    x, targets, weights = (
+        jax.lax.dynamic_slice_in_dim(a, start, chunk, axis=1) for a in (x, targets, weights)
+    )
+    fresh = start + jnp.arange(chunk) >= index * chunk
+    return start, (x, targets, jnp.where(fresh, weights, 0.0))
+
+
+def _slice_sums(static, head_params, x, targets, weights, z_loss):
+    head_fn, _, vocab_size = static
+    logits = head_fn(head_params, x.reshape(-1, x.shape[-1]))
+    return cross_entropy(logits, targets.reshape(-1), weights.reshape(-1), z_loss, vocab_size)
+
+
+def _zero_sums():
+    return LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields))
+
+
+def _add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _over_groups(tree):
+    return jax.tree.map(lambda a: jnp.sum(a, axis=0), tree)
+
+
+# Keys that a coefficient schedule has, beside "schedule".
+COEFFICIENTS = {
+    "constant": ("value",),
+    "linear": ("c_start", "c_end", "steps"),
+    "cosine": ("c_start", "c_end", "steps"),
+    "exponential": ("rate", "c_min", "c_max"),
+}
+
+
+def coefficient(spec, step, total_steps, name="<name>"):
+    """Weight of a loss at `step` (may be traced); float32 scalar.
+
+    Args:
+      spec: a number, or a mapping with `schedule` and exactly the keys of `COEFFICIENTS`:
+        constant(value); linear and cosine(c_start, c_end, steps): from c_start at step 0 to c_end
+        at `steps` (0: total_steps), then c_end; exponential(rate, c_min, c_max):
+        min(exp(rate * step) - 1 + c_min, c_max).
+      name: of the loss, for the error message.
+
+    Raises:
+      UsageError: unknown schedule, missing or unknown key, negative `steps`.
+    """
+    where = f"config.losses.{name}"
+    if not isinstance(spec, Mapping) and not hasattr(spec, "items"):
+        if isinstance(spec, str) or spec is None:
+            raise UsageError(f"{where}={spec!r} must be a number or a dict with a schedule")
+        return jnp.asarray(spec, jnp.float32)
+    spec = dict(spec.items())
+    kind = spec.pop("schedule", None)
+    if kind not in COEFFICIENTS:
+        raise UsageError(
+            f"{where}.schedule={kind!r} is none of {', '.join(COEFFICIENTS)}"
+            + nearest(kind, COEFFICIENTS)
+        )
+    keys = COEFFICIENTS[kind]
+    for key in spec:
+        if key not in keys:
+            raise UsageError(
+                f"{where}.{key} is not a key of the schedule {kind!r}, which has "
+                f"{', '.join(keys)}" + nearest(key, keys)
+            )
+    for key in keys:
+        if key not in spec:
+            raise UsageError(f"{where}.{key} is missing: the schedule {kind!r} needs it")
+    step = jnp.asarray(step, jnp.float32)
+    if kind == "constant":
+        return jnp.asarray(spec["value"], jnp.float32)
+    if kind == "exponential":
+        # expm1, because rate * step may be far below float32's resolution around 1.
+        return jnp.minimum(jnp.expm1(spec["rate"] * step) + spec["c_min"], spec["c_max"])
+    if spec["steps"] < 0:
+        raise UsageError(f"{where}.steps={spec['steps']} must be at least 0")
+    done = jnp.clip(step / max(1, spec["steps"] or total_steps), 0.0, 1.0)
+    if kind == "cosine":
+        done = 0.5 - 0.5 * jnp.cos(jnp.pi * done)
+    return spec["c_start"] + (spec["c_end"] - spec["c_start"]) * done
+
+
+def collect_sown(losses_collection):
+    """dict name -> mean over everything sown under that name, whatever module sowed it.
+
+    Every layer counts once: linen's tuples (one entry a call) and the leading axis that a scanned
+    stack adds are flattened together, so scanned and unrolled models agree.
+    """
+    entries = {}
+    for keys, value in jax.tree_util.tree_flatten_with_path(losses_collection)[0]:
+        name = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)][-1]
+        entries.setdefault(name, []).append(jnp.ravel(jnp.asarray(value, jnp.float32)))
+    return {name: jnp.mean(jnp.concatenate(values)) for name, values in sorted(entries.items())}
+
+
+def check_names(sown_names, config_losses):
+    """Raise UsageError if a sown loss has no weight in config.losses.
+
+    Returns the weights that nothing sows, sorted. They are no error, since a config may carry
+    weights for options that are off; a misspelt one shows up by leaving the right name unweighted.
+    """
+    unused = sorted(set(config_losses) - set(sown_names))
+    for name in sorted(sown_names):
+        if name not in config_losses:
+            close = nearest(name, unused).replace("did you mean", "misspelt as")
+            raise UsageError(
+                f"the model sows a loss {name!r} that has no weight: set config.losses.{name} "
+                f"(0.0 only records it){close}"
+            )
+    return unused
+
+
+def weighted_sum(sown, config_losses, step, total_steps):
+    """(sum over names of coefficient(step) * loss, the unweighted losses by name).
+
+    Args:
+      sown: result of `collect_sown`.
+      config_losses: the `config.losses` block; a sown name missing from it is a UsageError.
+    """
+    check_names(sown, config_losses)
+    total = jnp.zeros((), jnp.float32)
+    for name, value in sown.items():
+        total += coefficient(config_losses[name], step, total_steps, name) * value
+    return total, dict(sown)
+
+
+def bits_per_byte(nats_per_token, bytes_per_token):
+    """Cross-entropy in bits per byte of the text, comparable across tokenizers."""
+    return nats_per_token / (math.log(2) * bytes_per_token)

@@ -1,0 +1,130 @@
+"""Model families, and the contract that each of them keeps.
+
+    model = build(config.model, vocab_size=..., context=..., dtype=...)
+    logits_BTV = model.apply(variables, tokens_BT, positions_BT=None, segment_ids_BT=None,
+                             train=False)
+
+Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losses` and `stats`,
+sown by the layers; `state`, running averages that a checkpoint keeps. Every family also has
+`features` and `logits` (the two halves of a call), `head_params` and `head_fn` (the output layer
+as a pure function), `ledger`, `parameter_count`, `cache_bytes`, `specs` and `unrolled`.
+
+Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
+position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,
+H head width, F MLP width, V vocabulary, E experts, C capacity, M groups of tokens, P positions in
+a group, L stacked layers, R low rank, X channels.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from efx.errors import UsageError, nearest
+from efx.layers.blocks import unroll_params
+from efx.models.decoder import Decoder
+
+FAMILIES = {
+    "decoder": Decoder,
+}
+
+
+def build(model_config, *, vocab_size, context, dtype):
+    """The module of a config's `model` block.
+
+    Args:
+      model_config: mapping with `family` and exactly the fields of that family.
+      vocab_size: V of the tokenizer.
+      context: longest sequence; `config.model.context` when that is not 0.
+      dtype: "float32" or "bfloat16", of activations (parameters are float32).
+    Raises:
+      UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
+        fit each other.
+    """
+    fields = dict(model_config)
+    family = fields.pop("family", None)
+    if family not in FAMILIES:
+        raise UsageError(
+            f"config.model.family={family!r}: expected one of {', '.join(FAMILIES)}"
+            + nearest(family, FAMILIES)
+        )
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"config.train.dtype={dtype!r}: expected float32 or bfloat16")
+    given = dict(vocab_size=vocab_size, dtype=jnp.dtype(dtype), selection="auto")
+    given["context"] = fields.pop("context", 0) or context
+    cls = FAMILIES[family]
+    values = _typed(cls, fields, "config.model", given)
+    return cls(**values).resolved()
+
+
+def _typed(cls, mapping, where, given=None):
+    """Keyword arguments of a dataclass from a mapping: every field present, known and well typed."""
+    given = given or {}
+    hints = typing.get_type_hints(cls)
+    fields = {
+        f.name: f for f in dataclasses.fields(cls)
+        if f.init and f.name not in ("parent", "name") and f.name not in given
+    }
+    for key in mapping:
+        if key not in fields:
+            raise UsageError(f"{where}.{key} is not a setting{nearest(key, fields)}")
+    values = dict(given)
+    for name in fields:
+        if name not in mapping:
+            raise UsageError(f"{where}.{name} is missing from the config")
+        values[name] = _cast(hints[name], mapping[name], f"{where}.{name}")
+    return values
+
+
+def _cast(hint, value, where):
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping) and not hasattr(value, "items"):
+            raise UsageError(f"{where}={value!r}: expected a block of settings")
+        return hint(**_typed(hint, dict(value.items()), where))
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if option is types.NoneType and value is None:
+            return None
+        if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
+            item = typing.get_args(option)[0]
+            return tuple(_cast(item, x, where) for x in value)
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option):
+            if not (option is int and isinstance(value, bool)):
+                return value
+    wanted = " or ".join("None" if o is types.NoneType else getattr(o, "__name__", str(o))
+                         for o in options)
+    raise UsageError(f"{where}={value!r}: expected {wanted}")
+
+
+def init(model, key):
+    """Variables of a new model; parameters are boxed with their logical axes."""
+    tokens = jnp.zeros((1, min(2, model.context)), jnp.int32)
+    return model.init({"params": key, "dropout": key, "routing": key}, tokens)
+
+
+def init_cache(model, batch, cache_size):
+    """An empty `cache` collection for decoding `batch` sequences of up to `cache_size` tokens."""
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+
+    def make(key, tokens):
+        return model.init(key, tokens, tokens, decode=True, cache_size=cache_size)["cache"]
+
+    shapes = jax.eval_shape(make, jax.random.key(0), tokens)
+    # Slots start out empty: a position of -1 is seen by no query.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
+        shapes,
+    )
+
+
+def unroll(model, params):
+    """(model, params) with scanned layers unrolled; as they are when they already are."""
+    if not model.scan_layers:
+        return model, params
+    layers = unroll_params(params["layers"], model.specs())
+    return model.unrolled(), {**params, "layers": layers}

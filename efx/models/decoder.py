@@ -1,0 +1,333 @@
+"""The decoder: a causal language model, dense or with depth routing. Presets `gpt2` and `llama`."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers import attention, norms, routing
+from efx.layers.blocks import BlockConfig, LayerSpec, Stack, dropout_factory
+from efx.layers.depth import GATES, DepthRoutingConfig, routed_blocks
+from efx.layers.dropout import SITES, DropoutConfig
+from efx.layers.info import TokenInfo
+from efx.layers.linear import Embedding, Linear
+from efx.layers.mlp import ACTIVATIONS, MLPConfig
+from efx.sharding import constrain
+
+# What a preset decides when the config leaves the field at None.
+PRESETS = {
+    "gpt2": dict(norm="layernorm", norm_eps=1e-5, use_bias=True, positions="learned", tied=True,
+                 activation="gelu"),
+    "llama": dict(norm="rmsnorm", norm_eps=1e-5, use_bias=False, positions="rope", tied=False,
+                  activation="swiglu"),
+}
+
+
+class Decoder(nn.Module):
+    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+
+    The fields from `vocab_size` to `dtype` come from the data and the training block of a config,
+    the others are `config.model`. A field that is None takes its value from the preset.
+    """
+
+    vocab_size: int
+    context: int
+    dtype: jnp.dtype
+    preset: str
+    width: int
+    depth: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: str | None
+    norm_eps: float | None
+    use_bias: bool | None
+    positions: str | None
+    rope_theta: float
+    tied: bool | None
+    qk_norm: str
+    attention_scale: str
+    window: int
+    attention_softcap: float
+    logit_softcap: float
+    attention_chunk: int
+    init_std: float
+    vocab_multiple: int
+    scan_layers: bool
+    remat: str
+    mlp: MLPConfig
+    depth_routing: DepthRoutingConfig
+    dropout: DropoutConfig
+    selection: str = "auto"
+
+    # Training looks ahead when tokens compete for places in a sequence; evaluation never does.
+    causal_in_training: ClassVar[str] = "unless depth_routing selects by top-k"
+
+    def resolved(self):
+        """The same module with the preset's values filled in and everything checked."""
+        return _resolve(self)
+
+    def setup(self):
+        c = self.resolved()
+        self.embed = Embedding(c.padded_vocab, c.width, c.init_std, c.dtype)
+        self.positions_embed = None
+        if c.positions == "learned":
+            self.positions_embed = Embedding(
+                c.context, c.width, c.init_std, c.dtype, axes=("position", "table")
+            )
+        dropout = dropout_factory(c.dropout, "embedding")
+        self.dropout_embedding = dropout() if dropout else None
+        self.layers = Stack(c.specs(), c.scan_layers, c.remat)
+        self.norm_final = norms.make_norm(
+            c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None
+        )
+        if not c.tied:
+            self.head = Linear(c.padded_vocab, ("table", "vocab"), c.init_std, dtype=c.dtype)
+
+    def __call__(self, tokens_BT, positions_BT=None, segment_ids_BT=None, train=False,
+                 decode=False, cache_size=0):
+        """Logits [B, T, V] in float32. See `features` for the arguments."""
+        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+        return self.logits(x_BTD)[..., : self.vocab_size]
+
+    def features(self, tokens_BT, positions_BT=None, segment_ids_BT=None, train=False,
+                 decode=False, cache_size=0):
+        """The normalised state [B, T, D] that the output layer reads.
+
+        Args:
+          tokens_BT: int32.
+          positions_BT: int32, default 0..T-1. While decoding they are required, and a negative
+            one marks padding.
+          segment_ids_BT: int32 documents of packed rows, 0 for padding.
+          train: dropout on, routing as configured for training.
+          decode: append to the `cache` collection and attend over it.
+          cache_size: tokens of context of that cache.
+        """
+        selection = self.selection
+        if selection == "auto":
+            selection = "train" if train else "causal"
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        info = TokenInfo(positions_BT, segment_ids_BT, train=train, decode=decode,
+                         selection=selection, cache_size=cache_size)
+        x_BTD = self.embed(tokens_BT)
+        if self.positions_embed is not None:
+            x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
+        if self.dropout_embedding is not None:
+            x_BTD = self.dropout_embedding(x_BTD, info)
+        x_BTD = constrain(x_BTD, "batch", "length", "act_embed")
+        return self.norm_final(self.layers(x_BTD, info))
+
+    def logits(self, x):
+        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
+        c = self.resolved()
+        if c.tied:
+            logits = self.embed.attend(x)
+        else:
+            logits = self.head(x).astype(jnp.float32)
+        if c.logit_softcap:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        if c.padded_vocab > c.vocab_size:
+            real = jnp.arange(c.padded_vocab) < c.vocab_size
+            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
+            logits = jnp.where(real, logits, attention.MASKED)
+        return logits
+
+    @nn.nowrap
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs."""
+        name = "embed" if self.resolved().tied else "head"
+        return {name: params[name]}
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
+        return self.apply({"params": head_params}, x_ND, method="logits")
+
+    @property
+    def padded_vocab(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def specs(self):
+        """The layers of the stack."""
+        c = self.resolved()
+        block = BlockConfig(
+            width=c.width, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim, hidden=c.mlp.hidden_size(c.width), activation=c.mlp.activation,
+            norm=c.norm, norm_eps=c.norm_eps, use_bias=c.use_bias,
+            rope_theta=c.rope_theta if c.positions == "rope" else 0.0, qk_norm=c.qk_norm,
+            mup=c.attention_scale == "mup", window=c.window, softcap=c.attention_softcap,
+            chunk=c.attention_chunk, std=c.init_std, std_out=c.init_std / (2 * c.depth) ** 0.5,
+            dropout=c.dropout, dtype=c.dtype,
+        )
+        routed = routed_blocks(c.depth_routing, c.depth)
+        return tuple(
+            LayerSpec(block, c.depth_routing, routed[i]) if i in routed else LayerSpec(block)
+            for i in range(c.depth)
+        )
+
+    @nn.nowrap
+    def unrolled(self):
+        """The same model with unrolled layers; `models.unroll` converts the parameters."""
+        return self.clone(scan_layers=False, remat="none")
+
+    @nn.nowrap
+    def ledger(self, length, selection="train"):
+        """FLOPs of one sequence, see `flops.Ledger`.
+
+        `selection`: "train" counts the capacity of routed blocks; "causal" the buffer that
+        evaluation under the causal decision computes, ceil(c * T * slack).
+        """
+        c = self.resolved()
+        parts, nominal = [], []
+        for spec in c.specs():
+            tokens = length
+            if spec.routing is not None:
+                slack = 1.0 if selection == "train" else spec.routing.slack
+                tokens = routing.capacity(spec.capacity * slack, length)
+                router = {"router": flops.matmul(length, c.width, 1)}
+                parts.append(router)
+                nominal.append(router)
+            b = spec.block
+            visited = attention.visited_pairs(tokens, b.chunk, b.window)
+            allowed = flops.causal_pairs(tokens, b.window)
+            parts.append(_block_flops(b, tokens, visited))
+            nominal.append(_block_flops(b, tokens, allowed))
+        head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
+        return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
+
+    @nn.nowrap
+    def parameter_count(self):
+        """{component: parameters}, by formula."""
+        c = self.resolved()
+        norm = c.width * (2 if c.norm == "layernorm" and c.use_bias else 1)
+        count = {"embedding": c.padded_vocab * c.width, "norm": norm}
+        if c.positions == "learned":
+            count["positions"] = c.context * c.width
+        if not c.tied:
+            count["head"] = c.width * c.padded_vocab
+        blocks = []
+        for spec in c.specs():
+            blocks.append(_block_params(spec.block))
+            blocks.append({"norm": 2 * norm})
+            if spec.routing is not None:
+                blocks.append({"router": c.width})
+        return flops.add([count, *blocks])
+
+    @nn.nowrap
+    def cache_bytes(self, cache_size):
+        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
+        c, total = self.resolved(), 0
+        for spec in c.specs():
+            slots = cache_size
+            if spec.routing is not None:
+                slots = routing.capacity(spec.capacity * spec.routing.slack, cache_size)
+            total += 2 * slots * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
+        return total
+
+
+def _block_flops(b, tokens, pairs):
+    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    matrices = 3 if b.activation == "swiglu" else 2
+    return {
+        "attention_projections": flops.matmul(tokens, b.width, 2 * heads + 2 * kv),
+        "attention_scores": flops.attention_scores(pairs, b.num_heads, b.head_dim),
+        "mlp": matrices * flops.matmul(tokens, b.width, b.hidden),
+    }
+
+
+def _block_params(b):
+    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    matrices = 3 if b.activation == "swiglu" else 2
+    bias = (heads + 2 * kv + b.width, (matrices - 1) * b.hidden + b.width) if b.use_bias else (0, 0)
+    norms_qk = {"none": 0, "head": 2 * b.head_dim, "width": heads + kv}[b.qk_norm]
+    return {
+        "attention": b.width * (2 * heads + 2 * kv) + bias[0] + norms_qk,
+        "mlp": matrices * b.width * b.hidden + bias[1],
+    }
+
+
+def _resolve(model):
+    """Preset values for the fields left at None; every bad value is named with its config key."""
+
+    def one_of(name, value, choices):
+        if value not in choices:
+            raise UsageError(f"config.model.{name}={value!r}: expected one of {', '.join(choices)}")
+
+    one_of("preset", model.preset, PRESETS)
+    preset = PRESETS[model.preset]
+    fields = {
+        name: preset[name] for name in preset
+        if name != "activation" and getattr(model, name) is None
+    }
+    mlp = model.mlp
+    if mlp.activation is None:
+        mlp = dataclasses.replace(mlp, activation=preset["activation"])
+    kv_heads = model.num_kv_heads or model.num_heads
+    for name in ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple"):
+        if getattr(model, name) < 1:
+            raise UsageError(f"config.model.{name}={getattr(model, name)}: must be at least 1")
+    head_dim = model.head_dim
+    if not head_dim:
+        if model.width % model.num_heads:
+            raise UsageError(
+                f"config.model.width={model.width} does not divide by "
+                f"config.model.num_heads={model.num_heads}"
+            )
+        head_dim = model.width // model.num_heads
+    if model.num_heads % kv_heads:
+        raise UsageError(
+            f"config.model.num_heads={model.num_heads} does not divide by "
+            f"config.model.num_kv_heads={kv_heads}"
+        )
+    fields.update(mlp=mlp, num_kv_heads=kv_heads, head_dim=head_dim)
+    model = model.clone(**fields)
+    one_of("norm", model.norm, ("layernorm", "rmsnorm"))
+    one_of("positions", model.positions, ("learned", "rope", "none"))
+    one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
+    one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
+    one_of("mlp.kind", mlp.kind, ("dense",))
+    one_of("mlp.activation", mlp.activation, ACTIVATIONS)
+    one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
+    for site in model.dropout.sites:
+        one_of("dropout.sites", site, SITES)
+    if not 0 <= model.dropout.rate < 1:
+        raise UsageError(f"config.model.dropout.rate={model.dropout.rate}: must be in [0, 1)")
+    if model.positions == "rope" and head_dim % 2:
+        raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
+    _check_routing(model.depth_routing, model.depth, one_of)
+    return model
+
+
+def _check_routing(c, depth, one_of):
+    one_of("depth_routing.kind", c.kind, ("none", "mod"))
+    one_of("depth_routing.gate", c.gate, tuple(GATES))
+    one_of("depth_routing.selection", c.selection, ("topk", "stochastic"))
+    one_of("depth_routing.causal", c.causal, ("aux_loss",))
+    for capacity in c.capacity if isinstance(c.capacity, tuple) else (c.capacity,):
+        if not 0 < capacity <= 1:
+            raise UsageError(
+                f"config.model.depth_routing.capacity={capacity}: must be in (0, 1], the fraction "
+                "of a sequence that a routed block computes"
+            )
+    if c.slack < 1:
+        raise UsageError(f"config.model.depth_routing.slack={c.slack}: must be at least 1")
+    if c.every < 1:
+        raise UsageError(f"config.model.depth_routing.every={c.every}: must be at least 1")
+    if any(not 0 <= block < depth for block in c.blocks) or list(c.blocks) != sorted(set(c.blocks)):
+        raise UsageError(
+            f"config.model.depth_routing.blocks={c.blocks}: expected ascending block numbers "
+            f"between 0 and {depth - 1}"
+        )
+    try:
+        routed_blocks(c, depth)
+    except ValueError:
+        raise UsageError(
+            f"config.model.depth_routing.capacity={c.capacity}: give one value, or one for each "
+            "routed block"
+        ) from None
+
+

@@ -1,0 +1,371 @@
+"""Optimisers, learning-rate schedules and parameter groups, all of them optax underneath.
+
+Conventions of this file:
+
+- A parameter is named by its path, the keys of the tree joined by "/", for example
+  "block_0/attention/query/kernel". Every pattern of the config (`decay`, `frozen`,
+  `lr_multipliers`) is a regular expression that must match a *whole* path (`re.fullmatch`):
+  "block_1/.*" is block 1 and not block 10. An empty pattern means none; a pattern that matches no
+  parameter is an error. Rank decides nothing, because norm scales of scanned layers are 2-D.
+- Weight decay is decoupled for every optimiser (Loshchilov and Hutter 2019, arXiv 1711.05101, in
+  PyTorch's form): the update of a decayed parameter p is -lr(step) * m * (direction + wd * p), m
+  being its lr multiplier.
+- A matrix is stored as [..., in, out] under the name "kernel"; axes before the last two are stacks
+  (scanned layers, experts). Muon orthogonalises each [in, out] matrix of a stack on its own.
+- Gradients of frozen parameters enter neither the norm nor the clipping, so the compiler may drop
+  the work of computing them.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.core import meta
+
+from efx.errors import UsageError, nearest
+
+OPTIMIZERS = ("adamw", "lion", "muon", "schedule_free_adamw", "sgd")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+# Modules whose kernels are no hidden matrices: Muon leaves them to AdamW, as its authors do.
+NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
+# Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), which gives them the size of
+# AdamW's (arXiv 2502.16982, section 2.2): one learning rate and one decay serve both.
+MUON_UPDATE_RMS = 0.2
+
+
+class GradNormState(NamedTuple):
+    """Global norm of the last gradient, before clipping, over the parameters that train."""
+
+    norm: jax.Array
+
+
+class Group(NamedTuple):
+    """What the config says about one parameter."""
+
+    frozen: bool
+    decayed: bool
+    multiplier: float
+    pattern: str  # the pattern that gave the multiplier, "" if none did
+    muon: bool
+
+
+def param_paths(params):
+    """dict path -> leaf of a parameter tree, in tree order; boxed leaves are unboxed."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(meta.unbox(params))
+    return {_path(keys): leaf for keys, leaf in leaves}
+
+
+def make_optimizer(config_optim, total_steps, params_shapes):
+    """The gradient transformation and the learning-rate schedule of a run.
+
+    Args:
+      config_optim: the `config.optim` block.
+      total_steps: steps of the run; the length of the schedule where `decay_steps` is 0.
+      params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      (transformation, schedule); schedule(step) is the rate used by the update of zero-based `step`
+      for parameters without a multiplier. Pass `params` to the transformation's `update`.
+
+    Raises:
+      UsageError: a value or a pattern of config.optim is wrong.
+    """
+    _check(config_optim)
+    schedule = make_schedule(config_optim, total_steps)
+    groups = parameter_groups(config_optim, params_shapes)
+    shapes = meta.unbox(params_shapes)
+
+    def per_leaf(value):
+        return jax.tree_util.tree_map_with_path(lambda keys, _: value(groups[_path(keys)]), shapes)
+
+    decay = optax.add_decayed_weights(
+        config_optim.weight_decay, mask=per_leaf(lambda group: group.decayed)
+    )
+    multipliers = per_leaf(lambda group: group.multiplier)
+    descend = optax.chain(
+        *([decay] if config_optim.weight_decay else []),
+        optax.scale_by_learning_rate(schedule),
+        *([_scale_leaves(multipliers)] if set(jax.tree.leaves(multipliers)) != {1.0} else []),
+    )
+    rule = optax.chain(_direction(config_optim, per_leaf), descend)
+    if config_optim.name == "schedule_free_adamw":
+        # optax asks this schedule with a count that starts from 1, the inner one from 0.
+        rule = optax.contrib.schedule_free(
+            rule, lambda count: schedule(count - 1), b1=config_optim.b1
+        )
+    transformation = optax.partition(
+        {"trained": optax.chain(_clip(config_optim.clip_norm), rule), "frozen": _stand_still()},
+        per_leaf(lambda group: "frozen" if group.frozen else "trained"),
+    )
+    return transformation, schedule
+
+
+def make_schedule(config_optim, total_steps):
+    """Learning rate as a function of the zero-based step, from `config.optim.schedule`.
+
+    With warm-up W, end E (`decay_steps`, or total_steps if 0), peak p and f = `final_fraction`:
+    p (step + 1) / (W + 1) for step < W, so that no step is spent at rate 0; then
+    `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
+    last `decay_fraction` of E linearly down to f p at E. From E on the rate stays at f p.
+    """
+    peak, shape = config_optim.learning_rate, config_optim.schedule
+    if shape.kind not in SCHEDULES:
+        raise UsageError(
+            f"config.optim.schedule.kind={shape.kind!r} is none of {', '.join(SCHEDULES)}"
+            + nearest(shape.kind, SCHEDULES)
+        )
+    _require(shape.warmup_steps >= 0, "schedule.warmup_steps", shape.warmup_steps, "at least 0")
+    _require(shape.decay_steps >= 0, "schedule.decay_steps", shape.decay_steps, "at least 0")
+    _require(0 <= shape.final_fraction <= 1, "schedule.final_fraction", shape.final_fraction,
+             "in [0, 1]")
+    _require(0 < shape.decay_fraction <= 1, "schedule.decay_fraction", shape.decay_fraction,
+             "in (0, 1]")
+    if total_steps < 1:
+        raise UsageError(f"config.steps={total_steps} must be at least 1")
+    end = shape.decay_steps or total_steps
+    end_name = "config.optim.schedule.decay_steps" if shape.decay_steps else "config.steps"
+    for name, last in ((end_name, end), ("config.steps", total_steps)):
+        if shape.warmup_steps > last:
+            raise UsageError(
+                f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
+                f"{name}={last}"
+            )
+    warmup, final = shape.warmup_steps, shape.final_fraction
+    parts = []  # (steps, schedule counted from the start of the part); the last one has no end
+    if warmup:
+        parts.append((warmup, optax.linear_schedule(peak / (warmup + 1), peak, warmup)))
+    span = max(1, end - warmup)
+    if shape.kind == "constant":
+        parts.append((span, optax.constant_schedule(peak)))
+    elif shape.kind == "cosine":
+        parts.append((span, optax.cosine_decay_schedule(peak, span, alpha=final)))
+    elif shape.kind == "linear":
+        parts.append((span, optax.linear_schedule(peak, peak * final, span)))
+    else:
+        decay = max(1, round(shape.decay_fraction * end))
+        if warmup + decay > end:
+            raise UsageError(
+                f"config.optim.schedule.warmup_steps={warmup} and decay_fraction="
+                f"{shape.decay_fraction} ({decay} steps) do not fit into {end_name}={end}"
+            )
+        if end - warmup - decay:
+            parts.append((end - warmup - decay, optax.constant_schedule(peak)))
+        parts.append((decay, optax.linear_schedule(peak, peak * final, decay)))
+    lengths = [steps for steps, _ in parts[:-1]]
+    return optax.join_schedules(
+        [part for _, part in parts], [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    )
+
+
+def parameter_groups(config_optim, params_shapes):
+    """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
+    parameter the first in the config wins."""
+    paths = param_paths(params_shapes)
+    frozen = _matching("frozen", config_optim.frozen, paths)
+    decayed = _matching("decay", config_optim.decay, paths)
+    multipliers = {}
+    for i, entry in enumerate(config_optim.lr_multipliers):
+        key = f"lr_multipliers[{i}]"
+        if len(entry) != 2 or not isinstance(entry[0], str):
+            raise UsageError(f"config.optim.{key}={entry!r} must be a pair (regex, factor)")
+        pattern, factor = entry
+        _require(isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0,
+                 key, entry, "a pair (regex, finite factor >= 0)")
+        for path in _matching(key, pattern, paths):
+            multipliers.setdefault(path, (float(factor), pattern))
+    if paths and len(frozen) == len(paths):
+        raise UsageError(
+            f"config.optim.frozen={config_optim.frozen!r} freezes every parameter: nothing is left "
+            "to train"
+        )
+    groups = {}
+    for path, leaf in paths.items():
+        still = path in frozen
+        factor, pattern = multipliers.get(path, (1.0, ""))
+        groups[path] = Group(
+            frozen=still,
+            decayed=not still and path in decayed and config_optim.weight_decay > 0,
+            multiplier=1.0 if still else factor,
+            pattern="" if still else pattern,
+            muon=not still and config_optim.name == "muon" and _is_hidden_matrix(path, leaf.shape),
+        )
+    return groups
+
+
+def describe(config_optim, params_shapes):
+    """A small table for the log: how many tensors and parameters are in which group."""
+    paths, groups = param_paths(params_shapes), parameter_groups(config_optim, params_shapes)
+    rows = []
+
+    def add(name, chosen):
+        sizes = [math.prod(paths[path].shape) for path, group in groups.items() if chosen(group)]
+        rows.append((name, len(sizes), sum(sizes)))
+
+    add(config_optim.name, lambda group: True)
+    add(f"decayed by lr * {config_optim.weight_decay:g}", lambda group: group.decayed)
+    add("not decayed", lambda group: not (group.decayed or group.frozen))
+    add("frozen", lambda group: group.frozen)
+    if config_optim.name == "muon":
+        add("orthogonalised", lambda group: group.muon)
+    for pattern, factor in config_optim.lr_multipliers:
+        add(f"lr * {factor:g}: {pattern}", lambda group, pattern=pattern: group.pattern == pattern)
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(
+        f"{name:<{width}}  {tensors:>5} tensors  {count:>14,} parameters"
+        for name, tensors, count in rows
+    )
+
+
+def grad_norm(opt_state):
+    """Global gradient norm that the update leading to `opt_state` saw, before clipping; f32[]."""
+    return _find(opt_state, GradNormState).norm
+
+
+def eval_params(optimizer_name, opt_state, params):
+    """The parameters to evaluate, sample and export with.
+
+    `schedule_free_adamw` trains at y, between the base iterate z and the average x, and is
+    evaluated at x = (y - (1 - b1) z) / b1 (Defazio et al. 2024, arXiv 2405.15682). Every other
+    optimiser evaluates what it trains. Frozen parameters are returned as they are.
+    """
+    if optimizer_name != "schedule_free_adamw":
+        return params
+    state = _find(opt_state, optax.contrib.ScheduleFreeState)
+
+    def average(z, y):
+        if isinstance(z, optax.MaskedNode):
+            return y
+        return ((y - (1.0 - state.b1) * z) / state.b1).astype(y.dtype)
+
+    return jax.tree.map(
+        average, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
+
+
+def _direction(config, per_leaf):
+    """The update before decay and learning rate."""
+    if config.name == "lion":
+        return optax.scale_by_lion(b1=config.b1, b2=config.b2)
+    if config.name == "sgd":
+        return optax.trace(decay=config.momentum) if config.momentum else optax.identity()
+    if config.name == "schedule_free_adamw":
+        # Adam without its first moment: the averaging of the wrapper takes its place.
+        return optax.scale_by_rms(
+            decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True
+        )
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if config.name == "adamw":
+        return adam
+
+    def matrices(updates):
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
+
+    muon = optax.contrib.scale_by_muon(
+        beta=config.momentum, eps=config.eps, weight_dimension_numbers=matrices
+    )
+    return optax.partition(
+        {"muon": optax.chain(muon, optax.stateless(_muon_scale)), "adam": adam},
+        per_leaf(lambda group: "muon" if group.muon else "adam"),
+    )
+
+
+def _muon_scale(updates, _):
+    return jax.tree.map(lambda u: u * (MUON_UPDATE_RMS * max(u.shape[-2:]) ** 0.5), updates)
+
+
+def _is_hidden_matrix(path, shape):
+    """Whether Muon takes this parameter; a matrix with one row or column is a vector."""
+    *modules, leaf = path.split("/")
+    return leaf == "kernel" and min(shape[-2:]) > 1 and not NOT_HIDDEN.intersection(modules)
+
+
+def _clip(max_norm):
+    """Measure the global norm; where max_norm is not 0, scale the gradient down to it."""
+    clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(updates).astype(jnp.float32)
+        clipped, _ = clip.update(updates, optax.EmptyState(), params)
+        return clipped, GradNormState(norm)
+
+    return optax.GradientTransformation(lambda _: GradNormState(jnp.zeros((), jnp.float32)), update)
+
+
+def _scale_leaves(factors):
+    def update(updates, _):
+        # Leaves of `factors` may stand over subtrees that a mask has emptied.
+        return jax.tree.map(
+            lambda factor, subtree: jax.tree.map(lambda u: u * factor, subtree), factors, updates
+        )
+
+    return optax.stateless(update)
+
+
+def _stand_still():
+    """Updates that keep every bit: p + (-0.0) is p also for p = -0.0, which + 0.0 would change."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
+    )
+
+
+def _check(config):
+    """Raise UsageError for the first value of config.optim that makes no sense."""
+    if config.name not in OPTIMIZERS:
+        raise UsageError(
+            f"config.optim.name={config.name!r} is none of {', '.join(OPTIMIZERS)}"
+            + nearest(config.name, OPTIMIZERS)
+        )
+    for key in ("learning_rate", "weight_decay", "clip_norm", "eps"):
+        value = config[key]
+        _require(math.isfinite(value) and value >= 0, key, value, "a finite number >= 0")
+    for key in ("b1", "b2", "momentum"):
+        _require(0 <= config[key] < 1, key, config[key], "in [0, 1)")
+    if config.name == "schedule_free_adamw":
+        _require(config.b1 > 0, "b1", config.b1, "above 0 for schedule_free_adamw")
+        _require(config.schedule.kind == "constant", "schedule.kind", config.schedule.kind,
+                 "'constant' for schedule_free_adamw, whose averaging replaces the decay "
+                 "(warm-up is allowed)")
+
+
+def _require(holds, key, value, rule):
+    if not holds:
+        raise UsageError(f"config.optim.{key}={value!r} must be {rule}")
+
+
+def _matching(key, pattern, paths):
+    """The set of paths that `pattern` matches whole."""
+    if not pattern:
+        return set()
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(
+            f"config.optim.{key}={pattern!r} is not a regular expression: {error}"
+        ) from None
+    found = {path for path in paths if regex.fullmatch(path)}
+    if not found:
+        some = list(paths)
+        partly = any(regex.search(path) for path in paths)
+        hint = f"; a pattern must match the whole path, as '.*{pattern}.*' would" if partly else ""
+        raise UsageError(
+            f"config.optim.{key}={pattern!r} matches no parameter; there are {len(some)}, such as "
+            + ", ".join(some[:: max(1, len(some) // 4)][:4]) + hint
+        )
+    return found
+
+
+def _path(keys):
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _find(opt_state, kind):
+    """The one node of type `kind` in an optimiser state."""
+
+    def is_kind(node):
+        return isinstance(node, kind)
+
+    return next(filter(is_kind, jax.tree.leaves(opt_state, is_leaf=is_kind)))

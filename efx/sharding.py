@@ -1,0 +1,143 @@
+"""Where arrays live: the mesh from the config, and logical axis names to mesh axes.
+
+Layers only ever name logical axes (the tables below). The config maps them to mesh axes in one
+table, `config.rules`; a logical name that the table does not list is an error, so a misspelt name
+never means "replicated" by accident.
+"""
+
+import contextlib
+
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from efx.errors import UsageError
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
+
+# Logical axes of parameters, then of activations.
+PARAMETER_AXES = (
+    "vocab", "table", "embed", "heads", "kv_heads", "mlp", "norm", "position", "expert", "layers",
+)
+ACTIVATION_AXES = ("batch", "length", "act_embed", "act_heads", "act_kv_heads", "act_mlp",
+                   "act_vocab", "act_expert")
+
+DEFAULT_RULES = (
+    ("batch", ("data", "fsdp")),
+    ("length", "sequence"),
+    # The embedding table is split by rows over both axes: a table split by columns makes the
+    # partitioner rematerialise the whole lookup.
+    ("vocab", ("tensor", "fsdp")),
+    ("table", None),
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("norm", None),
+    ("position", None),
+    ("expert", "expert"),
+    ("layers", None),
+    ("act_embed", None),
+    ("act_heads", "tensor"),
+    ("act_kv_heads", "tensor"),
+    ("act_mlp", "tensor"),
+    ("act_vocab", "tensor"),
+    ("act_expert", "expert"),
+)
+
+
+def make_mesh(mesh_config, devices=None):
+    """Mesh with the axes of `MESH_AXES`; one of the sizes may be -1, "whatever is left"."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = {name: int(mesh_config[name]) for name in MESH_AXES}
+    free = [name for name, size in sizes.items() if size == -1]
+    bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
+    if bad or len(free) > 1:
+        raise UsageError(
+            f"config.mesh={sizes}: each size must be at least 1, and at most one of them -1"
+        )
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    if free:
+        sizes[free[0]] = max(1, len(devices) // fixed)
+    if int(np.prod(list(sizes.values()))) != len(devices):
+        raise UsageError(
+            f"config.mesh={sizes} needs {int(np.prod(list(sizes.values())))} devices "
+            f"but there are {len(devices)}"
+        )
+    # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        devices=devices,
+    )
+
+
+def check_rules(rules):
+    """`rules` as a tuple of pairs, every logical name known and every mesh axis existing."""
+    rules = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
+    names = [name for name, _ in rules]
+    for name in PARAMETER_AXES + ACTIVATION_AXES:
+        if name not in names:
+            raise UsageError(f"config.rules has no rule for the logical axis {name!r}")
+    for name, axes in rules:
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in MESH_AXES:
+                raise UsageError(
+                    f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis; "
+                    f"the axes are {', '.join(MESH_AXES)}"
+                )
+    return rules
+
+
+@contextlib.contextmanager
+def use(mesh, rules):
+    """Trace under this mesh and these rules. Rules are not part of jit's cache key: one jitted
+    function belongs to one mesh and one set of rules."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        yield
+
+
+def constrain(x, *axes):
+    """Hint the layout of an activation by logical names; does nothing outside a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return nn.with_logical_constraint(
+        x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR
+    )
+
+
+def tree_shardings(boxed, mesh, rules):
+    """NamedSharding of every leaf of a tree of (possibly boxed) abstract arrays.
+
+    Raises UsageError naming the parameter where a dimension does not divide over its mesh axes.
+    """
+    specs = nn.get_partition_spec(boxed)
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
+    shapes = nn.unbox(boxed)
+
+    def check(path, shape, sharding):
+        if not isinstance(sharding, NamedSharding):
+            return NamedSharding(mesh, PartitionSpec())
+        for size, axes in zip(shape.shape, sharding.spec, strict=False):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            ways = int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
+            if size % ways:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise UsageError(
+                    f"{name} of shape {shape.shape}: {size} does not divide over the mesh axes "
+                    f"{axes} ({ways} ways); change config.mesh, config.rules or the model's width "
+                    f"(for a vocabulary: config.model.vocab_multiple={ways})"
+                )
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(check, shapes, shardings)
+
+
+def batch_sharding(mesh, rules):
+    """Sharding of a [batch, length] array of the pipeline."""
+    return nn.logical_to_mesh_sharding(PartitionSpec("batch", "length"), mesh, rules)
+
+
+def replicated(mesh):
+    return NamedSharding(mesh, PartitionSpec())

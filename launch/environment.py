@@ -1,0 +1,163 @@
+"""Builds or updates efx's virtual environment and prints the path of its Python.
+
+    python launch/environment.py VENV [EXTRA,EXTRA...]
+
+Needs Python >= 3.11 and nothing else. Called by environment.sh, which finds that Python. Progress
+and errors go to stderr, so that stdout is the path alone. What has been installed is noted in
+VENV/efx-installed as one token per part (requirements.txt, each extra) that hashes its
+requirements and the Python version: while they are unchanged, nothing is installed again.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements.txt"
+# What pip says -> what it means. The first that fits is told; else pip's own last error line.
+CAUSES = (
+    (r"No space left on device", "the disk is full"),
+    (
+        r"NewConnectionError|NameResolutionError|Network is unreachable|timed out|ProxyError"
+        r"|ConnectTimeout|Temporary failure in name resolution|Connection refused",
+        "the package index cannot be reached: is there a network connection?",
+    ),
+    (r"SSLError|CERTIFICATE_VERIFY_FAILED", "the package index's certificate is not trusted"),
+)
+
+
+def fail(message):
+    """Ends the program with one line."""
+    raise SystemExit(f"efx: error: {message}")
+
+
+def requirements_by_part(extras):
+    """{"requirements": pinned lines, extra: its requirements, ...} for the extras asked for."""
+    parts = {"requirements": REQUIREMENTS.read_text().splitlines()}
+    if extras:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        known = project["optional-dependencies"]
+        for extra in extras:
+            if extra not in known:
+                fail(f"no extra {extra!r} in pyproject.toml; there are {', '.join(sorted(known))}")
+            parts[extra] = known[extra]
+    return parts
+
+
+def tokens(parts, python):
+    """One token per part; it changes with the part's requirements and the Python version."""
+    version = subprocess.run([python, "-VV"], capture_output=True, text=True, check=True).stdout
+    return {
+        f"{part}:{hashlib.sha256(repr((lines, version)).encode()).hexdigest()}"
+        for part, lines in parts.items()
+    }
+
+
+def works(python):
+    """Whether `python` is an environment's Python, of this version, with a pip."""
+    probe = f"import sys, pip; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
+    try:
+        return subprocess.run([python, "-c", probe], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def create(venv):
+    """Makes the environment, in place of a broken one or one of another Python version."""
+    if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
+        fail(f"{venv} exists and is no virtual environment; move it, or set EFX_VENV=PATH")
+    # Not `--clear` with this Python: where it is the environment's own, it would delete itself.
+    base = getattr(sys, "_base_executable", sys.executable)
+    shutil.rmtree(venv, ignore_errors=True)
+    made = subprocess.run([base, "-m", "venv", str(venv)], capture_output=True, text=True)
+    if made.returncode:
+        shutil.rmtree(venv, ignore_errors=True)
+        said = made.stdout + made.stderr
+        if "ensurepip" in said or "No module named venv" in said:
+            version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+            fail(
+                f"{base} cannot make virtual environments; install its venv package "
+                f"({version}-venv on Debian and Ubuntu) or set EFX_PYTHON=PATH to another Python"
+            )
+        fail(f"cannot make {venv}: {(said.strip().splitlines() or ['no message'])[-1]}")
+
+
+def install(python, parts, log):
+    """Runs pip on all parts at once, its words going to `log`; shows which package it is at."""
+    extras = [line for part, lines in parts.items() if part != "requirements" for line in lines]
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    command += ["--progress-bar", "off", "--retries", "3", "-r", str(REQUIREMENTS), *extras]
+    live = sys.stderr.isatty()
+    began = time.monotonic()
+    with open(log, "w") as file:
+        # PIP_USER in the environment or pip's configuration would be refused in an environment.
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PIP_USER": "0"},
+        )
+        try:
+            for line in process.stdout:
+                file.write(line)
+                step = re.match(r"(Collecting [^\s<>=!~;\[]+|Installing collected packages)", line)
+                if step and live:
+                    note = f"  {time.monotonic() - began:4.0f} s  {step[1]}"
+                    print(f"\r\033[K{note}", end="", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            process.wait()
+            print(file=sys.stderr)
+            raise
+        finally:
+            if live:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if process.wait():
+        said = Path(log).read_text(errors="replace")
+        errors = re.findall(r"^ERROR: (.*)$", said, flags=re.M)
+        cause = next((why for pattern, why in CAUSES if re.search(pattern, said)), None)
+        cause = cause or (errors or said.strip().splitlines() or ["no message"])[-1]
+        fail(f"installing the requirements failed: {cause} (all of it: {log})")
+    return time.monotonic() - began
+
+
+def main(venv, extras):
+    """Makes `venv` hold requirements.txt and `extras`; prints its Python."""
+    venv = Path(venv).absolute()
+    # Not resolved: an environment's python is a link to the one that made it.
+    python = str(venv / "bin" / "python")
+    parts = requirements_by_part(extras)
+    if not works(python):
+        print(f"efx: making a virtual environment in {venv}", file=sys.stderr)
+        create(venv)
+    stamp = venv / "efx-installed"
+    wanted = tokens(parts, python)
+    have = set(stamp.read_text().split()) if stamp.exists() else set()
+    if not wanted <= have:
+        what = ", ".join(["the pinned requirements", *(f"extra {extra}" for extra in extras)])
+        print(f"efx: installing {what}; this takes a minute or two", file=sys.stderr)
+        stamp.unlink(missing_ok=True)
+        seconds = install(python, parts, venv / "efx-install.log")
+        # Extras installed earlier still stand if the pins they were installed with do.
+        kept = have if any(token.startswith("requirements:") for token in wanted & have) else set()
+        stamp.write_text("\n".join(sorted(wanted | kept)) + "\n")
+        print(f"efx: installed in {seconds:.0f} s", file=sys.stderr)
+    print(python)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], [extra for extra in "".join(sys.argv[2:]).split(",") if extra])
+    except OSError as problem:
+        fail(f"cannot write {problem.filename}: {problem.strerror}")
+    except KeyboardInterrupt:
+        print("efx: interrupted; run it again to go on", file=sys.stderr)
+        raise SystemExit(130) from None

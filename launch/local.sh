@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Trains on this machine, with nothing but Python 3.11 or newer installed.
+#
+#   ./launch/local.sh                                     # the default: configs/mod.py in runs/mod
+#   ./launch/local.sh --config configs/gpt2.py            # another config, in runs/gpt2
+#   ./launch/local.sh --config.steps=100 --workdir /tmp/a # any flag of efx.main
+#   ./launch/local.sh --mode=sample --prompt "def "       # what runs/mod has learnt
+#
+# Makes .venv the first time and reuses it (environment.sh says how to steer that), then runs
+# `python -m efx.main`. All arguments go there; --config and --workdir have defaults. Run again, it
+# resumes. Works from any folder: the defaults are in the repository, paths you give are yours.
+set -euo pipefail
+
+root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+python="$(bash "$root/launch/environment.sh")"
+
+# Short paths where they mean the same: the log and the run folder show them.
+if [ "$PWD" -ef "$root" ]; then prefix=''; else prefix="$root/"; fi
+
+config='' workdir='' mode=train previous=''
+for argument in "$@"; do
+  case "$previous" in
+    --config | -config) config="$argument" ;;
+    --workdir | -workdir) workdir="$argument" ;;
+    --mode | -mode) mode="$argument" ;;
+  esac
+  case "$argument" in
+    --config=* | -config=*) config="${argument#*=}" ;;
+    --workdir=* | -workdir=*) workdir="${argument#*=}" ;;
+    --mode=* | -mode=*) mode="${argument#*=}" ;;
+  esac
+  previous="$argument"
+done
+
+defaults=()
+if [ -z "$workdir" ]; then
+  # configs/gpt2.py:smoke runs in runs/gpt2-smoke
+  name="$(basename -- "${config:-mod.py}")"
+  case "$name" in
+    *.py:*) name="${name%%.py:*}-${name#*.py:}" ;;
+    *) name="${name%.py}" ;;
+  esac
+  defaults+=(--workdir "${prefix}runs/$name")
+fi
+# Evaluating and sampling take the config from the run folder.
+if [ -z "$config" ] && [ "$mode" = train ]; then
+  defaults=(--config "${prefix}configs/mod.py" ${defaults[@]+"${defaults[@]}"})
+fi
+
+# -P: modules come from the repository and the environment, never from the current folder.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -P -m efx.main ${defaults[@]+"${defaults[@]}"} "$@"

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs the test suite on this machine, with nothing but Python 3.11 or newer installed.
+#
+#   ./launch/test.sh                                       # tests of an extra not installed skip
+#   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
+#   ./launch/test.sh tests/test_layout.py -k einsum        # any arguments of pytest
+#
+# Two processes by default; a later -n wins. EFX_EXTRAS=... does what --extras does. The lints
+# (ruff, import directions, shellcheck) are tests too and run where the extra `dev` is installed.
+set -euo pipefail
+
+root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+arguments=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --extras)
+      [ $# -gt 1 ] || { echo "efx: error: --extras needs a list, as in dev,interop" >&2; exit 2; }
+      export EFX_EXTRAS="$2"
+      shift
+      ;;
+    --extras=*) export EFX_EXTRAS="${1#*=}" ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift
+done
+
+python="$(bash "$root/launch/environment.sh")"
+cd -- "$root"
+exec "$python" -m pytest -n 2 ${arguments[@]+"${arguments[@]}"}

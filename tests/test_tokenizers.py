@@ -1,0 +1,258 @@
+"""Tokenizers: any text comes back, ids mean the same after saving, errors are one line."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from efx.data import bpe, load_tokenizer, tokenizers
+from efx.errors import UsageError
+
+SAMPLE = "def f(x):\n    return x + 1\n\n\nclass Ä:\n    '''naïve Ω'''\n" * 20
+TEXT = st.text(st.characters(codec="utf-8"))
+# Where byte-level splitting has its corners: runs of white space, contractions, rare spaces.
+TRICKY = st.text(" \n\t\r\x0b\x1c\x85\xa0\u3000a'sZ9!é_漢", max_size=60)
+
+
+@pytest.fixture(scope="module")
+def bpe_280():
+    return bpe.train_bpe([SAMPLE], 280)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A file of the tokenizers library of another make, with everything that must be switched off:
+    a template that adds special tokens, truncation, padding."""
+    library = pytest.importorskip("tokenizers")
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, "▁hello": 3, "▁wörld": 4, "!": 5}
+    inner = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    inner.decoder = library.decoders.Metaspace()
+    inner.add_special_tokens(["<s>", "</s>", "<unk>"])
+    inner.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    inner.save(str(path))
+    return path
+
+
+@given(TEXT)
+def test_bytes_bring_any_text_back(text):
+    tokenizer = tokenizers.ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and list(ids) == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@given(st.binary())
+def test_bytes_bring_any_bytes_back(data):
+    tokenizer = tokenizers.ByteTokenizer()
+    assert tokenizer.decode_bytes(tokenizer.encode(data)) == data
+
+
+def test_bytes_take_what_a_command_line_may_hold():
+    assert tokenizers.ByteTokenizer().encode("a\udcff").tolist() == [97, 255]
+
+
+def test_end_of_document_is_an_id_of_its_own_and_no_text(bpe_280):
+    for tokenizer, eot in ((tokenizers.ByteTokenizer(), 256), (bpe_280, 0)):
+        assert tokenizer.eot == eot
+        ids = np.array([*tokenizer.encode("a"), eot, *tokenizer.encode("b")])
+        assert tokenizer.decode(ids) == "ab"
+        assert tokenizer.byte_lengths()[eot] == 0
+
+
+@given(TEXT.filter(bool))
+def test_characters_bring_their_own_text_back(text):
+    tokenizer = tokenizers.CharTokenizer(text)
+    assert tokenizer.characters == "".join(sorted(set(text)))
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and ids.max() < tokenizer.vocab_size == len(set(text))
+    assert tokenizer.decode(ids) == text
+
+
+def test_an_unseen_character_is_named(monkeypatch):
+    tokenizer = tokenizers.CharTokenizer("abc")
+    for text, wrong in (("abxc", "'x' at 2"), ("ab\U0001f600", "'😀' at 2"), ("A", "'A' at 0")):
+        with pytest.raises(UsageError, match=wrong):
+            tokenizer.encode(text)
+    monkeypatch.setattr(tokenizers, "_STRIDE", 4)  # long texts go in strides
+    assert tokenizer.encode("abcabcabca").tolist() == [0, 1, 2] * 3 + [0]
+    with pytest.raises(UsageError, match="'!' at 9"):
+        tokenizer.encode("abcabcabc!")
+
+
+def test_characters_of_finds_all():
+    assert tokenizers.characters_of(["b\U0010ffff", "aéb"]) == "abé\U0010ffff"
+
+
+@given(TEXT | TRICKY)
+def test_bpe_brings_any_text_back(bpe_280, text):
+    ids = bpe_280.encode(text)
+    assert ids.dtype == np.int32 and (not len(ids) or ids.max() < bpe_280.vocab_size)
+    assert bpe_280.decode(ids) == text
+    assert bpe_280.byte_lengths()[ids].sum() == len(text.encode())
+
+
+def test_bpe_compresses_and_has_the_size_asked_for(bpe_280):
+    assert bpe_280.vocab_size == 280
+    assert len(bpe_280.encode(SAMPLE)) < 0.6 * len(SAMPLE)
+    assert bpe.train_bpe(["abab"], 280).vocab_size < 260  # no more to merge
+
+
+def test_bpe_of_the_same_text_is_the_same(bpe_280):
+    assert bpe.train_bpe([SAMPLE], 280).fingerprint == bpe_280.fingerprint
+    assert bpe.train_bpe([SAMPLE], 279).fingerprint != bpe_280.fingerprint
+
+
+def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
+    ids = bpe_280.encode(f"a{bpe.END_OF_TEXT}b")
+    assert bpe_280.eot not in ids
+    assert bpe_280.decode(ids) == f"a{bpe.END_OF_TEXT}b"
+    assert 1 not in load_tokenizer(words).encode("hello</s>")
+
+
+@given(st.lists(TRICKY, max_size=4))
+def test_cutting_long_texts_does_not_change_their_ids(bpe_280, texts):
+    whole = [bpe_280._inner.encode(t, add_special_tokens=False).ids for t in texts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe, "_CHUNK", 3)
+        patch.setattr(bpe, "_BATCH", 20)
+        assert [bpe_280.encode(t).tolist() for t in texts] == whole
+        documents = [("name", t.encode()) for t in texts]
+        assert [ids.tolist() for ids in bpe_280.encode_documents(documents)] == whole
+
+
+def test_long_texts_are_cut(bpe_280, monkeypatch):
+    monkeypatch.setattr(bpe, "_CHUNK", 10)
+    assert len(list(bpe_280._cut(SAMPLE))) > 50
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe", "words"])
+def test_saved_and_loaded_it_is_the_same(kind, bpe_280, words, tmp_path):
+    tokenizer = {
+        "bytes": tokenizers.ByteTokenizer,
+        "chars": lambda: tokenizers.CharTokenizer(SAMPLE + '"\\'),
+        "bpe": lambda: bpe_280,
+        "words": lambda: load_tokenizer(words),
+    }[kind]()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(again) is type(tokenizer)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert (again.vocab_size, again.eot) == (tokenizer.vocab_size, tokenizer.eot)
+    assert again.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_fingerprints_tell_tokenizers_apart(bpe_280, words):
+    every = [
+        tokenizers.ByteTokenizer(),
+        tokenizers.CharTokenizer("ab"),
+        tokenizers.CharTokenizer("abc"),
+        bpe_280,
+        load_tokenizer(words),
+    ]
+    assert len({t.fingerprint for t in every}) == len(every)
+
+
+@given(TEXT)
+def test_streamed_text_is_the_text_and_never_half_a_character(bpe_280, text):
+    for tokenizer in (tokenizers.ByteTokenizer(), bpe_280):
+        decoder, so_far = tokenizer.stream_decoder(), ""
+        for i in tokenizer.encode(text):
+            so_far += decoder.feed(i)
+            assert text.startswith(so_far)
+        assert so_far + decoder.finish() == text
+
+
+def test_a_character_is_streamed_with_its_last_byte():
+    decoder = tokenizers.ByteTokenizer().stream_decoder()
+    assert [decoder.feed(b) for b in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
+    assert decoder.feed(0xE2) == "" and decoder.finish() == "\ufffd"
+
+
+def test_a_file_of_the_users_own(words):
+    tokenizer = load_tokenizer(words)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (6, 1)
+    text = "hello wörld hello wörld hello"
+    # Neither template nor truncation nor padding.
+    assert tokenizer.encode(text).tolist() == [3, 4, 3, 4, 3]
+    assert tokenizer.decode([0, 3, 4, 1]) == "hello wörld"
+    assert tokenizer.byte_lengths() is None  # the space before a word depends on what precedes it
+    decoder = tokenizer.stream_decoder()
+    assert "".join(decoder.feed(i) for i in tokenizer.encode(text)) + decoder.finish() == text
+
+
+def test_bytes_written_as_characters_agree_with_the_library():
+    library = pytest.importorskip("tokenizers")
+    assert set(bpe._byte_of_character()) == set(library.pre_tokenizers.ByteLevel.alphabet())
+    pieces = library.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é ~\x00")
+    spelt = "".join(piece for piece, _ in pieces)
+    assert bytes(bpe._byte_of_character()[c] for c in spelt) == "é ~\x00".encode()
+
+
+@pytest.mark.parametrize("ids", [[257], [-1], [1, 2, 10**6]])
+def test_ids_outside_the_vocabulary_are_refused(ids, bpe_280):
+    for tokenizer in (tokenizers.ByteTokenizer(), tokenizers.CharTokenizer("ab")):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("byte", "did you mean 'bytes'"),
+        ("char", "did you mean 'chars'"),
+        ("bpe", "as in bpe:8192"),
+        ("bpe:", "as in bpe:8192"),
+        ("bpe:many", "as in bpe:8192"),
+        ("bpe:256", "at least 257"),
+        ("bpee:512", "did you mean 'bpe'"),
+        ("no/such.json", "no such file"),
+    ],
+)
+def test_a_wrong_tokenizer_is_one_clear_line(spec, message):
+    with pytest.raises(UsageError, match=message) as error:
+        tokenizers.parse(spec)
+    assert f"config.data.tokenizer={spec!r}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_path_may_be_that_of_its_folder(words):
+    assert tokenizers.parse(str(words)) == tokenizers.parse(str(words.parent)) == ("file", words)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the tokenizer"),
+        ("{", "is not JSON"),
+        ("[]", "neither 'kind' nor 'model'"),
+        ("{}", "neither 'kind' nor 'model'"),
+        (json.dumps({"kind": "chart"}), "did you mean 'chars'"),
+        (json.dumps({"kind": "chars"}), "is not a tokenizer"),
+        (json.dumps({"kind": "chars", "characters": ""}), "at least one character"),
+        (json.dumps({"model": {"type": "BPE"}}), "not a file of the tokenizers library"),
+    ],
+)
+def test_a_damaged_file_is_one_clear_line(content, message, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=message) as error:
+        load_tokenizer(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_one_clear_line(bpe_280):
+    for tokenizer in (bpe_280, tokenizers.CharTokenizer("ab")):
+        with pytest.raises(UsageError, match=r"byte 0xff at 1.*tokenizer=bytes"):
+            tokenizer.encode(b"a\xffb")
+        with pytest.raises(UsageError, match="surrogate"):
+            tokenizer.encode("a\ud800")
