@@ -146,7 +146,7 @@ def optim():
         eps=1e-8,
         momentum=0.95,  # muon, sgd
         weight_decay=0.1,
-        decay=r"(kernel|embedding)$",  # regex (search) of the parameter paths that are decayed
+        decay=r".*(kernel|embedding)",  # regex (whole path) of the parameters that are decayed
         frozen="",  # regex of the paths that do not train
         lr_multipliers=(),  # ((regex, factor), ...): first match wins
         clip_norm=1.0,  # 0: off

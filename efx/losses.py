@@ -60,13 +60,21 @@ def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=Non
 
     loss, z = summed(lse_BT - target_BT), summed(jnp.square(lse_BT))
     weights, correct = jnp.sum(weights_BT), summed(target_BT > best_other_BT)
-    return LossSums(
-        loss + z_loss * z, *jax.lax.stop_gradient((loss, z, weights, correct))
-    )
+    return LossSums(loss + z_loss * z, *jax.lax.stop_gradient((loss, z, weights, correct)))
 
 
-def chunked_cross_entropy(head_fn, head_params, x_BTD, targets_BT, weights_BT, *, chunk,
-                          z_loss=0.0, vocab_size=None, groups=1):
+def chunked_cross_entropy(
+    head_fn,
+    head_params,
+    x_BTD,
+    targets_BT,
+    weights_BT,
+    *,
+    chunk,
+    z_loss=0.0,
+    vocab_size=None,
+    groups=1,
+):
     """`cross_entropy(head_fn(head_params, x), ...)` without ever holding the logits of all tokens.
 
     Goes over the sequence in slices of `chunk` positions. Where a gradient is wanted, each slice's
@@ -103,8 +111,12 @@ def chunked_cross_entropy(head_fn, head_params, x_BTD, targets_BT, weights_BT, *
         return a.reshape(groups, batch // groups, *a.shape[1:])
 
     return _chunked(
-        (head_fn, min(chunk, length), vocab_size), head_params, split(x_BTD), split(targets_BT),
-        split(weights_BT.astype(jnp.float32)), jnp.asarray(z_loss, jnp.float32),
+        (head_fn, min(chunk, length), vocab_size),
+        head_params,
+        split(x_BTD),
+        split(targets_BT),
+        split(weights_BT.astype(jnp.float32)),
+        jnp.asarray(z_loss, jnp.float32),
     )
 
 
@@ -180,7 +192,7 @@ def _slice(static, x, targets, weights, index):
     x, targets, weights = (
         jax.lax.dynamic_slice_in_dim(a, start, chunk, axis=1) for a in (x, targets, weights)
     )
-    fresh = start + jnp.arange(chunk) >= index * chunk
+    fresh = start + jnp.arange(chunk)[None, :] >= index * chunk
     return start, (x, targets, jnp.where(fresh, weights, 0.0))
 
 

@@ -120,10 +120,12 @@ def make_schedule(config_optim, total_steps):
         )
     _require(shape.warmup_steps >= 0, "schedule.warmup_steps", shape.warmup_steps, "at least 0")
     _require(shape.decay_steps >= 0, "schedule.decay_steps", shape.decay_steps, "at least 0")
-    _require(0 <= shape.final_fraction <= 1, "schedule.final_fraction", shape.final_fraction,
-             "in [0, 1]")
-    _require(0 < shape.decay_fraction <= 1, "schedule.decay_fraction", shape.decay_fraction,
-             "in (0, 1]")
+    _require(
+        0 <= shape.final_fraction <= 1, "schedule.final_fraction", shape.final_fraction, "in [0, 1]"
+    )
+    _require(
+        0 < shape.decay_fraction <= 1, "schedule.decay_fraction", shape.decay_fraction, "in (0, 1]"
+    )
     if total_steps < 1:
         raise UsageError(f"config.steps={total_steps} must be at least 1")
     end = shape.decay_steps or total_steps
@@ -173,8 +175,12 @@ def parameter_groups(config_optim, params_shapes):
         if len(entry) != 2 or not isinstance(entry[0], str):
             raise UsageError(f"config.optim.{key}={entry!r} must be a pair (regex, factor)")
         pattern, factor = entry
-        _require(isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0,
-                 key, entry, "a pair (regex, finite factor >= 0)")
+        _require(
+            isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0,
+            key,
+            entry,
+            "a pair (regex, finite factor >= 0)",
+        )
         for path in _matching(key, pattern, paths):
             multipliers.setdefault(path, (float(factor), pattern))
     if paths and len(frozen) == len(paths):
@@ -326,9 +332,13 @@ def _check(config):
         _require(0 <= config[key] < 1, key, config[key], "in [0, 1)")
     if config.name == "schedule_free_adamw":
         _require(config.b1 > 0, "b1", config.b1, "above 0 for schedule_free_adamw")
-        _require(config.schedule.kind == "constant", "schedule.kind", config.schedule.kind,
-                 "'constant' for schedule_free_adamw, whose averaging replaces the decay "
-                 "(warm-up is allowed)")
+        _require(
+            config.schedule.kind == "constant",
+            "schedule.kind",
+            config.schedule.kind,
+            "'constant' for schedule_free_adamw, whose averaging replaces the decay "
+            "(warm-up is allowed)",
+        )
 
 
 def _require(holds, key, value, rule):
@@ -353,7 +363,8 @@ def _matching(key, pattern, paths):
         hint = f"; a pattern must match the whole path, as '.*{pattern}.*' would" if partly else ""
         raise UsageError(
             f"config.optim.{key}={pattern!r} matches no parameter; there are {len(some)}, such as "
-            + ", ".join(some[:: max(1, len(some) // 4)][:4]) + hint
+            + ", ".join(some[:: max(1, len(some) // 4)][:4])
+            + hint
         )
     return found
 

@@ -141,3 +141,17 @@ def batch_sharding(mesh, rules):
 
 def replicated(mesh):
     return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_shards(mesh, rules):
+    """Over how many devices the batch axis is split."""
+    axes = batch_sharding(mesh, rules).spec[0]
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
+
+
+def place_batch(batch, placed):
+    """This host's rows of a batch as global arrays."""
+    return {
+        name: jax.make_array_from_process_local_data(placed, rows) for name, rows in batch.items()
+    }

@@ -72,18 +72,18 @@ def create(venv):
     """Makes the environment, in place of a broken one or one of another Python version."""
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
         fail(f"{venv} exists and is no virtual environment; move it, or set EFX_VENV=PATH")
-    # Not `--clear` with this Python: where it is the environment's own, it would delete itself.
-    base = getattr(sys, "_base_executable", sys.executable)
+    # Where this Python is the environment's own, it is about to be deleted: use the one it is from.
+    base = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    base = str(base if base.exists() else sys.executable)
     shutil.rmtree(venv, ignore_errors=True)
     made = subprocess.run([base, "-m", "venv", str(venv)], capture_output=True, text=True)
     if made.returncode:
         shutil.rmtree(venv, ignore_errors=True)
         said = made.stdout + made.stderr
         if "ensurepip" in said or "No module named venv" in said:
-            version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
             fail(
                 f"{base} cannot make virtual environments; install its venv package "
-                f"({version}-venv on Debian and Ubuntu) or set EFX_PYTHON=PATH to another Python"
+                f"({Path(base).name}-venv on Debian and Ubuntu) or another Python (EFX_PYTHON=PATH)"
             )
         fail(f"cannot make {venv}: {(said.strip().splitlines() or ['no message'])[-1]}")
 

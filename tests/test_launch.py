@@ -3,7 +3,6 @@ stub gcloud that plays the TPU's workers, and against pip for the environment th
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -152,8 +151,7 @@ def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     def environment(**env):
         alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=wheels)
         command = (BASH, tree / "launch" / "environment.sh")
-        base = getattr(sys, "_base_executable", sys.executable)
-        return call(*command, cwd=tmp_path, **{"EFX_PYTHON": base, **alone, **env})
+        return call(*command, cwd=tmp_path, **{"EFX_PYTHON": sys.executable, **alone, **env})
 
     def imports(module):
         return call(tree / ".venv" / "bin" / "python", "-c", f"import {module}").returncode == 0
@@ -173,9 +171,8 @@ def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     assert failed.returncode == 1 and failed.stdout == ""
     assert "installing the requirements failed" in failed.stderr
     assert "efxthree==1.0" in failed.stderr.splitlines()[-1]
-    assert environment().returncode == 1  # and is not taken for done the next time
-
-    index = dict(PIP_NO_INDEX="0", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
+    # Nor is it taken for done the next time.
+    index = dict(PIP_NO_INDEX="0", PIP_INDEX_URL="http://127.0.0.1:9/simple", NO_PROXY="127.0.0.1")
     assert "cannot be reached" in environment(**index).stderr.splitlines()[-1]
 
 
@@ -230,14 +227,19 @@ def test_ci_switches_the_extras_on(stub):
 # ---- multiprocess.sh ---------------------------------------------------------------------------
 
 
+# Process 1 shows its arguments in a file and, with FAIL, fails; process 0 would go on for minutes.
+PEERS = """#!/bin/sh
+case "$*" in
+  -c*) echo 3.11.9 ;;
+  *environment.py*) echo "$0" ;;
+  *--process_id=0*) [ -z "$FAIL" ] || exec sleep 300; printf '%s\\n' "$@" ;;
+  *) printf '%s\\n' "$@" >"$TMPDIR/one"; [ -z "$FAIL" ] || { echo broken; exit 7; } ;;
+esac
+"""
+
+
 def test_multiprocess_starts_all_and_stops_all(stub, tmp_path):
-    script(
-        stub / "bin" / "python",
-        STUB.replace("*) printf", f"""*--process_id=1*) {{ echo worker; printf '%s\\n' "$@"; }} \\
-    >'{tmp_path}/one'; [ -z "$FAIL" ] || {{ echo broken; exit 7; }} ;;
-  *--process_id=*) [ -z "$FAIL" ] || exec sleep 100; printf '%s\\n' "$@" ;;
-  *) printf"""),
-    )  # fmt: skip
+    script(stub / "bin" / "python", PEERS)
     env = dict(EFX_VENV=stub, EFX_PORT=1234, TMPDIR=tmp_path)
     result = call(BASH, LAUNCH / "multiprocess.sh", 2, "--config=c.py", **env)
     assert result.returncode == 0, result.stderr
@@ -247,7 +249,7 @@ def test_multiprocess_starts_all_and_stops_all(stub, tmp_path):
     assert "--process_id=1" in (tmp_path / "one").read_text().splitlines()
     assert not list(tmp_path.glob("efx-processes.*"))
 
-    result = call(BASH, LAUNCH / "multiprocess.sh", 2, FAIL=1, **env)  # call() times out at 120 s
+    result = call(BASH, LAUNCH / "multiprocess.sh", 2, FAIL=1, **env)  # gives up after 120 s
     assert result.returncode == 7
     assert "broken" in result.stderr and "status 7" in result.stderr.splitlines()[-1]
     assert "number of processes" in one_error(call(BASH, LAUNCH / "multiprocess.sh", "--help"))
@@ -257,17 +259,13 @@ def test_multiprocess_starts_all_and_stops_all(stub, tmp_path):
 
 
 def dry_run(*arguments):
-    """The commands that tpu_pod.sh would run, each as a list of words."""
-    result = call(BASH, LAUNCH / "tpu_pod.sh", *arguments, "--dry-run", PATH="/usr/bin:/bin")
-    assert result.returncode == 0, result.stderr
-    commands, lexer = [], shlex.shlex(result.stdout, posix=True, punctuation_chars="\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " ", True, ""
-    for word in lexer:
-        if word.strip("\n") == "":
-            commands.append([])
-        else:
-            commands[-1:] = [[*commands[-1], word]] if commands else [[word]]
-    return [command for command in commands if command]
+    """The commands that tpu_pod.sh would run, as lists of words: its output pasted into a shell."""
+    printed = call(BASH, LAUNCH / "tpu_pod.sh", *arguments, "--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    show = r"""{ printf '%s\0' "$FUNCNAME" "$@"; printf '\n\0'; }"""
+    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}\n{printed.stdout}")
+    assert pasted.returncode == 0 and not pasted.stderr, pasted.stderr
+    return [command.split("\0")[:-1] for command in pasted.stdout.split("\n\0")[:-1]]
 
 
 def test_tpu_dry_run_prints_the_sequence():
@@ -331,7 +329,7 @@ done
     assert copied.returncode == 0, copied.stderr
     assert (home / "efx" / "launch" / "local.sh").exists()
     assert not list(tmp_path.glob("efx.*")), "the archive was left behind"
-    prompt = "it's \"a\" $HOME `b`"
+    prompt = 'it\'s "a" $HOME `b`'
     started = step("run", "--", "--config", "c.py", "--prompt", prompt, STUB_STATUS=4)
     assert started.returncode == 0, started.stderr
     assert "launch/tpu_pod.sh delete --name pod" in started.stderr

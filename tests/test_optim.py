@@ -18,11 +18,20 @@ STEPS = 20
 
 def config(**changes):
     values = dict(
-        name="adamw", learning_rate=0.01, b1=0.9, b2=0.95, eps=1e-8, momentum=0.9,
-        weight_decay=0.1, decay=".*/(kernel|embedding)", frozen="", lr_multipliers=(),
+        name="adamw",
+        learning_rate=0.01,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        momentum=0.9,
+        weight_decay=0.1,
+        decay=".*/(kernel|embedding)",
+        frozen="",
+        lr_multipliers=(),
         clip_norm=1.0,
-        schedule=dict(kind="cosine", warmup_steps=4, final_fraction=0.1, decay_fraction=0.2,
-                      decay_steps=0),
+        schedule=dict(
+            kind="cosine", warmup_steps=4, final_fraction=0.1, decay_fraction=0.2, decay_steps=0
+        ),
     )
     values["schedule"].update(changes.pop("schedule", {}))
     return ml_collections.ConfigDict(values | changes)
@@ -45,8 +54,9 @@ def params():
             "attention": {"query": {"kernel": array(4, 6), "bias": array(6)}},
             "router": {"kernel": array(4, 1)},
         },
-        "units": {"block": {"mlp": {"up": {"kernel": array(3, 4, 8)}},
-                            "norm": {"scale": array(3, 4)}}},
+        "units": {
+            "block": {"mlp": {"up": {"kernel": array(3, 4, 8)}}, "norm": {"scale": array(3, 4)}}
+        },
         "head": {"kernel": array(4, 11)},
     }
 
@@ -92,6 +102,7 @@ def by_path(params, value):
 
 
 # --- schedules ------------------------------------------------------------------------------------
+
 
 def rates(total=STEPS, lr=1.0, **shape):
     schedule = optim.make_schedule(config(learning_rate=lr, schedule=shape), total)
@@ -147,7 +158,8 @@ def test_schedule_is_the_rate_that_updates_use(params):
     shape = dict(kind="linear", warmup_steps=3)
     transformation, schedule = optim.make_optimizer(
         config(name="sgd", momentum=0.0, weight_decay=0.0, clip_norm=0.0, schedule=shape),
-        STEPS, params,
+        STEPS,
+        params,
     )
     state, update = transformation.init(params), jax.jit(transformation.update)
     for step in range(6):
@@ -156,6 +168,7 @@ def test_schedule_is_the_rate_that_updates_use(params):
 
 
 # --- optimisers against plain optax ---------------------------------------------------------------
+
 
 def mask(params):
     return by_path(params, lambda path: path.endswith(("kernel", "embedding")))
@@ -176,9 +189,7 @@ def test_adamw_is_optax_adamw(params):
 
 def test_lion_is_optax_lion(params):
     got, _ = run(built(params, name="lion", schedule=CONSTANT), params)
-    want, _ = run(
-        clipped(optax.lion(0.01, 0.9, 0.95, weight_decay=0.1, mask=mask(params))), params
-    )
+    want, _ = run(clipped(optax.lion(0.01, 0.9, 0.95, weight_decay=0.1, mask=mask(params))), params)
     assert_same(got, want)
 
 
@@ -210,8 +221,14 @@ def test_schedule_free_follows_the_paper_through_warmup_and_decay():
     start, grads = rng.normal(size=(3, 2)), rng.normal(size=(6, 3, 2))
     tree = {"a": {"kernel": jnp.asarray(start, jnp.float32)}}
     transformation, schedule = optim.make_optimizer(
-        config(name="schedule_free_adamw", clip_norm=0.0, decay="a/kernel",
-               schedule=dict(kind="constant", warmup_steps=3)), STEPS, tree,
+        config(
+            name="schedule_free_adamw",
+            clip_norm=0.0,
+            decay="a/kernel",
+            schedule=dict(kind="constant", warmup_steps=3),
+        ),
+        STEPS,
+        tree,
     )
     state, params, update = transformation.init(tree), tree, jax.jit(transformation.update)
     x = y = z = start
@@ -244,13 +261,22 @@ def test_muon_is_optax_muon_on_single_matrices(params):
     got, _ = run(built(tree, name="muon", weight_decay=0.0, schedule=CONSTANT), tree)
     matrices = optax.contrib.MuonDimensionNumbers()
     plain = optax.contrib.muon(
-        0.01, beta=0.9, adam_b1=0.9, adam_b2=0.95, consistent_rms=0.2,
+        0.01,
+        beta=0.9,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        consistent_rms=0.2,
         muon_weight_dimension_numbers={
-            "block_0": {"query": {"kernel": matrices, "bias": None}}, "head": {"kernel": None}},
+            "block_0": {"query": {"kernel": matrices, "bias": None}},
+            "head": {"kernel": None},
+        },
     )
     # optax's own Adam half has Nesterov momentum, ours is the AdamW of every other name.
-    assert_same(got["block_0"]["query"]["kernel"],
-                run(clipped(plain), tree)[0]["block_0"]["query"]["kernel"], rtol=1e-5)
+    assert_same(
+        got["block_0"]["query"]["kernel"],
+        run(clipped(plain), tree)[0]["block_0"]["query"]["kernel"],
+        rtol=1e-5,
+    )
     adam = built(tree, weight_decay=0.0, schedule=CONSTANT)
     assert_same(got["head"], run(adam, tree)[0]["head"])
 
@@ -260,8 +286,9 @@ def test_muon_treats_each_matrix_of_a_stack_on_its_own():
     stack = jax.random.normal(jax.random.key(0), (2, 4, 8))
     stacked = {"units": {"up": {"kernel": stack}}}
     apart = {f"block_{i}": {"up": {"kernel": stack[i]}} for i in range(2)}
-    settings = dict(name="muon", schedule=CONSTANT, clip_norm=0.0, weight_decay=0.0, decay="",
-                    learning_rate=1.0)
+    settings = dict(
+        name="muon", schedule=CONSTANT, clip_norm=0.0, weight_decay=0.0, decay="", learning_rate=1.0
+    )
     grads = jax.random.normal(jax.random.key(1), (2, 4, 8))
 
     def update(tree, grad_tree):
@@ -270,8 +297,9 @@ def test_muon_treats_each_matrix_of_a_stack_on_its_own():
     together = update(stacked, {"units": {"up": {"kernel": grads}}})["units/up/kernel"]
     single = update(apart, {f"block_{i}": {"up": {"kernel": grads[i]}} for i in range(2)})
     for i in range(2):
-        np.testing.assert_allclose(together[i], single[f"block_{i}/up/kernel"], rtol=1e-4,
-                                   atol=1e-5)
+        np.testing.assert_allclose(
+            together[i], single[f"block_{i}/up/kernel"], rtol=1e-4, atol=1e-5
+        )
         values = np.linalg.svd(np.asarray(together[i]), compute_uv=False) / (0.2 * 8**0.5)
         assert values.min() > 0.6 and values.max() < 1.3  # Newton-Schulz is approximate
 
@@ -279,7 +307,9 @@ def test_muon_treats_each_matrix_of_a_stack_on_its_own():
 def test_muon_leaves_embeddings_head_norms_biases_and_routers_to_adam(params):
     groups = optim.parameter_groups(config(name="muon"), params)
     assert {path for path, group in groups.items() if group.muon} == {
-        "block_0/attention/query/kernel", "units/block/mlp/up/kernel"}
+        "block_0/attention/query/kernel",
+        "units/block/mlp/up/kernel",
+    }
     assert not any(g.muon for g in optim.parameter_groups(config(), params).values())
 
 
@@ -294,7 +324,8 @@ def test_every_optimiser_learns_a_small_problem():
 
     for name in optim.OPTIMIZERS:
         transformation, _ = optim.make_optimizer(
-            config(name=name, learning_rate=0.1, weight_decay=0.0, schedule=CONSTANT), 60, start)
+            config(name=name, learning_rate=0.1, weight_decay=0.0, schedule=CONSTANT), 60, start
+        )
 
         def train(start, transformation=transformation):
             def step(_, carry):
@@ -310,6 +341,7 @@ def test_every_optimiser_learns_a_small_problem():
 
 
 # --- clipping, decay, freezing, multipliers -------------------------------------------------------
+
 
 def test_clipping_comes_before_the_moments_and_the_norm_is_reported(params):
     transformation = built(params, schedule=CONSTANT)
@@ -332,15 +364,15 @@ def test_small_gradients_are_not_clipped(params):
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_decay_shrinks_decayed_parameters_by_lr_times_decay(params, name):
     """With gradient 0 only the decay moves a parameter; norm scales of a stack are not decayed."""
-    transformation = built(params, name=name, schedule=CONSTANT,
-                           lr_multipliers=(("head/.*", 0.5),))
+    transformation = built(params, name=name, schedule=CONSTANT, lr_multipliers=(("head/.*", 0.5),))
     updates, _ = first_update(transformation, params, jax.tree.map(np.zeros_like, params))
     # Schedule-free moves y, a mean of x and z; on the first step both move alike.
     for path, update in updates.items():
         factor = 0.01 * 0.1 * path.endswith(("kernel", "embedding"))
         factor *= 0.5 if path.startswith("head") else 1.0
-        np.testing.assert_allclose(update, -factor * optim.param_paths(params)[path], rtol=2e-4,
-                                   atol=1e-7, err_msg=path)
+        np.testing.assert_allclose(
+            update, -factor * optim.param_paths(params)[path], rtol=2e-4, atol=1e-7, err_msg=path
+        )
 
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
@@ -378,8 +410,11 @@ def test_multipliers_scale_the_update_and_the_first_match_wins(params, name):
     plain = update(())
     got = update(((".*/bias", 3.0), ("block_0/.*", 0.25), (".*/query/.*", 7.0)))
     for path, value in plain.items():
-        factor = {"block_0/attention/query/bias": 3.0, "block_0/attention/query/kernel": 0.25,
-                  "block_0/router/kernel": 0.25}.get(path, 1.0)
+        factor = {
+            "block_0/attention/query/bias": 3.0,
+            "block_0/attention/query/kernel": 0.25,
+            "block_0/router/kernel": 0.25,
+        }.get(path, 1.0)
         np.testing.assert_allclose(got[path], factor * value, rtol=2e-4, atol=1e-7, err_msg=path)
 
 
@@ -409,55 +444,92 @@ def test_state_leaves_can_be_told_from_parameters_by_optax(params):
     for name in ("adamw", "muon"):
         transformation = built(params, name=name, frozen="head/.*", schedule=CONSTANT)
         state = transformation.init(params)
-        marked = optax.tree.map_params(transformation, lambda leaf: "parameter", state,
-                                       transform_non_params=lambda leaf: "other")
+        marked = optax.tree.map_params(
+            transformation,
+            lambda leaf: "parameter",
+            state,
+            transform_non_params=lambda leaf: "other",
+        )
         assert {"parameter", "other"} <= set(jax.tree.leaves(marked))
 
 
 def test_describe(params):
     text = optim.describe(
         config(name="muon", frozen="embed/.*", lr_multipliers=((".*/bias", 0.5), ("head/.*", 2))),
-        params)
-    rows = {line[: line.index("tensors")].rsplit(None, 1)[0]: line.split()[-2]
-            for line in text.splitlines()}
+        params,
+    )
+    rows = {
+        line[: line.index("tensors")].rsplit(None, 1)[0]: line.split()[-2]
+        for line in text.splitlines()
+    }
     assert rows == {
-        "muon": "230", "decayed by lr * 0.1": "168", "not decayed": "18", "frozen": "44",
-        "orthogonalised": "120", "lr * 0.5: .*/bias": "6", "lr * 2: head/.*": "44"}
+        "muon": "230",
+        "decayed by lr * 0.1": "168",
+        "not decayed": "18",
+        "frozen": "44",
+        "orthogonalised": "120",
+        "lr * 0.5: .*/bias": "6",
+        "lr * 2: head/.*": "44",
+    }
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (dict(name="adamm"), r"config\.optim\.name='adamm' .*did you mean 'adamw'"),
-    (dict(schedule=dict(kind="cosin")), r"config\.optim\.schedule\.kind='cosin'.*'cosine'"),
-    (dict(learning_rate=-1e-3), r"config\.optim\.learning_rate=-0\.001 must be"),
-    (dict(learning_rate=float("nan")), r"config\.optim\.learning_rate=nan"),
-    (dict(weight_decay=-0.1), r"config\.optim\.weight_decay=-0\.1"),
-    (dict(clip_norm=-1.0), r"config\.optim\.clip_norm=-1\.0"),
-    (dict(b1=1.0), r"config\.optim\.b1=1\.0 must be in \[0, 1\)"),
-    (dict(b2=1.5), r"config\.optim\.b2=1\.5"),
-    (dict(momentum=-0.1), r"config\.optim\.momentum"),
-    (dict(eps=-1e-8), r"config\.optim\.eps"),
-    (dict(schedule=dict(warmup_steps=21)), r"schedule\.warmup_steps=21 is more than config\.steps"),
-    (dict(schedule=dict(warmup_steps=9, decay_steps=8)),
-     r"warmup_steps=9 is more than config\.optim\.schedule\.decay_steps=8"),
-    (dict(schedule=dict(warmup_steps=21, decay_steps=30)), r"is more than config\.steps=20"),
-    (dict(schedule=dict(warmup_steps=-1)), r"config\.optim\.schedule\.warmup_steps=-1"),
-    (dict(schedule=dict(decay_steps=-1)), r"config\.optim\.schedule\.decay_steps=-1"),
-    (dict(schedule=dict(final_fraction=1.5)), r"config\.optim\.schedule\.final_fraction=1\.5"),
-    (dict(schedule=dict(kind="wsd", decay_fraction=0.0)), r"decay_fraction=0\.0 must be in \(0"),
-    (dict(schedule=dict(kind="wsd", warmup_steps=18)), r"warmup_steps=18 and decay_fraction=0\.2"),
-    (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine' must be 'constant'"),
-    (dict(name="schedule_free_adamw", b1=0.0, schedule=CONSTANT), r"config\.optim\.b1=0\.0.*above"),
-    (dict(decay=".*/kernal"), r"config\.optim\.decay='\.\*/kernal' matches no parameter.*embed"),
-    (dict(frozen="block_0"), r"config\.optim\.frozen='block_0' .*whole path, as '\.\*block_0"),
-    (dict(frozen=".*"), r"config\.optim\.frozen='\.\*' freezes every parameter"),
-    (dict(frozen="("), r"config\.optim\.frozen='\(' is not a regular expression"),
-    (dict(lr_multipliers=((".*/bias", 1.0), ("x", 2.0))), r"lr_multipliers\[1\]='x' matches no"),
-    (dict(lr_multipliers=((".*/bias", -1.0),)), r"config\.optim\.lr_multipliers\[0\]=.*factor"),
-    (dict(lr_multipliers=((".*/bias",),)), r"config\.optim\.lr_multipliers\[0\]=.*pair"),
-    (dict(lr_multipliers=((".*/bias", "2"),)), r"config\.optim\.lr_multipliers\[0\]=.*pair"),
-])
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(name="adamm"), r"config\.optim\.name='adamm' .*did you mean 'adamw'"),
+        (dict(schedule=dict(kind="cosin")), r"config\.optim\.schedule\.kind='cosin'.*'cosine'"),
+        (dict(learning_rate=-1e-3), r"config\.optim\.learning_rate=-0\.001 must be"),
+        (dict(learning_rate=float("nan")), r"config\.optim\.learning_rate=nan"),
+        (dict(weight_decay=-0.1), r"config\.optim\.weight_decay=-0\.1"),
+        (dict(clip_norm=-1.0), r"config\.optim\.clip_norm=-1\.0"),
+        (dict(b1=1.0), r"config\.optim\.b1=1\.0 must be in \[0, 1\)"),
+        (dict(b2=1.5), r"config\.optim\.b2=1\.5"),
+        (dict(momentum=-0.1), r"config\.optim\.momentum"),
+        (dict(eps=-1e-8), r"config\.optim\.eps"),
+        (
+            dict(schedule=dict(warmup_steps=21)),
+            r"schedule\.warmup_steps=21 is more than config\.steps",
+        ),
+        (
+            dict(schedule=dict(warmup_steps=9, decay_steps=8)),
+            r"warmup_steps=9 is more than config\.optim\.schedule\.decay_steps=8",
+        ),
+        (dict(schedule=dict(warmup_steps=21, decay_steps=30)), r"is more than config\.steps=20"),
+        (dict(schedule=dict(warmup_steps=-1)), r"config\.optim\.schedule\.warmup_steps=-1"),
+        (dict(schedule=dict(decay_steps=-1)), r"config\.optim\.schedule\.decay_steps=-1"),
+        (dict(schedule=dict(final_fraction=1.5)), r"config\.optim\.schedule\.final_fraction=1\.5"),
+        (
+            dict(schedule=dict(kind="wsd", decay_fraction=0.0)),
+            r"decay_fraction=0\.0 must be in \(0",
+        ),
+        (
+            dict(schedule=dict(kind="wsd", warmup_steps=18)),
+            r"warmup_steps=18 and decay_fraction=0\.2",
+        ),
+        (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine' must be 'constant'"),
+        (
+            dict(name="schedule_free_adamw", b1=0.0, schedule=CONSTANT),
+            r"config\.optim\.b1=0\.0.*above",
+        ),
+        (
+            dict(decay=".*/kernal"),
+            r"config\.optim\.decay='\.\*/kernal' matches no parameter.*embed",
+        ),
+        (dict(frozen="block_0"), r"config\.optim\.frozen='block_0' .*whole path, as '\.\*block_0"),
+        (dict(frozen=".*"), r"config\.optim\.frozen='\.\*' freezes every parameter"),
+        (dict(frozen="("), r"config\.optim\.frozen='\(' is not a regular expression"),
+        (
+            dict(lr_multipliers=((".*/bias", 1.0), ("x", 2.0))),
+            r"lr_multipliers\[1\]='x' matches no",
+        ),
+        (dict(lr_multipliers=((".*/bias", -1.0),)), r"config\.optim\.lr_multipliers\[0\]=.*factor"),
+        (dict(lr_multipliers=((".*/bias",),)), r"config\.optim\.lr_multipliers\[0\]=.*pair"),
+        (dict(lr_multipliers=((".*/bias", "2"),)), r"config\.optim\.lr_multipliers\[0\]=.*pair"),
+    ],
+)
 def test_bad_config_is_one_line_naming_the_key(params, changes, message):
     with pytest.raises(UsageError, match=message) as caught:
         optim.make_optimizer(config(**changes), STEPS, params)

@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efx.data import bpe, load_tokenizer, tokenizers
 from efx.errors import UsageError
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 SAMPLE = "def f(x):\n    return x + 1\n\n\nclass Ä:\n    '''naïve Ω'''\n" * 20
 TEXT = st.text(st.characters(codec="utf-8"))

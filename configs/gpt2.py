@@ -1,0 +1,51 @@
+"""GPT-2 124M on any text: the dense baseline in its classic form.
+
+    python -m efx.main --config configs/gpt2.py --workdir runs/gpt2 \
+        --config.data.source=text:PATH --config.mesh.data=-1
+
+12 layers, 768 wide, learned positions, LayerNorm, tied output layer; 124,475,904 parameters with
+the vocabulary padded to a multiple of 64 columns (124,439,808 at 50,257). About 0.5M tokens a step
+in 32 micro-batches, as nanoGPT's recipe for OpenWebText, whose published loss is 2.85 after 600,000
+steps (8 x A100, about 4 days). `configs/gpt2.py:smoke` is a one-minute CPU run of the same code.
+"""
+
+from configs import common
+
+VARIANTS = {
+    "smoke": {
+        **common.SMOKE, "data.source": "stdlib", "data.tokenizer": "bytes",
+        "train.accumulation": 1, "train.dtype": "float32", "train.loss_chunk": 0,
+        "model.scan_layers": False, "model.remat": "none",
+    },
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(config, {
+        "steps": 600_000,
+        "data.source": "stdlib",
+        "data.tokenizer": "bpe:50257",
+        "data.seq_len": 1024,
+        "data.batch_size": 480,
+        "data.eval_fraction": 0.01,
+        "data.split": "documents",
+        "model.preset": "gpt2",
+        "model.width": 768,
+        "model.depth": 12,
+        "model.num_heads": 12,
+        "model.vocab_multiple": 64,
+        "model.scan_layers": True,
+        "model.remat": "dots",
+        "train.dtype": "bfloat16",
+        "train.accumulation": 20,
+        "train.loss_chunk": 256,
+        "optim.learning_rate": 6e-4,
+        "optim.b2": 0.95,
+        "optim.schedule.warmup_steps": 2000,
+        "checkpoint.every": 2000,
+        "evaluate.every": 2000,
+        "evaluate.batch_size": 32,
+        "sample.every": 2000,
+    })
+    return common.variant(config, arg, **VARIANTS)

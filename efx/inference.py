@@ -1,0 +1,73 @@
+"""Using a finished (or running) run: evaluate it, or sample from it."""
+
+import pathlib
+import sys
+
+import jax
+from ml_collections import ConfigDict
+
+from efx import optim, runfolder, sharding, train
+from efx import step as step_lib
+from efx.checkpoint import Checkpointer
+from efx.evaluate import Evaluator
+from efx.metrics import quantity
+
+
+def restore(config, workdir, step=None):
+    """(Experiment, step, parameters to evaluate with, variables) of a run's checkpoint."""
+    workdir = pathlib.Path(workdir)
+    runfolder.load_config(workdir)
+    experiment = train.prepare(config, workdir)
+    e, c = experiment, config.checkpoint
+    shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
+    optimizer, _ = optim.make_optimizer(config.optim, e.steps, shapes)
+    state = jax.eval_shape(lambda: step_lib.init_state(e.model, optimizer, config.seed))
+    placed = step_lib.state_shardings(e.model, optimizer, e.mesh, e.rules)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
+    )
+    with Checkpointer(
+        workdir / runfolder.CHECKPOINTS, every=c.every, keep_last=c.keep_last,
+        keep_best=c.keep_best, best_metric=c.best_metric, asynchronous=False,
+    ) as checkpoints:
+        restored = checkpoints.restore(abstract, step=step, on_damage=c.on_damage)
+    state = restored.state
+    params = optim.eval_params(config.optim.name, state.opt_state, state.params)
+    return experiment, restored.step, params, state.variables
+
+
+def evaluate(config, workdir, step=None):
+    """Print and return the evaluation of a run's checkpoint over its held-out split."""
+    e, step, params, variables = restore(config, workdir, step)
+    with sharding.use(e.mesh, e.rules):
+        metrics = Evaluator(e.model, config, e.data, e.mesh, e.rules)(params, variables)
+    if jax.process_index() == 0:
+        print(train.describe_evaluation(step, metrics))
+        for name, value in sorted(metrics.items()):
+            print(f"  {name:<44} {value:.6g}")
+    return metrics
+
+
+def sample(config, workdir, step=None, stream=None):
+    """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
+    from efx.sample import make_sampler
+
+    stream = stream or sys.stdout
+    # One sequence at a time runs on one device; a mesh would have nothing to split.
+    config = ConfigDict(config)
+    config.mesh.update({name: 1 for name in sharding.MESH_AXES})
+    with jax.default_device(jax.devices()[0]):
+        e, step, params, _ = restore(config, workdir, step)
+    sampler = make_sampler(e.model, e.data.tokenizer, config.sample)
+    for i in range(config.sample.num_samples):
+        stream.write(config.sample.prompt)
+        for piece in sampler.stream(params, config.sample.prompt, seed=config.sample.seed + i):
+            stream.write(piece)
+            stream.flush()
+        stream.write("\n")
+    stats = sampler.stats
+    line = f"{quantity(stats['tokens_per_second'])}tokens/s from step {step}"
+    if "routed_fraction" in stats:
+        line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
+    print(line, file=sys.stderr)
+    return stats

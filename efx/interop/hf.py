@@ -1,0 +1,291 @@
+"""Hugging Face checkpoints, GPT-2 and Llama, in and out; dense parameters into an MoD model.
+
+    config, model, params = load_hf("path/to/gpt2", common.base())   # config.json, *.safetensors
+    save_hf("path/to/new", params, model)                            # transformers loads this
+
+Needs numpy and safetensors only. The functions without a folder work on dicts: a state dict
+(names to numpy, jax or torch arrays) and the contents of config.json.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import linen as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from efx import models
+from efx.errors import UsageError
+from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
+from efx.layers.blocks import scan_params, unroll_params
+
+# Buffers that some checkpoints carry beside the parameters.
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_PREFIX = {"gpt2": "transformer.", "llama": "model."}
+
+# (module in the state dict, our modules); several of ours are one of theirs, side by side.
+_MODULES = {
+    "gpt2": (
+        ("wte", "embed"), ("wpe", "positions_embed"),
+        ("h.{}.ln_1", "norm_attention"),
+        ("h.{}.attn.c_attn", "attention/query attention/key attention/value"),
+        ("h.{}.attn.c_proj", "attention/out"),
+        ("h.{}.ln_2", "norm_mlp"), ("h.{}.mlp.c_fc", "mlp/up"), ("h.{}.mlp.c_proj", "mlp/down"),
+        ("ln_f", "norm_final"), ("lm_head", "head"),
+    ),
+    "llama": (
+        ("embed_tokens", "embed"),
+        ("layers.{}.input_layernorm", "norm_attention"),
+        ("layers.{}.self_attn.q_proj", "attention/query"),
+        ("layers.{}.self_attn.k_proj", "attention/key"),
+        ("layers.{}.self_attn.v_proj", "attention/value"),
+        ("layers.{}.self_attn.o_proj", "attention/out"),
+        ("layers.{}.post_attention_layernorm", "norm_mlp"),
+        ("layers.{}.mlp.gate_proj", "mlp/gate"), ("layers.{}.mlp.up_proj", "mlp/up"),
+        ("layers.{}.mlp.down_proj", "mlp/down"),
+        ("norm", "norm_final"), ("lm_head", "head"),
+    ),
+}
+
+
+def params_from_hf(state_dict, model, key=None):
+    """efx's parameters (nested dict, float32) from a state dict.
+
+    Args:
+      state_dict: {name: array} with or without the prefix of the language-model class.
+      model: what `models.build` made; unrolled or scanned, dense or with routed blocks.
+      key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
+    Raises: UsageError naming the arrays that are missing, left over, or of another shape.
+    """
+    model = model.resolved()
+    dense, kind = _dense(model), kind_of(model)
+    state = {name.removeprefix(_PREFIX[kind]): array for name, array in state_dict.items()}
+    state = {name: array for name, array in state.items() if not _BUFFERS.fullmatch(name)}
+    if dense.tied:
+        _drop_tied_head(state, f"{_MODULES[kind][0][0]}.weight")
+    shapes, flat, missing = _shapes(dense), {}, []
+    for name, paths, transposed in _arrays(dense, kind, shapes):
+        if name not in state:
+            missing.append(name)
+            continue
+        array = _numpy(state.pop(name))
+        array = array.T if transposed and array.ndim == 2 else array
+        wanted = [_without_padding(path, shapes[path], dense) for path in paths]
+        whole = (*wanted[0][:-1], sum(shape[-1] for shape in wanted))
+        if array.shape != whole:
+            raise UsageError(
+                f"Hugging Face checkpoint: {name} has shape {_oriented(array.shape, transposed)}, "
+                f"this model needs {_oriented(whole, transposed)}"
+            )
+        ends = np.cumsum([shape[-1] for shape in wanted])[:-1]
+        for path, part in zip(paths, np.split(array, ends, axis=-1), strict=True):
+            padding = [(0, a - b) for a, b in zip(shapes[path], part.shape, strict=True)]
+            flat[path] = np.pad(part, padding) if np.any(padding) else np.ascontiguousarray(part)
+    for what, names in (("lacks", missing), ("has, and this model has no place for,", list(state))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UsageError(f"Hugging Face checkpoint {what} {', '.join(names[:3])}{more}")
+    return mod_from_dense(_nest(flat), model, key)
+
+
+def params_to_hf(params, model):
+    """(state dict of numpy float32 arrays, config.json dict) of a dense decoder.
+
+    A GPT-2 without biases gets biases of zero, which compute the same.
+    """
+    model, params = models.unroll(model.resolved(), params)
+    config, kind = config_to_hf(model), kind_of(model)
+    flat = {path: _numpy(array) for path, array in _flatten(params).items()}
+    shapes = {path: array.shape for path, array in flat.items()}
+    state = {}
+    for name, paths, transposed in _arrays(model, kind, shapes):
+        parts = [
+            flat[path][tuple(slice(n) for n in _without_padding(path, shapes[path], model))]
+            for path in paths
+        ]
+        array = np.concatenate(parts, axis=-1)
+        name = name if name == "lm_head.weight" else _PREFIX[kind] + name
+        state[name] = np.ascontiguousarray(array.T if transposed else array)
+        if kind == "gpt2" and not model.use_bias and paths[0].endswith(("kernel", "scale")):
+            if not name.startswith("lm_head"):
+                state[name.replace("weight", "bias")] = np.zeros(array.shape[-1], np.float32)
+    return state, config
+
+
+def mod_from_dense(params, model, key=None):
+    """Parameters of `model`, which may route, from those of the same model without routing.
+
+    Args:
+      params: of the dense model, unrolled or scanned.
+      model: the same but for `config.model.depth_routing` and scanning.
+      key: PRNG key of the fresh routers; not needed where no block is routed.
+    Returns: the dense arrays as they are, and routers as the model itself initialises them.
+    """
+    model = model.resolved()
+    layers = params["layers"]
+    if "units" in layers:
+        layers = unroll_params(layers, _dense(model).specs())
+    if any(spec.routing is not None for spec in model.specs()):
+        if key is None:
+            raise UsageError("the model has routed blocks: give a PRNG key for their routers")
+        layers = {name: {**layer} for name, layer in layers.items()}
+        for name, router in _routers(model, key).items():
+            layers[name]["router"] = router
+    if model.scan_layers:
+        layers = scan_params(layers, model.specs())
+    return {**params, "layers": layers}
+
+
+def load_hf(folder, config):
+    """(config, model, params) of a Hugging Face folder: config.json and *.safetensors.
+
+    Args:
+      folder: local path.
+      config: an efx config, e.g. `configs.common.base()`; returned is a copy with `config.model`
+        changed to the checkpoint's model. Its depth routing stays: with `kind="mod"` the result
+        is the checkpoint with fresh routers, drawn with `config.seed`.
+    """
+    folder = Path(folder)
+    hf = complete(_read_json(folder / "config.json"))
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(config_from_hf(hf))
+    model = models.build(config.model, vocab_size=hf["vocab_size"],
+                         context=config.model.context, dtype=config.train.dtype)
+    params = params_from_hf(_read_safetensors(folder), model, jax.random.key(config.seed))
+    return config, model, params
+
+
+def save_hf(folder, params, model):
+    """Writes config.json and model.safetensors for transformers; overwrites nothing."""
+    state, config = params_to_hf(params, model)
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = sorted(path.name for path in folder.iterdir())
+        if taken:
+            raise UsageError(f"{folder} is not empty ({taken[0]}): give a new folder")
+        # In place only when whole: a reader never sees half a file.
+        save_file(state, folder / "model.safetensors.partial", metadata={"format": "pt"})
+        os.replace(folder / "model.safetensors.partial", folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{folder} cannot be written: {error}") from error
+
+
+def _arrays(model, kind, shapes):
+    """[(name in the state dict, our paths, transposed)] of every array that `shapes` has."""
+    found = []
+    for theirs, ours in _MODULES[kind]:
+        for i in range(model.depth) if "{}" in theirs else (None,):
+            name = theirs.format(i)
+            parent = "" if i is None else f"layers/block_{i}/"
+            for leaf in ("kernel", "scale", "embedding", "bias"):
+                paths = tuple(f"{parent}{module}/{leaf}" for module in ours.split())
+                if paths[0] in shapes:
+                    transposed = leaf == "kernel" and (kind == "llama" or name == "lm_head")
+                    suffix = "bias" if leaf == "bias" else "weight"
+                    found.append((f"{name}.{suffix}", paths, transposed))
+    return found
+
+
+def _dense(model):
+    """The same model without routing, unrolled."""
+    routing = dataclasses.replace(model.depth_routing, kind="none")
+    return model.clone(depth_routing=routing, scan_layers=False)
+
+
+def _shapes(model):
+    """{path: shape} of the model's parameters."""
+    tree = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
+                          jax.random.key(0))
+    return {path: leaf.shape for path, leaf in _flatten(tree).items()}
+
+
+def _routers(model, key):
+    """{layer: router} as initialised; compiled, so that nothing else is computed."""
+    model = model.clone(scan_layers=False)
+
+    def make(key):
+        layers = nn.unbox(models.init(model, key))["params"]["layers"]
+        return {name: layer["router"] for name, layer in layers.items() if "router" in layer}
+
+    return jax.device_get(jax.jit(make)(key))
+
+
+def _without_padding(path, shape, model):
+    """The shape of a parameter but for the rows that pad the vocabulary."""
+    if path == "embed/embedding":
+        return (model.vocab_size, *shape[1:])
+    return (*shape[:-1], model.vocab_size) if path == "head/kernel" else shape
+
+
+def _drop_tied_head(state, table):
+    head = state.pop("lm_head.weight", None)
+    if head is None or table not in state:
+        return
+    if not np.array_equal(_numpy(head), _numpy(state[table])):
+        raise UsageError(
+            f"Hugging Face checkpoint: lm_head.weight differs from {table}, but config.model.tied="
+            "True makes them one"
+        )
+
+
+def _oriented(shape, transposed):
+    return shape[::-1] if transposed else shape
+
+
+def _numpy(array):
+    """float32 numpy of a numpy, jax or torch array; torch's bfloat16 numpy does not know."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu().float()
+    return np.asarray(array).astype(np.float32)
+
+
+def _flatten(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _nest(flat):
+    tree = {}
+    for path, leaf in flat.items():
+        node, (*parents, name) = tree, path.split("/")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _read_safetensors(folder):
+    """All arrays of model.safetensors, or of the shards that its index names."""
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(_read_json(index)["weight_map"].values()))
+    state = {}
+    for name in names:
+        path = folder / name
+        if not path.exists():
+            raise UsageError(f"{path} does not exist: efx reads weights from safetensors only")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                state.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
+    return state

@@ -1,0 +1,78 @@
+"""What the tests of efx.data share."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from ml_collections import ConfigDict
+
+import efx.data
+from efx.errors import UsageError
+
+# Machines are shared: a slow example is not a wrong one.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+def make_config(source, tmp_path, **changes):
+    values = dict(
+        source=source,
+        tokenizer="bytes",
+        seq_len=8,
+        batch_size=4,
+        eval_fraction=0.25,
+        split="tail",
+        packing=False,
+        shuffle="windows",
+        cache_dir=str(tmp_path / "cache"),
+        text_key="",
+        max_bytes=0,
+    )
+    assert set(changes) <= set(values)
+    return ConfigDict(values | changes)
+
+
+def write_letters(tmp_path):
+    """A text of 400 characters, of which no 4 in a row occur twice."""
+    pairs = itertools.product("abcdefghijklmnopqrst", repeat=2)
+    path = tmp_path / "letters.txt"
+    path.write_text("".join(a + b for a, b in pairs if a != b)[:400])
+    return path
+
+
+def write_folder(tmp_path):
+    """12 documents of different lengths, each of its own letter; one is there twice."""
+    path = tmp_path / "texts"
+    (path / "sub").mkdir(parents=True)
+    for i in range(12):
+        where = path / ("sub" if i % 3 else ".") / f"{i:02d}.txt"
+        where.write_text(chr(ord("a") + i) * (7 + 5 * i))
+    (path / "copy.txt").write_text((path / "sub" / "08.txt").read_text())
+    (path / "empty.txt").write_text("")
+    return path
+
+
+def open_data(config, **changes):
+    return efx.data.load(config, **(dict(seed=3) | changes))
+
+
+def take(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key], err_msg=key)
+
+
+def usage_error(*words, **load):
+    """The message of the error that `load` ends in; it is one line and holds `words`."""
+    with pytest.raises(UsageError) as error:
+        efx.data.load(**(dict(seed=0) | load))
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    return message
