@@ -143,7 +143,8 @@ setsid nohup bash -c '"$(quote "$launch")"' </dev/null >/dev/null 2>&1 &'
 logs() {
   # shellcheck disable=SC2016
   tpu ssh "$name" --worker=0 --command='cd efx || exit
-until [ -f efx.log ]; do sleep 1; done
+for second in $(seq 30); do [ -f efx.log ] && break; sleep 1; done
+[ -f efx.log ] || { echo "efx: error: no run has been started here" >&2; exit 1; }
 tail --pid="$(cat efx.pid)" -n +1 -F efx.log
 exit "$(cat efx.status 2>/dev/null || echo 1)"'
 }

@@ -108,6 +108,17 @@ def test_documents_are_whole_and_on_one_side(texts, fraction):
         assert sides["eval"] == set(small[: len(sides["eval"])]) or len(sides["eval"]) == 1
 
 
+def test_neither_side_is_left_empty_nor_filled_by_one_document():
+    def heldout(texts, fraction):
+        pieces = corpus.split_documents(_Documents(texts), "documents", fraction)
+        return [data for part, _, data in pieces if part == "eval"]
+
+    equal = [bytes([i]) * 10 for i in range(1, 11)]
+    assert len(heldout(equal, 0.99)) == 9 and len(heldout(equal, 0.01)) == 1
+    for large in (bytes([i]) * 500 for i in range(65, 91)):  # wherever its hash comes
+        assert large not in heldout([*equal, large], 0.05)
+
+
 def test_documents_come_near_the_fraction_asked_for():
     rng = np.random.default_rng(0)
     texts = [rng.bytes(int(n)).replace(b"\0", b"x") for n in rng.integers(1, 200, 300)]
@@ -269,7 +280,7 @@ def test_what_is_known_of_large_files_is_remembered(tmp_path, monkeypatch):
     path.write_text("larger")
     assert cache.remember_for_file(root, path, "x", compute) == 3
     for memo in (root / "memo").iterdir():
-        memo.write_text(memo.read_text().replace("3", "4"))
+        memo.write_text(memo.read_text().replace('"value": 3', '"value": 9'))
     assert cache.remember_for_file(root, path, "x", compute) == 4
 
 

@@ -146,7 +146,9 @@ def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     for name in ("efxone", "efxtwo"):
         wheel(wheels, name)
     (tree / "requirements.txt").write_text("efxone==1.0\n")
-    (tree / "pyproject.toml").write_text('[project.optional-dependencies]\nmore = ["efxtwo"]\n')
+    (tree / "pyproject.toml").write_text(
+        '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = []\n'
+    )
 
     def environment(**env):
         alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=wheels)
@@ -164,6 +166,7 @@ def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     assert environment().stderr == ""
 
     assert "extra more" in environment(EFX_EXTRAS="more").stderr and imports("efxtwo")
+    assert "extra other" in environment(EFX_EXTRAS="other").stderr
     assert environment().stderr == "" == environment(EFX_EXTRAS="more").stderr
 
     (tree / "requirements.txt").write_text("efxone==1.0\nefxthree==1.0\n")

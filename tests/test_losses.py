@@ -168,15 +168,14 @@ def assert_chunked_is_right(args, z_loss=0.0, vocab_size=None, rtol=1e-5, **how)
 
 @settings(max_examples=8, deadline=None)
 @given(
-    rows=st.integers(1, 3),
-    length=st.integers(1, 9),
-    chunk=st.integers(1, 12),
+    length=st.sampled_from([1, 8, 9]),
+    chunk=st.integers(1, 10),
     padded=st.booleans(),
     z_loss=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 99),
 )
-def test_chunked_is_right_for_any_chunk(rows, length, chunk, padded, z_loss, seed):
-    head, x, targets, weights = batch(rows, length, seed=seed)
+def test_chunked_is_right_for_any_chunk(length, chunk, padded, z_loss, seed):
+    head, x, targets, weights = batch(2, length, seed=seed)
     targets, vocab_size = (targets % 8, 8) if padded else (targets, None)
     assert_chunked_is_right((head, x, targets, weights), z_loss, vocab_size, chunk=chunk)
 

@@ -279,8 +279,8 @@ _quiet = False
 def quieten():
     """Keeps orbax's own tracebacks off standard error, where one line of ours says what is wrong.
 
-    Two narrow filters: log records from orbax's files (shown again with --verbosity=1), and
-    "Event loop is closed" from reads that were still under way when another one failed.
+    Two narrow filters: log records from orbax's files (shown again with --verbosity=1), and the
+    remains of reads that were still under way when another one failed.
     """
     global _quiet
     if _quiet:
@@ -295,8 +295,9 @@ def quieten():
     shown_before = sys.unraisablehook
 
     def hook(unraisable):
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        error, code = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not closed and not (code and part in code.co_filename):
             shown_before(unraisable)
 
     sys.unraisablehook = hook

@@ -1,0 +1,21 @@
+"""The default Mixture-of-Depths run against its dense twin at equal training FLOPs.
+
+    python -m efx.studies.sweep --sweep configs/sweeps/mod_vs_dense.py --workdir runs/mod_vs_dense
+"""
+
+
+def get_sweep():
+    return dict(
+        config="configs/mod.py",
+        seeds=(0, 1, 2),
+        equal="flops",
+        runs={
+            "MoD, 12.5% every second block": {},
+            "dense twin": {"model.depth_routing.kind": "none"},
+        },
+        columns={
+            "loss under top-k": "eval/loss_topk",
+            "decision accuracy": "eval/router/accuracy",
+            "fraction routed": "eval/router/routed_fraction",
+        },
+    )

@@ -1,0 +1,193 @@
+"""Several runs, several seeds, one table.
+
+    python -m efx.studies.sweep --sweep configs/sweeps/mod_vs_dense.py --workdir runs/mod_vs_dense
+
+A sweep file is plain data: `get_sweep()` returns
+
+    dict(config="configs/mod.py",          # the config every run starts from
+         seeds=(0, 1, 2),
+         equal="flops" | "tokens" | "",    # what every run gets as much of as the first one
+         runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes
+         columns={"title": "metric", ...})         # more columns of the table, by metric name
+
+Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
+interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up or
+down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/table.json; making it needs
+no JAX.
+"""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+
+from efx.errors import UsageError, nearest
+from efx.metrics import quantity, read_metrics
+from efx.runfolder import write_atomic, writing
+
+KEYS = ("config", "seeds", "equal", "runs", "columns")
+LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
+
+
+def load_sweep(path):
+    """The dict of a sweep file, checked."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise UsageError(f"--sweep={path}: there is no such file")
+    spec = importlib.util.spec_from_file_location("efx_sweep", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sweep = module.get_sweep()
+    for key in sweep:
+        if key not in KEYS:
+            raise UsageError(f"{path}: {key!r} is not a key of a sweep{nearest(key, KEYS)}")
+    for key in KEYS:
+        if key not in sweep:
+            raise UsageError(f"{path}: the sweep lacks {key!r}")
+    if sweep["equal"] not in ("flops", "tokens", ""):
+        raise UsageError(f"{path}: equal={sweep['equal']!r}, expected 'flops', 'tokens' or ''")
+    return sweep
+
+
+def folder(workdir, name, seed):
+    """WORKDIR/<name>-seed<n>, the name made fit for a file system."""
+    return pathlib.Path(workdir) / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name).strip('_')}-seed{seed}"
+
+
+def command(sweep, workdir, name, seed, budget, extra):
+    """Arguments of `python -m efx.main` for one run.
+
+    budget: {} or {"flops": ...} or {"tokens": ...} that the run is to use.
+    """
+    changes = dict(sweep["runs"][name])
+    if "flops" in budget:
+        changes |= {"steps": 0, "train_flops": budget["flops"]}
+    arguments = [f"--config={sweep['config']}", f"--workdir={folder(workdir, name, seed)}",
+                 f"--config.seed={seed}"]
+    arguments += list(extra)
+    return arguments + [f"--config.{key}={value}" for key, value in changes.items()]
+
+
+def run_all(sweep, workdir, extra=()):
+    """Every run of the sweep; the first name's first seed sets the budget of the others."""
+    names = list(sweep["runs"])
+    budget = {}
+    for seed in sweep["seeds"]:
+        for name in names:
+            own = {} if name == names[0] else budget
+            arguments = command(sweep, workdir, name, seed, own, extra)
+            print(f"== {name}, seed {seed}: python -m efx.main {shlex.join(arguments)}", flush=True)
+            done = subprocess.run([sys.executable, "-m", "efx.main", *arguments], check=False)
+            if done.returncode:
+                raise UsageError(
+                    f"the run {name!r} with seed {seed} ended with status {done.returncode}; "
+                    "its last line says why. Start the sweep again to go on from here"
+                )
+            if not budget and sweep["equal"]:
+                last = final_row(folder(workdir, name, seed))
+                budget = {sweep["equal"]: last[sweep["equal"]]}
+
+
+def final_row(run):
+    """All the last values of a run's metrics in one dict."""
+    last = {}
+    for row in read_metrics(run):
+        last.update(row)
+    return last
+
+
+def step_seconds(run):
+    """Median seconds of a training step over the windows of the log, the first left out."""
+    rows = [row for row in read_metrics(run) if "tokens_per_second" in row]
+    if not rows:
+        return float("nan")
+    per_step = rows[0]["tokens"] / rows[0]["step"]
+    return statistics.median(per_step / row["tokens_per_second"] for row in rows[1:] or rows)
+
+
+def collect(sweep, workdir):
+    """{name: {column: [value of each seed]}} of the finished runs."""
+    columns = LOSSES | dict(sweep["columns"])
+    table = {}
+    for name in sweep["runs"]:
+        values = {title: [] for title in columns}
+        values |= {"training FLOPs": [], "tokens": [], "steps": [], "ms a step": []}
+        for seed in sweep["seeds"]:
+            run = folder(workdir, name, seed)
+            last = final_row(run)
+            for title, metric in columns.items():
+                values[title].append(last[metric] if metric in last else None)  # noqa: SIM401
+            values["training FLOPs"].append(last["flops"])
+            values["tokens"].append(last["tokens"])
+            values["steps"].append(last["step"])
+            values["ms a step"].append(1e3 * step_seconds(run))
+        table[name] = values
+    return table
+
+
+def _cell(title, values):
+    if any(value is None for value in values):
+        return ""
+    mean = statistics.fmean(values)
+    if title in ("training FLOPs", "tokens"):
+        return quantity(mean).strip()
+    if title == "steps":
+        return f"{mean:.0f}"
+    if title == "ms a step":
+        return f"{mean:.0f}"
+    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{mean:.4f} ± {spread:.4f}"
+
+
+def markdown(sweep, table, how):
+    """The table as Markdown, with config, seeds and command under it."""
+    titles = list(next(iter(table.values())))
+    lines = ["| run | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for name, values in table.items():
+        cells = [_cell(title, values[title]) for title in titles]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    equal = f"every run with the {sweep['equal']} of the first; " if sweep["equal"] else ""
+    seeds = ", ".join(str(seed) for seed in sweep["seeds"])
+    lines += [
+        "",
+        f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; whole held-out "
+        f"split. Command: `{how}`",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m efx.studies.sweep", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", required=True, help="sweep file, e.g. configs/sweeps/....py")
+    parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
+    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
+    argv = sys.argv[1:] if argv is None else argv
+    own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (
+        argv, [])
+    arguments = parser.parse_args(own)
+    try:
+        sweep = load_sweep(arguments.sweep)
+        if not arguments.table_only:
+            run_all(sweep, arguments.workdir, extra)
+        table = collect(sweep, arguments.workdir)
+        how = "python -m efx.studies.sweep " + shlex.join(argv)
+        text = markdown(sweep, table, how)
+        with writing(arguments.workdir):
+            write_atomic(pathlib.Path(arguments.workdir) / "table.md", text)
+            write_atomic(pathlib.Path(arguments.workdir) / "table.json",
+                         json.dumps(table, indent=2) + "\n")
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

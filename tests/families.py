@@ -1,0 +1,164 @@
+"""FAMILIES: every family and variant of model as one small example, for tests of what all share.
+
+A new family adds its rows here and is then held to every property in test_families.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from configs import common
+from efx import losses, models
+
+BATCH, LENGTH, VOCAB = 8, 32, 45
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One row.
+
+    Attributes:
+      changes: of `config.model`, dotted.
+      looks_ahead: its selection in training depends on later tokens.
+      scans: its layers repeat a pattern.
+      losses: names of the losses that it sows.
+    """
+
+    changes: dict
+    looks_ahead: bool = False
+    scans: bool = True
+    losses: tuple = ()
+
+    @property
+    def routed(self):
+        return bool(self.losses)
+
+
+def _mod(looks_ahead=True, scans=True, **changes):
+    changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
+    return Family(changes, looks_ahead, scans, losses=("router_bce",))
+
+
+FAMILIES = {
+    "gpt2": Family({"preset": "gpt2", "attention_chunk": 12}),
+    "llama": Family({}),
+    "llama_gqa_window": Family({"num_kv_heads": 2, "window": 5, "attention_chunk": 12}),
+    "llama_options": Family({
+        "qk_norm": "head", "attention_softcap": 5.0, "logit_softcap": 8.0, "head_dim": 6,
+        "attention_scale": "mup", "tied": True, "use_bias": True,
+    }),
+    "mod": _mod(**{"depth": 4}),
+    "mod_every_block": _mod(**{
+        "depth_routing.every": 1, "depth_routing.bce_reaches_input": False,
+        "depth_routing.slack": 1.0, "depth_routing.gate": "tanh",
+    }),
+    "mod_capacity_list": _mod(scans=False, **{
+        "depth": 3, "depth_routing.blocks": (1, 2), "depth_routing.capacity": (0.25, 0.75),
+        "depth_routing.gate": "identity",
+    }),
+    "mod_gpt2": _mod(scans=False, **{"preset": "gpt2"}),
+    "mod_gqa_window": _mod(scans=False, **{
+        "num_kv_heads": 2, "window": 9, "attention_chunk": 10, "qk_norm": "width",
+    }),
+    "mod_stochastic": _mod(looks_ahead=False, scans=False, **{
+        "depth_routing.selection": "stochastic",
+    }),
+}
+NAMES = tuple(FAMILIES)
+
+
+def model_config(changes):
+    """A `config.model` block: two layers, 32 wide, large weights so that everything matters."""
+    config = common.base()
+    small = {"width": 32, "depth": 2, "num_heads": 4, "init_std": 0.2, "vocab_multiple": 16,
+             "mlp.multiple_of": 16}
+    with config.ignore_type():  # a list of capacities in place of one
+        common.apply(config, {f"model.{key}": value for key, value in {**small, **changes}.items()})
+    return config.model
+
+
+def make(changes, dtype="float32", vocab_size=VOCAB, context=LENGTH):
+    """A small model with `config.model` changed so."""
+    return models.build(model_config(changes), vocab_size=vocab_size, context=context, dtype=dtype)
+
+
+@functools.cache
+def build(name, dtype="float32"):
+    """The model of a row."""
+    return make(FAMILIES[name].changes, dtype)
+
+
+@functools.cache
+def params_of(name):
+    """Parameters of a row's model in which no vector is all ones or zeros."""
+    return random_params(build(name))
+
+
+def random_params(model, seed=0):
+    """Parameters in which nothing is all ones or zeros: matrices N(0, 0.2^2), vectors 0.3 about
+    their initial value. Drawn by numpy, because compiling initialisers takes seconds a model."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
+                            jax.random.key(0))
+
+    def draw(path, leaf):
+        kind = path[-1].key
+        centre = 1.0 if kind == "scale" else 0.0
+        std = 0.2 if kind in ("kernel", "embedding") else 0.3
+        return jnp.asarray(rng.normal(centre, std, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def tokens(seed=0, batch=BATCH, length=LENGTH):
+    """Random tokens [B, T]."""
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, length)), jnp.int32)
+
+
+@functools.cache
+def forward(name, selection="causal"):
+    """Compiled (params, tokens) -> logits; `selection="train"` chooses tokens as training does."""
+    model = build(name).clone(selection=selection)
+    return jax.jit(lambda params, tokens_BT: model.apply({"params": params}, tokens_BT))
+
+
+def logits_of(name, tokens_BT, selection="causal"):
+    return np.asarray(forward(name, selection)(params_of(name), tokens_BT))
+
+
+def loss_fn(model):
+    """(params, tokens) -> scalar: cross-entropy and all sown losses, tokens chosen as in training."""
+    model = model.clone(selection="train")
+
+    def loss(params, tokens_BT):
+        logits, sown = model.apply({"params": params}, tokens_BT, mutable=["losses"])
+        targets_BT = jnp.roll(tokens_BT, -1, axis=1)
+        sums = losses.cross_entropy(logits, targets_BT, jnp.ones(targets_BT.shape))
+        extra = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(sown))
+        return sums.loss / sums.weights + 0.1 * extra
+
+    return loss
+
+
+@functools.cache
+def loss_and_grads(name):
+    """(loss, gradients) of a row's model on `tokens()`, on one device."""
+    step = jax.jit(jax.value_and_grad(loss_fn(build(name))))
+    return jax.device_get(step(params_of(name), tokens()))
+
+
+def assert_trees_close(a, b, rtol=1e-4, atol=1e-6):
+    """Equal up to float noise, relative to the largest entry of each array; names the path."""
+    a, b = jax.tree_util.tree_flatten_with_path(a)[0], jax.tree_util.tree_leaves(b)
+    assert len(a) == len(b)
+    for (path, x), y in zip(a, b, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.shape == y.shape, jax.tree_util.keystr(path)
+        scale = np.abs(x).max(initial=0.0)
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=atol + rtol * scale, err_msg=jax.tree_util.keystr(path)
+        )
