@@ -29,7 +29,6 @@ def get_config(arg=""):
         "data.seq_len": 1024,
         "data.batch_size": 480,
         "data.eval_fraction": 0.01,
-        "data.split": "documents",
         "model.preset": "gpt2",
         "model.width": 768,
         "model.depth": 12,

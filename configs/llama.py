@@ -27,7 +27,6 @@ def get_config(arg=""):
         "data.seq_len": 2048,
         "data.batch_size": 128,
         "data.eval_fraction": 0.01,
-        "data.split": "documents",
         "model.preset": "llama",
         "model.width": 768,
         "model.depth": 12,

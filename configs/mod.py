@@ -30,7 +30,6 @@ def get_config(arg=""):
         "data.tokenizer": "bytes",
         "data.seq_len": 256,
         "data.batch_size": 16,
-        "data.split": "documents",
         "data.eval_fraction": 0.02,
         "model.preset": "llama",
         "model.width": 192,

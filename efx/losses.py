@@ -44,7 +44,6 @@ def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=Non
     if vocab_size is not None and vocab_size < logits_BTV.shape[-1]:
         logits_BTV = jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
     scored_BT = weights_BT != 0
-    targets_BT = jnp.where(scored_BT, targets_BT, 0)
     # Comparing with the column number instead of indexing keeps a sharded vocabulary in place, and
     # its gradient is elementwise where that of indexing is a scatter.
     hit_BTV = column_BTV == targets_BT[..., None]

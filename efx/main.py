@@ -12,161 +12,169 @@ import time
 
 _STARTED = time.monotonic()
 
+import importlib.util
 import os
 import pathlib
 
 from absl import flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from efx.errors import UsageError, nearest
 
 MODES = ("train", "evaluate", "sample")
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/mod.py.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Run folder.")
-_MODE = flags.DEFINE_string("mode", "train", "train, evaluate or sample.")
-_PROMPT = flags.DEFINE_string("prompt", None, "sample: text to continue (config.sample.prompt).")
-_STEP = flags.DEFINE_integer("step", None, "evaluate, sample: checkpoint step (default: newest).")
-_DISTRIBUTED = flags.DEFINE_bool(
-    "distributed", False, "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE)."
-)
-_COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
-_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
-_PROCESS = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
-_CPU_DEVICES = flags.DEFINE_integer("cpu_devices", 0, "Pretend that a CPU is so many devices.")
+
+def _define(config, argv):
+    """The flags, in a set of their own: parsing twice in one process starts afresh."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+
+    def define(kind, name, default, text):
+        kind(name, default, text, flag_values=values)
+
+    define(flags.DEFINE_string, "workdir", None, "Run folder.")
+    define(flags.DEFINE_string, "mode", "train", "train, evaluate or sample.")
+    define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
+    define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
+    define(flags.DEFINE_bool, "distributed", False,
+           "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE).")
+    define(flags.DEFINE_string, "coordinator_address", None, "host:port of process 0.")
+    define(flags.DEFINE_integer, "num_processes", None, "Number of processes.")
+    define(flags.DEFINE_integer, "process_id", None, "Number of this process, from 0.")
+    define(flags.DEFINE_integer, "cpu_devices", 0, "Pretend that a CPU is so many devices.")
+    return values
 
 
 def run(argv):
     """Parse the command line and do what it says; UsageError for anything wrong with it."""
-    parse(argv)
-    if _MODE.value not in MODES:
+    values = parse(argv)
+    if values is None:
+        return
+    if values.mode not in MODES:
         raise UsageError(
-            f"--mode={_MODE.value}: expected {', '.join(MODES)}{nearest(_MODE.value, MODES)}"
+            f"--mode={values.mode}: expected {', '.join(MODES)}{nearest(values.mode, MODES)}"
         )
-    if not _WORKDIR.value:
+    if not values.workdir:
         raise UsageError("--workdir is missing: the folder of the run, e.g. --workdir runs/mod")
-    start_jax()
-    config = _CONFIG.value
-    if _MODE.value == "train":
+    start_jax(values)
+    config = values.config
+    if values.mode == "train":
         from efx import train
 
-        train.train_and_evaluate(config, _WORKDIR.value, command_line=argv, started=_STARTED)
+        train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
     else:
         from efx import inference
 
-        if _PROMPT.value is not None:
-            config.sample.prompt = _PROMPT.value
-        action = inference.evaluate if _MODE.value == "evaluate" else inference.sample
-        action(config, _WORKDIR.value, step=_STEP.value)
+        if values.prompt is not None:
+            config.sample.prompt = values.prompt
+        action = inference.evaluate if values.mode == "evaluate" else inference.sample
+        action(config, values.workdir, step=values.step)
 
 
 def parse(argv):
-    """Read flags and config; a run folder's own config where no --config is given."""
-    values = {arg.split("=", 1)[0].lstrip("-"): arg for arg in argv[1:] if arg.startswith("-")}
-    if "help" in values or "helpfull" in values:
-        print(__doc__ + "\n" + flags.FLAGS.module_help(sys.modules[__name__]))
-        raise SystemExit(0)
-    given = list(argv)
-    if "config" not in values:
-        folder = _flag_value(argv, "workdir")
+    """Parsed flags, with a run folder's own config where no --config is given; None after --help."""
+    names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
+    if names & {"help", "helpfull", "h"}:
+        print(__doc__ + "\nFlags:\n" + _define(ConfigDict(), argv[:1]).get_help("  "))
+        return None
+    source, rest = _take_config(argv)
+    if source is None:
+        folder = _value_of("workdir", argv)[0]
         if folder is None:
             raise UsageError(
                 "--config is missing: a config file, e.g. --config configs/mod.py "
                 "(or --workdir of an existing run)"
             )
-        here = pathlib.Path(__file__).parent / "run_config.py"
-        given.insert(1, f"--config={here}:{folder}")
-    else:
-        path = (_flag_value(argv, "config") or "").partition(":")[0]
-        if not pathlib.Path(path).is_file():
-            raise UsageError(f"--config={path}: there is no such file")
+        source = f"{pathlib.Path(__file__).parent / 'run_config.py'}:{folder}"
+    config = load_config(source)
+    for arg in rest[1:]:
+        name = arg.partition("=")[0].lstrip("-")
+        if arg.startswith("-") and name.startswith("config."):
+            _check_key(config, name.split(".")[1:])
+    values = _define(config, rest)
     try:
-        rest = flags.FLAGS(given)
-    except UsageError:
-        raise
+        left = values(rest)
     except Exception as error:
-        raise _explain(error, given) from error
-    if len(rest) > 1:
-        raise UsageError(f"unexpected argument {rest[1]!r}: settings are --config.<key>=<value>")
-    if _CONFIG.value is None:
-        raise UsageError("--config needs a value, e.g. --config configs/mod.py")
+        raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
+    if len(left) > 1:
+        raise UsageError(f"unexpected argument {left[1]!r}: settings are --config.<key>=<value>")
+    flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
+    return values
 
 
-def _flag_value(argv, name):
-    """Value of --name=x or --name x, before the flags are parsed; None when absent."""
-    for i, arg in enumerate(argv):
-        key, equals, value = arg.partition("=")
-        if key.startswith("-") and key.lstrip("-") == name:
-            return value if equals else (argv[i + 1] if i + 1 < len(argv) else None)
-    return None
-
-
-def _explain(error, argv):
-    """One line for whatever absl or ml_collections raised over the command line."""
-    for cause in _causes(error):
-        if isinstance(cause, UsageError):
-            return cause
-    config = _loaded_config(argv)
-    if config is not None:
-        for arg in argv[1:]:
-            key = arg.partition("=")[0].lstrip("-")
-            if key.startswith("config."):
-                problem = _unknown_key(config, key.split(".")[1:])
-                if problem:
-                    return UsageError(problem)
-    return UsageError(" ".join(str(error).split()) or type(error).__name__)
-
-
-def _causes(error):
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _loaded_config(argv):
-    import importlib.util
-
-    path, _, variant = (_flag_value(argv, "config") or "").partition(":")
+def load_config(source):
+    """The ConfigDict of "file.py" or "file.py:variant"."""
+    path, _, variant = source.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise UsageError(f"--config={path}: there is no such file")
+    # A config imports `configs.common`, wherever efx is started from.
+    top = str(pathlib.Path(__file__).resolve().parent.parent)
+    if top not in sys.path:
+        sys.path.append(top)
     try:
         spec = importlib.util.spec_from_file_location("efx_config", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module.get_config(variant) if variant else module.get_config()
-    except Exception:
-        return None  # then the first error is the one to show
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"--config={source} cannot be loaded: {reason}") from error
 
 
-def _unknown_key(config, keys):
+def _value_of(name, argv):
+    """(value of --name=x or --name x, its indices in argv); (None, []) when absent."""
+    for i, arg in enumerate(argv):
+        key, equals, value = arg.partition("=")
+        if key in (f"-{name}", f"--{name}"):
+            if equals:
+                return value, [i]
+            if i + 1 < len(argv):
+                return argv[i + 1], [i, i + 1]
+            raise UsageError(f"--{name} needs a value")
+    return None, []
+
+
+def _take_config(argv):
+    value, where = _value_of("config", argv)
+    return value, [arg for i, arg in enumerate(argv) if i not in where]
+
+
+def _check_key(config, keys):
+    """UsageError unless the dotted key names a setting (not a block) of the config."""
     block = config
     for depth, key in enumerate(keys):
         name = ".".join(["config", *keys[: depth + 1]])
         if not hasattr(block, "keys"):
-            return f"--{name}: {'.'.join(['config', *keys[:depth]])} is a value, not a block"
+            above = ".".join(["config", *keys[:depth]])
+            raise UsageError(f"--{name}: {above} is a value, not a block of settings")
         if key not in block:
-            return f"--{name} is not a setting{nearest(key, block.keys())}"
+            raise UsageError(f"--{name} is not a setting{nearest(key, block.keys())}")
         block = block[key]
     if hasattr(block, "keys"):
-        return f"--{name} is a block of settings; set one of {', '.join(block.keys())} in it"
-    return None
+        raise UsageError(
+            f"--{name} is a block of settings; set one of {', '.join(block.keys())} in it"
+        )
 
 
-def start_jax():
+def start_jax(values):
     """Compile cache, fake CPU devices and the distributed runtime, before any device is touched."""
     import jax
 
     cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if _CPU_DEVICES.value:
-        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
-    if _COORDINATOR.value or _PROCESSES.value is not None or _PROCESS.value is not None:
-        if None in (_COORDINATOR.value, _PROCESSES.value, _PROCESS.value):
+    if values.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", values.cpu_devices)
+    if values.coordinator_address or values.num_processes is not None or values.process_id is not None:
+        if None in (values.coordinator_address, values.num_processes, values.process_id):
             raise UsageError(
                 "--coordinator_address, --num_processes and --process_id go together: "
                 "give all three, or --distributed"
             )
-        jax.distributed.initialize(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
-    elif _DISTRIBUTED.value:
+        jax.distributed.initialize(values.coordinator_address, values.num_processes, values.process_id)
+    elif values.distributed:
         jax.distributed.initialize()
 
 

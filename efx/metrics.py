@@ -171,11 +171,14 @@ class MetricsWriter:
 
     def _open_events(self):
         if self._events is None:
-            from tensorboardX import SummaryWriter
-
-            with writing(self._workdir / TENSORBOARD):
-                self._events = SummaryWriter(
-                    str(self._workdir / TENSORBOARD), purge_step=self._purge_from, flush_secs=10
+            folder = self._workdir / TENSORBOARD
+            with writing(folder):
+                # The suffix: tensorboardX names files by the second, and opens them to overwrite.
+                self._events = _summary_writer()(
+                    str(folder),
+                    purge_step=self._purge_from,
+                    flush_secs=10,
+                    filename_suffix=f".{time.time_ns()}",
                 )
         return self._events
 
@@ -210,6 +213,20 @@ class MetricsWriter:
         return run
 
 
+def _summary_writer():
+    """The class; tensorboardX imports torch where there is one, which takes seconds, for nothing
+    that is used here."""
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    return SummaryWriter
+
+
 def _write_at(descriptor, offset, data):
     while data:
         written = os.pwrite(descriptor, data, offset)
@@ -217,14 +234,9 @@ def _write_at(descriptor, offset, data):
 
 
 def _number(value):
-    """A Python int or float from any scalar; bool becomes int."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, int):
-        return value
-    return float(value)
+    """A Python int or float from any scalar; a bool becomes an int."""
+    value = value.item() if hasattr(value, "item") else value
+    return int(value) if isinstance(value, int) else float(value)
 
 
 class MetricsBuffer:

@@ -154,8 +154,7 @@ def make_schedule(config_optim, total_steps):
                 f"config.optim.schedule.warmup_steps={warmup} and decay_fraction="
                 f"{shape.decay_fraction} ({decay} steps) do not fit into {end_name}={end}"
             )
-        if end - warmup - decay:
-            parts.append((end - warmup - decay, optax.constant_schedule(peak)))
+        parts.append((end - warmup - decay, optax.constant_schedule(peak)))
         parts.append((decay, optax.linear_schedule(peak, peak * final, decay)))
     lengths = [steps for steps, _ in parts[:-1]]
     return optax.join_schedules(

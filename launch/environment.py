@@ -143,7 +143,7 @@ def main(venv, extras):
     have = set(stamp.read_text().split()) if stamp.exists() else set()
     if not wanted <= have:
         what = ", ".join(["the pinned requirements", *(f"extra {extra}" for extra in extras)])
-        print(f"efx: installing {what}; this takes a minute or two", file=sys.stderr)
+        print(f"efx: installing {what}; this takes one to three minutes", file=sys.stderr)
         stamp.unlink(missing_ok=True)
         seconds = install(python, parts, venv / "efx-install.log")
         # Extras installed earlier still stand if the pins they were installed with do.

@@ -3,7 +3,7 @@
 # enough to try a multi-host run on a laptop.
 #
 #   launch/multiprocess.sh PROCESSES [arguments of local.sh]
-#   JAX_NUM_CPU_DEVICES=4 launch/multiprocess.sh 2 --config configs/mod.py:smoke --workdir runs/two
+#   launch/multiprocess.sh 2 --cpu_devices 4 --config configs/mod.py:smoke --workdir runs/two
 #
 # The processes use the CPU unless JAX_PLATFORMS says otherwise; one process drives all of a
 # machine's GPUs, so local.sh is the way to use those. Process 0 writes to the terminal, the others
@@ -22,7 +22,8 @@ esac
 shift
 
 python="$(bash "$root/launch/environment.sh")"
-port="${EFX_PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}"
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+port="${EFX_PORT:-$("$python" -c "$free_port")}"
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 logs="$(mktemp -d "${TMPDIR:-/tmp}/efx-processes.XXXXXX")"
 pids=()
@@ -66,7 +67,9 @@ done
 if [ "$status" -ne 0 ]; then
   stop
   for log in "$logs"/*.log; do
-    [ -s "$log" ] && { echo "efx: last lines of process $(basename "$log" .log):" && tail -n 20 "$log"; } >&2
+    [ -s "$log" ] || continue
+    echo "efx: last lines of process $(basename "$log" .log):" >&2
+    tail -n 20 "$log" >&2
   done
   echo "efx: error: a process ended with status $status (logs: $logs)" >&2
   exit "$status"

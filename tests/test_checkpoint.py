@@ -243,6 +243,15 @@ def test_retention_leaves_foreign_folders_alone_and_does_not_count_them(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "900", "901", "notes"]
 
 
+def test_a_step_below_the_newest_is_kept_too(tmp_path):
+    """After going back by hand: the new save must not be what retention deletes."""
+    saved(tmp_path, steps=(2, 4), keep_last=2)
+    with make(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(3, {"x": jnp.ones(3)}, {}, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 4]
+
+
 @pytest.mark.parametrize("key,value", [("every", -1), ("keep_last", 0), ("keep_best", -1)])
 def test_bad_settings(tmp_path, key, value):
     with pytest.raises(UsageError) as error:
@@ -423,7 +432,7 @@ def test_orbax_noise_stays_off_the_terminal(tmp_path):
         from efx.checkpoint import Checkpointer, CheckpointError
         from efx.checkpoint import files
         root = sys.argv[1]
-        tree = {str(i): np.random.default_rng(i).random((1024, 1024)) for i in range(24)}
+        tree = {str(i): np.random.default_rng(i).random((1024, 1024)) for i in range(12)}
         tree = jax.tree.map(lambda x: x.astype(np.float32), tree)
         shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         with Checkpointer(root, every=1, keep_last=1, keep_best=0, best_metric="",
@@ -523,10 +532,10 @@ def test_a_full_disk_is_one_line(tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
             checkpointer.save(4, x, {}, {})
-            with pytest.raises(CheckpointError) as error:  # heard of at the next step
+            with pytest.raises(CheckpointError) as error:  # heard of without another save
                 deadline = time.monotonic() + 60
                 while time.monotonic() < deadline:
-                    checkpointer.save(5, x, {}, {})
+                    checkpointer.check()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         line = one_line(error)

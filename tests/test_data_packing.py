@@ -13,7 +13,7 @@ from data_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efx.data.packing import Packing
+from efx.data.packing import Packing, _best_fit
 from efx.data.stream import Stream, documents_between
 
 
@@ -77,6 +77,12 @@ def test_rows_are_well_filled_and_differ_by_seed():
         assert packing.pairs / (128 * len(packing)) > least
         other = Packing(stream, spans, None, 128, order, seed=1)
         assert (other._pieces[:50] == packing._pieces[:50]).all() == (order == "document")
+
+
+def test_a_piece_goes_where_it_leaves_the_least_room():
+    lengths = np.array([5, 6, 2, 8, 3, 1, 8, 4, 4])
+    #        row 0: 5 + 3, row 1: 6 + 2, then a full one, a new one for 1 and 4, ...
+    assert _best_fit(lengths, 8).tolist() == [0, 1, 1, 2, 0, 3, 4, 3, 5]
 
 
 def test_every_row_is_trained_on_once_an_epoch(folder, tmp_path):

@@ -57,7 +57,9 @@ def test_max_bytes_cuts_between_characters(limit, tmp_path):
     for name, text in (("a", "xé"), ("b", ""), ("c", "漢😀zz")):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     whole = b"x\xc3\xa9" + "漢😀zz".encode()
-    found = "".join(read(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)).encode()
+    texts = read(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
+    assert all(texts)
+    found = "".join(texts).encode()
     assert whole.startswith(found) and limit - 4 < len(found) <= limit
     assert whole[:limit].decode(errors="ignore") == found.decode()
 
@@ -162,6 +164,11 @@ def test_token_shards_written_and_read(tmp_path):
     batch = next(iter(data.eval_batches(4)))
     assert tokenizer.decode(batch["targets"][batch["weights"] > 0]) == "eld out text"
     assert (next(data.train_iterator())["weights"] == 1).all()
+    meta["shards"].reverse()  # the order of the list does not matter to what max_bytes limits
+    (tmp_path / "t" / "meta.json").write_text(json.dumps(meta))
+    config.max_bytes = 40
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (20, 14)
+    config.max_bytes = 0
     config.packing = True
     data = open_data(config)
     rows = data._packing("train")

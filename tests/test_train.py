@@ -257,7 +257,8 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
         if "train/loss" in r:
             assert {"tokens", "flops", "flops_realised", "seconds"} <= r.keys()
             assert r["tokens"] == r["step"] * 8 * 32
-    assert rows[-1]["train/loss"] < 4.2
+    losses = [r["train/loss"] for r in rows if "train/loss" in r]
+    assert losses[-1] < losses[0] - 0.2
     assert {"eval/loss", "eval/loss_topk", "eval/bits_per_byte", "eval/router/accuracy",
             "eval/router/routed_fraction", "eval/router/routed_fraction/block_1"} <= row.keys()
     assert list((tmp_path / "run/samples").iterdir())

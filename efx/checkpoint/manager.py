@@ -99,13 +99,11 @@ class Checkpointer:
           force: save though `step` is not a multiple of `every`.
 
         Waits for the save before it only if a new one is due while that is still being written.
-        Raises CheckpointError if an earlier save or this one has failed; call it at every step to
-        hear of a failure early.
+        Raises CheckpointError if an earlier save or this one has failed.
         """
         step = int(step)
+        self.check()
         if not force and (not self._every or step % self._every):
-            if self._saving is not None and not self._manager.is_saving_in_progress():
-                self.wait()
             return False
         self.wait()
         if files.from_primary(step in self.steps()):
@@ -127,6 +125,15 @@ class Checkpointer:
         if not self._asynchronous:
             self.wait()
         return True
+
+    def check(self):
+        """Raises CheckpointError if the save in the background has failed; never waits.
+
+        Costs microseconds: call it at every step, or a full disk is not heard of until the next
+        save.
+        """
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self):
         """Waits until the save under way is on disk. Raises CheckpointError if it failed."""
@@ -196,7 +203,7 @@ class Checkpointer:
         files.write_manifest(self._root / (temporary or names)[0], step, metrics)
 
     def should_preserve(self, checkpoints, *, context):
-        """Which of `checkpoints` (in increasing step) to keep; orbax deletes the others.
+        """Which of `checkpoints` (in the order of saving) to keep; orbax deletes the others.
 
         Orbax's own LatestN and BestN count empty folders, keep steps without metrics for ever, and
         sort NaN anywhere. Orbax asks when a save starts and deletes after it is committed.
@@ -204,9 +211,9 @@ class Checkpointer:
         del context
         steps = [info.step for info in checkpoints]
         saving = self._saving[0]
-        usable = [s for s in steps if s == saving or files.is_finished(self._root / str(s))]
+        usable = {s for s in steps if s == saving or files.is_finished(self._root / str(s))}
         # What is not a checkpoint of ours is not ours to delete.
-        keep = (set(steps) - set(usable)) | set(usable[-self._keep_last :]) | {saving}
+        keep = (set(steps) - usable) | set(sorted(usable)[-self._keep_last :]) | {saving}
         scores = {s: self._score(s) for s in usable}
         ranked = sorted((s for s in usable if scores[s] is not None), key=lambda s: (scores[s], -s))
         keep.update(ranked[: self._keep_best])

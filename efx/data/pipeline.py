@@ -245,8 +245,7 @@ class EvalBatches:
         for i in range(count):
             row = i * self._size + self._first
             which = np.arange(row, row + self._rows)
-            spread = which * self._total // chosen
-            which = np.where(which < chosen, spread, self._total)
+            which = which * self._total // chosen  # past the last chosen row: past the last row
             yield self._packing.rows(which) if self._packing else self._windows(which)
 
     def _windows(self, which):

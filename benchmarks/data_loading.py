@@ -1,0 +1,151 @@
+"""How fast batches are made, and whether making them slows a training step down.
+
+    python benchmarks/data_loading.py [--seq-len=1024] [--batch-size=32] [--seconds=1]
+
+First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
+file of 100 million random tokens and from the standard library, for each order. Third: a jitted
+step of the size given by --step-width, fed the same batch over and over and fed from the pipeline,
+in turns; the two should take the same time.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import numpy as np
+from ml_collections import ConfigDict
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import efx.data  # noqa: E402
+from efx.data.tokenizers import ByteTokenizer  # noqa: E402
+
+TOKENS = 100_000_000
+
+
+def config_for(source, cache, arguments, **changes):
+    return ConfigDict(
+        dict(
+            source=source,
+            tokenizer="bytes",
+            seq_len=arguments.seq_len,
+            batch_size=arguments.batch_size,
+            eval_fraction=0.05,
+            split="tail",
+            packing=False,
+            shuffle="windows",
+            cache_dir=cache,
+            text_key="",
+            max_bytes=0,
+        )
+        | changes
+    )
+
+
+def write_token_file(folder):
+    rng = np.random.default_rng(0)
+    documents = (rng.integers(0, 256, 1_000_000, dtype=np.uint16) for _ in range(TOKENS // 10**6))
+    efx.data.write_token_shards(folder, ByteTokenizer(), documents)
+
+
+def opening(cache, arguments):
+    print(f"{'opening the standard library':<44}{'new, s':>10}{'cached, s':>10}")
+    for tokenizer in ("bytes", "chars", "bpe:1024"):
+        config = config_for("stdlib", cache, arguments, tokenizer=tokenizer, split="documents")
+        seconds = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            efx.data.load(config, seed=0)
+            seconds.append(time.perf_counter() - begin)
+        print(f"  {tokenizer:<42}{seconds[0]:>10.2f}{seconds[1]:>10.3f}")
+
+
+def rate(iterator, seconds):
+    """Batches a second."""
+    for _ in range(3):
+        next(iterator)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        next(iterator)
+        count += 1
+    return count / (time.perf_counter() - begin)
+
+
+def making(kinds, arguments):
+    shape = f"{arguments.batch_size} x {arguments.seq_len}"
+    print(f"\n{'batches of ' + shape:<44}{'batches/s':>10}{'Mtokens/s':>10}{'ms':>8}")
+    for name, config in kinds:
+        iterator = efx.data.load(config, seed=0).train_iterator()
+        found = rate(iterator, arguments.seconds)
+        tokens = found * arguments.batch_size * arguments.seq_len / 1e6
+        print(f"  {name:<42}{found:>10.0f}{tokens:>10.1f}{1e3 / found:>8.2f}")
+
+
+def stepping(kinds, arguments):
+    import jax
+
+    width = arguments.step_width
+    embedding = jax.numpy.ones((256, width)) / width
+    kernel = jax.numpy.ones((width, width)) / width
+
+    @jax.jit
+    def step(kernel, batch):
+        def loss(kernel):
+            x_BTD = jax.numpy.take(embedding, batch["inputs"], axis=0).reshape(-1, width)
+            return ((x_BTD @ kernel) ** 2).mean() + batch["weights"].mean()
+
+        return kernel - 1e-3 * jax.grad(loss)(kernel)
+
+    def run(next_batch, count, kernel):
+        begin = time.perf_counter()
+        for _ in range(count):
+            kernel = step(kernel, next_batch())
+        jax.block_until_ready(kernel)
+        return (time.perf_counter() - begin) / count
+
+    print(f"\n{'a jitted step on ' + jax.devices()[0].device_kind:<44}{'alone, ms':>10}"
+          f"{'fed, ms':>10}{'ratio':>8}")  # fmt: skip
+    for name, config in kinds:
+        iterator = efx.data.load(config, seed=0).train_iterator()
+        batch = next(iterator)
+        run(lambda batch=batch: batch, 3, kernel)
+        pairs = [
+            (run(lambda batch=batch: batch, 10, kernel), run(iterator.__next__, 10, kernel))
+            for _ in range(arguments.rounds)
+        ]
+        alone, fed = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
+        ratio = statistics.median(b / a for a, b in pairs)
+        print(f"  {name:<42}{alone:>10.2f}{fed:>10.2f}{ratio:>8.3f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
+    parser.add_argument("--step-width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cache, shards = f"{folder}/cache", f"{folder}/shards"
+        opening(cache, arguments)
+        write_token_file(shards)
+        library = dict(split="documents")
+        kinds = []
+        for name, source, changes in (
+            ("100 M tokens", f"tokens:{shards}", {}),
+            ("standard library, bytes", "stdlib", library),
+            ("standard library, bpe:1024", "stdlib", library | dict(tokenizer="bpe:1024")),
+        ):
+            for order in (dict(shuffle="windows"), dict(shuffle="random"), dict(packing=True)):
+                label = f"{name}, {'packing' if 'packing' in order else order['shuffle']}"
+                kinds.append((label, config_for(source, cache, arguments, **changes, **order)))
+        making(kinds, arguments)
+        stepping(kinds[:6], arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""What every family of models keeps: each property of the contract on each row of FAMILIES."""
+
+import dataclasses
+import re
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import BATCH, FAMILIES, LENGTH, NAMES, VOCAB
+from flax import linen as nn
+
+from efx import flops, models, sharding
+from efx.layers import routing
+from efx.layers.blocks import period, scan_params
+
+every_family = pytest.mark.parametrize("name", NAMES)
+ROUTED = [name for name in NAMES if FAMILIES[name].routed]
+# Places after which tokens are changed, one for each row of a batch.
+CUTS = (0, 1, 4, 11, 12, 17, 25, 30)
+
+
+# ---- the forward pass --------------------------------------------------------------------------
+
+
+@every_family
+def test_logits_are_finite_float32_of_the_right_shape(name):
+    logits_BTV = families.logits_of(name, families.tokens())
+    assert logits_BTV.shape == (BATCH, LENGTH, VOCAB)
+    assert logits_BTV.dtype == np.float32
+    assert np.isfinite(logits_BTV).all()
+    assert logits_BTV.std() > 0.1  # large enough for the comparisons below to mean something
+
+
+@every_family
+def test_bfloat16_is_close(name):
+    model = families.build(name, "bfloat16")
+    logits_BTV = families.jit(model.apply)({"params": families.params_of(name)}, families.tokens())
+    exact_BTV = families.logits_of(name, families.tokens())
+    assert logits_BTV.dtype == np.float32
+    assert not np.array_equal(logits_BTV, exact_BTV)
+    error_BT = np.abs(logits_BTV - exact_BTV).max(axis=-1) / exact_BTV.std()
+    # A token whose score is next to nothing may be routed in one and not in the other; most
+    # tokens, and without routing all, differ by rounding.
+    assert np.median(error_BT) < 0.1
+    if not FAMILIES[name].routed:
+        assert error_BT.max() < 0.3
+
+
+@every_family
+def test_jit_is_no_jit(name):
+    eager_BTV = families.build(name).apply({"params": families.params_of(name)}, families.tokens())
+    np.testing.assert_allclose(eager_BTV, families.logits_of(name, families.tokens()), atol=2e-5)
+
+
+def changed_after_cuts():
+    """(tokens, the same with every token of row b after CUTS[b] changed)."""
+    tokens_BT = families.tokens()
+    later_BT = np.arange(LENGTH)[None] > np.array(CUTS)[:, None]
+    return tokens_BT, jnp.where(later_BT, (tokens_BT + 1) % VOCAB, tokens_BT), later_BT
+
+
+@every_family
+def test_causal(name):
+    """Logits up to t do not move, not by a bit, when tokens after t change."""
+    before_BT, after_BT, later_BT = changed_after_cuts()
+    changed_BT = np.any(
+        families.logits_of(name, before_BT) != families.logits_of(name, after_BT), axis=-1
+    )
+    assert not np.any(changed_BT & ~later_BT)
+    assert np.all(changed_BT[later_BT])
+
+
+@every_family
+def test_only_topk_selection_looks_ahead(name):
+    """The test above has teeth: it sees what training-time top-k does."""
+    before_BT, after_BT, later_BT = changed_after_cuts()
+    moved_BT = np.abs(
+        families.logits_of(name, before_BT, "train") - families.logits_of(name, after_BT, "train")
+    ).max(axis=-1)
+    leak = np.max(moved_BT[~later_BT])
+    assert leak > 0.1 if FAMILIES[name].looks_ahead else leak == 0
+
+
+@every_family
+@pytest.mark.parametrize("selection", ["causal", "train"])
+def test_rows_do_not_depend_on_each_other(name, selection):
+    tokens_BT = families.tokens()
+    others_BT = families.tokens(seed=1).at[3].set(tokens_BT[3])
+    a = families.logits_of(name, tokens_BT, selection)
+    b = families.logits_of(name, others_BT, selection)
+    np.testing.assert_array_equal(a[3], b[3])
+    assert np.all(np.any(a[:3] != b[:3], axis=(1, 2)))
+
+
+def roomy(model):
+    """The same with room for every token that the causal decision picks."""
+    return model.clone(depth_routing=dataclasses.replace(model.depth_routing, slack=100.0))
+
+
+@every_family
+def test_packed_documents_are_as_if_alone(name):
+    """Two documents and padding in a row, positions restarted, against the documents alone."""
+    model, params = roomy(families.build(name)), {"params": families.params_of(name)}
+    tokens_BT, size = families.tokens(), 12
+    starts = np.repeat([0, size], size)
+    positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
+    segments = np.repeat([1, 2, 0], [size, size, LENGTH - 2 * size])
+    rows = [jnp.asarray(np.tile(row, (BATCH, 1)), jnp.int32) for row in (positions, segments)]
+    packed = families.jit(model.apply)(params, tokens_BT, *rows)
+    alone = families.jit(model.apply)(
+        params, jnp.concatenate([tokens_BT[:, :size], tokens_BT[:, size : 2 * size]])
+    )
+    np.testing.assert_allclose(packed[:, :size], alone[:BATCH], atol=2e-5)
+    np.testing.assert_allclose(packed[:, size : 2 * size], alone[BATCH:], atol=2e-5)
+    assert np.isfinite(packed).all()
+
+
+@every_family
+def test_cached_decoding_is_the_full_forward(name):
+    """A prefill of several tokens, then one at a time; the rows of a batch route differently."""
+    model, params = families.build(name), families.params_of(name)
+    tokens_BT, prefill, total = families.tokens(), 7, 20
+    expected_BTV = families.logits_of(name, tokens_BT)
+
+    @families.jit
+    def decode(cache, tokens_BT, positions_BT):
+        logits_BTV, state = model.apply(
+            {"params": params, "cache": cache}, tokens_BT, positions_BT,
+            decode=True, cache_size=LENGTH, mutable=["cache"],
+        )
+        return logits_BTV, state["cache"]
+
+    cache, start = models.init_cache(model, BATCH, LENGTH), 0
+    for length in [prefill] + [1] * (total - prefill):
+        positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
+        logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
+        np.testing.assert_allclose(
+            logits_BTV, expected_BTV[:, start : start + length], atol=1e-4, err_msg=f"at {start}"
+        )
+        start += length
+
+
+# ---- layers: scanned, recomputed ---------------------------------------------------------------
+
+
+def same_loss_and_grads(name, result):
+    loss, grads = families.loss_and_grads(name)
+    np.testing.assert_allclose(result[0], loss, rtol=1e-5)
+    families.assert_trees_close(grads, result[1])
+
+
+SCANNED = [name for name in NAMES if FAMILIES[name].scans]
+
+
+@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_scan_is_the_loop(name, remat):
+    model, params = families.build(name), families.params_of(name)
+    assert period(model.specs()) < model.depth
+    scanned = model.clone(scan_layers=True, remat=remat)
+    stacked = {**params, "layers": scan_params(params["layers"], model.specs())}
+    same, unrolled = models.unroll(scanned, stacked)
+    jax.tree.map(np.testing.assert_array_equal, unrolled, params)
+    assert not same.scan_layers
+    loss, grads = families.jit(jax.value_and_grad(families.loss_fn(scanned)))(
+        stacked, families.tokens()
+    )
+    same_loss_and_grads(name, (loss, models.unroll(scanned, grads)[1]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mod_gqa_window"])
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(name, remat):
+    model = families.build(name).clone(remat=remat)
+    step = families.jit(jax.value_and_grad(families.loss_fn(model)))
+    same_loss_and_grads(name, step(families.params_of(name), families.tokens()))
+
+
+@every_family
+def test_remat_recomputes(name):
+    def count(remat):
+        loss = families.loss_fn(families.build(name).clone(remat=remat))
+        return flops.jaxpr_flops(jax.grad(loss), families.params_of(name), families.tokens())
+
+    assert count("none") < count("dots") < count("full")
+
+
+# ---- devices -----------------------------------------------------------------------------------
+
+MESHES = {
+    "data": dict(data=8),
+    "fsdp": dict(fsdp=8, data=1),
+    "tensor": dict(tensor=2, data=4),
+    "mixed": dict(data=2, fsdp=2, tensor=2),
+}
+
+
+def compiled_on(mesh_sizes, model):
+    """(compiled loss and gradients under a mesh, shardings of parameters and tokens)."""
+    mesh = sharding.make_mesh(dict(data=-1, fsdp=1, tensor=1, expert=1, sequence=1) | mesh_sizes)
+    rules = sharding.check_rules(sharding.DEFAULT_RULES)
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    params = sharding.tree_shardings(boxed, mesh, rules)
+    tokens = sharding.batch_sharding(mesh, rules)
+    step = families.jit(jax.value_and_grad(families.loss_fn(model)), in_shardings=(params, tokens),
+                        out_shardings=(sharding.replicated(mesh), params))
+    with sharding.use(mesh, rules):
+        lowered = step.lower(nn.unbox(boxed), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
+        return lowered.compile(), params, tokens
+
+
+@pytest.mark.parametrize("name, mesh", [
+    *(("mod_gqa_window", mesh) for mesh in MESHES),
+    *((name, "mixed") for name in ("gpt2", "llama_options", "mod_capacity_list")),
+])
+def test_eight_devices_are_one(name, mesh):
+    step, params_sharding, tokens_sharding = compiled_on(MESHES[mesh], families.build(name))
+    params = jax.device_put(families.params_of(name), params_sharding)
+    up = params["layers"]["block_1"]["mlp"]["up"]["kernel"]
+    assert len(up.sharding.device_set) == 8
+    assert up.is_fully_replicated == (mesh == "data")
+    result = step(params, jax.device_put(families.tokens(), tokens_sharding))
+    same_loss_and_grads(name, jax.device_get(result))
+
+
+def all_gathers(program):
+    return re.findall(r"= \S+ all-gather(?:-start)?\(", program.as_text())
+
+
+def test_routing_needs_no_other_rows(monkeypatch):
+    """With a sharded batch a routed block gathers and scatters on each device by itself."""
+    model = families.build("mod_gqa_window")
+    assert all_gathers(compiled_on(MESHES["data"], model)[0]) == []
+
+    def fancy(x_BT, plan, fill=0):
+        rows_B1 = jnp.arange(x_BT.shape[0])[:, None]
+        return x_BT.at[rows_B1, plan.indices_BC].get(mode="fill", fill_value=fill)
+
+    # And the test sees the obvious way to write it.
+    monkeypatch.setattr(routing, "gather", fancy)
+    assert all_gathers(compiled_on(MESHES["data"], model)[0]) != []
+
+
+# ---- what a model says about itself ------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize("selection", ["train", "causal"])
+def test_ledger_is_the_traced_count(name, selection):
+    model = families.build(name).clone(selection=selection)
+    ledger = model.ledger(LENGTH, selection)
+
+    def forward(params):
+        return model.apply({"params": params}, families.tokens())
+
+    counted = flops.jaxpr_flops(forward, families.params_of(name))
+    extra = 0
+    if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
+        extra = ledger.parts["router"]  # scores once more, for the loss alone
+    assert counted == BATCH * (sum(ledger.parts.values()) + extra)
+
+
+@every_family
+def test_training_costs_three_times_the_forward_pass(name):
+    model = families.build(name)
+    loss = families.loss_fn(model)
+    counted = flops.jaxpr_flops(jax.grad(loss), families.params_of(name), families.tokens())
+    ledger = model.ledger(LENGTH, "train")
+    extra = 0
+    if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
+        extra = 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
+    assert counted == ledger.train_flops(BATCH * LENGTH, nominal=False) + extra
+
+
+@every_family
+def test_parameter_count(name):
+    count = families.build(name).parameter_count()
+    assert sum(count.values()) == flops.count_params(families.params_of(name))
+
+
+@every_family
+def test_cache_bytes(name):
+    model = families.build(name)
+    leaves = jax.tree_util.tree_leaves_with_path(models.init_cache(model, 1, 24))
+    size = sum(leaf.nbytes for path, leaf in leaves
+               if path[-1].key in ("cached_key", "cached_value"))
+    assert model.cache_bytes(24) == size
+
+
+@every_family
+def test_sown_values_are_scalars(name):
+    """One scalar a layer, whatever B and T."""
+    model = families.build(name)
+    for batch, length in ((1, 2), (3, 7)):
+        tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        _, sown = jax.eval_shape(
+            lambda params, tokens_BT: model.apply(
+                {"params": params}, tokens_BT, mutable=["losses", "stats"]
+            ),
+            families.params_of(name), tokens_BT,
+        )
+        layers = sum(spec.routing is not None for spec in model.specs())
+        names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
+            sown.get("losses", {}))]
+        assert sorted(names) == sorted(FAMILIES[name].losses * layers)
+        assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
+
+
+@pytest.mark.parametrize("name", ["mod_every_block"])
+def test_sown_values_are_means(name):
+    """The same rows twice: nothing that is sown changes."""
+    model = families.build(name)
+
+    @families.jit
+    def sown(tokens_BT):
+        variables = {"params": families.params_of(name)}
+        return model.apply(variables, tokens_BT, mutable=["losses", "stats"])[1]
+
+    once = families.tokens(batch=2)
+    families.assert_trees_close(sown(once), sown(jnp.concatenate([once, once])), rtol=1e-5)

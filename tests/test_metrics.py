@@ -1,0 +1,582 @@
+"""metrics.jsonl, TensorBoard, W&B, late fetching, the progress line, and the run folder."""
+
+import contextlib
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efx import runfolder
+from efx.errors import UsageError
+from efx.metrics import (
+    MetricsBuffer,
+    MetricsWriter,
+    Progress,
+    duration,
+    mean_of,
+    quantity,
+    read_metrics,
+)
+
+
+def make(workdir, tensorboard=False, wandb="", run_name="run"):
+    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb, run_name=run_name)
+
+
+def lines(workdir):
+    return (workdir / "metrics.jsonl").read_text().splitlines()
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------
+
+
+def test_rows_are_on_disk_at_once_and_valid_json(tmp_path):
+    writer = make(tmp_path)  # never closed: what a killed run leaves behind
+    writer.write(1, {"train/loss": 2.5, "tokens": 10**18, "ok": True})
+    writer.write(2, {"a": np.float32(0.5), "b": jnp.float32(1.5), "c": np.int64(3)})
+    writer.write(3, {"nan": math.nan, "inf": jnp.float32(jnp.inf), "minus": -math.inf})
+
+    def no_constants(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    rows = [json.loads(line, parse_constant=no_constants) for line in lines(tmp_path)]
+    assert rows == [
+        {"step": 1, "train/loss": 2.5, "tokens": 10**18, "ok": 1},
+        {"step": 2, "a": 0.5, "b": 1.5, "c": 3},
+        {"step": 3, "nan": None, "inf": None, "minus": None},
+    ]
+    assert read_metrics(tmp_path) == rows
+
+
+def test_one_line_per_step(tmp_path):
+    with make(tmp_path) as writer:
+        writer.write(1, {"train/loss": 2.5})
+        writer.write(2, {"train/loss": 2.123456789, "x": 1})
+        writer.write(2, {"eval/loss": 3.0})
+        writer.write(2, {"train/loss": 2.0, "eval/loss": 3.0})  # shorter than it was
+        writer.write(3, {"train/loss": 1.0})
+    with make(tmp_path) as writer:  # another process goes on
+        writer.write(3, {"eval/loss": 4.0})
+        with pytest.raises(ValueError, match="step 2 after those of 3"):
+            writer.write(2, {"x": 1})
+    assert [json.loads(line) for line in lines(tmp_path)] == [
+        {"step": 1, "train/loss": 2.5},
+        {"step": 2, "train/loss": 2.0, "x": 1, "eval/loss": 3.0},
+        {"step": 3, "train/loss": 1.0, "eval/loss": 4.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    "step,left", [(0, []), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (9, [1, 2, 4, 5])]
+)
+def test_truncate_after(tmp_path, step, left):
+    with make(tmp_path) as writer:
+        for s in (1, 2, 4, 5):
+            writer.write(s, {"loss": s / 3})
+    with make(tmp_path) as writer:
+        writer.truncate_after(step)
+        writer.write(step + 1, {"loss": 0.0})
+        writer.write(step + 1, {"more": 0.0})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*left, step + 1]
+    assert all(math.isclose(r["loss"], r["step"] / 3) for r in read_metrics(tmp_path)[:-1])
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    with make(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 2.0})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+    with make(tmp_path) as writer:
+        writer.write(2, {"loss": 3.0})
+    assert [json.loads(line)["loss"] for line in lines(tmp_path)] == [1.0, 3.0]
+
+
+def test_kill_9_while_writing(tmp_path):
+    script = """if True:
+        import sys
+        from efx.metrics import MetricsWriter
+        assert "jax" not in sys.modules and "numpy" not in sys.modules
+        writer = MetricsWriter(sys.argv[1], tensorboard=False, wandb="", run_name="")
+        print("go", flush=True)
+        step = 0
+        while True:
+            step += 1
+            writer.write(step, {"loss": 1 / step})
+            writer.write(step, {"eval": 1 / step})
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout.readline() == b"go\n"
+    while (tmp_path / "metrics.jsonl").stat().st_size < 20_000:
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with make(tmp_path) as writer:
+        rows = read_metrics(tmp_path)
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 100
+        writer.write(len(rows) + 1, {"loss": 0.0})
+    assert len(read_metrics(tmp_path)) == len(rows) + 1
+
+
+def environment():
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+
+
+def test_bad_files_are_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    for call in (lambda: make(tmp_path), lambda: read_metrics(tmp_path)):
+        with pytest.raises(UsageError, match="metrics.jsonl line 2 is not a metrics row"):
+            call()
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('{"step": 3}\n')  # left as it was
+    with pytest.raises(UsageError, match="cannot read .*No such file"):
+        read_metrics(tmp_path / "absent")
+    with pytest.raises(UsageError, match="cannot write .*metrics.jsonl: "):
+        make(tmp_path / "absent")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    """Every write to this device fails with the error of a full disk."""
+    with make(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, writer._file)
+        os.close(full)
+        with pytest.raises(UsageError) as error:
+            writer.write(2, {"loss": 1.0})
+    assert "metrics.jsonl: the disk is full" in str(error.value) and "\n" not in str(error.value)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with make(tmp_path, tensorboard=True) as writer, Progress(3, plain_seconds=0) as progress:
+        writer.truncate_after(0)
+        writer.write(1, {"loss": 1.0})
+        writer.write_text(1, "sample", "text")
+        progress.update(1, loss=1.0)
+        progress.println("hello")
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+# ---- TensorBoard, text, W&B ------------------------------------------------------------------
+
+
+def events(workdir):
+    """[(step, tag, value or "text")] that TensorBoard would show, purging as it does."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.session_log.status == SessionLog.START:
+                found = [e for e in found if e[0] < event.step]
+            for value in event.summary.value:
+                is_text = value.HasField("tensor")
+                found.append((event.step, value.tag, "text" if is_text else value.simple_value))
+    return found
+
+
+def test_tensorboard_events_and_resume(tmp_path):
+    with make(tmp_path, tensorboard=True) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": float(step)})
+        writer.write_text(3, "sample 0", "def f")
+    assert events(tmp_path)[:3] == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0)]
+    assert events(tmp_path)[3][0] == 3 and events(tmp_path)[3][2] == "text"
+    with make(tmp_path, tensorboard=True) as writer:
+        writer.truncate_after(1)
+        writer.write(2, {"loss": 20.0})
+    assert events(tmp_path) == [(1, "loss", 1.0), (2, "loss", 20.0)]
+
+
+def test_tensorboard_does_not_bring_torch_in(tmp_path):
+    """Importing torch takes seconds of a run's start, and tensorboardX would."""
+    script = """if True:
+        import sys
+        from efx.metrics import MetricsWriter
+        with MetricsWriter(sys.argv[1], tensorboard=True, wandb="", run_name="") as writer:
+            writer.write(1, {"loss": 1.0})
+        print("torch" in sys.modules)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_no_tensorboard_unless_asked(tmp_path):
+    with make(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_samples_go_to_files(tmp_path):
+    with make(tmp_path) as writer:
+        writer.write_text(20, "sample 0", "def f(x):\n    return 'é'")
+        writer.write_text(20, "sample 1", "class")
+    text = (tmp_path / "samples" / "step_20.txt").read_text(encoding="utf-8")
+    assert text == "## sample 0\ndef f(x):\n    return 'é'\n## sample 1\nclass\n"
+
+
+def test_wandb_is_an_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(UsageError) as error:
+        make(tmp_path, wandb="project")
+    assert "config.log.wandb='project' needs the extra `wandb`" in str(error.value)
+
+
+def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
+    """Against a stand-in: the real one needs an account or a server process."""
+    calls = []
+
+    def init(**arguments):
+        calls.append(arguments)
+        return types.SimpleNamespace(
+            id=arguments["id"] or "abc123",
+            define_metric=lambda *a, **k: None,
+            log=lambda row: calls.append(row),
+            finish=lambda: calls.append("finish"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for _ in range(2):
+        with make(tmp_path, wandb="project", run_name="a") as writer:
+            writer.truncate_after(0)
+            writer.write(1, {"loss": 2.0})
+    assert [c["id"] for c in (calls[0], calls[3])] == [None, "abc123"]
+    assert calls[0]["project"] == "project" and calls[0]["resume"] == "allow"
+    assert calls[1] == {"step": 1, "loss": 2.0} and calls[2] == "finish"
+    assert (tmp_path / "wandb_id").read_text() == "abc123\n"
+
+
+# ---- late fetching and means -----------------------------------------------------------------
+
+
+def test_buffer_never_hands_out_the_newest_step():
+    buffer = MetricsBuffer()
+    assert buffer.pop_ready() == [] and buffer.pop_all() == []
+    buffer.push(1, {"loss": jnp.float32(1.0)})
+    assert buffer.pop_ready() == []
+    buffer.push(2, {"loss": jnp.float32(2.0), "n": jnp.int32(3)})
+    buffer.push(3, {"loss": jnp.bfloat16(3.0)})
+    assert buffer.pop_ready() == [(1, {"loss": 1.0}), (2, {"loss": 2.0, "n": 3})]
+    assert buffer.pop_ready() == []
+    assert buffer.pop_all() == [(3, {"loss": 3.0})] and buffer.pop_all() == []
+
+
+def test_buffer_does_not_wait_for_the_newest_step():
+    @jax.jit
+    def step(x):
+        return jax.lax.fori_loop(0, 200, lambda i, y: jnp.sin(y @ y), x).sum()
+
+    x = jnp.ones((400, 400))
+    step(x).block_until_ready()
+    buffer = MetricsBuffer()
+    buffer.push(1, {"loss": jnp.float32(1.0)})
+    newest = step(x)
+    buffer.push(2, {"loss": newest})
+    assert buffer.pop_ready() == [(1, {"loss": 1.0})]
+    assert not newest.is_ready()  # still being computed
+    assert buffer.pop_all() == [(2, {"loss": float(newest)})]
+
+
+def test_mean_of():
+    assert mean_of([]) == {}
+    assert mean_of([{"a": 1, "b": 1.0}, {"a": 2}]) == {"a": 1.5, "b": 1.0}
+    means = mean_of([{"a": math.nan, "b": math.inf}, {"a": 4.0, "b": math.nan}])
+    assert means["a"] == 4.0 and math.isnan(means["b"])
+
+
+# ---- progress --------------------------------------------------------------------------------
+
+
+def test_progress_prints_plain_lines_without_a_terminal(capsys):
+    with Progress(100, peak_flops_per_second=1e12, plain_seconds=3600) as progress:
+        for step in range(10, 101, 10):
+            progress.update(
+                step, loss=2.0, tokens_per_second=12345.0, flops=1e15, flops_per_second=5e11
+            )
+        progress.println("held-out loss 1.9")
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "step 10/100  loss 2.0000  12.3 ktokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
+        "step 100/100  loss 2.0000  12.3 ktokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
+        "held-out loss 1.9",
+    ]
+
+
+def test_progress_tells_the_time_left(capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with Progress(1000, plain_seconds=0) as progress:
+        for step in (100, 200, 300):
+            progress.update(step, loss=1.0)
+            now[0] += 50.0
+    out = capsys.readouterr().out.splitlines()
+    assert "left" not in out[0]
+    assert out[1].endswith("0:06:40 left") and out[2].endswith("0:05:50 left")
+
+
+def test_progress_is_one_live_line_in_a_terminal():
+    reader, writer = pty.openpty()
+    with open(writer, "w", encoding="utf-8") as stream:
+        progress = Progress(3, stream=stream)
+        progress._LIVE_SECONDS = 0.0
+        with progress:
+            progress.update(1, loss=5.0)
+            progress.println("[an evaluation]\nof two lines")
+            progress.update(2, loss=4.0)
+            progress.update(3, loss=3.0)
+        stream.flush()
+        os.set_blocking(reader, False)
+        out = ""
+        with contextlib.suppress(BlockingIOError):  # raised when nothing is left
+            while True:
+                out += os.read(reader, 100_000).decode()
+    os.close(reader)
+    screen = shown(out)
+    assert screen == ["[an evaluation]", "of two lines", "step 3/3  loss 3.0000"], screen
+
+
+def shown(out):
+    """What a terminal shows after `out`, for the few control codes that are used here."""
+    import re
+
+    rows, row, column = [""], 0, 0
+    for code, text in re.findall(r"(\x1b\[[?0-9;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", out):
+        if code == "\r":
+            column = 0
+        elif code == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif code.endswith("A"):
+            row -= int(code[2:-1] or 1)
+        elif code.endswith("K"):
+            rows[row] = ""
+        elif text:
+            rows[row] = rows[row][:column] + text + rows[row][column + len(text) :]
+            column += len(text)
+    return [line.rstrip() for line in rows if line.strip()]
+
+
+@pytest.mark.parametrize(
+    "value,text",
+    [
+        (0, "0 "),
+        (999, "999 "),
+        (999.9, "1.00 k"),
+        (1234, "1.23 k"),
+        (99_990, "100 k"),
+        (1e6, "1.00 M"),
+        (2.5e21, "2.50 Z"),
+        (0.01234, "0.0123 "),
+    ],
+)
+def test_quantity(value, text):
+    assert quantity(value) == text
+
+
+def test_duration():
+    assert [duration(x) for x in (0, 59.6, 3661, 90061)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:01:01",
+        "1 d 1:01:01",
+    ]
+
+
+# ---- run folder ------------------------------------------------------------------------------
+
+CONFIG = {
+    "seed": 0,
+    "steps": 100,
+    "model": {"depth": 4, "capacity": (0.5, 1), "dropout": None, "options": {}},
+    "log": {"every": 10},
+}
+MAY_DIFFER = ("steps", r"log\..*")
+
+
+def open_run(path, config=CONFIG, may_differ=MAY_DIFFER):
+    return runfolder.open_run(path, config, command_line=["efx", "--x"], may_differ=may_differ)
+
+
+def changed(**changes):
+    config = json.loads(json.dumps(CONFIG))
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = config
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return config
+
+
+def test_a_new_run_and_its_records(tmp_path):
+    path = tmp_path / "runs" / "a"
+    run = open_run(path)
+    assert run.is_new and run.path == path
+    config = runfolder.load_config(path)
+    assert config == json.loads(json.dumps(CONFIG)) and list(config) == sorted(config)
+    record = json.loads((path / "run.json").read_text())["launches"][0]
+    assert record["command_line"] == ["efx", "--x"]
+    assert record["libraries"]["jax"] == jax.__version__
+    assert record["device_count"] == jax.device_count() and record["process_count"] == 1
+    assert {"efx", "git", "python", "platform", "devices", "started"} <= record.keys()
+    assert not open_run(path).is_new
+    assert len(json.loads((path / "run.json").read_text())["launches"]) == 2
+    assert sorted(p.name for p in path.iterdir()) == ["config.json", "run.json"]
+
+
+def test_permitted_changes_are_recorded(tmp_path):
+    open_run(tmp_path)
+    open_run(tmp_path, changed(steps=200, log__every=5))
+    assert runfolder.load_config(tmp_path)["steps"] == 200
+    launches = json.loads((tmp_path / "run.json").read_text())["launches"]
+    assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
+
+
+@pytest.mark.parametrize(
+    "config,said",
+    [
+        (changed(model__depth=6, steps=5), ["config.model.depth: 4 in the run, 6 here"]),
+        (changed(seed=True), ["config.seed: 0 in the run, True here"]),
+        (changed(model__new=1), ["config.model.new: '(absent)' in the run, 1 here"]),
+        (
+            changed(model__capacity=[0.5]),
+            ["config.model.capacity: [0.5, 1] in the run, [0.5] here"],
+        ),
+        (changed(seed=1, model__depth=6), ["config.seed: 0", "config.model.depth: 4"]),
+        (changed(**{f"key{i}": i for i in range(9)}), ["config.key0", "and 3 more"]),
+    ],
+)
+def test_a_run_of_another_config_is_refused(tmp_path, config, said):
+    open_run(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(UsageError) as error:
+        open_run(tmp_path, config)
+    line = str(error.value)
+    assert all(part in line for part in said) and "use another --workdir" in line
+    assert "\n" not in line and "config.steps" not in line
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_equal_numbers_of_another_type_are_the_same(tmp_path):
+    open_run(tmp_path)
+    open_run(tmp_path, changed(seed=0.0, model__capacity=(0.5, 1.0)))
+
+
+def test_bad_run_folders(tmp_path):
+    cases = {
+        "absent": "there is no such folder",
+        "empty": "it has no config.json",
+        "broken": "config.json is damaged: not JSON",
+        "folder": "config.json",
+    }
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"seed": 1')
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    for name, message in cases.items():
+        with pytest.raises(UsageError) as error:
+            runfolder.load_config(tmp_path / name)
+        assert message in str(error.value) and name in str(error.value)
+    with pytest.raises(UsageError, match="config.json is damaged"):
+        open_run(tmp_path / "broken")
+    for name in ("checkpoints", "metrics.jsonl"):
+        (tmp_path / "stray" / name).mkdir(parents=True)
+        with pytest.raises(UsageError, match=f"holds {name} but no config.json"):
+            open_run(tmp_path / "stray")
+        (tmp_path / "stray" / name).rmdir()
+    (tmp_path / "stray" / "slurm-1.out").write_text("")  # what a scheduler leaves is no obstacle
+    assert open_run(tmp_path / "stray").is_new
+
+
+def test_an_unwritable_workdir_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UsageError) as error:
+            open_run(path)
+        line = str(error.value)
+        assert "cannot write" in line and str(tmp_path / "file") in line and "--workdir" in line
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(UsageError, match="permission denied"):
+            open_run(tmp_path / "closed" / "run")
+
+
+def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path):
+    import resource
+
+    path = tmp_path / "config.json"
+    runfolder.write_atomic(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UsageError, match="cannot write .*config.json"):
+            runfolder.write_atomic(path, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_git_revision_is_of_efx_and_of_nothing_else(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
+        )
+
+    package = tmp_path / "efx"
+    package.mkdir()
+    (package / "x.py").write_text("1")
+    assert runfolder.git_revision(package) is None  # no checkout
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    found = runfolder.git_revision(package)
+    assert len(found["revision"]) == 40 and found["dirty"] is False
+    (package / "x.py").write_text("2")
+    assert runfolder.git_revision(package)["dirty"] is True
+    inside = tmp_path / "venv" / "site-packages" / "efx"
+    inside.mkdir(parents=True)
+    assert runfolder.git_revision(inside) is None  # someone else's checkout
+
+
+def test_reading_a_run_needs_no_jax(tmp_path):
+    open_run(tmp_path)
+    with make(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+    script = """if True:
+        import sys
+        sys.modules["jax"] = sys.modules["numpy"] = None
+        from efx.metrics import read_metrics, mean_of
+        from efx.runfolder import load_config
+        print(load_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.stdout == "100 [{'step': 1, 'loss': 1.0}]\n", done.stderr
