@@ -146,7 +146,9 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             nonfinite_run=(state.nonfinite_run + 1) * bad,
         )
         metrics["train/grad_norm"] = norm
-        metrics["train/learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+        # The optimiser counts only the steps that it took.
+        taken = state.step - state.nonfinite_total
+        metrics["train/learning_rate"] = jnp.asarray(schedule(taken), jnp.float32)
         metrics["train/nonfinite_total"] = new_state.nonfinite_total
         metrics["train/nonfinite_run"] = new_state.nonfinite_run
         return new_state, metrics

@@ -138,9 +138,13 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def head_params(self, params):
-        """The part of the parameters that `head_fn` needs."""
-        name = "embed" if self.resolved().tied else "head"
-        return {name: params[name]}
+        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes:
+        a loss that goes over slices of the sequence would otherwise gather it in every slice."""
+        if self.resolved().tied:
+            table_VD = params["embed"]["embedding"]
+            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
+        kernel_DV = params["head"]["kernel"]
+        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):
