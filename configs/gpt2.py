@@ -13,38 +13,46 @@ from configs import common
 
 VARIANTS = {
     "smoke": {
-        **common.SMOKE, "data.source": "stdlib", "data.tokenizer": "bytes",
-        "train.accumulation": 1, "train.dtype": "float32", "train.loss_chunk": 0,
-        "model.scan_layers": False, "model.remat": "none",
+        **common.SMOKE,
+        "data.source": "stdlib",
+        "data.tokenizer": "bytes",
+        "train.accumulation": 1,
+        "train.dtype": "float32",
+        "train.loss_chunk": 0,
+        "model.scan_layers": False,
+        "model.remat": "none",
     },
 }
 
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(config, {
-        "steps": 600_000,
-        "data.source": "stdlib",
-        "data.tokenizer": "bpe:50257",
-        "data.seq_len": 1024,
-        "data.batch_size": 480,
-        "data.eval_fraction": 0.01,
-        "model.preset": "gpt2",
-        "model.width": 768,
-        "model.depth": 12,
-        "model.num_heads": 12,
-        "model.vocab_multiple": 64,
-        "model.scan_layers": True,
-        "model.remat": "dots",
-        "train.dtype": "bfloat16",
-        "train.accumulation": 20,
-        "train.loss_chunk": 256,
-        "optim.learning_rate": 6e-4,
-        "optim.b2": 0.95,
-        "optim.schedule.warmup_steps": 2000,
-        "checkpoint.every": 2000,
-        "evaluate.every": 2000,
-        "evaluate.batch_size": 32,
-        "sample.every": 2000,
-    })
+    common.apply(
+        config,
+        {
+            "steps": 600_000,
+            "data.source": "stdlib",
+            "data.tokenizer": "bpe:50257",
+            "data.seq_len": 1024,
+            "data.batch_size": 480,
+            "data.eval_fraction": 0.01,
+            "model.preset": "gpt2",
+            "model.width": 768,
+            "model.depth": 12,
+            "model.num_heads": 12,
+            "model.vocab_multiple": 64,
+            "model.scan_layers": True,
+            "model.remat": "dots",
+            "train.dtype": "bfloat16",
+            "train.accumulation": 20,
+            "train.loss_chunk": 256,
+            "optim.learning_rate": 6e-4,
+            "optim.b2": 0.95,
+            "optim.schedule.warmup_steps": 2000,
+            "checkpoint.every": 2000,
+            "evaluate.every": 2000,
+            "evaluate.batch_size": 32,
+            "sample.every": 2000,
+        },
+    )
     return common.variant(config, arg, **VARIANTS)

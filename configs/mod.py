@@ -4,8 +4,8 @@
 
 Mixture-of-Depths: Dynamically allocating compute in transformer-based language models (Raposo et
 al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the tokens that its own
-router picks; a token that is not picked keeps its residual. Evaluation and sampling decide causally,
-by the sign of the router's score, which an auxiliary loss trains.
+router picks; a token that is not picked keeps its residual. Evaluation and sampling decide
+causally, by the sign of the router's score, which an auxiliary loss trains.
 
 Variants, to be combined with commas:
     configs/mod.py:smoke    about a minute on a CPU
@@ -24,23 +24,26 @@ VARIANTS = {
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(config, {
-        "steps": 1200,
-        "data.source": "stdlib",
-        "data.tokenizer": "bytes",
-        "data.seq_len": 256,
-        "data.batch_size": 16,
-        "data.eval_fraction": 0.02,
-        "model.preset": "llama",
-        "model.width": 192,
-        "model.depth": 8,
-        "model.num_heads": 6,
-        "model.depth_routing.kind": "mod",
-        "optim.learning_rate": 2e-3,
-        "optim.schedule.warmup_steps": 50,
-        "checkpoint.every": 200,
-        "evaluate.every": 200,
-        "sample.every": 400,
-        "sample.prompt": "def ",
-    })
+    common.apply(
+        config,
+        {
+            "steps": 1200,
+            "data.source": "stdlib",
+            "data.tokenizer": "bytes",
+            "data.seq_len": 256,
+            "data.batch_size": 16,
+            "data.eval_fraction": 0.02,
+            "model.preset": "llama",
+            "model.width": 192,
+            "model.depth": 8,
+            "model.num_heads": 6,
+            "model.depth_routing.kind": "mod",
+            "optim.learning_rate": 2e-3,
+            "optim.schedule.warmup_steps": 50,
+            "checkpoint.every": 200,
+            "evaluate.every": 200,
+            "sample.every": 400,
+            "sample.prompt": "def ",
+        },
+    )
     return common.variant(config, arg, **VARIANTS)

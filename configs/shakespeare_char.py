@@ -5,8 +5,9 @@
 
 The text is the 1,115,394 characters of tinyshakespeare; the first 90% train. Variants:
     cpu     4 layers, 4 heads, 128 wide, context 64, batch 12, 2000 steps, no dropout; about two
-            minutes on 2 CPU cores. The PyTorch original, over the whole held-out split in windows of
-            64, gives 1.903, 1.916, 1.910 for three seeds (its published 1.88 is a 20-batch estimate)
+            minutes on 2 CPU cores. The PyTorch original, over the whole held-out split in windows
+            of 64, gives 1.903, 1.916, 1.910 for three seeds (its published 1.88 is a 20-batch
+            estimate)
     gpu     6 layers, 6 heads, 384 wide, context 256, batch 64, dropout 0.2, 5000 steps; published
             best held-out loss 1.4697
     llama   combined with one of these: the Llama-style block at equal training FLOPs
@@ -53,22 +54,27 @@ VARIANTS = {
     "llama": {"model.preset": "llama", "model.use_bias": False},
     "mod": {"model.depth_routing.kind": "mod"},
     "smoke": {
-        **common.SMOKE, "data.max_bytes": 100_000, "model.dropout.kind": "none",
+        **common.SMOKE,
+        "data.max_bytes": 100_000,
+        "model.dropout.kind": "none",
     },
 }
 
 
 def get_config(arg="cpu"):
     config = common.base()
-    common.apply(config, {
-        "data.source": "text:input.txt",
-        "data.tokenizer": "chars",
-        "data.split": "tail",
-        "data.eval_fraction": 0.1,
-        "data.shuffle": "random",
-        "model.preset": "gpt2",
-        "model.use_bias": False,
-        "optim.b2": 0.99,
-        "optim.weight_decay": 0.1,
-    })
+    common.apply(
+        config,
+        {
+            "data.source": "text:input.txt",
+            "data.tokenizer": "chars",
+            "data.split": "tail",
+            "data.eval_fraction": 0.1,
+            "data.shuffle": "random",
+            "model.preset": "gpt2",
+            "model.use_bias": False,
+            "optim.b2": 0.99,
+            "optim.weight_decay": 0.1,
+        },
+    )
     return common.variant(config, arg, **VARIANTS)

@@ -20,16 +20,21 @@ class Evaluator:
         self._routed = any(spec.routing is not None for spec in model.specs())
         selections = ("causal", "train") if self._routed else ("causal",)
         self._steps = {
-            selection: jax.jit(make_eval_step(
-                model.clone(selection=selection), config, groups=sharding.batch_shards(mesh, rules)
-            ))
+            selection: jax.jit(
+                make_eval_step(
+                    model.clone(selection=selection),
+                    config,
+                    groups=sharding.batch_shards(mesh, rules),
+                )
+            )
             for selection in selections
         }
 
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
-        means = {selection: self._run(step, params, variables)
-                 for selection, step in self._steps.items()}
+        means = {
+            selection: self._run(step, params, variables) for selection, step in self._steps.items()
+        }
         causal = means["causal"]
         bytes_per_token = self._data.bytes_per_token("eval")
         result = {
@@ -44,8 +49,11 @@ class Evaluator:
         result["eval/loss_topk"] = top["loss"]
         result["eval/bits_per_byte_topk"] = losses.bits_per_byte(top["loss"], bytes_per_token)
         # How well the decision predicts top-k is asked where top-k decides what each router sees.
-        result |= {f"eval/{name}": value for name, value in top.items()
-                   if name.startswith(("router/accuracy", "router/precision", "router/recall"))}
+        result |= {
+            f"eval/{name}": value
+            for name, value in top.items()
+            if name.startswith(("router/accuracy", "router/precision", "router/recall"))
+        }
         # How many tokens it routes is asked where it decides.
         for name, value in causal.items():
             if name.startswith("router/decided_fraction"):
@@ -63,7 +71,23 @@ class Evaluator:
             if len(totals) > 2:
                 totals[-3] = jax.device_get(totals[-3])  # two batches in flight, not the split
         totals = jax.device_get(totals)
-        sums = {name: float(np.sum([t[name] for t in totals], dtype=np.float64))
-                for name in totals[0]}
+        sums = {
+            name: float(np.sum([t[name] for t in totals], dtype=np.float64)) for name in totals[0]
+        }
         tokens = sums.pop("weights")
         return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens}
+
+
+def describe(step, metrics):
+    """One line about an evaluation."""
+    line = (
+        f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
+        f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
+    )
+    if "eval/loss_topk" in metrics:
+        line += (
+            f" (causal routing; top-k {metrics['eval/loss_topk']:.4f}); decision accuracy "
+            f"{metrics['eval/router/accuracy']:.1%}, "
+            f"routed {metrics['eval/router/routed_fraction']:.1%}"
+        )
+    return line

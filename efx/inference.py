@@ -6,10 +6,11 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from efx import optim, runfolder, sharding, train
+from efx import optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.evaluate import Evaluator
+from efx.evaluate import Evaluator, describe
+from efx.experiment import prepare
 from efx.metrics import quantity
 
 
@@ -17,7 +18,7 @@ def restore(config, workdir, step=None):
     """(Experiment, step, parameters to evaluate with, variables) of a run's checkpoint."""
     workdir = pathlib.Path(workdir)
     runfolder.load_config(workdir)
-    experiment = train.prepare(config, workdir)
+    experiment = prepare(config, workdir)
     e, c = experiment, config.checkpoint
     shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
     optimizer, _ = optim.make_optimizer(config.optim, e.steps, shapes)
@@ -27,8 +28,12 @@ def restore(config, workdir, step=None):
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
     )
     with Checkpointer(
-        workdir / runfolder.CHECKPOINTS, every=c.every, keep_last=c.keep_last,
-        keep_best=c.keep_best, best_metric=c.best_metric, asynchronous=False,
+        workdir / runfolder.CHECKPOINTS,
+        every=c.every,
+        keep_last=c.keep_last,
+        keep_best=c.keep_best,
+        best_metric=c.best_metric,
+        asynchronous=False,
     ) as checkpoints:
         restored = checkpoints.restore(abstract, step=step, on_damage=c.on_damage)
     state = restored.state
@@ -42,7 +47,7 @@ def evaluate(config, workdir, step=None):
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
-        print(train.describe_evaluation(step, metrics))
+        print(describe(step, metrics))
         for name, value in sorted(metrics.items()):
             print(f"  {name:<44} {value:.6g}")
     return metrics

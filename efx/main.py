@@ -7,14 +7,15 @@ changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of
 Kept short on purpose: notebooks import `efx.train` and friends instead.
 """
 
-import sys
 import time
 
-_STARTED = time.monotonic()
+_STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 
+# ruff: noqa: E402
 import importlib.util
 import os
 import pathlib
+import sys
 
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -36,8 +37,12 @@ def _define(config, argv):
     define(flags.DEFINE_string, "mode", "train", "train, evaluate or sample.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
-    define(flags.DEFINE_bool, "distributed", False,
-           "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE).")
+    define(
+        flags.DEFINE_bool,
+        "distributed",
+        False,
+        "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE).",
+    )
     define(flags.DEFINE_string, "coordinator_address", None, "host:port of process 0.")
     define(flags.DEFINE_integer, "num_processes", None, "Number of processes.")
     define(flags.DEFINE_integer, "process_id", None, "Number of this process, from 0.")
@@ -72,7 +77,7 @@ def run(argv):
 
 
 def parse(argv):
-    """Parsed flags, with a run folder's own config where no --config is given; None after --help."""
+    """Parsed flags; the run folder's own config where no --config is given. None after --help."""
     names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
     if names & {"help", "helpfull", "h"}:
         print(__doc__ + "\nFlags:\n" + _define(ConfigDict(), argv[:1]).get_help("  "))
@@ -167,13 +172,19 @@ def start_jax(values):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if values.cpu_devices:
         jax.config.update("jax_num_cpu_devices", values.cpu_devices)
-    if values.coordinator_address or values.num_processes is not None or values.process_id is not None:
+    if (
+        values.coordinator_address
+        or values.num_processes is not None
+        or values.process_id is not None
+    ):
         if None in (values.coordinator_address, values.num_processes, values.process_id):
             raise UsageError(
                 "--coordinator_address, --num_processes and --process_id go together: "
                 "give all three, or --distributed"
             )
-        jax.distributed.initialize(values.coordinator_address, values.num_processes, values.process_id)
+        jax.distributed.initialize(
+            values.coordinator_address, values.num_processes, values.process_id
+        )
     elif values.distributed:
         jax.distributed.initialize()
 

@@ -377,7 +377,6 @@ class Progress:
         from rich.text import Text
 
         self._live.console.print(Text(text), soft_wrap=True)
-        self._live.refresh()
 
 
 def quantity(value):

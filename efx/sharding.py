@@ -10,7 +10,7 @@ import contextlib
 import jax
 import numpy as np
 from flax import linen as nn
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.errors import UsageError
 
@@ -18,10 +18,27 @@ MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
 
 # Logical axes of parameters, then of activations.
 PARAMETER_AXES = (
-    "vocab", "table", "embed", "heads", "kv_heads", "mlp", "norm", "position", "expert", "layers",
+    "vocab",
+    "table",
+    "embed",
+    "heads",
+    "kv_heads",
+    "mlp",
+    "norm",
+    "position",
+    "expert",
+    "layers",
 )
-ACTIVATION_AXES = ("batch", "length", "act_embed", "act_heads", "act_kv_heads", "act_mlp",
-                   "act_vocab", "act_expert")
+ACTIVATION_AXES = (
+    "batch",
+    "length",
+    "act_embed",
+    "act_heads",
+    "act_kv_heads",
+    "act_mlp",
+    "act_vocab",
+    "act_expert",
+)
 
 DEFAULT_RULES = (
     ("batch", ("data", "fsdp")),
@@ -67,7 +84,9 @@ def make_mesh(mesh_config, devices=None):
         )
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
     return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES),
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=(AxisType.Auto,) * len(MESH_AXES),
         devices=devices,
     )
 
@@ -102,9 +121,7 @@ def constrain(x, *axes):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return nn.with_logical_constraint(
-        x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR
-    )
+    return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
 
 
 def tree_shardings(boxed, mesh, rules):

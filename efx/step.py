@@ -95,7 +95,14 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
     def micro_loss(params, variables, batch, total_weight, keys, step):
         sums, mutated = _forward(
-            model, params, variables, batch, keys, config, train=True, groups=groups,
+            model,
+            params,
+            variables,
+            batch,
+            keys,
+            config,
+            train=True,
+            groups=groups,
             z_loss=losses.coefficient(config.losses["z_loss"], step, total_steps, "z_loss"),
         )
         sown = losses.collect_sown(mutated["losses"])
@@ -105,8 +112,10 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             "train/loss": sums.loss / total_weight,
             "train/accuracy": sums.correct / total_weight,
             **{f"losses/{name}": value / accumulation for name, value in sown.items()},
-            **{name: value / accumulation for name, value in
-               losses.collect_sown(mutated["stats"]).items()},
+            **{
+                name: value / accumulation
+                for name, value in losses.collect_sown(mutated["stats"]).items()
+            },
         }
         return objective, (metrics, {k: mutated[k] for k in variables})
 
@@ -184,8 +193,13 @@ def _accumulate(one, variables, batch, accumulation):
 def _forward(model, params, variables, batch, keys, config, *, train, groups, z_loss):
     """(LossSums, mutated collections) of one batch; logits of `loss_chunk` positions at a time."""
     x_BTD, mutated = model.apply(
-        {"params": params, **variables}, batch["inputs"], batch.get("positions"),
-        batch.get("segment_ids"), train=train, method="features", rngs=keys,
+        {"params": params, **variables},
+        batch["inputs"],
+        batch.get("positions"),
+        batch.get("segment_ids"),
+        train=train,
+        method="features",
+        rngs=keys,
         mutable=("losses", "stats", "state"),
     )
     mutated = {"losses": {}, "stats": {}, **mutated}
@@ -193,8 +207,14 @@ def _forward(model, params, variables, batch, keys, config, *, train, groups, z_
     chunk = config.train.loss_chunk
     if chunk and chunk < x_BTD.shape[1]:
         sums = losses.chunked_cross_entropy(
-            model.head_fn, head, x_BTD, batch["targets"], batch["weights"], chunk=chunk,
-            z_loss=z_loss, groups=groups,
+            model.head_fn,
+            head,
+            x_BTD,
+            batch["targets"],
+            batch["weights"],
+            chunk=chunk,
+            z_loss=z_loss,
+            groups=groups,
         )
     else:
         logits_BTV = model.head_fn(head, x_BTD)

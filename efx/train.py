@@ -1,120 +1,42 @@
 """The one training loop: build, restore, step, log, evaluate, sample, save."""
 
 import contextlib
-import dataclasses
 import pathlib
-import signal
-import sys
 import time
 
 import jax
 import numpy as np
 
-from efx import models, optim, runfolder, sharding
+from efx import optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.data import load
-from efx.errors import UsageError
-from efx.evaluate import Evaluator
+from efx.evaluate import Evaluator, describe
+from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.sample import sample_text
-
-TOKENIZER_FILE = "tokenizer.json"
+from efx.signals import StopSignals
 
 # What a later launch of the same run may change without becoming another run.
 MAY_DIFFER = (
-    r"steps", r"train_flops", r"log\..*", r"checkpoint\..*", r"evaluate\..*", r"sample\..*",
-    r"mesh\..*", r"rules", r"data\.cache_dir", r"train\.max_nonfinite", r"train\.loss_chunk",
-    r"model\.remat", r"model\.attention_chunk",
+    r"steps",
+    r"train_flops",
+    r"log\..*",
+    r"checkpoint\..*",
+    r"evaluate\..*",
+    r"sample\..*",
+    r"mesh\..*",
+    r"rules",
+    r"data\.cache_dir",
+    r"train\.max_nonfinite",
+    r"train\.loss_chunk",
+    r"model\.remat",
+    r"model\.attention_chunk",
 )
 
 
 class RunStopped(RuntimeError):
     """The run cannot go on; the message is one line for the user."""
-
-
-@dataclasses.dataclass
-class Experiment:
-    """What a config comes to, before anything is written: data, model, optimiser, mesh."""
-
-    config: object
-    data: object
-    model: object
-    mesh: object
-    rules: tuple
-    steps: int
-    ledger: object
-
-    @property
-    def tokens_per_step(self):
-        return self.config.data.batch_size * self.config.data.seq_len
-
-
-def prepare(config, workdir=None):
-    """Check a config and build what it describes. Writes nothing.
-
-    A tokenizer saved in `workdir` is used in place of building one.
-    """
-    rules = sharding.check_rules(config.rules)
-    mesh = sharding.make_mesh(config.mesh)
-    tokenizer = pathlib.Path(workdir) / TOKENIZER_FILE if workdir else None
-    data = load(
-        config.data, seed=config.seed,
-        tokenizer_path=tokenizer if tokenizer and tokenizer.exists() else None,
-        process_index=jax.process_index(), process_count=jax.process_count(),
-    )
-    model = models.build(
-        config.model, vocab_size=data.vocab_size, context=config.data.seq_len,
-        dtype=config.train.dtype,
-    )
-    if model.context < config.data.seq_len:
-        raise UsageError(
-            f"config.model.context={model.context} is shorter than "
-            f"config.data.seq_len={config.data.seq_len}"
-        )
-    _check_batch(config, sharding.batch_shards(mesh, rules))
-    ledger = model.ledger(config.data.seq_len)
-    steps = _total_steps(config, ledger)
-    return Experiment(config, data, model, mesh, rules, steps, ledger)
-
-
-def _check_batch(config, shards):
-    accumulation = config.train.accumulation
-    if accumulation < 1 or config.data.batch_size % accumulation:
-        raise UsageError(
-            f"config.data.batch_size={config.data.batch_size} does not divide by "
-            f"config.train.accumulation={accumulation}"
-        )
-    rows = config.data.batch_size // accumulation
-    if rows % shards:
-        raise UsageError(
-            f"config.data.batch_size={config.data.batch_size} in {accumulation} micro-batches "
-            f"does not divide over the {shards} devices of the mesh's batch axes"
-        )
-    if config.evaluate.batch_size % shards:
-        raise UsageError(
-            f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
-            f"{shards} devices of the mesh's batch axes"
-        )
-
-
-def _total_steps(config, ledger):
-    if bool(config.steps) == bool(config.train_flops):
-        raise UsageError(
-            f"config.steps={config.steps} and config.train_flops={config.train_flops}: "
-            "give exactly one of the two (the other 0)"
-        )
-    if config.steps:
-        if config.steps < 0:
-            raise UsageError(f"config.steps={config.steps}: must be at least 1")
-        return int(config.steps)
-    per_step = ledger.train_flops(config.data.batch_size * config.data.seq_len)
-    if config.train_flops < per_step:
-        raise UsageError(
-            f"config.train_flops={config.train_flops:g} is less than one step ({per_step:g})"
-        )
-    return round(config.train_flops / per_step)
 
 
 def train_and_evaluate(config, workdir, *, command_line=(), started=None):
@@ -173,15 +95,21 @@ class _Run:
         with (
             sharding.use(e.mesh, e.rules),
             Checkpointer(
-                self.workdir / runfolder.CHECKPOINTS, every=c.every, keep_last=c.keep_last,
-                keep_best=c.keep_best, best_metric=c.best_metric, asynchronous=c.asynchronous,
+                self.workdir / runfolder.CHECKPOINTS,
+                every=c.every,
+                keep_last=c.keep_last,
+                keep_best=c.keep_best,
+                best_metric=c.best_metric,
+                asynchronous=c.asynchronous,
             ) as self.checkpoints,
             MetricsWriter(
-                self.workdir, tensorboard=config.log.tensorboard, wandb=config.log.wandb,
+                self.workdir,
+                tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
                 run_name=self.workdir.name,
             ) as self.writer,
             Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
-            _signals() as self.signals,
+            StopSignals() as self.signals,
         ):
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
             iterator = self._restore()
@@ -213,7 +141,8 @@ class _Run:
                 )
                 abstract = jax.tree.map(
                     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                    shapes, self.shardings,
+                    shapes,
+                    self.shardings,
                 )
                 restored = self.checkpoints.restore(
                     abstract, on_damage=self.config.checkpoint.on_damage
@@ -230,8 +159,8 @@ class _Run:
         count = sum(e.model.parameter_count().values())
         where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
-            f"{where}: {quantity(count)}parameters, {quantity(e.data.train_tokens)}training tokens, "
-            f"{e.steps} steps of {e.tokens_per_step} tokens, "
+            f"{where}: {quantity(count)}parameters, "
+            f"{quantity(e.data.train_tokens)}training tokens, {e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.ledger.train_flops(e.tokens_per_step))}FLOPs a step, "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         )
@@ -239,15 +168,21 @@ class _Run:
     def _loop(self, iterator):
         e, config = self.experiment, self.config
         step_fn = step_lib.make_train_step(
-            e.model, self.optimizer, self.schedule, config, total_steps=e.steps,
+            e.model,
+            self.optimizer,
+            self.schedule,
+            config,
+            total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
         )
         placed = sharding.batch_sharding(e.mesh, e.rules)
         batch = sharding.place_batch(next(iterator), placed)
         with self._timed("compile"):
-            compiled = jax.jit(
-                step_fn, donate_argnums=0, out_shardings=(self.shardings, None)
-            ).lower(self.state, batch, self.seed).compile()
+            compiled = (
+                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.shardings, None))
+                .lower(self.state, batch, self.seed)
+                .compile()
+            )
         clock = time.monotonic()
         first = True
         while self.step < e.steps:
@@ -265,16 +200,19 @@ class _Run:
                 first = False
             clock = self._log(self.buffer.pop_ready(), clock)
             stop = self.signals.wanted(self.step) or self.step == e.steps
-            due = [name for name in ("checkpoint", "evaluate", "sample")
-                   if config[name].every and self.step % config[name].every == 0]
+            due = [
+                name
+                for name in ("checkpoint", "evaluate", "sample")
+                if config[name].every and self.step % config[name].every == 0
+            ]
             if stop or due:
                 clock = self._log(self.buffer.pop_all(), clock)
                 self._pause(due, stop, position)
                 clock = time.monotonic()
             if stop and self.step < e.steps:
                 self.progress.println(
-                    f"stopped at step {self.step} by {self.signals.name}; the run is saved, and the "
-                    "same command goes on from here"
+                    f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
+                    "the same command goes on from here"
                 )
                 return
 
@@ -303,8 +241,11 @@ class _Run:
             self.writer.write(step, row)
             self.last_row.update(row, step=step)
             self.progress.update(
-                step, loss=row["train/loss"], tokens_per_second=row["tokens_per_second"],
-                flops=row["flops"], flops_per_second=rate * flops,
+                step,
+                loss=row["train/loss"],
+                tokens_per_second=row["tokens_per_second"],
+                flops=row["flops"],
+                flops_per_second=rate * flops,
             )
             self.window = []
         return clock
@@ -327,7 +268,7 @@ class _Run:
             metrics = self.evaluator(params, self.state.variables)
             self.writer.write(self.step, metrics)
             self.last_row.update(metrics, step=self.step)
-            self.progress.println(describe_evaluation(self.step, metrics))
+            self.progress.println(describe(self.step, metrics))
         if "sample" in due or (done and self.config.sample.every):
             self._sample(params)
         if stop or "checkpoint" in due:
@@ -345,7 +286,10 @@ class _Run:
         else:
             params = jax.device_put(params, jax.devices()[0])
         texts = sample_text(
-            self.model, params, self.data.tokenizer, self.config.sample,
+            self.model,
+            params,
+            self.data.tokenizer,
+            self.config.sample,
             seed=self.config.sample.seed,
         )
         for i, text in enumerate(texts):
@@ -373,8 +317,8 @@ class _Run:
         if self.step == self.experiment.steps and "eval/loss" in row:
             self.progress.println(
                 f"finished: {self.step} steps, {quantity(row['tokens'])}tokens, "
-                f"{quantity(row['flops'])}FLOPs in {duration(row['seconds'])} of training, held-out "
-                f"loss {row['eval/loss']:.4f} nats ({row['eval/bits_per_byte']:.4f} bits per byte)"
+                f"{quantity(row['flops'])}FLOPs in {duration(row['seconds'])} of training, "
+                f"held-out loss {row['eval/loss']:.4f} nats ({row['eval/bits_per_byte']:.4f} bits per byte)"
             )
         self.progress.println(
             f"run folder: {self.workdir}\n"
@@ -384,59 +328,3 @@ class _Run:
             f"  look at it:      tensorboard --logdir {self.workdir}"
         )
         return row
-
-
-def describe_evaluation(step, metrics):
-    """One line about an evaluation."""
-    line = (
-        f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
-        f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
-    )
-    if "eval/loss_topk" in metrics:
-        line += (
-            f" (causal routing; top-k {metrics['eval/loss_topk']:.4f}); decision accuracy "
-            f"{metrics['eval/router/accuracy']:.1%}, "
-            f"routed {metrics['eval/router/routed_fraction']:.1%}"
-        )
-    return line
-
-
-class _signals:
-    """Turns SIGTERM and the first Ctrl-C into "stop after this step"; a second Ctrl-C interrupts.
-
-    With several hosts all of them have to stop at the same step, so they agree on it now and then.
-    """
-
-    _AGREE_EVERY = 10
-
-    def __init__(self):
-        self.name = ""
-
-    def __enter__(self):
-        self._old = {}
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError):  # not in the main thread, as in some notebooks
-                self._old[number] = signal.signal(number, self._caught)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _caught(self, number, frame):
-        if self.name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        print(f"{self.name}: saving after this step", file=sys.stderr, flush=True)
-
-    def wanted(self, step):
-        if jax.process_count() == 1:
-            return bool(self.name)
-        if step % self._AGREE_EVERY:
-            return False
-        from jax.experimental import multihost_utils
-
-        wanted = bool(np.any(multihost_utils.process_allgather(np.int32(bool(self.name)))))
-        if wanted and not self.name:
-            self.name = "another host"
-        return wanted

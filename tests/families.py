@@ -44,24 +44,22 @@ def _mod(looks_ahead=True, scans=True, **changes):
 
 
 FAMILIES = {
-    "gpt2": Family({"preset": "gpt2", "attention_chunk": 12}),
+    "gpt2": Family({"preset": "gpt2", "attention_chunk": 20}),
     "llama": Family({}),
-    "llama_gqa_window": Family({"num_kv_heads": 2, "window": 5, "attention_chunk": 12}),
     "llama_options": Family({
-        "qk_norm": "head", "attention_softcap": 5.0, "logit_softcap": 8.0, "head_dim": 6,
-        "attention_scale": "mup", "tied": True, "use_bias": True,
+        "num_kv_heads": 2, "window": 9, "attention_chunk": 20, "qk_norm": "head", "head_dim": 6,
+        "attention_softcap": 5.0, "logit_softcap": 8.0, "attention_scale": "mup", "tied": True,
+        "use_bias": True,
     }),
     "mod": _mod(**{"depth": 4}),
-    "mod_every_block": _mod(**{
-        "depth_routing.every": 1, "depth_routing.bce_reaches_input": False,
-        "depth_routing.slack": 1.0, "depth_routing.gate": "tanh",
+    "mod_options": _mod(**{
+        "num_kv_heads": 2, "window": 9, "attention_chunk": 10, "qk_norm": "width",
+        "depth_routing.every": 1, "depth_routing.slack": 1.0, "depth_routing.gate": "tanh",
+        "depth_routing.bce_reaches_input": False,
     }),
     "mod_capacity_list": _mod(scans=False, **{
         "preset": "gpt2", "depth_routing.blocks": (0, 1), "depth_routing.gate": "identity",
         "depth_routing.capacity": (0.25, 0.75),
-    }),
-    "mod_gqa_window": _mod(scans=False, **{
-        "num_kv_heads": 2, "window": 9, "attention_chunk": 10, "qk_norm": "width",
     }),
     "mod_stochastic": _mod(looks_ahead=False, scans=False, **{
         "depth_routing.selection": "stochastic",

@@ -9,9 +9,18 @@ import pytest
 from efx import main
 
 SETTINGS = {
-    "steps": 2, "data.seq_len": 16, "data.batch_size": 8, "model.width": 16, "model.depth": 2,
-    "model.num_heads": 2, "optim.schedule.warmup_steps": 1, "evaluate.every": 0,
-    "evaluate.batch_size": 8, "evaluate.max_batches": 1, "sample.every": 0, "log.every": 1,
+    "steps": 2,
+    "data.seq_len": 16,
+    "data.batch_size": 8,
+    "model.width": 16,
+    "model.depth": 2,
+    "model.num_heads": 2,
+    "optim.schedule.warmup_steps": 1,
+    "evaluate.every": 0,
+    "evaluate.batch_size": 8,
+    "evaluate.max_batches": 1,
+    "sample.every": 0,
+    "log.every": 1,
     "log.tensorboard": False,
 }
 
@@ -42,28 +51,37 @@ def error_line(capsys):
     return lines[0]
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"modle.depth": 3}, r"--config\.modle is not a setting \(did you mean 'model'\?\)"),
-    ({"model.dept": 3}, r"--config\.model\.dept is not a setting \(did you mean 'depth'\?\)"),
-    ({"optim.schedule.warmup": 3}, r"warmup is not a setting \(did you mean 'warmup_steps'\?\)"),
-    ({"model": 3}, r"--config\.model is a block of settings"),
-    ({"model.depth": "deep"}, r"config\.model\.depth"),
-    ({"model.depth": 2.5}, r"config\.model\.depth"),
-    ({"data.source": "text:nowhere.txt"}, r"nowhere\.txt"),
-    ({"data.source": "txt:nowhere.txt"}, r"config\.data\.source"),
-    ({"data.tokenizer": "byte"}, r"config\.data\.tokenizer.*'bytes'"),
-    ({"model.num_heads": 3}, r"config\.model\.width=16 does not divide by config\.model\.num_heads=3"),
-    ({"model.preset": "gpt3"}, r"config\.model\.preset='gpt3': expected one of gpt2, llama"),
-    ({"model.depth_routing.capacity": 1.5}, r"config\.model\.depth_routing\.capacity=1\.5"),
-    ({"model.depth_routing.gate": "sigmod"}, r"config\.model\.depth_routing\.gate='sigmod'"),
-    ({"optim.name": "adam"}, r"config\.optim\.name='adam'"),
-    ({"optim.schedule.kind": "cosin"}, r"config\.optim\.schedule\.kind='cosin'"),
-    ({"optim.frozen": "nothing/.*"}, r"config\.optim\.frozen"),
-    ({"data.seq_len": 100_000}, r"config\.data\.seq_len=100000 is longer than the text"),
-    ({"data.batch_size": 9}, r"config\.data\.batch_size=9"),
-    ({"mesh.data": 3}, r"config\.mesh"),
-    ({"train.dtype": "float16"}, r"config\.train\.dtype='float16'"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"modle.depth": 3}, r"--config\.modle is not a setting \(did you mean 'model'\?\)"),
+        ({"model.dept": 3}, r"--config\.model\.dept is not a setting \(did you mean 'depth'\?\)"),
+        (
+            {"optim.schedule.warmup": 3},
+            r"warmup is not a setting \(did you mean 'warmup_steps'\?\)",
+        ),
+        ({"model": 3}, r"--config\.model is a block of settings"),
+        ({"model.depth": "deep"}, r"config\.model\.depth"),
+        ({"model.depth": 2.5}, r"config\.model\.depth"),
+        ({"data.source": "text:nowhere.txt"}, r"nowhere\.txt"),
+        ({"data.source": "txt:nowhere.txt"}, r"config\.data\.source"),
+        ({"data.tokenizer": "byte"}, r"config\.data\.tokenizer.*'bytes'"),
+        (
+            {"model.num_heads": 3},
+            r"config\.model\.width=16 does not divide by config\.model\.num_heads=3",
+        ),
+        ({"model.preset": "gpt3"}, r"config\.model\.preset='gpt3': expected one of gpt2, llama"),
+        ({"model.depth_routing.capacity": 1.5}, r"config\.model\.depth_routing\.capacity=1\.5"),
+        ({"model.depth_routing.gate": "sigmod"}, r"config\.model\.depth_routing\.gate='sigmod'"),
+        ({"optim.name": "adam"}, r"config\.optim\.name='adam'"),
+        ({"optim.schedule.kind": "cosin"}, r"config\.optim\.schedule\.kind='cosin'"),
+        ({"optim.frozen": "nothing/.*"}, r"config\.optim\.frozen"),
+        ({"data.seq_len": 100_000}, r"config\.data\.seq_len=100000 is longer than the text"),
+        ({"data.batch_size": 9}, r"config\.data\.batch_size=9"),
+        ({"mesh.data": 3}, r"config\.mesh"),
+        ({"train.dtype": "float16"}, r"config\.train\.dtype='float16'"),
+    ],
+)
 def test_bad_settings(text, tmp_path, capsys, settings, words):
     workdir = tmp_path / "run"
     given = {**SETTINGS, "data.source": f"text:{text}", **settings}
@@ -72,27 +90,33 @@ def test_bad_settings(text, tmp_path, capsys, settings, words):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize("arguments, config, words", [
-    ([], "configs/mod.py", "--workdir is missing"),
-    ([], None, "--config is missing"),
-    (["--workdir=x", "--mode=trian"], "configs/mod.py", r"--mode=trian.*did you mean 'train'"),
-    (["--workdir=x"], "configs/none.py", r"--config=configs/none\.py: there is no such file"),
-    (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
-    (["--workdir=x", "--wrkdir=y"], "configs/mod.py", "wrkdir"),
-    (["--workdir=x", "stray"], "configs/mod.py", "unexpected argument 'stray'"),
-    (["--workdir=x", "--num_processes=2"], "configs/mod.py", "--coordinator_address"),
-    (["--workdir=nowhere", "--mode=sample"], None, "nowhere is not a run folder"),
-    (["--workdir=nowhere", "--mode=evaluate"], None, "nowhere is not a run folder"),
-])
+@pytest.mark.parametrize(
+    "arguments, config, words",
+    [
+        ([], "configs/mod.py", "--workdir is missing"),
+        ([], None, "--config is missing"),
+        (["--workdir=x", "--mode=trian"], "configs/mod.py", r"--mode=trian.*did you mean 'train'"),
+        (["--workdir=x"], "configs/none.py", r"--config=configs/none\.py: there is no such file"),
+        (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
+        (["--workdir=x", "--wrkdir=y"], "configs/mod.py", "wrkdir"),
+        (["--workdir=x", "stray"], "configs/mod.py", "unexpected argument 'stray'"),
+        (["--workdir=x", "--num_processes=2"], "configs/mod.py", "--coordinator_address"),
+        (["--workdir=nowhere", "--mode=sample"], None, "nowhere is not a run folder"),
+        (["--workdir=nowhere", "--mode=evaluate"], None, "nowhere is not a run folder"),
+    ],
+)
 def test_bad_command_lines(capsys, arguments, config, words):
     assert call(*arguments, config=config) == 2
     assert re.search(words, error_line(capsys))
 
 
-@pytest.mark.parametrize("content, words", [
-    (b"", "empty"),
-    (b"\0\1\2\3" * 500, "binary"),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "empty"),
+        (b"\0\1\2\3" * 500, "binary"),
+    ],
+)
 def test_bad_files(tmp_path, capsys, content, words):
     path = tmp_path / "bad"
     path.write_bytes(content)
@@ -117,12 +141,21 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
 
     assert call(f"--workdir={run}", "--mode=evaluate", config=None) == 0
     assert "bits per byte" in capsys.readouterr().out
-    assert call(f"--workdir={run}", "--mode=sample", "--prompt=the ", config=None,
-                **{"sample.max_new_tokens": 5, "sample.temperature": 0.0}) == 0
+    assert (
+        call(
+            f"--workdir={run}",
+            "--mode=sample",
+            "--prompt=the ",
+            config=None,
+            **{"sample.max_new_tokens": 5, "sample.temperature": 0.0},
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("the ")
 
-    assert call(f"--workdir={run}", "--mode=sample", "--prompt=" + "the quick " * 9,
-                config=None) == 2
+    assert (
+        call(f"--workdir={run}", "--mode=sample", "--prompt=" + "the quick " * 9, config=None) == 2
+    )
     line = error_line(capsys)
     assert "prompt" in line and "16" in line
     assert call(f"--workdir={run}", "--mode=sample", "--prompt=Zürich", config=None) == 2
@@ -174,11 +207,17 @@ def test_a_workdir_on_a_full_disk(text, capsys, tmp_path):
 
 
 def test_overrides_reach_tuples_and_placeholders(text, tmp_path):
-    values = main.parse([
-        "efx", "--config=configs/mod.py:smoke,dense", "--workdir=x", "--config.model.norm=layernorm",
-        "--config.model.use_bias=True", "--config.model.depth_routing.blocks=(1,3)",
-        "--config.losses.router_bce=0.5",
-    ])
+    values = main.parse(
+        [
+            "efx",
+            "--config=configs/mod.py:smoke,dense",
+            "--workdir=x",
+            "--config.model.norm=layernorm",
+            "--config.model.use_bias=True",
+            "--config.model.depth_routing.blocks=(1,3)",
+            "--config.losses.router_bce=0.5",
+        ]
+    )
     c = values.config
     assert c.model.norm == "layernorm" and c.model.use_bias is True
     assert tuple(c.model.depth_routing.blocks) == (1, 3)

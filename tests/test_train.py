@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from configs import common
 from flax import linen as nn
 
-from efx import models, optim, sharding, train
+from configs import common
+from efx import experiment, models, optim, sharding, train
 from efx import step as step_lib
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -64,13 +64,17 @@ def batch_of(config, vocab=64, seed=0):
     rng = np.random.default_rng(seed)
     shape = (config.data.batch_size, config.data.seq_len)
     tokens = rng.integers(0, vocab, (shape[0], shape[1] + 1)).astype(np.int32)
-    return {"inputs": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:]),
-            "weights": jnp.ones(shape, jnp.float32)}
+    return {
+        "inputs": jnp.asarray(tokens[:, :-1]),
+        "targets": jnp.asarray(tokens[:, 1:]),
+        "weights": jnp.ones(shape, jnp.float32),
+    }
 
 
 def setup(config, vocab=64):
-    model = models.build(config.model, vocab_size=vocab, context=config.data.seq_len,
-                         dtype=config.train.dtype)
+    model = models.build(
+        config.model, vocab_size=vocab, context=config.data.seq_len, dtype=config.train.dtype
+    )
     shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
     state = step_lib.init_state(model, optimizer, 0)
@@ -93,9 +97,11 @@ def test_accumulation_equals_the_big_batch(text, accumulation, loss_chunk):
     batch["weights"] = jnp.asarray(weights)
     changes = {"optim.name": "sgd", "optim.clip_norm": 0.0, "losses.z_loss": 1e-3}
     state, big = setup(tiny(text, **changes))
-    _, small = setup(tiny(
-        text, **changes, **{"train.accumulation": accumulation, "train.loss_chunk": loss_chunk}
-    ))
+    _, small = setup(
+        tiny(
+            text, **changes, **{"train.accumulation": accumulation, "train.loss_chunk": loss_chunk}
+        )
+    )
     expected, metrics = big(state, batch, np.uint32(0))
     got, metrics_small = small(state, batch, np.uint32(0))
     close(expected.params, got.params, 2e-6)
@@ -117,13 +123,21 @@ def test_a_nonfinite_step_is_skipped_and_counted(text):
     after, metrics = step(after, good, np.uint32(0))
     assert (after.step, after.nonfinite_total, after.nonfinite_run) == (3, 2, 0)
     assert np.isfinite(metrics["train/loss"])
-    assert any(np.any(x != y) for x, y in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True))
+    assert any(
+        np.any(x != y)
+        for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True)
+    )
 
 
-@pytest.mark.parametrize("sizes", [
-    dict(data=8), dict(fsdp=8), dict(tensor=2, fsdp=1, data=4), dict(data=2, fsdp=2, tensor=2),
-])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(data=8),
+        dict(fsdp=8),
+        dict(tensor=2, fsdp=1, data=4),
+        dict(data=2, fsdp=2, tensor=2),
+    ],
+)
 def test_eight_devices_train_like_one(text, sizes):
     """Data, fsdp, tensor and mixed meshes give the losses of one device."""
     config = tiny(text, **{"mesh.data": 1, "train.loss_chunk": 16, "model.vocab_multiple": 8})
@@ -142,15 +156,16 @@ def test_eight_devices_train_like_one(text, sizes):
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
     placed = step_lib.state_shardings(model, optimizer, mesh, rules)
     function = step_lib.make_train_step(
-        model, optimizer, schedule, config, total_steps=6,
-        groups=sharding.batch_shards(mesh, rules))
+        model, optimizer, schedule, config, total_steps=6, groups=sharding.batch_shards(mesh, rules)
+    )
     losses = []
     with sharding.use(mesh, rules):
         state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
         for batch in batches:
             batch = sharding.place_batch(
-                jax.tree.map(np.asarray, batch), sharding.batch_sharding(mesh, rules))
+                jax.tree.map(np.asarray, batch), sharding.batch_sharding(mesh, rules)
+            )
             state, metrics = jitted(state, batch, np.uint32(0))
             losses.append(float(metrics["train/loss"]))
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
@@ -163,12 +178,25 @@ def test_eight_devices_train_like_one(text, sizes):
 
 def launch(config_changes, workdir, text, *extra, wait=True):
     """A real `python -m efx.main` with the tiny config."""
-    arguments = [f"--config.{k}={v}" for k, v in
-                 {**TINY, "data.source": f"text:{text}", **config_changes}.items()]
+    arguments = [
+        f"--config.{k}={v}"
+        for k, v in {**TINY, "data.source": f"text:{text}", **config_changes}.items()
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "efx.main", "--config=configs/mod.py",
-         f"--workdir={workdir}", *arguments, *extra],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "efx.main",
+            "--config=configs/mod.py",
+            f"--workdir={workdir}",
+            *arguments,
+            *extra,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if not wait:
         return process
     out, _ = process.communicate(timeout=300)
@@ -222,8 +250,9 @@ def test_three_steps_killed_and_three_more_equal_six(text, tmp_path, root, monke
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit_cleanly(text, tmp_path, root, monkeypatch, number):
     monkeypatch.chdir(root)
-    process = launch({"steps": 100_000, "checkpoint.every": 50_000}, tmp_path / "run", text,
-                     wait=False)
+    process = launch(
+        {"steps": 100_000, "checkpoint.every": 50_000}, tmp_path / "run", text, wait=False
+    )
     for line in process.stdout:
         if line.startswith("step "):
             break
@@ -237,8 +266,16 @@ def test_signals_save_and_exit_cleanly(text, tmp_path, root, monkeypatch, number
 
 
 def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path, capsys):
-    config = tiny(text, **{"optim.learning_rate": 1e30, "optim.clip_norm": 0.0,
-                           "optim.name": "sgd", "train.max_nonfinite": 3, "steps": 50})
+    config = tiny(
+        text,
+        **{
+            "optim.learning_rate": 1e30,
+            "optim.clip_norm": 0.0,
+            "optim.name": "sgd",
+            "train.max_nonfinite": 3,
+            "steps": 50,
+        },
+    )
     config.mesh.data = -1
     with pytest.raises(train.RunStopped, match="3 steps in a row"):
         train.train_and_evaluate(config, tmp_path / "run")
@@ -246,9 +283,19 @@ def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path, capsys):
 
 def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
     """The whole loop in process, on eight devices: rows, evaluation of both routings, samples."""
-    config = tiny(text, **{"mesh.data": -1, "steps": 12, "evaluate.every": 6, "sample.every": 12,
-                           "sample.max_new_tokens": 8, "sample.prompt": "a", "log.every": 3,
-                           "log.tensorboard": True})
+    config = tiny(
+        text,
+        **{
+            "mesh.data": -1,
+            "steps": 12,
+            "evaluate.every": 6,
+            "sample.every": 12,
+            "sample.max_new_tokens": 8,
+            "sample.prompt": "a",
+            "log.every": 3,
+            "log.tensorboard": True,
+        },
+    )
     row = train.train_and_evaluate(config, tmp_path / "run", command_line=["efx"])
     out = capsys.readouterr().out
     rows = read_metrics(tmp_path / "run")
@@ -259,8 +306,14 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
             assert r["tokens"] == r["step"] * 8 * 32
     losses = [r["train/loss"] for r in rows if "train/loss" in r]
     assert losses[-1] < losses[0] - 0.2
-    assert {"eval/loss", "eval/loss_topk", "eval/bits_per_byte", "eval/router/accuracy",
-            "eval/router/routed_fraction", "eval/router/routed_fraction/block_1"} <= row.keys()
+    assert {
+        "eval/loss",
+        "eval/loss_topk",
+        "eval/bits_per_byte",
+        "eval/router/accuracy",
+        "eval/router/routed_fraction",
+        "eval/router/routed_fraction/block_1",
+    } <= row.keys()
     assert list((tmp_path / "run/samples").iterdir())
     assert list((tmp_path / "run/tensorboard").iterdir())
     assert "first step after" in out and "finished" in out and "--mode=sample" in out
@@ -271,24 +324,27 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
 def test_flops_can_be_given_instead_of_steps(text):
     config = tiny(text, **{"steps": 0, "train_flops": 1e9})
     config.mesh.data = -1
-    e = train.prepare(config)
+    e = experiment.prepare(config)
     per_step = e.ledger.train_flops(e.tokens_per_step)
     assert e.steps == round(1e9 / per_step) > 1
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"train_flops": 1e9}, "exactly one"),
-    ({"steps": 0, "train_flops": 1.0}, "less than one step"),
-    ({"train.accumulation": 3}, "config.train.accumulation=3"),
-    ({"data.batch_size": 12}, "does not divide over the 8 devices"),
-    ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
-    ({"model.context": 16}, "config.model.context=16"),
-    ({"model.num_heads": 5}, "config.model.num_heads=5"),
-    ({"model.depth_routing.capacity": 0.0}, "capacity=0.0: must be in (0, 1]"),
-    ({"model.depth_routing.capacity": 1.5}, "capacity=1.5: must be in (0, 1]"),
-    ({"data.seq_len": 100_000}, "config.data.seq_len=100000 is longer than the text"),
-    ({"mesh.tensor": 3}, "config.mesh"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train_flops": 1e9}, "exactly one"),
+        ({"steps": 0, "train_flops": 1.0}, "less than one step"),
+        ({"train.accumulation": 3}, "config.train.accumulation=3"),
+        ({"data.batch_size": 12}, "does not divide over the 8 devices"),
+        ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
+        ({"model.context": 16}, "config.model.context=16"),
+        ({"model.num_heads": 5}, "config.model.num_heads=5"),
+        ({"model.depth_routing.capacity": 0.0}, "capacity=0.0: must be in (0, 1]"),
+        ({"model.depth_routing.capacity": 1.5}, "capacity=1.5: must be in (0, 1]"),
+        ({"data.seq_len": 100_000}, "config.data.seq_len=100000 is longer than the text"),
+        ({"mesh.tensor": 3}, "config.mesh"),
+    ],
+)
 def test_bad_settings_are_one_clear_line_and_nothing_is_written(text, tmp_path, changes, words):
     config = tiny(text, **{"mesh.data": -1, **changes})
     with pytest.raises(UsageError) as error:
@@ -299,5 +355,7 @@ def test_bad_settings_are_one_clear_line_and_nothing_is_written(text, tmp_path, 
 
 def test_boxes_do_not_reach_the_state(text):
     state, _ = setup(tiny(text))
-    assert not any(isinstance(x, nn.Partitioned) for x in jax.tree.leaves(
-        state, is_leaf=lambda x: isinstance(x, nn.Partitioned)))
+    assert not any(
+        isinstance(x, nn.Partitioned)
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    )

@@ -1,6 +1,6 @@
 """The default Mixture-of-Depths run against its dense twin at equal training FLOPs.
 
-    python -m efx.studies.sweep --sweep configs/sweeps/mod_vs_dense.py --workdir runs/mod_vs_dense
+python -m efx.studies.sweep --sweep configs/sweeps/mod_vs_dense.py --workdir runs/mod_vs_dense
 """
 
 

@@ -41,8 +41,19 @@ def visited_pairs(length, chunk=0, window=0):
     return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans(length, chunk, window))
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, *, scale, chunk=0, window=0, softcap=0.0, positions_BT=None,
-           segment_ids_BT=None, probs_fn: Callable | None = None):
+def attend(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    scale,
+    chunk=0,
+    window=0,
+    softcap=0.0,
+    positions_BT=None,
+    segment_ids_BT=None,
+    probs_fn: Callable | None = None,
+):
     """Causal attention of T queries over the same T places of keys and values.
 
     Query t sees key s iff s <= t in order, and, where given, both lie in one segment and
@@ -74,16 +85,33 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, scale, chunk=0, window=0, softcap=0.0, pos
         if window:
             gap = positions_BT[:, q0:q1, None] - positions_BT[:, None, k0:k1]
             allowed_BTS = allowed_BTS & (gap < window)
-        outputs.append(_softmax_values(
-            q_BKGTH[..., q0:q1, :], k_BKSH[..., k0:k1, :], v_BKSH[..., k0:k1, :],
-            allowed_BTS, softcap, probs_fn, k0,
-        ))
+        outputs.append(
+            _softmax_values(
+                q_BKGTH[..., q0:q1, :],
+                k_BKSH[..., k0:k1, :],
+                v_BKSH[..., k0:k1, :],
+                allowed_BTS,
+                softcap,
+                probs_fn,
+                k0,
+            )
+        )
     out_BKGTH = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=3)
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
 
 
-def attend_cache(q_BTNH, k_BKSH, v_BKSH, q_positions_BT, k_positions_BS, *, scale, window=0,
-                 softcap=0.0, probs_fn: Callable | None = None):
+def attend_cache(
+    q_BTNH,
+    k_BKSH,
+    v_BKSH,
+    q_positions_BT,
+    k_positions_BS,
+    *,
+    scale,
+    window=0,
+    softcap=0.0,
+    probs_fn: Callable | None = None,
+):
     """Attention of new queries over cache slots, each slot with the position of its token.
 
     Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window).
@@ -157,14 +185,21 @@ class Attention(nn.Module):
         v_BTKH = constrain(v_BTKH, "batch", "length", "act_kv_heads", None)
         options = dict(
             scale=1.0 / self.head_dim if self.mup else self.head_dim**-0.5,
-            window=self.window, softcap=self.softcap, probs_fn=self._probs_fn(info),
+            window=self.window,
+            softcap=self.softcap,
+            probs_fn=self._probs_fn(info),
         )
         if info.decode:
             out_BTNH = self._attend_cached(q_BTNH, k_BTKH, v_BTKH, info, options)
         else:
             out_BTNH = attend(
-                q_BTNH, k_BTKH, v_BTKH, chunk=self.chunk, positions_BT=info.positions_BT,
-                segment_ids_BT=info.segment_ids_BT, **options,
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                chunk=self.chunk,
+                positions_BT=info.positions_BT,
+                segment_ids_BT=info.segment_ids_BT,
+                **options,
             )
         out_BTD = out_BTNH.reshape(batch, length, self.num_heads * self.head_dim)
         return Linear(
@@ -173,9 +208,9 @@ class Attention(nn.Module):
 
     def _project(self, name, x_BTD, heads, axis):
         features = heads * self.head_dim
-        return Linear(
-            features, ("embed", axis), self.std, self.use_bias, self.dtype, name=name
-        )(x_BTD)
+        return Linear(features, ("embed", axis), self.std, self.use_bias, self.dtype, name=name)(
+            x_BTD
+        )
 
     def _heads(self, name, x_BTD, heads, axis):
         y = self._project(name, x_BTD, heads, axis)
@@ -223,9 +258,7 @@ class Attention(nn.Module):
         if info.rows_B is None:
             cached = key.value, value.value, position.value
         else:
-            cached = tuple(
-                part.value.at[row_B].get(mode="clip") for part in (key, value, position)
-            )
+            cached = tuple(part.value.at[row_B].get(mode="clip") for part in (key, value, position))
         return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
 
 

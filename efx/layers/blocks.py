@@ -59,15 +59,24 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, info):
         c = self.config
-        norm = partial(
-            norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype
-        )
+        norm = partial(norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype)
         attention = Attention(
-            num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
-            use_bias=c.use_bias, rope_theta=c.rope_theta, qk_norm=c.qk_norm, mup=c.mup,
-            window=c.window, softcap=c.softcap, chunk=c.chunk, std=c.std, std_out=c.std_out,
-            norm_eps=c.norm_eps, probs_dropout=dropout_factory(c.dropout, "attention_probs"),
-            dtype=c.dtype, name="attention",
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            use_bias=c.use_bias,
+            rope_theta=c.rope_theta,
+            qk_norm=c.qk_norm,
+            mup=c.mup,
+            window=c.window,
+            softcap=c.softcap,
+            chunk=c.chunk,
+            std=c.std,
+            std_out=c.std_out,
+            norm_eps=c.norm_eps,
+            probs_dropout=dropout_factory(c.dropout, "attention_probs"),
+            dtype=c.dtype,
+            name="attention",
         )
         mlp = MLP(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
         a_BTD = attention(norm(name="norm_attention")(x_BTD), info)
@@ -149,7 +158,9 @@ class Stack(nn.Module):
         if self.scan:
             size = period(self.specs)
             scanned = nn.scan(
-                _Unit, length=len(self.specs) // size, in_axes=nn.broadcast,
+                _Unit,
+                length=len(self.specs) // size,
+                in_axes=nn.broadcast,
                 variable_axes={"params": 0, "cache": 0, "losses": 0, "stats": 0, "state": 0},
                 split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
@@ -197,7 +208,9 @@ def scan_params(params, specs):
     size = period(specs)
     units = {}
     for j in range(size):
-        layers = [params[f"block_{i}"] for i in range(j, len(specs), size) if f"block_{i}" in params]
+        layers = [
+            params[f"block_{i}"] for i in range(j, len(specs), size) if f"block_{i}" in params
+        ]
         if layers:
             units[f"block_{j}"] = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
     return {"units": units}

@@ -71,8 +71,10 @@ class DepthRouted(nn.Module):
         # One router for each block, never shared, without bias. Starting at zero would make every
         # score equal and the first selection the first C tokens.
         self.router = self.param(
-            "router", nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
-            (self.block.config.width,), jnp.float32,
+            "router",
+            nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
+            (self.block.config.width,),
+            jnp.float32,
         )
 
     def scores(self, x_BTD):
@@ -101,9 +103,7 @@ class DepthRouted(nn.Module):
         causal = routing.first_plan(decided_BT, room)
         self._report(x_BTD, score_BT, decided_BT, routing.selected(top, length), causal, valid_BT)
         plan = top if info.selection == "train" else causal
-        delta_BCD = self.block(
-            routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch)
-        )
+        delta_BCD = self.block(routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch))
         gate_BC = self._gate(routing.gather(score_BT, plan))
         return routing.scatter_add(
             x_BTD, delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
@@ -129,8 +129,9 @@ class DepthRouted(nn.Module):
         if not self.config.bce_reaches_input:
             logits_BT = self.scores(jax.lax.stop_gradient(x_BTD))
         target = target_BT.astype(jnp.float32)
-        self.sow("losses", "router_bce", mean(optax.sigmoid_binary_cross_entropy(
-            logits_BT, target)))
+        self.sow(
+            "losses", "router_bce", mean(optax.sigmoid_binary_cross_entropy(logits_BT, target))
+        )
         decided = decided_BT.astype(jnp.float32)
         both, positives, wanted = mean(decided * target), mean(decided), mean(target)
         self.sow("stats", "router/accuracy", mean(decided * target + (1 - decided) * (1 - target)))
@@ -196,9 +197,10 @@ class DepthRouted(nn.Module):
             def take(y, fill=0):
                 return routing.gather(y[None], plan, fill)[0]
 
-            delta = block(take(x_BTD), info.replace(
-                positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]
-            ))
+            delta = block(
+                take(x_BTD),
+                info.replace(positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]),
+            )
             delta = delta * take(gate_BT)[..., None].astype(delta.dtype)
             return routing.scatter_add(x_BTD[None], delta[None], plan)[0]
 
@@ -207,7 +209,7 @@ class DepthRouted(nn.Module):
 
 
 def routed_blocks(config, depth):
-    """{block index: capacity} of a stack of `depth` blocks; raises ValueError saying what is wrong."""
+    """{block index: capacity} of a stack of `depth` blocks; ValueError if the lengths differ."""
     if config.kind == "none":
         return {}
     chosen = config.blocks or tuple(range(config.every - 1, depth, max(1, config.every)))

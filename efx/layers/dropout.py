@@ -26,7 +26,7 @@ class DropoutConfig:
 
 
 class StandardDropout(nn.Module):
-    """Zeroes elements with probability `rate` and scales the rest; the identity outside training."""
+    """Zeroes elements with probability `rate` and scales the rest, in training only."""
 
     rate: float
 

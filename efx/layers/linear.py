@@ -27,15 +27,19 @@ class Linear(nn.Module):
     def __call__(self, x):
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
         kernel = self.param(
-            "kernel", nn.with_logical_partitioning(init, self.axes),
-            (x.shape[-1], self.features), jnp.float32,
+            "kernel",
+            nn.with_logical_partitioning(init, self.axes),
+            (x.shape[-1], self.features),
+            jnp.float32,
         )
         x = x.astype(self.dtype)
         y = jnp.dot(x.reshape(-1, x.shape[-1]), kernel.astype(self.dtype))
         if self.use_bias:
             bias = self.param(
-                "bias", nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:]),
-                (self.features,), jnp.float32,
+                "bias",
+                nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:]),
+                (self.features,),
+                jnp.float32,
             )
             y = y + bias.astype(self.dtype)[None]
         return y.reshape(*x.shape[:-1], self.features)
@@ -54,7 +58,8 @@ class Embedding(nn.Module):
         self.embedding = self.param(
             "embedding",
             nn.with_logical_partitioning(nn.initializers.normal(self.std), self.axes),
-            (self.num_embeddings, self.features), jnp.float32,
+            (self.num_embeddings, self.features),
+            jnp.float32,
         )
 
     def __call__(self, tokens_BT):

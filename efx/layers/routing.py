@@ -47,8 +47,12 @@ def topk_plan(scores_BT, size, valid_BT=None):
     if valid_BT is None:
         return Plan(indices_BC, jnp.ones(indices_BC.shape, bool))
     chosen = jax.vmap(lambda valid, index: valid[index])(valid_BT, indices_BC)
-    return first_plan(jax.vmap(lambda index, keep: jnp.zeros(length, bool).at[index].set(keep))(
-        indices_BC, chosen), size)
+    return first_plan(
+        jax.vmap(lambda index, keep: jnp.zeros(length, bool).at[index].set(keep))(
+            indices_BC, chosen
+        ),
+        size,
+    )
 
 
 def first_plan(selected_BT, size):
@@ -65,9 +69,9 @@ def first_plan(selected_BT, size):
 
 def selected(plan, length):
     """[B, T] bool: which tokens the plan computes."""
-    return jax.vmap(
-        lambda index: jnp.zeros(length, bool).at[index].set(True, mode="drop")
-    )(plan.indices_BC)
+    return jax.vmap(lambda index: jnp.zeros(length, bool).at[index].set(True, mode="drop"))(
+        plan.indices_BC
+    )
 
 
 def gather(x_BT, plan, fill=0):

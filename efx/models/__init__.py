@@ -61,11 +61,12 @@ def build(model_config, *, vocab_size, context, dtype):
 
 
 def _typed(cls, mapping, where, given=None):
-    """Keyword arguments of a dataclass from a mapping: every field present, known and well typed."""
+    """Keyword arguments of a dataclass from a mapping: all fields present, known and well typed."""
     given = given or {}
     hints = typing.get_type_hints(cls)
     fields = {
-        f.name: f for f in dataclasses.fields(cls)
+        f.name: f
+        for f in dataclasses.fields(cls)
         if f.init and f.name not in ("parent", "name") and f.name not in given
     }
     for key in mapping:
@@ -96,8 +97,9 @@ def _cast(hint, value, where):
         if isinstance(option, type) and isinstance(value, option):
             if not (option is int and isinstance(value, bool)):
                 return value
-    wanted = " or ".join("None" if o is types.NoneType else getattr(o, "__name__", str(o))
-                         for o in options)
+    wanted = " or ".join(
+        "None" if o is types.NoneType else getattr(o, "__name__", str(o)) for o in options
+    )
     raise UsageError(f"{where}={value!r}: expected {wanted}")
 
 

@@ -19,10 +19,22 @@ from efx.sharding import constrain
 
 # What a preset decides when the config leaves the field at None.
 PRESETS = {
-    "gpt2": dict(norm="layernorm", norm_eps=1e-5, use_bias=True, positions="learned", tied=True,
-                 activation="gelu"),
-    "llama": dict(norm="rmsnorm", norm_eps=1e-5, use_bias=False, positions="rope", tied=False,
-                  activation="swiglu"),
+    "gpt2": dict(
+        norm="layernorm",
+        norm_eps=1e-5,
+        use_bias=True,
+        positions="learned",
+        tied=True,
+        activation="gelu",
+    ),
+    "llama": dict(
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        use_bias=False,
+        positions="rope",
+        tied=False,
+        activation="swiglu",
+    ),
 }
 
 
@@ -87,14 +99,28 @@ class Decoder(nn.Module):
         if not c.tied:
             self.head = Linear(c.padded_vocab, ("table", "vocab"), c.init_std, dtype=c.dtype)
 
-    def __call__(self, tokens_BT, positions_BT=None, segment_ids_BT=None, train=False,
-                 decode=False, cache_size=0):
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
         """Logits [B, T, V] in float32. See `features` for the arguments."""
         x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
         return self.logits(x_BTD)[..., : self.vocab_size]
 
-    def features(self, tokens_BT, positions_BT=None, segment_ids_BT=None, train=False,
-                 decode=False, cache_size=0):
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
         """The normalised state [B, T, D] that the output layer reads.
 
         Args:
@@ -111,8 +137,14 @@ class Decoder(nn.Module):
             selection = "train" if train else "causal"
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = TokenInfo(positions_BT, segment_ids_BT, train=train, decode=decode,
-                         selection=selection, cache_size=cache_size)
+        info = TokenInfo(
+            positions_BT,
+            segment_ids_BT,
+            train=train,
+            decode=decode,
+            selection=selection,
+            cache_size=cache_size,
+        )
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
@@ -159,13 +191,25 @@ class Decoder(nn.Module):
         """The layers of the stack."""
         c = self.resolved()
         block = BlockConfig(
-            width=c.width, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim, hidden=c.mlp.hidden_size(c.width), activation=c.mlp.activation,
-            norm=c.norm, norm_eps=c.norm_eps, use_bias=c.use_bias,
-            rope_theta=c.rope_theta if c.positions == "rope" else 0.0, qk_norm=c.qk_norm,
-            mup=c.attention_scale == "mup", window=c.window, softcap=c.attention_softcap,
-            chunk=c.attention_chunk, std=c.init_std, std_out=c.init_std / (2 * c.depth) ** 0.5,
-            dropout=c.dropout, dtype=c.dtype,
+            width=c.width,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            hidden=c.mlp.hidden_size(c.width),
+            activation=c.mlp.activation,
+            norm=c.norm,
+            norm_eps=c.norm_eps,
+            use_bias=c.use_bias,
+            rope_theta=c.rope_theta if c.positions == "rope" else 0.0,
+            qk_norm=c.qk_norm,
+            mup=c.attention_scale == "mup",
+            window=c.window,
+            softcap=c.attention_softcap,
+            chunk=c.attention_chunk,
+            std=c.init_std,
+            std_out=c.init_std / (2 * c.depth) ** 0.5,
+            dropout=c.dropout,
+            dtype=c.dtype,
         )
         routed = routed_blocks(c.depth_routing, c.depth)
         return tuple(
@@ -264,7 +308,8 @@ def _resolve(model):
     one_of("preset", model.preset, PRESETS)
     preset = PRESETS[model.preset]
     fields = {
-        name: preset[name] for name in preset
+        name: preset[name]
+        for name in preset
         if name != "activation" and getattr(model, name) is None
     }
     mlp = model.mlp
@@ -333,5 +378,3 @@ def _check_routing(c, depth, one_of):
             f"config.model.depth_routing.capacity={c.capacity}: give one value, or one for each "
             "routed block"
         ) from None
-
-

@@ -11,9 +11,9 @@ A sweep file is plain data: `get_sweep()` returns
          columns={"title": "metric", ...})         # more columns of the table, by metric name
 
 Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
-interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up or
-down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/table.json; making it needs
-no JAX.
+interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up
+or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/table.json; making it
+needs no JAX.
 """
 
 import argparse
@@ -67,8 +67,11 @@ def command(sweep, workdir, name, seed, budget, extra):
     changes = dict(sweep["runs"][name])
     if "flops" in budget:
         changes |= {"steps": 0, "train_flops": budget["flops"]}
-    arguments = [f"--config={sweep['config']}", f"--workdir={folder(workdir, name, seed)}",
-                 f"--config.seed={seed}"]
+    arguments = [
+        f"--config={sweep['config']}",
+        f"--workdir={folder(workdir, name, seed)}",
+        f"--config.seed={seed}",
+    ]
     arguments += list(extra)
     return arguments + [f"--config.{key}={value}" for key, value in changes.items()]
 
@@ -162,14 +165,18 @@ def markdown(sweep, table, how):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m efx.studies.sweep", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m efx.studies.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sweep", required=True, help="sweep file, e.g. configs/sweeps/....py")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     argv = sys.argv[1:] if argv is None else argv
-    own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (
-        argv, [])
+    own, extra = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    )
     arguments = parser.parse_args(own)
     try:
         sweep = load_sweep(arguments.sweep)
@@ -180,8 +187,9 @@ def main(argv=None):
         text = markdown(sweep, table, how)
         with writing(arguments.workdir):
             write_atomic(pathlib.Path(arguments.workdir) / "table.md", text)
-            write_atomic(pathlib.Path(arguments.workdir) / "table.json",
-                         json.dumps(table, indent=2) + "\n")
+            write_atomic(
+                pathlib.Path(arguments.workdir) / "table.json", json.dumps(table, indent=2) + "\n"
+            )
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr)
         return 2
