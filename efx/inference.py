@@ -4,7 +4,6 @@ import pathlib
 import sys
 
 import jax
-from ml_collections import ConfigDict
 
 from efx import optim, runfolder, sharding
 from efx import step as step_lib
@@ -12,6 +11,7 @@ from efx.checkpoint import Checkpointer
 from efx.evaluate import Evaluator, describe
 from efx.experiment import prepare
 from efx.metrics import quantity
+from efx.sample import TextSampler
 
 
 def restore(config, workdir, step=None):
@@ -55,15 +55,12 @@ def evaluate(config, workdir, step=None):
 
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
-    from efx.sample import make_sampler
-
     stream = stream or sys.stdout
-    # One sequence at a time runs on one device; a mesh would have nothing to split.
-    config = ConfigDict(config)
-    config.mesh.update({name: 1 for name in sharding.MESH_AXES})
-    with jax.default_device(jax.devices()[0]):
-        e, step, params, _ = restore(config, workdir, step)
-    sampler = make_sampler(e.model, e.data.tokenizer, config.sample)
+    e, step, params, _ = restore(config, workdir, step)
+    params = local_params(params)
+    if jax.process_index() != 0:
+        return {}
+    sampler = TextSampler(e.model, e.data.tokenizer, config.sample)
     for i in range(config.sample.num_samples):
         stream.write(config.sample.prompt)
         for piece in sampler.stream(params, config.sample.prompt, seed=config.sample.seed + i):
@@ -76,3 +73,12 @@ def sample(config, workdir, step=None, stream=None):
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
     print(line, file=sys.stderr)
     return stats
+
+
+def local_params(params):
+    """Parameters on one device of this host, gathered from wherever they are."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(params, tiled=True)
+    return jax.device_put(params, jax.devices()[0])

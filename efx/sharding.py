@@ -116,6 +116,14 @@ def use(mesh, rules):
         yield
 
 
+def single_device():
+    """Trace for one device of this host, also inside `use`."""
+    mesh = jax.make_mesh(
+        (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1]
+    )
+    return jax.set_mesh(mesh)
+
+
 def constrain(x, *axes):
     """Hint the layout of an activation by logical names; does nothing outside a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

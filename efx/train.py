@@ -14,7 +14,7 @@ from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
-from efx.sample import sample_text
+from efx.sample import TextSampler
 from efx.signals import StopSignals
 
 # What a later launch of the same run may change without becoming another run.
@@ -79,6 +79,7 @@ class _Run:
         self.window = []
         self.buffer = MetricsBuffer()
         self.last_row = {}
+        self.sampler = None
         self.step = 0
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
@@ -160,7 +161,8 @@ class _Run:
         where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
             f"{where}: {quantity(count)}parameters, "
-            f"{quantity(e.data.train_tokens)}training tokens, {e.steps} steps of {e.tokens_per_step} tokens, "
+            f"{quantity(e.data.train_tokens)}training tokens, "
+            f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.ledger.train_flops(e.tokens_per_step))}FLOPs a step, "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         )
@@ -285,16 +287,14 @@ class _Run:
                 return
         else:
             params = jax.device_put(params, jax.devices()[0])
-        texts = sample_text(
-            self.model,
-            params,
-            self.data.tokenizer,
-            self.config.sample,
-            seed=self.config.sample.seed,
-        )
+        c = self.config.sample
+        if self.sampler is None:
+            self.sampler = TextSampler(self.model, self.data.tokenizer, c, batch_size=c.num_samples)
+        seeds = [c.seed + i for i in range(c.num_samples)]
+        texts = self.sampler.texts(params, [c.prompt] * c.num_samples, seeds=seeds)
         for i, text in enumerate(texts):
-            self.writer.write_text(self.step, f"sample {i}", text)
-        self.progress.println(f"sample at step {self.step}:\n{texts[0]}\n---")
+            self.writer.write_text(self.step, f"sample {i}", c.prompt + text)
+        self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
 
     def _profile(self):
         at, count = self.config.log.profile_at, self.config.log.profile_steps
@@ -318,7 +318,8 @@ class _Run:
             self.progress.println(
                 f"finished: {self.step} steps, {quantity(row['tokens'])}tokens, "
                 f"{quantity(row['flops'])}FLOPs in {duration(row['seconds'])} of training, "
-                f"held-out loss {row['eval/loss']:.4f} nats ({row['eval/bits_per_byte']:.4f} bits per byte)"
+                f"held-out loss {row['eval/loss']:.4f} nats "
+                f"({row['eval/bits_per_byte']:.4f} bits per byte)"
             )
         self.progress.println(
             f"run folder: {self.workdir}\n"
