@@ -5,12 +5,11 @@
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
 file of 100 million random tokens and from the standard library, for each order. Third: a jitted
 step of the size given by --step-width, fed the same batch over and over and fed from the pipeline,
-in turns; the two should take the same time.
+in turns; the two should take the same time (the best of --rounds is shown).
 """
 
 import argparse
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -113,12 +112,12 @@ def stepping(kinds, arguments):
         batch = next(iterator)
         run(lambda batch=batch: batch, 3, kernel)
         pairs = [
-            (run(lambda batch=batch: batch, 10, kernel), run(iterator.__next__, 10, kernel))
+            (run(lambda batch=batch: batch, 4, kernel), run(iterator.__next__, 4, kernel))
             for _ in range(arguments.rounds)
         ]
-        alone, fed = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
-        ratio = statistics.median(b / a for a, b in pairs)
-        print(f"  {name:<42}{alone:>10.2f}{fed:>10.2f}{ratio:>8.3f}")
+        # The best of many: other work on the machine only ever adds time.
+        alone, fed = (1e3 * min(times) for times in zip(*pairs, strict=True))
+        print(f"  {name:<42}{alone:>10.2f}{fed:>10.2f}{fed / alone:>8.3f}")
 
 
 def main():
@@ -126,8 +125,8 @@ def main():
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
-    parser.add_argument("--step-width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--step-width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cache, shards = f"{folder}/cache", f"{folder}/shards"
@@ -144,7 +143,7 @@ def main():
                 label = f"{name}, {'packing' if 'packing' in order else order['shuffle']}"
                 kinds.append((label, config_for(source, cache, arguments, **changes, **order)))
         making(kinds, arguments)
-        stepping(kinds[:6], arguments)
+        stepping(kinds[:3], arguments)
 
 
 if __name__ == "__main__":

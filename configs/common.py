@@ -52,7 +52,8 @@ def data():
         split="tail",  # "tail": the end of the stream; "documents": whole documents, by hash
         shuffle="windows",  # "windows": every window once an epoch; "random": random starts
         packing=False,  # rows of whole documents: segment ids, restarted positions
-        text_key="text",  # field of a record or data set that holds the text
+        # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
+        text_key="text",
         max_bytes=0,  # read at most so much of the source; 0: all
         cache_dir="",  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
     )

@@ -13,6 +13,7 @@ _STARTED = time.monotonic()  # before the slow imports, so that start-up time co
 
 # ruff: noqa: E402
 import importlib.util
+import logging as standard_logging
 import os
 import pathlib
 import sys
@@ -189,10 +190,20 @@ def start_jax(values):
         jax.distributed.initialize()
 
 
+def _show_own_log():
+    log = standard_logging.getLogger("efx")
+    log.setLevel(standard_logging.INFO)
+    log.propagate = False
+    handler = standard_logging.StreamHandler()
+    handler.setFormatter(standard_logging.Formatter("efx: %(message)s"))
+    log.handlers = [handler]
+
+
 def main(argv=None):
     """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input."""
-    # Libraries' INFO lines are not for users of efx.
+    # Libraries' INFO lines are not for users of efx; its own say what takes so long.
     logging.set_verbosity(logging.WARNING)
+    _show_own_log()
     try:
         run(list(sys.argv if argv is None else argv))
     except UsageError as error:

@@ -1,7 +1,9 @@
 """The one training loop: build, restore, step, log, evaluate, sample, save."""
 
 import contextlib
+import os
 import pathlib
+import shlex
 import time
 
 import jax
@@ -321,11 +323,13 @@ class _Run:
                 f"held-out loss {row['eval/loss']:.4f} nats "
                 f"({row['eval/bits_per_byte']:.4f} bits per byte)"
             )
+        # launch/local.sh names itself here, since its user may have no other Python with efx in it.
+        command = os.environ.get("EFX_COMMAND", "python -m efx.main")
+        folder = shlex.quote(str(self.workdir))
         self.progress.println(
             f"run folder: {self.workdir}\n"
-            f"  sample from it:  python -m efx.main --mode=sample --workdir {self.workdir} "
-            '--prompt "def "\n'
-            f"  evaluate it:     python -m efx.main --mode=evaluate --workdir {self.workdir}\n"
-            f"  look at it:      tensorboard --logdir {self.workdir}"
+            f"  sample from it:  {command} --mode=sample --workdir {folder} --prompt 'def '\n"
+            f"  evaluate it:     {command} --mode=evaluate --workdir {folder}\n"
+            f"  look at it:      tensorboard --logdir {folder}"
         )
         return row

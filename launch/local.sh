@@ -49,4 +49,7 @@ fi
 
 # -P: modules come from the repository and the environment, never from the current folder.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# Named in the closing hints of a run.
+if [ -n "$prefix" ]; then EFX_COMMAND="$(printf %q "${prefix}launch/local.sh")"; else EFX_COMMAND=./launch/local.sh; fi
+export EFX_COMMAND
 exec "$python" -P -m efx.main ${defaults[@]+"${defaults[@]}"} "$@"

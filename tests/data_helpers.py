@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import efx.data
 from efx.errors import UsageError
 
-# Machines are shared: a slow example is not a wrong one.
+# An example that is slow on a busy machine is not wrong.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 

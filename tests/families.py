@@ -24,13 +24,11 @@ class Family:
     Attributes:
       changes: of `config.model`, dotted.
       looks_ahead: its selection in training depends on later tokens.
-      scans: its layers repeat a pattern.
       losses: names of the losses that it sows.
     """
 
     changes: dict
     looks_ahead: bool = False
-    scans: bool = True
     losses: tuple = ()
 
     @property
@@ -38,9 +36,9 @@ class Family:
         return bool(self.losses)
 
 
-def _mod(looks_ahead=True, scans=True, **changes):
+def _mod(looks_ahead=True, **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
-    return Family(changes, looks_ahead, scans, losses=("router_bce",))
+    return Family(changes, looks_ahead, losses=("router_bce",))
 
 
 FAMILIES = {
@@ -51,17 +49,17 @@ FAMILIES = {
         "attention_softcap": 5.0, "logit_softcap": 8.0, "attention_scale": "mup", "tied": True,
         "use_bias": True,
     }),
-    "mod": _mod(**{"depth": 4}),
+    "mod": _mod(),
     "mod_options": _mod(**{
         "num_kv_heads": 2, "window": 9, "attention_chunk": 10, "qk_norm": "width",
         "depth_routing.every": 1, "depth_routing.slack": 1.0, "depth_routing.gate": "tanh",
         "depth_routing.bce_reaches_input": False,
     }),
-    "mod_capacity_list": _mod(scans=False, **{
+    "mod_capacity_list": _mod(**{
         "preset": "gpt2", "depth_routing.blocks": (0, 1), "depth_routing.gate": "identity",
         "depth_routing.capacity": (0.25, 0.75),
     }),
-    "mod_stochastic": _mod(looks_ahead=False, scans=False, **{
+    "mod_stochastic": _mod(looks_ahead=False, **{
         "depth_routing.selection": "stochastic",
     }),
 }
@@ -144,13 +142,6 @@ def loss_fn(model):
         return sums.total / sums.weights + 0.1 * extra
 
     return loss
-
-
-@functools.cache
-def loss_and_grads(name):
-    """(loss, gradients) of a row's model on `tokens()`, on one device."""
-    step = jit(jax.value_and_grad(loss_fn(build(name))))
-    return jax.device_get(step(params_of(name), tokens()))
 
 
 def assert_trees_close(a, b, rtol=1e-4, atol=1e-6):

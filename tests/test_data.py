@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from efx.data import pipeline, tokenizers
+from efx.data import pipeline, tokenizers, write_token_shards
 from efx.data.stream import Stream
 from efx.errors import UsageError
 
@@ -249,6 +249,22 @@ def test_bytes_per_token(folder, tmp_path):
             assert data.scored_tokens(split) == len(scored)
             expected = lengths[scored].sum() / len(scored)
             assert data.bytes_per_token(split) == pytest.approx(expected)
+
+
+def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    inner = library.Tokenizer(library.models.WordLevel({"é": 0, "b": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("é b " * 60, encoding="utf-8")
+    config = make_config(f"text:{tmp_path / 'text.txt'}", tmp_path, tokenizer=str(tmp_path))
+    data = open_data(config)  # 4 characters and 5 bytes for 2 tokens
+    assert (data.train_tokens, data.eval_tokens) == (90, 30)
+    assert data.bytes_per_token("eval") == 5 * 15 / 29
+    shards = tmp_path / "shards"
+    write_token_shards(shards, data.tokenizer, ["é b " * 45], ["é b " * 15])
+    config.source = f"tokens:{shards}"
+    assert open_data(config).bytes_per_token("eval") == (5 * 15 - 1) / 29  # no space at the end
 
 
 @pytest.mark.parametrize(

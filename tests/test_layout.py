@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "efx").rglob("*.py"))
 MODEL_CODE = [path for path in SOURCES if {"models", "layers"} & set(path.relative_to(ROOT).parts)]
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "common.py")
+SHARED = ("__init__.py", "common.py")
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name not in SHARED)
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in SOURCES}
 
 

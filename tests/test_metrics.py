@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
 import types
@@ -205,6 +206,25 @@ def test_tensorboard_events_and_resume(tmp_path):
         writer.truncate_after(1)
         writer.write(2, {"loss": 20.0})
     assert events(tmp_path) == [(1, "loss", 1.0), (2, "loss", 20.0)]
+
+
+def test_tensorboard_on_a_full_disk_is_one_line_and_no_hang(tmp_path):
+    """The event file is the larger of the two, so the limit meets it alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = make(tmp_path, tensorboard=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(UsageError, match="cannot write .*tensorboard: File too large"):
+            writer.write(1, {f"n{i}": 1.0 for i in range(100)})
+            writer.close()
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+        (tmp_path / "b").mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+        with pytest.raises(ZeroDivisionError), make(tmp_path / "b", tensorboard=True) as writer:
+            writer.write(1, {f"n{i}": 1.0 for i in range(20)})
+            raise ZeroDivisionError  # not hidden by the error that close() meets
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_tensorboard_does_not_bring_torch_in(tmp_path):
@@ -526,8 +546,6 @@ def test_an_unwritable_workdir_is_one_line(tmp_path):
 
 
 def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path):
-    import resource
-
     path = tmp_path / "config.json"
     runfolder.write_atomic(path, "old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

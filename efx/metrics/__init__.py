@@ -1,0 +1,21 @@
+"""Numbers out of a run: fetched late, written to metrics.jsonl, TensorBoard, W&B, and shown live.
+
+metrics.jsonl has one JSON object per line, in increasing order of `step`, one line per step. A
+value that is not finite is written as null (JSON has no NaN; pandas reads null back as NaN).
+
+Nothing here imports JAX at the top: a notebook may read and plot a run without it.
+"""
+
+from efx.metrics.buffer import MetricsBuffer, mean_of
+from efx.metrics.progress import Progress, duration, quantity
+from efx.metrics.writer import MetricsWriter, read_metrics
+
+__all__ = [
+    "MetricsBuffer",
+    "MetricsWriter",
+    "Progress",
+    "duration",
+    "mean_of",
+    "quantity",
+    "read_metrics",
+]

@@ -1,0 +1,123 @@
+"""The line that shows where a run stands."""
+
+import math
+import sys
+import time
+
+
+def is_primary():
+    """Whether this process writes files and prints: process 0, or any process without JAX."""
+    if "jax" not in sys.modules:
+        return True
+    import jax
+
+    return jax.process_index() == 0
+
+
+class Progress:
+    """One live line about a run in a terminal; a plain line now and then when it is not one.
+
+    Args:
+      total: the run's last step.
+      peak_flops_per_second: of all devices together, for the MFU; 0 if unknown (no MFU then).
+      stream: where to write (default: standard output at the time of the call).
+      plain_seconds: least time between two plain lines.
+
+    A context manager. On processes other than 0 nothing is shown.
+    """
+
+    _LIVE_SECONDS = 0.1  # least time between two redraws of the live line
+
+    def __init__(self, total, *, peak_flops_per_second=0.0, stream=None, plain_seconds=10.0):
+        self._total = int(total)
+        self._peak = peak_flops_per_second
+        self._stream = sys.stdout if stream is None else stream
+        self._plain_seconds = plain_seconds
+        self._first = None  # (step, time) of the first update: the time left is measured from it
+        self._shown = -math.inf
+        self._live = None
+        self._active = is_primary()
+        self._terminal = self._active and self._stream.isatty()
+
+    def __enter__(self):
+        if self._terminal:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, step, *, loss=None, tokens_per_second=None, flops=None, flops_per_second=None):
+        """Shows where the run stands after `step`; cheap, so call it as often as you like.
+
+        loss in nats; flops: the run's total so far. None: not shown.
+        """
+        if not self._active:
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        least = self._LIVE_SECONDS if self._live is not None else self._plain_seconds
+        if step < self._total and now - self._shown < least:
+            return
+        self._shown = now
+        parts = [f"step {step}/{self._total}"]
+        if loss is not None:
+            parts.append(f"loss {loss:.4f}")
+        if tokens_per_second is not None:
+            parts.append(f"{quantity(tokens_per_second)}tokens/s")
+        if flops is not None:
+            parts.append(f"{quantity(flops)}FLOPs")
+        if flops_per_second is not None:
+            parts.append(f"{quantity(flops_per_second)}FLOP/s")
+            if self._peak:
+                parts.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
+        since, start = self._first
+        if since < step < self._total:
+            left = (self._total - step) * (now - start) / (step - since)
+            parts.append(f"{duration(left)} left")
+        self._show("  ".join(parts))
+
+    def _show(self, line):
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+            return
+        from rich.text import Text
+
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def println(self, text):
+        """Prints `text` on its own line or lines, above the live one."""
+        if not self._active:
+            return
+        if self._live is None:
+            print(text, file=self._stream, flush=True)
+            return
+        from rich.text import Text
+
+        self._live.console.print(Text(text), soft_wrap=True)
+
+
+def quantity(value):
+    """1234567.0 -> "1.23 M": three digits and an SI prefix; "0 " for zero."""
+    for power, prefix in ((21, "Z"), (18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        # 0.9995 and more would be rounded up to a thousand of the prefix below.
+        if abs(value) >= 0.9995 * 10**power:
+            scaled = value / 10**power
+            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+            return f"{scaled:.{digits}f} {prefix}"
+    return f"{value:.3g} "
+
+
+def duration(seconds):
+    """Seconds as H:MM:SS, with days in front from one day on."""
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{seconds:02}"

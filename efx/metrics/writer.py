@@ -1,0 +1,202 @@
+"""Scalars and text of a run to files: metrics.jsonl, samples/, TensorBoard, Weights & Biases."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+
+from efx.errors import UsageError
+from efx.metrics.buffer import as_number
+from efx.metrics.events import Events
+from efx.metrics.progress import is_primary
+from efx.runfolder import METRICS_FILE, reason, write_atomic, writing
+
+WANDB_ID_FILE = "wandb_id"
+SAMPLES = "samples"
+TENSORBOARD = "tensorboard"
+
+
+def read_metrics(workdir):
+    """The rows of a run's metrics.jsonl as a list of dicts; a torn last line is left out."""
+    path = pathlib.Path(workdir) / METRICS_FILE
+    try:
+        return [row for row, _, _ in _rows(path)]
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {reason(error)}") from error
+
+
+def _rows(path):
+    """Yields (row, its first byte, the byte after it) for each complete line of a metrics file."""
+    with open(path, "rb") as file:
+        offset = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # the write that was under way when the process died
+            try:
+                row = json.loads(line)
+                row["step"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise UsageError(
+                    f"{path} line {number} is not a metrics row; delete that line to go on"
+                ) from error
+            yield row, offset, offset + len(line)
+            offset += len(line)
+
+
+class MetricsWriter:
+    """Writes scalars and text of one run; on processes other than 0 every call does nothing.
+
+    Args:
+      workdir: run folder (must exist).
+      tensorboard: write event files to workdir/tensorboard.
+      wandb: Weights & Biases project, or "" for none. The run id is kept in workdir/wandb_id, so a
+        resumed run goes on in the same W&B run.
+      run_name: name shown by W&B.
+
+    A context manager. Raises UsageError when a file cannot be written or an extra is missing.
+    """
+
+    def __init__(self, workdir, *, tensorboard, wandb, run_name):
+        self._workdir = pathlib.Path(workdir)
+        self._path = self._workdir / METRICS_FILE
+        self._tensorboard = tensorboard
+        self._events = None  # opened at the first write, when the step to purge from is known
+        self._purge_from = None
+        self._wandb = None
+        self._last = None  # (row, first byte) of the last line in the file
+        self._size = 0  # bytes in the file
+        self._file = None  # descriptor of metrics.jsonl
+        if not is_primary():
+            return
+        with writing(self._path):
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._cut(math.inf)
+        if wandb:
+            self._wandb = self._open_wandb(wandb, run_name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        # An error that is on its way out is the one to end with.
+        with contextlib.suppress(*([UsageError] if kind else [])):
+            self.close()
+
+    def close(self):
+        """Flushes and closes everything. A closed writer ignores further calls."""
+        file, events, wandb = self._file, self._events, self._wandb
+        self._file = self._events = self._wandb = None
+        if file is not None:
+            os.close(file)
+        if wandb is not None:
+            wandb.finish()
+        if events is not None:
+            with writing(self._workdir / TENSORBOARD):
+                events.close()
+
+    def truncate_after(self, step):
+        """Drops what was written past `step`, so that a run resumed there has one line per step.
+
+        TensorBoard hides its events of later steps too. Call it before the first write.
+        """
+        if self._file is None:
+            return
+        self._cut(step)
+        self._purge_from = step + 1
+
+    def _cut(self, step):
+        """Cuts the file after the last complete line at or before `step`."""
+        self._last, self._size = None, 0
+        for row, start, end in _rows(self._path):
+            if row["step"] > step:
+                break
+            self._last, self._size = (row, start), end
+        with writing(self._path):
+            os.ftruncate(self._file, self._size)
+
+    def write(self, step, scalars):
+        """Adds {name: number} to the row of `step` and puts it on disk at once.
+
+        Numbers are Python or numpy scalars, or device scalars (which are waited for; fetch those
+        with MetricsBuffer instead). A second call for the last step extends its line. Steps may not
+        go back: ValueError, unless truncate_after() made room.
+        """
+        if self._file is None:
+            return
+        step = int(step)
+        values = {name: as_number(value) for name, value in scalars.items()}
+        row, start = {"step": step}, self._size
+        if self._last is not None:
+            if self._last[0]["step"] > step:
+                raise ValueError(f"metrics of step {step} after those of {self._last[0]['step']}")
+            if self._last[0]["step"] == step:
+                row, start = dict(self._last[0]), self._last[1]
+        row.update({k: v if math.isfinite(v) else None for k, v in values.items()})
+        line = json.dumps(row).encode()
+        # A line that is extended is written over in place, never shorter than it was, so that a
+        # crash leaves at worst a torn last line, which the next run drops.
+        line = line.ljust(self._size - start - 1) + b"\n"
+        with writing(self._path):
+            _write_at(self._file, start, line)
+        self._last, self._size = (row, start), start + len(line)
+        if self._tensorboard:
+            with writing(self._workdir / TENSORBOARD):
+                self._open_events().scalars(step, values)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **values})
+
+    def write_text(self, step, name, text):
+        """Appends `text` under the heading `name` to samples/step_N.txt; also to TensorBoard."""
+        if self._file is None:
+            return
+        path = self._workdir / SAMPLES / f"step_{int(step)}.txt"
+        section = f"## {name}\n{text}\n"
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(section)
+        if self._tensorboard:
+            with writing(self._workdir / TENSORBOARD):
+                self._open_events().text(int(step), name, f"```\n{text}\n```")
+
+    def _open_events(self):
+        if self._events is None:
+            self._events = Events(self._workdir / TENSORBOARD, self._purge_from)
+        return self._events
+
+    def _open_wandb(self, project, run_name):
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError(
+                f"config.log.wandb={project!r} needs the extra `wandb`: pip install 'efx[wandb]',"
+                ' or config.log.wandb=""'
+            ) from error
+        path = self._workdir / WANDB_ID_FILE
+        identity = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        try:
+            run = wandb.init(
+                project=project,
+                name=run_name,
+                id=identity,
+                resume="allow",
+                dir=str(self._workdir),
+            )
+        except Exception as error:
+            raise UsageError(
+                f"config.log.wandb={project!r}: Weights & Biases refused to start"
+                f" ({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or"
+                ' config.log.wandb=""'
+            ) from error
+        # Our own `step` is the x axis: W&B's internal one cannot go back after a resume.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        write_atomic(path, run.id + "\n")
+        return run
+
+
+def _write_at(descriptor, offset, data):
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        offset, data = offset + written, data[written:]
