@@ -42,9 +42,9 @@ class Sampler:
         self.model, self.batch_size = model, batch_size
         self.cache_size = cache_size or model.context
         self._unrolled = model.unrolled() if model.scan_layers else model
-        self._options = (jnp.float32(temperature), jnp.float32(top_p))
+        self._options = (np.float32(temperature), np.float32(top_p))
         self._top_k, self._use_top_p = min(top_k, model.vocab_size), top_p < 1
-        self._stop_ids = jnp.asarray(sorted(stop_ids), jnp.int32)
+        self._stop_ids = np.asarray(sorted(stop_ids), np.int32)
         self._cache_shapes = jax.eval_shape(
             lambda: models.init_cache(self._unrolled, batch_size, self.cache_size)
         )
@@ -71,10 +71,10 @@ class Sampler:
                     f"give at most {self.cache_size - 1}"
                 )
         texts = [list(map(int, prompt)) for prompt in prompts]
-        keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
         done_B = np.zeros(len(prompts), bool)
         made, seconds, steps = 0, 0.0, 0
         with sharding.single_device():
+            keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
             params = models.unroll(self.model, params)[1]
             cache, logits_BV = self._read(params, texts)
             lengths = [len(text) for text in texts]

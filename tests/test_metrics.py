@@ -195,13 +195,17 @@ def events(workdir):
     return found
 
 
-def test_tensorboard_events_and_resume(tmp_path):
+def test_tensorboard_events_and_resume(tmp_path, capfd):
     with make(tmp_path, tensorboard=True) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"loss": float(step)})
-        writer.write_text(3, "sample 0", "def f")
-    assert events(tmp_path)[:3] == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0)]
-    assert events(tmp_path)[3][0] == 3 and events(tmp_path)[3][2] == "text"
+        writer.write(4, {"bad": math.nan, "n": 10**12})
+        writer.write_text(5, "sample 0", "def f")
+    found = events(tmp_path)
+    assert found[:3] == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0)]
+    assert math.isnan(found[3][2]) and found[4] == (4, "n", float(np.float32(1e12)))
+    assert found[5] == (5, "sample 0/text_summary", "text")
+    assert capfd.readouterr() == ("", "")
     with make(tmp_path, tensorboard=True) as writer:
         writer.truncate_after(1)
         writer.write(2, {"loss": 20.0})

@@ -22,8 +22,9 @@ class Events:
 
     def __init__(self, folder, purge_from):
         tensorboardx = _tensorboardx()
-        self._summary = tensorboardx.summary
+        self._text_summary = tensorboardx.summary.text
         self._proto = tensorboardx.proto.event_pb2
+        self._message = tensorboardx.proto.summary_pb2.Summary
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names: by time.
         nanoseconds = time.time_ns()
@@ -38,14 +39,16 @@ class Events:
     def scalars(self, step, values):
         """Adds {name: number} at `step`."""
         for name, value in values.items():
-            self._add(step=step, summary=self._summary.scalar(name, value))
+            # Not tensorboardX's own helper: that one complains on the terminal about each NaN.
+            value = self._message.Value(tag=name, simple_value=value)
+            self._add(step=step, summary=self._message(value=[value]))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
     def text(self, step, name, markdown):
         """Adds a text at `step` and flushes."""
-        self._add(step=step, summary=self._summary.text(name, markdown))
+        self._add(step=step, summary=self._text_summary(name, markdown))
         self._file.flush()
 
     def close(self):
@@ -66,6 +69,7 @@ def _tensorboardx():
     try:
         import tensorboardX
         import tensorboardX.proto.event_pb2
+        import tensorboardX.proto.summary_pb2
         import tensorboardX.summary
     finally:
         if hide:
