@@ -1,0 +1,75 @@
+"""Every config file builds, has a smoke variant, and mentions only settings that exist."""
+
+import pathlib
+
+import jax
+import pytest
+
+from configs import common
+from efx import main, models, optim, sharding, step
+from efx.errors import UsageError
+from efx.studies import sweep
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FILES = sorted(
+    p.name for p in (ROOT / "configs").glob("*.py") if p.name not in ("common.py", "__init__.py")
+)
+SWEEPS = sorted(p.name for p in (ROOT / "configs/sweeps").glob("*.py"))
+
+
+def keys(config, prefix=""):
+    for key, value in config.items():
+        if hasattr(value, "items"):
+            yield from keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("variant", ["", ":smoke"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_builds(name, variant):
+    config = main.load_config(f"configs/{name}{variant}")
+    assert set(keys(config)) == set(keys(common.base())), "a config adds or loses no key"
+    sharding.check_rules(config.rules)
+    model = models.build(
+        config.model, vocab_size=300, context=config.data.seq_len, dtype=config.train.dtype
+    )
+    shapes = jax.eval_shape(lambda: step.init_state_params(model))
+    assert sum(model.parameter_count().values()) == sum(x.size for x in jax.tree.leaves(shapes))
+    optim.make_optimizer(config.optim, config.steps, shapes)
+    assert config.data.batch_size % config.train.accumulation == 0
+    if variant:
+        per_step = model.ledger(config.data.seq_len).train_flops(
+            config.data.batch_size * config.data.seq_len
+        )
+        assert config.steps * per_step < 1e12, "a smoke run takes about a minute on a CPU"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_variant_loads(name):
+    namespace = {}
+    exec((ROOT / "configs" / name).read_text(), namespace)  # its VARIANTS
+    for variant in namespace["VARIANTS"]:
+        assert main.load_config(f"configs/{name}:{variant}")
+        assert variant in namespace["__doc__"] or variant == "smoke"
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_names_settings_that_exist(name, tmp_path):
+    spec = sweep.load_sweep(f"configs/sweeps/{name}")
+    config = main.load_config(spec["config"])
+    for run in spec["runs"]:
+        for argument in sweep.command(spec, tmp_path, run, 0, {}, [])[1:]:
+            key = argument.partition("=")[0].removeprefix("--config.")
+            assert key == "--workdir" or key in set(keys(config)), argument
+    assert len(spec["seeds"]) >= 3
+
+
+def test_a_misspelt_variant_names_the_nearest():
+    with pytest.raises(UsageError, match="did you mean 'dense'"):
+        main.load_config("configs/mod.py:dens")

@@ -1,0 +1,101 @@
+"""Sweeps: commands, budgets, resuming, and tables that say what they are made of."""
+
+import json
+import statistics
+
+import pytest
+
+from efx.errors import UsageError
+from efx.metrics import MetricsWriter
+from efx.studies import sweep
+
+SWEEP = """
+def get_sweep():
+    return dict(config="configs/mod.py", seeds=(0, 1, 2), equal="flops",
+                runs={"MoD, 12.5%": {}, "dense twin": {"model.depth_routing.kind": "none"}},
+                columns={"decision accuracy": "eval/router/accuracy"})
+"""
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "sweep.py"
+    path.write_text(SWEEP)
+    return sweep.load_sweep(path)
+
+
+def fake_run(spec, workdir, name, seed, loss, accuracy=None):
+    """A run folder as a run leaves it, with chosen numbers."""
+    run = sweep.folder(workdir, name, seed)
+    run.mkdir(parents=True)
+    with MetricsWriter(run, tensorboard=False, wandb="", run_name="x") as writer:
+        for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
+            writer.write(
+                step,
+                {
+                    "train/loss": 3.0,
+                    "tokens": 10 * step,
+                    "flops": 1e9 * step,
+                    "tokens_per_second": rate,
+                },
+            )
+        row = {"eval/loss": loss, "eval/bits_per_byte": 2 * loss}
+        writer.write(40, row if accuracy is None else {**row, "eval/router/accuracy": accuracy})
+
+
+def test_folders_and_commands(spec, tmp_path):
+    assert sweep.folder(tmp_path, "MoD, 12.5%", 2).name == "MoD_12.5-seed2"
+    first = sweep.command(spec, tmp_path, "MoD, 12.5%", 0, {}, ["--config.steps=7"])
+    assert "--config.steps=7" in first and "--config.seed=0" in first
+    other = sweep.command(spec, tmp_path, "dense twin", 1, {"flops": 5e12}, ["--config.steps=7"])
+    assert "--config.model.depth_routing.kind=none" in other
+    # The budget comes after what the user passes to all runs: the last one wins.
+    assert other.index("--config.steps=0") > other.index("--config.steps=7")
+    assert "--config.train_flops=5000000000000.0" in other
+
+
+def test_table(spec, tmp_path, capsys):
+    for seed, loss in enumerate((1.0, 1.2, 1.7)):
+        fake_run(spec, tmp_path, "MoD, 12.5%", seed, loss, accuracy=0.9 + seed / 100)
+        fake_run(spec, tmp_path, "dense twin", seed, 2 * loss)
+    code = sweep.main(
+        ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    )
+    assert code == 0
+    text = (tmp_path / "table.md").read_text()
+    mean, spread = statistics.fmean((1.0, 1.2, 1.7)), statistics.stdev((1.0, 1.2, 1.7))
+    row = next(line for line in text.splitlines() if line.startswith("| MoD"))
+    assert f"| {mean:.4f} ± {spread:.4f} |" in row and "0.9100 ± 0.0100" in row
+    assert "| 100 |" in row  # ms a step: 10 tokens a step at a median of 100 tokens a second
+    assert "40.0 G" in row and "seeds 0, 1, 2" in text and "python -m efx.studies.sweep" in text
+    dense = next(line for line in text.splitlines() if line.startswith("| dense"))
+    assert "±" in dense and "|  |" in dense  # no accuracy where nothing is routed
+    numbers = json.loads((tmp_path / "table.json").read_text())
+    assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ((b'equal="flops"', b'equal="time"'), "equal='time'"),
+        ((b"seeds=", b"seed="), "'seed' is not a key of a sweep \\(did you mean 'seeds'"),
+        ((b'equal="flops",', b""), "lacks 'equal'"),
+    ],
+)
+def test_bad_sweeps(tmp_path, capsys, change, words):
+    path = tmp_path / "sweep.py"
+    path.write_bytes(SWEEP.encode().replace(*change))
+    with pytest.raises(UsageError, match=words):
+        sweep.load_sweep(path)
+
+
+def test_a_missing_sweep_and_missing_runs_are_one_line(tmp_path, capsys):
+    assert sweep.main(["--sweep", "nowhere.py", "--workdir", str(tmp_path)]) == 2
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    assert (
+        sweep.main(
+            ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+        )
+        == 2
+    )
+    assert "Traceback" not in capsys.readouterr().err
