@@ -198,6 +198,7 @@ class _Run:
                 # While the device computes this step, the host fetches the next one's tokens.
                 batch = sharding.place_batch(next(iterator), placed)
             self.buffer.push(self.step, metrics)
+            self.checkpoints.check()  # a save that failed in the background is told at once
             if first:
                 jax.block_until_ready(metrics)
                 self._report_start()

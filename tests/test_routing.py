@@ -1,4 +1,4 @@
-"""Depth routing: plans by hand, and layers and models against a plain numpy statement of the maths."""
+"""Depth routing: plans by hand; layers and models against a plain numpy form of the maths."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from efx import models
 from efx.layers import routing
 from efx.layers.blocks import Layer
 from efx.layers.info import TokenInfo
@@ -191,7 +192,8 @@ def np_layer(x_TD, p, spec, routed_T, positions_T, gate):
     h = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
     a = np_attention(h, p["attention"], b, positions_T, visible_TS)
     delta = a + np_mlp(norm(x_TD + a, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.activation)
-    return np.where(routed_T[:, None], x_TD + GATES[gate](x_TD @ p["router"])[:, None] * delta, x_TD)
+    gate_T = GATES[gate](x_TD @ p["router"])
+    return np.where(routed_T[:, None], x_TD + gate_T[:, None] * delta, x_TD)
 
 
 def np_topk(score_T, size):
@@ -211,7 +213,8 @@ OPTIONS = {
 def layer(**changes):
     """(layer, float64 parameters) of a routed layer."""
     changes = {key.replace("__", "."): value for key, value in changes.items()}
-    model = families.make({**OPTIONS, **changes}, changes.pop("dtype", "float32"))
+    dtype = changes.pop("dtype", "float32")
+    model = families.make({**OPTIONS, **changes}, dtype)
     params = families.random_params(model)["layers"]["block_0"]
     return Layer(model.specs()[0]), jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
@@ -260,8 +263,9 @@ def test_causal_decision_is_the_formula():
     """r > 0, at most the room's first; the empty places of the buffer reach nothing."""
     module, p = layer(depth_routing__slack=1.25)
     x_BTD, room = activations(), 10
-    x_BTD[0, :, 0] += 40 * np.sign(p["router"][0])  # row 0 wants every token, row 2 none
-    x_BTD[2, :, 0] -= 40 * np.sign(p["router"][0])
+    push_D = 10 * p["router"] / np.sum(p["router"] ** 2)  # 10 more in every score
+    x_BTD[0] += push_D.astype(np.float32)  # row 0 wants every token, row 2 none
+    x_BTD[2] -= push_D.astype(np.float32)
     out_BTD, sown = run(module, p, x_BTD, selection="causal")
     decided_BT = x_BTD @ p["router"] > 0
     assert decided_BT[0].all() and not decided_BT[2].any() and 0 < decided_BT[1].sum() < room
@@ -327,8 +331,6 @@ def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
 
 def test_every_routed_block_has_its_own_router():
     model = families.make({"depth": 6, "depth_routing.kind": "mod"})
-    from efx import models
-
     layers = families.jit(lambda key: models.init(model, key)["params"]["layers"])(
         jax.random.key(0)
     )
@@ -435,10 +437,10 @@ def test_the_gate_trains_the_router(gate, reaches):
 
 def test_empty_places_have_finite_gradients():
     module, p = layer()
+    x_BTD = activations()
+    x_BTD[2] -= (10 * p["router"] / np.sum(p["router"] ** 2))  # nothing of row 2 is routed
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
     info = TokenInfo(jnp.arange(LENGTH)[None], selection="causal")
-    x_BTD = activations()
-    x_BTD[2, :, 0] -= 40 * np.sign(float(p["router"][0]))  # nothing of row 2 is routed
     grads = families.jit(jax.grad(lambda params, x_BTD: jnp.sum(
         jnp.square(module.apply({"params": params}, x_BTD, info))
     ), argnums=(0, 1)))(p, x_BTD)

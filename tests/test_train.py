@@ -29,6 +29,7 @@ TINY = {
     "model.depth_routing.kind": "mod",
     "model.depth_routing.capacity": 0.25,
     "optim.schedule.warmup_steps": 1,
+    "optim.schedule.decay_steps": 6,  # the same rates, however many steps a run is started for
     "checkpoint.every": 3,
     "evaluate.every": 0,
     "evaluate.batch_size": 8,
