@@ -310,9 +310,9 @@ def test_model_is_the_formula(name):
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
-    """Bit for bit, as compiled by default."""
+    """Bit for bit, where the compiler rounds as the program says: fused loops may round less."""
     routed = families.make({
-        "preset": preset, "attention_chunk": 12, "depth_routing.kind": "mod",
+        "preset": preset, "attention_chunk": 20, "depth_routing.kind": "mod",
         "depth_routing.capacity": 1.0, "depth_routing.gate": "one",
     }, dtype).clone(selection="train")
     dense = routed.clone(depth_routing=dataclasses.replace(routed.depth_routing, kind="none"))
@@ -320,9 +320,12 @@ def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
     layers = {name: {k: v for k, v in block.items() if k != "router"}
               for name, block in params["layers"].items()}
     assert "router" in params["layers"]["block_1"]
+    exact = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
     np.testing.assert_array_equal(
-        jax.jit(routed.apply)({"params": params}, tokens_BT),
-        jax.jit(dense.apply)({"params": {**params, "layers": layers}}, tokens_BT),
+        jax.jit(routed.apply, compiler_options=exact)({"params": params}, tokens_BT),
+        jax.jit(dense.apply, compiler_options=exact)(
+            {"params": {**params, "layers": layers}}, tokens_BT
+        ),
     )
 
 

@@ -66,7 +66,6 @@ def test_table(spec, tmp_path, capsys):
     mean, spread = statistics.fmean((1.0, 1.2, 1.7)), statistics.stdev((1.0, 1.2, 1.7))
     row = next(line for line in text.splitlines() if line.startswith("| MoD"))
     assert f"| {mean:.4f} ± {spread:.4f} |" in row and "0.9100 ± 0.0100" in row
-    assert "| 100 |" in row  # ms a step: 10 tokens a step at a median of 100 tokens a second
     assert "40.0 G" in row and "seeds 0, 1, 2" in text and "python -m efx.studies.sweep" in text
     dense = next(line for line in text.splitlines() if line.startswith("| dense"))
     assert "±" in dense and "|  |" in dense  # no accuracy where nothing is routed

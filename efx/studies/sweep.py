@@ -104,22 +104,26 @@ def final_row(run):
     return last
 
 
-def step_seconds(run):
-    """Median seconds of a training step over the windows of the log, the first left out."""
-    rows = [row for row in read_metrics(run) if "tokens_per_second" in row]
-    if not rows:
-        return float("nan")
-    per_step = rows[0]["tokens"] / rows[0]["step"]
-    return statistics.median(per_step / row["tokens_per_second"] for row in rows[1:] or rows)
+def timed(sweep, workdir, steps):
+    """{name: milliseconds of a training step}, the runs' models taking turns in one process.
+
+    The logs of the runs have times too, but those were made one after another, on a machine whose
+    speed may have drifted in between.
+    """
+    from efx.studies.step_time import step_times
+
+    first = sweep["seeds"][0]
+    folders = {name: folder(workdir, name, first) for name in sweep["runs"]}
+    return step_times(folders, steps)
 
 
-def collect(sweep, workdir):
-    """{name: {column: [value of each seed]}} of the finished runs."""
+def collect(sweep, workdir, times):
+    """{name: {column: [value of each seed]}} of the finished runs; step times once a name."""
     columns = LOSSES | dict(sweep["columns"])
     table = {}
     for name in sweep["runs"]:
         values = {title: [] for title in columns}
-        values |= {"training FLOPs": [], "tokens": [], "steps": [], "ms a step": []}
+        values |= {"training FLOPs": [], "tokens": [], "steps": []}
         for seed in sweep["seeds"]:
             run = folder(workdir, name, seed)
             last = final_row(run)
@@ -128,7 +132,9 @@ def collect(sweep, workdir):
             values["training FLOPs"].append(last["flops"])
             values["tokens"].append(last["tokens"])
             values["steps"].append(last["step"])
-            values["ms a step"].append(1e3 * step_seconds(run))
+        if times:
+            values["ms a step"] = [times[name]]
+            values["of the first"] = [times[name] / times[next(iter(times))]]
         table[name] = values
     return table
 
@@ -143,6 +149,8 @@ def _cell(title, values):
         return f"{mean:.0f}"
     if title == "ms a step":
         return f"{mean:.0f}"
+    if title == "of the first":
+        return f"{mean:.2f}"
     spread = statistics.stdev(values) if len(values) > 1 else float("nan")
     return f"{mean:.4f} ± {spread:.4f}"
 
@@ -159,7 +167,7 @@ def markdown(sweep, table, how):
     lines += [
         "",
         f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; whole held-out "
-        f"split. Command: `{how}`",
+        f"split. Step times: medians of alternating steps. Command: `{how}`",
     ]
     return "\n".join(lines) + "\n"
 
@@ -173,6 +181,13 @@ def main(argv=None):
     parser.add_argument("--sweep", required=True, help="sweep file, e.g. configs/sweeps/....py")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
+    parser.add_argument(
+        "--time-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also time N training steps of each run's model, taking turns in one process",
+    )
     argv = sys.argv[1:] if argv is None else argv
     own, extra = (
         (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
@@ -182,7 +197,8 @@ def main(argv=None):
         sweep = load_sweep(arguments.sweep)
         if not arguments.table_only:
             run_all(sweep, arguments.workdir, extra)
-        table = collect(sweep, arguments.workdir)
+        times = arguments.time_steps and timed(sweep, arguments.workdir, arguments.time_steps)
+        table = collect(sweep, arguments.workdir, times)
         how = "python -m efx.studies.sweep " + shlex.join(argv)
         text = markdown(sweep, table, how)
         with writing(arguments.workdir):

@@ -1,0 +1,281 @@
+"""The attention kernel against full matrices: values, gradients, and what it visits."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from efx import flops
+from efx.layers import attention
+from efx.layers.positions import rope
+
+B, T, N, K, H = 2, 11, 4, 2, 6
+
+
+def inputs(seed=0, length=T, kv_heads=K):
+    """(q, k, v), float32."""
+    rng = np.random.default_rng(seed)
+    shapes = [(B, length, N, H), (B, length, kv_heads, H), (B, length, kv_heads, H)]
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def full(q, k, v, visible_BTS, scale, softcap=0.0, factor_BNTS=1.0):
+    """Attention with all scores in memory, every head with keys of its own."""
+    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    weights = jnp.exp(scores) * visible_BTS[:, None]
+    weights = weights / weights.sum(axis=-1, keepdims=True) * factor_BNTS
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def visible(length=T, window=0, segments=None, positions=None):
+    """[B, T, S] from the definition."""
+    time = np.arange(length)
+    mask = np.broadcast_to(time[None] <= time[:, None], (B, length, length)).copy()
+    if window:
+        positions = np.tile(time, (B, 1)) if positions is None else positions
+        mask &= positions[:, :, None] - positions[:, None] < window
+    if segments is not None:
+        mask &= segments[:, :, None] == segments[:, None]
+    return mask
+
+
+# Two documents and padding; three documents.
+SEGMENTS = np.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 1 + [2] * 6 + [3] * 4])
+# A routed subsequence: positions with gaps.
+GAPS = np.array([[0, 1, 3, 4, 8, 9, 10, 13, 20, 21, 22], [2, 5, 6, 7, 9, 11, 12, 13, 14, 15, 30]])
+
+CASES = {
+    "causal": dict(),
+    "window": dict(window=4),
+    "window_one": dict(window=1),
+    "softcap": dict(softcap=0.7),
+    "segments": dict(segments=SEGMENTS),
+    "segments_window": dict(segments=SEGMENTS, window=3),
+    "gaps_window": dict(window=4, positions=GAPS),
+    "one_kv_head": dict(kv_heads=1),
+    "all_kv_heads": dict(kv_heads=N),
+}
+
+
+@functools.cache
+def ours(case, chunk):
+    """Compiled (q, k, v) -> (values, gradients of a weighted sum of them)."""
+    options = dict(CASES[case])
+    options.pop("kv_heads", None)
+    segments, positions = options.pop("segments", None), options.pop("positions", None)
+    positions = np.tile(np.arange(T), (B, 1)) if positions is None else positions
+
+    def value(q, k, v):
+        out = attention.attend(
+            q, k, v, scale=0.4, chunk=chunk, positions_BT=jnp.asarray(positions),
+            segment_ids_BT=None if segments is None else jnp.asarray(segments), **options,
+        )
+        return jnp.sum(out * weights()), out
+
+    return families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))
+
+
+def weights():
+    return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_attend_is_full_attention(case, chunk):
+    """Values and gradients; chunks of 4 do not divide 11."""
+    options = dict(CASES[case])
+    args = inputs(kv_heads=options.pop("kv_heads", K))
+    softcap = options.pop("softcap", 0.0)
+    mask = visible(**options)
+
+    def reference(q, k, v):
+        out = full(q, k, v, mask, 0.4, softcap)
+        return jnp.sum(out * weights()), out
+
+    expected = jax.value_and_grad(reference, argnums=(0, 1, 2), has_aux=True)(*args)
+    got = ours(case, chunk)(*args)
+    assert got[0][1].shape == (B, T, N, H) and got[0][1].dtype == jnp.float32
+    families.assert_trees_close(expected, got, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", range(1, T + 2))
+def test_every_chunk_size(chunk):
+    """Longer than the sequence, too; all of them with a window, segments and grouped heads."""
+    q, k, v = inputs()
+    options = dict(scale=0.4, window=3, positions_BT=jnp.arange(T)[None],
+                   segment_ids_BT=jnp.asarray(SEGMENTS))
+    got = families.jit(functools.partial(attention.attend, chunk=chunk, **options))(q, k, v)
+    expected = full(q, k, v, visible(window=3, segments=SEGMENTS), 0.4)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs()
+    out = attention.attend(100 * q, 100 * k, v, scale=1.0)
+    assert np.isfinite(out).all()
+
+
+def test_masks_as_tables():
+    """Who sees whom, read off the kernel: v is one-hot, so the output is the attention matrix."""
+    q = jnp.zeros((B, T, 1, T))
+    v = jnp.tile(jnp.eye(T)[None, :, None], (B, 1, 1, 1))
+
+    def seen(**options):
+        out = attention.attend(q, q, v, scale=1.0, chunk=3, **options)
+        return (np.asarray(out[:, :, 0]) > 0).astype(int)
+
+    positions_BT = jnp.asarray(GAPS)
+    for options, mask in [
+        ({}, visible()),
+        (dict(segment_ids_BT=jnp.asarray(SEGMENTS)), visible(segments=SEGMENTS)),
+        (dict(window=4, positions_BT=positions_BT), visible(window=4, positions=GAPS)),
+        (dict(window=4, positions_BT=jnp.arange(T)[None]), visible(window=4)),
+    ]:
+        np.testing.assert_array_equal(seen(**options), mask)
+    # Equal scores: each query divides itself equally among what it sees. By hand, row 1 of GAPS.
+    np.testing.assert_array_equal(
+        seen(window=4, positions_BT=positions_BT)[1, :5, :5],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
+    )
+
+
+@pytest.mark.parametrize("length, chunk, window, expected", [
+    (10, 4, 0, [(0, 4, 0, 4), (4, 8, 0, 8), (8, 10, 0, 10)]),
+    (10, 4, 3, [(0, 4, 0, 4), (4, 8, 2, 8), (8, 10, 6, 10)]),
+    (10, 4, 1, [(0, 4, 0, 4), (4, 8, 4, 8), (8, 10, 8, 10)]),
+    (10, 16, 0, [(0, 10, 0, 10)]),
+])
+def test_spans_by_hand(length, chunk, window, expected):
+    assert attention.spans(length, chunk, window) == expected
+
+
+def test_chosen_chunks():
+    assert attention.chunk_size(10) == 64  # at least 64
+    assert attention.chunk_size(1024) == 128 and len(attention.spans(1024)) == 8  # at most 8
+    assert attention.chunk_size(1025) == 129
+    assert attention.chunk_size(1024, 100) == 100
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 45), st.integers(0, 45))
+def test_spans_cover_what_may_be_seen(length, chunk, window):
+    """Every allowed pair is visited, each query once, and the ledger counts what is visited."""
+    visits = np.zeros((length, length), int)
+    for q0, q1, k0, k1 in attention.spans(length, chunk, window):
+        visits[q0:q1, k0:k1] += 1
+    assert visits.max() == 1
+    time = np.arange(length)
+    gap = time[:, None] - time[None]
+    allowed = (gap >= 0) & ((gap < window) if window else True)
+    assert np.all(visits[allowed] == 1)
+    assert visits.sum() == attention.visited_pairs(length, chunk, window)
+    assert allowed.sum() == flops.causal_pairs(length, window)
+
+
+@pytest.mark.parametrize("chunk, window", [(0, 0), (4, 0), (4, 3)])
+def test_visited_pairs_are_what_is_multiplied(chunk, window):
+    q, k, v = inputs()
+
+    def attend(q, k, v):
+        return attention.attend(
+            q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
+        )
+
+    pairs = attention.visited_pairs(T, chunk, window)
+    assert flops.jaxpr_flops(attend, q, k, v) == B * flops.attention_scores(pairs, N, H)
+
+
+def test_probs_fn_sees_every_chunk():
+    """It gets [B, K, G, T, S] probabilities and the number of the first key."""
+    q, k, v = inputs()
+    factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
+    asked = []
+
+    def probs_fn(probs_BKGTS, k_start):
+        start = sum(size for size, _ in asked)
+        queries, keys = probs_BKGTS.shape[3:]
+        asked.append((queries, k_start))
+        np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
+        part = factor[:, :, start : start + queries, k_start : k_start + keys]
+        return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
+
+    out = attention.attend(q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn,
+                           positions_BT=jnp.arange(T)[None])
+    assert asked == [(4, 0), (4, 2), (3, 6)]
+    expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_dropout_of_probabilities():
+    """In training a share of them is zero and the rest is scaled; in evaluation none is."""
+    model = families.make({
+        "depth": 1, "dropout.kind": "standard", "dropout.rate": 0.25,
+        "dropout.sites": ("attention_probs",),
+    })
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2)
+    plain = families.make({"depth": 1})
+    expected = plain.apply({"params": params}, tokens_BT)
+    np.testing.assert_array_equal(model.apply({"params": params}, tokens_BT), expected)
+
+    train = families.jit(lambda key: model.apply(
+        {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
+    ))
+    first, again, other = (np.asarray(train(jax.random.key(seed))) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01 and np.abs(first - expected).max() > 0.01
+    # The first token sees only itself: kept and scaled by 1/(1-rate), or dropped, a head at a time.
+    seen = np.unique(np.round(first[:, 0] - np.asarray(expected)[:, 0], 5))
+    assert len(seen) > 1
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def test_attend_cache_is_attend():
+    """Slots in any order, some empty: what counts is each slot's position."""
+    q, k, v = inputs()
+    rng = np.random.default_rng(2)
+    slots = T + 3
+    places = np.stack([rng.permutation(slots)[:T] for _ in range(B)])
+    positions_BS = np.full((B, slots), -1)
+    k_BKSH, v_BKSH = (np.full((B, K, slots, H), 1e3, np.float32) for _ in range(2))
+    for b in range(B):
+        positions_BS[b, places[b]] = np.arange(T)
+        k_BKSH[b][:, places[b]] = np.transpose(k[b], (1, 0, 2))
+        v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
+    last = 4  # the last queries only
+    for window in (0, 3):
+        out = attention.attend_cache(
+            q[:, -last:], jnp.asarray(k_BKSH), jnp.asarray(v_BKSH),
+            jnp.tile(jnp.arange(T - last, T)[None], (B, 1)), jnp.asarray(positions_BS),
+            scale=0.4, window=window, softcap=0.9,
+        )
+        expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, -last:]
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+# ---- rotary embedding --------------------------------------------------------------------------
+
+
+def test_rope_turns_pairs():
+    """Pair i of H/2 turns by position * theta^(-2i/H); lengths stay, only differences matter."""
+    x = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
+    y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), 100.0))[0, :, 0]
+    for row, t in zip(y, (0, 1, 7), strict=True):
+        np.testing.assert_allclose(
+            row, [np.cos(t), np.cos(t / 10), np.sin(t), np.sin(t / 10)], atol=1e-6
+        )
+    q, k, _ = inputs(kv_heads=N)
+    a = [rope(part, jnp.arange(T)[None] + 5, 1e4) for part in (q, k)]
+    b = [rope(part, jnp.arange(T)[None], 1e4) for part in (q, k)]
+    np.testing.assert_allclose(
+        *(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4
+    )
+    assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], 1e4).dtype == jnp.bfloat16
