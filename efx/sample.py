@@ -80,8 +80,8 @@ class Sampler:
             run.read(dict(enumerate(texts)))
         done_B, made = np.zeros(len(texts), bool), 0
         while made < max_new_tokens and not done_B.all():
-            limit = min(STREAM, max_new_tokens - made)
             with run.timed("decode"):
+                limit = min(STREAM, max_new_tokens - made)
                 out_BN, count_B, done_B, steps = run.decode(done_B, made, limit)
             made += int(steps)
             new = [out_BN[b, : count_B[b]].tolist() for b in range(len(texts))]
@@ -187,9 +187,9 @@ class _Run:
 
     def __init__(self, sampler, params, seeds):
         self.sampler, self.program = sampler, sampler._program
-        one = dict.fromkeys(sharding.MESH_AXES, 1)
-        self.mesh = sharding.make_mesh(one, jax.local_devices()[:1])
-        self.params = self._call(models.unroll, sampler.model, params)[1]
+        self.mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.local_devices()[:1])
+        params = self._call(models.unroll, sampler.model, params)[1]
+        self.params = jax.device_put(params, sharding.replicated(self.mesh))
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
         self.length_B = np.zeros(sampler.batch_size, np.int32)
         self.prompt_tokens = self.new_tokens = self.slides = self.tokens_read = 0

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from efx import flops
 from efx.layers import attention
+from efx.layers.dropout import StandardDropout
+from efx.layers.info import TokenInfo
 from efx.layers.positions import rope
 
 B, T, N, K, H = 2, 11, 4, 2, 6
@@ -86,26 +88,32 @@ def weights():
     return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [0, 4])
-def test_attend_is_full_attention(case, chunk):
-    """Values and gradients; chunks of 4 do not divide 11."""
+@functools.cache
+def expected_of(case):
+    """((weighted sum, values), gradients) of a case, from full matrices."""
     options = dict(CASES[case])
     args = inputs(kv_heads=options.pop("kv_heads", K))
     softcap = options.pop("softcap", 0.0)
     mask = visible(**options)
 
-    def reference(q, k, v):
+    def value(q, k, v):
         out = full(q, k, v, mask, 0.4, softcap)
         return jnp.sum(out * weights()), out
 
-    expected = jax.value_and_grad(reference, argnums=(0, 1, 2), has_aux=True)(*args)
+    return args, families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*args)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_attend_is_full_attention(case, chunk):
+    """Values and gradients; chunks of 4 do not divide 11."""
+    args, expected = expected_of(case)
     got = ours(case, chunk)(*args)
     assert got[0][1].shape == (B, T, N, H) and got[0][1].dtype == jnp.float32
     families.assert_trees_close(expected, got, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", range(1, T + 2))
+@pytest.mark.parametrize("chunk", (1, 2, 3, 5, 7, T - 1, T, T + 1))
 def test_every_chunk_size(chunk):
     """Longer than the sequence, too; all of them with a window, segments and grouped heads."""
     q, k, v = inputs()
@@ -127,21 +135,22 @@ def test_masks_as_tables():
     q = jnp.zeros((B, T, 1, T))
     v = jnp.tile(jnp.eye(T)[None, :, None], (B, 1, 1, 1))
 
-    def seen(**options):
-        out = attention.attend(q, q, v, scale=1.0, chunk=3, **options)
+    def seen(options, **static):
+        kernel = functools.partial(attention.attend, scale=1.0, chunk=6)
+        out = families.jit(lambda options: kernel(q, q, v, **options, **static))(options)
         return (np.asarray(out[:, :, 0]) > 0).astype(int)
 
     positions_BT = jnp.asarray(GAPS)
-    for options, mask in [
-        ({}, visible()),
-        (dict(segment_ids_BT=jnp.asarray(SEGMENTS)), visible(segments=SEGMENTS)),
-        (dict(window=4, positions_BT=positions_BT), visible(window=4, positions=GAPS)),
-        (dict(window=4, positions_BT=jnp.arange(T)[None]), visible(window=4)),
+    for options, window, mask in [
+        ({}, 0, visible()),
+        (dict(segment_ids_BT=jnp.asarray(SEGMENTS)), 0, visible(segments=SEGMENTS)),
+        (dict(positions_BT=positions_BT), 4, visible(window=4, positions=GAPS)),
+        (dict(positions_BT=jnp.arange(T)[None]), 4, visible(window=4)),
     ]:
-        np.testing.assert_array_equal(seen(**options), mask)
+        np.testing.assert_array_equal(seen(options, window=window), mask)
     # Equal scores: each query divides itself equally among what it sees. By hand, row 1 of GAPS.
     np.testing.assert_array_equal(
-        seen(window=4, positions_BT=positions_BT)[1, :5, :5],
+        seen(dict(positions_BT=positions_BT), window=4)[1, :5, :5],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
     )
 
@@ -215,24 +224,27 @@ def test_probs_fn_sees_every_chunk():
 
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
-    model = families.make({
-        "depth": 1, "dropout.kind": "standard", "dropout.rate": 0.25,
-        "dropout.sites": ("attention_probs",),
-    })
-    params, tokens_BT = families.random_params(model), families.tokens(batch=2)
-    plain = families.make({"depth": 1})
-    expected = plain.apply({"params": params}, tokens_BT)
-    np.testing.assert_array_equal(model.apply({"params": params}, tokens_BT), expected)
+    layer = attention.Attention(
+        num_heads=1, num_kv_heads=1, head_dim=H, use_bias=False, rope_theta=0.0, qk_norm="none",
+        mup=False, window=0, softcap=0.0, chunk=0, std=0.2, std_out=0.2, norm_eps=1e-5,
+        probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32,
+    )
+    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x_BTD, TokenInfo(jnp.zeros((1, 1), int)))
 
-    train = families.jit(lambda key: model.apply(
-        {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
-    ))
-    first, again, other = (np.asarray(train(jax.random.key(seed))) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 0.01 and np.abs(first - expected).max() > 0.01
-    # The first token sees only itself: kept and scaled by 1/(1-rate), or dropped, a head at a time.
-    seen = np.unique(np.round(first[:, 0] - np.asarray(expected)[:, 0], 5))
-    assert len(seen) > 1
+    @families.jit
+    def apply(key):
+        info = TokenInfo(jnp.zeros((1, 1), int))
+        return (layer.apply(variables, x_BTD, info),
+                layer.apply(variables, x_BTD, info.replace(train=True), rngs={"dropout": key}))
+
+    # A lone token attends to itself with probability 1: dropped, or scaled by 1 / (1 - rate).
+    plain_BTD, dropped_BTD = map(np.asarray, apply(jax.random.key(1)))
+    gone_B = np.all(dropped_BTD == 0, axis=(1, 2))
+    assert 0.15 < gone_B.mean() < 0.35
+    np.testing.assert_allclose(dropped_BTD[~gone_B], plain_BTD[~gone_B] / 0.75, atol=1e-6)
+    same, other = (apply(jax.random.key(seed))[1] for seed in (1, 2))
+    assert np.array_equal(same, dropped_BTD) and not np.array_equal(other, dropped_BTD)
 
 
 # ---- the cache ---------------------------------------------------------------------------------

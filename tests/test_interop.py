@@ -1,152 +1,356 @@
-"""Hugging Face parity: same weights, same logits; checkpoints in and out."""
+"""Hugging Face checkpoints: the same logits, out and in again, and everything refused by name."""
 
+import dataclasses
 import json
 
+import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from configs import common
 from efx import models
 from efx.errors import UsageError
 from efx.interop import hf
+from efx.layers.blocks import scan_params
 
-torch = pytest.importorskip("torch", reason="the extra `interop` is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra `interop` is not installed")
-
-VOCAB, LENGTH = 61, 24
-
-
-def gpt2(**changes):
-    """A random GPT2LMHeadModel whose biases and norms are not at their trivial values."""
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=3, n_head=4, **changes
-    )
-    return _shaken(transformers.GPT2LMHeadModel(config))
-
-
-def llama(**changes):
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        **changes,
-    )
-    return _shaken(transformers.LlamaForCausalLM(config))
-
-
-def _shaken(model):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
-
-
-CASES = {
-    "gpt2": lambda: gpt2(),
-    "gpt2_exact_gelu": lambda: gpt2(activation_function="gelu"),
-    "llama": lambda: llama(),
-    "llama_gqa": lambda: llama(num_key_value_heads=2),
-    "llama_tied_bias": lambda: llama(
-        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-6
-    ),
+V, T = 45, 24
+GPT2 = dict(vocab_size=V, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2,
+            bos_token_id=None, eos_token_id=None)
+LLAMA = dict(vocab_size=V, max_position_embeddings=32, hidden_size=32, intermediate_size=56,
+             num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2,
+             bos_token_id=None, eos_token_id=None)
+VARIANTS = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_exact_gelu": ("gpt2", GPT2 | dict(activation_function="gelu", n_inner=48,
+                                            tie_word_embeddings=False)),
+    "llama": ("llama", LLAMA),
+    "llama_gqa_tied": ("llama", LLAMA | dict(
+        num_key_value_heads=2, head_dim=6, tie_word_embeddings=True, rms_norm_eps=1e-3,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0),
+    )),
+    "llama_bias": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True,
+                                         num_key_value_heads=1)),
 }
 
 
-def tokens():
-    return np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
+def tokens(length=T):
+    return np.random.default_rng(0).integers(0, V, (2, length))
 
 
-def theirs(model):
+@pytest.fixture(scope="module")
+def transformers():
+    """transformers and torch, or a skip; neither ever downloads anything here."""
+    pytest.importorskip("torch", reason="torch is not installed (extra interop)")
+    return pytest.importorskip("transformers",
+                               reason="transformers is not installed (extra interop)")
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers):
+    """variant -> a random Hugging Face model in which no vector is all ones or zeros."""
+    import torch
+
+    classes = {
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }
+    made = {}
+
+    def make(variant):
+        if variant not in made:
+            kind, options = VARIANTS[variant]
+            torch.manual_seed(0)
+            config, model = classes[kind]
+            made[variant] = model(config(**options)).eval()
+            with torch.no_grad():
+                for parameter in made[variant].parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(0.3 * torch.randn_like(parameter))
+        return made[variant]
+
+    return make
+
+
+def logits_of(their_model):
+    import torch
+
     with torch.no_grad():
-        return model(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
+        return their_model(torch.tensor(tokens())).logits.numpy()
+
+
+def base(**changes):
+    return common.apply(common.base(), {f"model.{key}": value for key, value in changes.items()})
+
+
+def ours(hf_config, **changes):
+    """The efx model of a config.json."""
+    config = common.apply(common.base(), hf.config_from_hf(hf_config))
+    common.apply(config, {f"model.{key}": value for key, value in changes.items()})
+    return models.build(config.model, vocab_size=hf_config["vocab_size"], context=8,
+                        dtype="float32")
+
+
+def apply(model, params):
+    return families.jit(model.apply)({"params": params}, jnp.asarray(tokens(), jnp.int32))
+
+
+# ---- against transformers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_theirs(theirs, variant):
+    their_model = theirs(variant)
+    model = ours(their_model.config.to_dict())
+    params = hf.params_from_hf(their_model.state_dict(), model)
+    expected = logits_of(their_model)
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(apply(model, params), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_out_and_in_again(theirs, variant, tmp_path, transformers):
+    """What transformers saves is read; what efx saves is what transformers saved."""
+    their_model = theirs(variant)
+    their_model.save_pretrained(tmp_path / "theirs")
+    config, model, params = hf.load_hf(tmp_path / "theirs", base(scan_layers=True))
+    assert config.model.width == 32 and model.scan_layers and "units" in params["layers"]
+    hf.save_hf(tmp_path / "ours", params, model)
+    back = type(their_model).from_pretrained(tmp_path / "ours").eval()
+    state, expected = back.state_dict(), their_model.state_dict()
+    assert set(state) == set(expected)
+    for name, value in expected.items():
+        assert np.array_equal(state[name].numpy(), value.numpy()), name
+    np.testing.assert_array_equal(logits_of(back), logits_of(their_model))
+    again = hf.load_hf(tmp_path / "ours", base(scan_layers=True))[2]
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_transformers_reads_a_model_of_ours(transformers, tmp_path):
+    """A padded vocabulary is cut; a GPT-2 without biases gets biases of zero."""
+    for preset, reader in (("gpt2", transformers.GPT2LMHeadModel),
+                           ("llama", transformers.LlamaForCausalLM)):
+        model = families.make({"preset": preset, "use_bias": False, "vocab_multiple": 16})
+        params = families.random_params(model)
+        hf.save_hf(tmp_path / preset, params, model)
+        their_model = reader.from_pretrained(tmp_path / preset).eval()
+        assert their_model.config.vocab_size == V
+        np.testing.assert_allclose(apply(model, params), logits_of(their_model), atol=1e-4)
+
+
+def test_shards_and_half_precision(theirs, tmp_path):
+    """Several files with an index; bfloat16 arrays, which numpy has not by itself."""
+    import torch
+
+    their_model = type(theirs("llama"))(theirs("llama").config).to(torch.bfloat16)
+    their_model.load_state_dict(theirs("llama").state_dict())
+    their_model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _, model, params = hf.load_hf(tmp_path, base())
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(params))
+    direct = hf.params_from_hf(their_model.state_dict(), model)
+    jax.tree.map(np.testing.assert_array_equal, params, direct)
+
+
+# ---- without transformers ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """(model, parameters, state dict, config.json) of a Llama of ours."""
+    model = families.make({"num_kv_heads": 2, "vocab_multiple": 1})
+    params = families.random_params(model)
+    return model, params, *hf.params_to_hf(params, model)
+
+
+@pytest.mark.parametrize("changes", [
+    {"preset": "gpt2"}, {"preset": "gpt2", "mlp.activation": "gelu_tanh", "tied": False},
+    {"num_kv_heads": 2}, {"use_bias": True, "tied": True, "mlp.hidden": 40},
+])
+def test_round_trip(changes, tmp_path):
+    model = families.make({**changes, "vocab_multiple": 16})
+    params = families.random_params(model)
+    params["embed"]["embedding"] = params["embed"]["embedding"].at[V:].set(0)
+    if "head" in params:
+        params["head"]["kernel"] = params["head"]["kernel"].at[:, V:].set(0)
+    state, config = hf.params_to_hf(params, model)
+    assert json.loads(json.dumps(config)) == config
+    assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in state.values())
+    same = ours(config, vocab_multiple=16, init_std=model.init_std)
+    same = same.clone(dropout=model.dropout, attention_chunk=model.attention_chunk)
+    assert same.clone(mlp=model.mlp) == model
+    assert same.mlp.hidden == model.mlp.hidden_size(32)
+    jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(state, same), params)
+    hf.save_hf(tmp_path / "new", params, model)
+    config = base(vocab_multiple=16)
+    _, _, loaded = hf.load_hf(tmp_path / "new", config)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert config.model.width == 128  # the given config is not changed
+
+
+def test_names_with_and_without_prefix(llama):
+    """Published GPT-2 files have no prefix, and buffers of the mask."""
+    model, params, state, _ = llama
+    bare = {name.removeprefix("model."): array for name, array in state.items()}
+    bare["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)
+    assert "embed_tokens.weight" in bare
+    jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(bare, model), params)
+
+    gpt2 = families.build("gpt2").clone(vocab_multiple=1)
+    params = families.random_params(gpt2)
+    state, _ = hf.params_to_hf(params, gpt2)
+    bare = {name.removeprefix("transformer."): array for name, array in state.items()}
+    bare |= {"h.0.attn.bias": np.tri(32)[None, None], "h.1.attn.masked_bias": np.float32(-1e4),
+             "lm_head.weight": bare["wte.weight"]}
+    jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(bare, gpt2), params)
+
+
+ROUTING = dict(kind="mod", capacity=0.5)
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_logits_equal(name, scan, tmp_path):
-    """Loaded from a folder that transformers wrote, in float32 to 1e-4."""
-    reference = CASES[name]()
-    reference.save_pretrained(tmp_path)
-    config = common.base()
-    config.model.scan_layers = scan
-    _, model, params = hf.load_hf(tmp_path, config)
-    logits = model.apply({"params": params}, tokens())
-    expected = theirs(reference)
-    assert expected.std() > 0.1
-    np.testing.assert_allclose(logits, expected, atol=1e-4)
+def test_dense_to_mod(scan):
+    """The dense arrays as they are, routers as the model itself would make them."""
+    dense = families.make({"depth": 4}).clone(scan_layers=scan)
+    routed = dense.clone(depth_routing=dataclasses.replace(dense.depth_routing, **ROUTING))
+    params = families.random_params(families.make({"depth": 4}))
+    given = params
+    if scan:
+        given = {**params, "layers": scan_params(params["layers"], dense.specs())}
+    mod = hf.mod_from_dense(given, routed, jax.random.key(5))
+    shapes = jax.eval_shape(lambda key: models.init(routed, key)["params"], jax.random.key(0))
+    assert jax.tree.map(jnp.shape, mod) == jax.tree.map(jnp.shape, nn.unbox(shapes))
+    layers = models.unroll(routed, mod)[1]["layers"]
+    routers = [np.asarray(layers[f"block_{i}"]["router"]) for i in (1, 3)]
+    dense_part = {name: {k: v for k, v in layer.items() if k != "router"}
+                  for name, layer in layers.items()}
+    assert all(0.005 < router.std() < 0.05 for router in routers)
+    assert not np.array_equal(*routers)
+    jax.tree.map(np.testing.assert_array_equal, dense_part, params["layers"])
+    again = hf.mod_from_dense(given, routed, jax.random.key(5))
+    other = hf.mod_from_dense(given, routed, jax.random.key(6))
+    jax.tree.map(np.testing.assert_array_equal, again, mod)
+    assert not all(jax.tree.leaves(jax.tree.map(np.array_equal, other, mod)))
+    assert "router" not in given["layers"]["units" if scan else "block_1"]  # left as it was
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_transformers_loads_what_efx_writes(name, tmp_path):
-    reference = CASES[name]()
-    reference.save_pretrained(tmp_path / "in")
-    _, model, params = hf.load_hf(tmp_path / "in", common.base())
-    hf.save_hf(tmp_path / "out", params, model)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(again) is type(reference)
-    np.testing.assert_allclose(theirs(again), theirs(reference), atol=1e-5)
-    with pytest.raises(UsageError, match="is not empty"):
-        hf.save_hf(tmp_path / "out", params, model)
+def test_a_converted_model_starts_as_the_dense_one(llama):
+    """At capacity 1 with gate one, before any training."""
+    model, params, state, _ = llama
+    routing = dataclasses.replace(model.depth_routing, kind="mod", capacity=1.0, gate="one")
+    routed = model.clone(depth_routing=routing, selection="train")
+    mod = hf.params_from_hf(state, routed, jax.random.key(0))
+    np.testing.assert_allclose(apply(routed, mod), apply(model, params), atol=1e-5)
 
 
-def test_a_dense_checkpoint_becomes_mixture_of_depths(tmp_path):
-    """Same parameters plus fresh routers; at capacity 1 and gate 1 the same logits exactly."""
-    reference = llama()
-    reference.save_pretrained(tmp_path)
-    config = common.base()
-    common.apply(
-        config,
-        {
-            "model.depth_routing.kind": "mod",
-            "model.depth_routing.capacity": 1.0,
-            "model.depth_routing.gate": "one",
-        },
-    )
-    config, model, params = hf.load_hf(tmp_path, config)
-    assert "router" in params["layers"]["block_1"] and "router" not in params["layers"]["block_0"]
-    logits = model.clone(selection="train").apply({"params": params}, tokens())
-    np.testing.assert_allclose(logits, theirs(reference), atol=1e-4)
-    with pytest.raises(UsageError, match="no place for routers"):
-        hf.save_hf(tmp_path / "out", params, model)
+def test_load_into_a_config_with_routing(llama, tmp_path):
+    model, params, _, _ = llama
+    hf.save_hf(tmp_path / "dense", params, model)
+    config, routed, mod = hf.load_hf(tmp_path / "dense", base(**{"depth_routing.kind": "mod"}))
+    assert config.model.depth_routing.kind == "mod" and config.model.num_kv_heads == 2
+    assert routed.parameter_count()["router"] == 32
+    assert mod["layers"]["block_1"]["router"].shape == (32,)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"model_type": "mamba"}, "mamba"),
-        ({"num_hidden_layers": 4}, "layers.3"),
-        ({"hidden_size": 64}, "shape|head_dim|does not"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(tmp_path, change, words):
-    llama().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UsageError, match=words) as error:
-        hf.load_hf(tmp_path, common.base())
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, changes, message", [
+    ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 and llama"),
+    ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
+    ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
+    ("llama", dict(attention_bias=True), "mlp_bias=False"),
+    ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_parameters=.*linear"),
+    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), "without scaling"),
+    ("llama", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
+     "without scaling"),
+])
+def test_configs_that_efx_cannot_reproduce(kind, changes, message):
+    with pytest.raises(UsageError, match=rf"config\.json: .*{message}"):
+        hf.config_from_hf({"model_type": kind, **changes})
+
+
+def test_defaults_of_transformers():
+    gpt2 = hf.config_from_hf({"model_type": "gpt2"})
+    assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
+    old = hf.config_from_hf({"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8})
+    assert (old["model.rope_theta"], old["model.num_kv_heads"]) == (5e5, 8)
+    assert old["model.norm_eps"] == 1e-6 and old["model.mlp.hidden"] == 11008
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"qk_norm": "head"}, r"config\.model\.qk_norm='head'.*'none'"),
+    ({"window": 4}, r"config\.model\.window=4"),
+    ({"attention_scale": "mup"}, r"config\.model\.attention_scale='mup'"),
+    ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
+    ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
+    ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
+    ({"positions": "none"}, r"config\.model\.positions='none'"),
+    ({"preset": "gpt2", "num_kv_heads": 2}, r"config\.model\.num_kv_heads=2.*gpt2 format has 4"),
+    ({"preset": "gpt2", "head_dim": 6}, r"config\.model\.head_dim=6.*= 8"),
+    ({"depth_routing.kind": "mod"}, r"config\.model\.depth_routing\.kind='mod'.*routers"),
+])
+def test_models_that_the_formats_cannot_hold(changes, message, tmp_path):
+    model = families.make(changes)
+    with pytest.raises(UsageError, match=message):
+        hf.save_hf(tmp_path / "new", families.random_params(model), model)
+    assert not (tmp_path / "new").exists()
+
+
+def refused(state, model, message, key=None):
+    with pytest.raises(UsageError, match=message) as error:
+        hf.params_from_hf(state, model, key)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(UsageError, match="config.json"):
-        hf.load_hf(tmp_path, common.base())
+def test_arrays_that_do_not_fit(llama):
+    model, _, state, _ = llama
+    key = "model.layers.1.self_attn.k_proj.weight"
+    refused({**state, key: state[key][:-1]}, model,
+            r"layers\.1\.self_attn\.k_proj\.weight has shape \(15, 32\), .*needs \(16, 32\)")
+    refused({**state, "model.embed_tokens.weight": np.ones((V + 1, 32))}, model,
+            r"embed_tokens\.weight has shape \(46, 32\), .* needs \(45, 32\)")
+    less = {name: array for name, array in state.items() if "layers.1" not in name}
+    refused(less, model, r"lacks layers\.1\.\S+, layers\.1\.\S+, .* and 6 more")
+    refused({**state, "model.layers.2.mlp.up_proj.weight": state[key]}, model,
+            r"has, and this model has no place for, layers\.2\.mlp\.up_proj\.weight")
+    refused({**state, "lm_head.weight": state["lm_head.weight"] + 1},
+            model.clone(tied=True), r"lm_head\.weight differs from embed_tokens\.weight")
+    routing = dataclasses.replace(model.depth_routing, **ROUTING)
+    refused(state, model.clone(depth_routing=routing), "routed blocks: give a PRNG key")
 
 
-def test_padding_of_the_vocabulary_is_not_exported(tmp_path):
-    config = common.base()
-    common.apply(config, {"model.vocab_multiple": 16, "model.width": 32, "model.depth": 1})
-    model = models.build(config.model, vocab_size=VOCAB, context=32, dtype="float32")
-    from flax import linen as nn
+def test_folders_that_do_not_fit(llama, tmp_path):
+    model, params, _, config = llama
 
-    params = nn.unbox(models.init(model, jax.random.key(0)))["params"]
-    assert params["embed"]["embedding"].shape[0] == 64
-    hf.save_hf(tmp_path, params, model)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    logits = model.apply({"params": params}, tokens())
-    np.testing.assert_allclose(logits, theirs(again), atol=1e-4)
+    def load(message):
+        with pytest.raises(UsageError, match=message) as error:
+            hf.load_hf(tmp_path, base())
+        assert "\n" not in str(error.value)
+
+    load(r"config\.json does not exist: not a Hugging Face checkpoint")
+    (tmp_path / "config.json").write_text("{")
+    load(r"config\.json cannot be read")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load(r"model\.safetensors does not exist: efx reads weights from safetensors only")
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
+    load(r"model\.safetensors cannot be read")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    ))
+    load(r"model-00001-of-00002\.safetensors does not exist")
+
+
+def test_nothing_is_overwritten(llama, tmp_path):
+    model, params, _, _ = llama
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"is not empty \(notes\.txt\): give a new folder"):
+        hf.save_hf(tmp_path, params, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(UsageError, match=r"notes\.txt cannot be written"):
+        hf.save_hf(tmp_path / "notes.txt", params, model)

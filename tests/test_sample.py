@@ -290,7 +290,7 @@ def compiled():
 
 def test_everything_is_compiled_once(compiled):
     """Start, reset, prefill, decode: whatever the prompts, seeds, settings and parameters."""
-    other = jax.device_put(jax.tree.map(lambda x: x * 1.01, build()[1]))
+    other = jax.device_put(jax.tree.map(lambda x: x * 1.01, build()[1]), jax.devices()[0])
     before = compiled()
     sampler = sample.Sampler(build()[0], batch_size=2, cache_size=20, top_p=0.9)
     make(sampler, [prompt(1), prompt(3)])

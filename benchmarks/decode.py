@@ -1,0 +1,140 @@
+"""Decoding speed: tokens/s of greedy sampling, a dense stack and its Mixture-of-Depths twin.
+
+    python benchmarks/decode.py [--quick] [--width=512] [--depth=8] [--context=1024] [--rounds=3]
+
+Both models are sampled in turns in one process, with the sampler that users get. What a routed
+stack costs depends on how many tokens it routes, so the routers are set to route the share
+--capacity of random text; the share that they route of the text sampled is printed beside it.
+Weights are random: speed does not depend on them otherwise. Times are wall-clock and, in brackets,
+CPU time of the process, which a busy machine disturbs less.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from configs import common  # noqa: E402
+from efx import models  # noqa: E402
+from efx.layers.blocks import Layer  # noqa: E402
+from efx.sample import Sampler  # noqa: E402
+
+
+def build(kind, arguments):
+    """(model, parameters) of kind "none" or "mod"."""
+    config = common.base()
+    changes = {
+        "preset": "llama",
+        "width": arguments.width,
+        "depth": arguments.depth,
+        "num_heads": arguments.heads,
+        "depth_routing.kind": kind,
+        "depth_routing.capacity": arguments.capacity,
+    }
+    common.apply(config, {f"model.{name}": value for name, value in changes.items()})
+    model = models.build(
+        config.model, vocab_size=arguments.vocab, context=arguments.context, dtype=arguments.dtype
+    )
+    params = nn.unbox(jax.jit(lambda key: models.init(model, key))(jax.random.key(0)))["params"]
+    return model, set_routers(model, params, arguments)
+
+
+def set_routers(model, params, arguments):
+    """Parameters whose routers route the share `capacity` of random tokens.
+
+    A router has no bias; element 0 of the embedding, made constant, serves as one. The weight of
+    it is then chosen block by block, from below, so that the wanted share of scores is positive.
+    """
+    params = jax.tree.map(lambda x: x, params)  # dicts of its own
+    table_VD = params["embed"]["embedding"]
+    params["embed"]["embedding"] = table_VD.at[:, 0].set(2 * jnp.std(table_VD))
+    length = min(arguments.context, 256)
+    rng = np.random.default_rng(0)
+    tokens_BT = jnp.asarray(rng.integers(0, arguments.vocab, (4, length)), jnp.int32)
+
+    @jax.jit
+    def layers(params):
+        _, state = model.apply(
+            {"params": params},
+            tokens_BT,
+            capture_intermediates=lambda module, _: isinstance(module, Layer),
+            mutable=["intermediates"],
+        )
+        return state["intermediates"]["layers"]
+
+    for i, spec in enumerate(model.specs()):
+        if spec.routing is not None and i:
+            x_BTD = layers(params)[f"block_{i - 1}"]["__call__"][0]
+            router_D = jax.random.normal(jax.random.key(i), (model.width,)).at[0].set(0)
+            ratio = (x_BTD @ router_D) / x_BTD[..., 0]
+            bias = -jnp.quantile(ratio, 1 - spec.capacity)
+            params["layers"][f"block_{i}"]["router"] = router_D.at[0].set(bias)
+    return params
+
+
+def measure(sampler, params, arguments):
+    """(tokens/s, tokens per second of CPU time, stats) of one run."""
+    rng = np.random.default_rng(1)
+    prompts = rng.integers(0, arguments.vocab, (sampler.batch_size, arguments.prompt)).tolist()
+    seeds = range(sampler.batch_size)
+    cpu, last = 0.0, None
+    for _ in sampler.tokens(params, prompts, max_new_tokens=arguments.tokens, seeds=seeds):
+        # The first piece also pays for the prefill.
+        cpu += time.process_time() - last if last else 0.0
+        last = time.process_time()
+    stats = sampler.stats
+    decoded = stats["new_tokens"] - 16 * sampler.batch_size
+    return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("width", 512), ("depth", 8), ("heads", 8), ("context", 1024), ("vocab", 8192),
+        ("prompt", 64), ("tokens", 256), ("rounds", 3),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--capacity", type=float, default=0.125)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--quick", action="store_true", help="48 tokens, two rounds")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tokens, arguments.rounds = 48, 2
+    built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
+    print(
+        f"width {arguments.width}, depth {arguments.depth}, context {arguments.context}, vocabulary "
+        f"{arguments.vocab}, {arguments.dtype}, {jax.devices()[0].device_kind}; best of "
+        f"{arguments.rounds} rounds of {arguments.tokens} tokens a row"
+    )
+    print(f"{'batch':>5} {'':6} {'tokens/s':>9} {'(CPU)':>9} {'routed':>7} {'cache MB':>9}")
+    for batch in arguments.batches:
+        best, samplers = {}, {}
+        for name, (model, _) in built.items():
+            samplers[name] = Sampler(model, batch_size=batch, temperature=0.0)
+        for _ in range(arguments.rounds):
+            for name, (_, params) in built.items():
+                wall, cpu, stats = measure(samplers[name], params, arguments)
+                old = best.get(name, (0.0, 0.0, stats))
+                best[name] = max(wall, old[0]), max(cpu, old[1]), stats
+        for name, (wall, cpu, stats) in best.items():
+            routed = f"{stats['routed_fraction']:.1%}" if "routed_fraction" in stats else ""
+            megabytes = stats["cache_bytes"] / 1e6
+            print(
+                f"{batch:>5} {name:6} {wall:>9.1f} {f'({cpu:.1f})':>9} {routed:>7} {megabytes:>9.1f}"
+            )
+        ratios = [best["mod"][i] / best["dense"][i] for i in (0, 1)]
+        print(f"{batch:>5} mod / dense {ratios[0]:>4.2f} {f'({ratios[1]:.2f})':>9}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
