@@ -46,7 +46,7 @@ def call(*arguments, config="configs/mod.py", **settings):
 
 def error_line(capsys):
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("efx: ")]
+    lines = [line for line in captured.err.splitlines() if line.startswith("efx: error: ")]
     assert len(lines) == 1 and "Traceback" not in captured.err + captured.out, captured.err
     return lines[0]
 
