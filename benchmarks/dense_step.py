@@ -1,99 +1,130 @@
-"""A dense training step of efx against the same model in eager PyTorch, taking turns.
+"""A dense training step of efx against eager PyTorch, on the same CPU cores.
 
-    python benchmarks/dense_step.py
+    python -m benchmarks.dense_step            nanoGPT's GPU recipe at batch 12, some minutes
+    python -m benchmarks.dense_step --quick    a small model, seconds: only to see that it works
 
-nanoGPT's GPU recipe by default: 6 layers, 6 heads, 384 wide, context 256, batch 12, 65 characters,
-no dropout, no biases, AdamW, float32, two threads. Both sides start from equal weights and must
-agree on the loss. Needs the extra `interop`.
+The recipe: 6 layers, 6 heads, 384 wide, context 256, vocabulary 65, no dropout, no bias, exact
+GELU, tied output layer, AdamW, clipping at 1, float32. Both sides start from the same weights, must
+agree on the first loss, and then take turns on the same batches.
 """
 
-# ruff: noqa: E402 (threads are pinned before JAX starts its own)
 import argparse
-import os
-import pathlib
-import statistics
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-for flag, value in dict(
-    width=384, depth=6, heads=6, context=256, batch=12, vocab=65, steps=20, threads=2
-).items():
-    parser.add_argument(f"--{flag}", type=int, default=value)
-options = parser.parse_args()
-# Before JAX starts its threads.
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+from benchmarks import common
+from configs import shakespeare_char
+from configs.common import apply
 
-import jax
-import numpy as np
-
-from configs import common
-from efx.optim import param_paths
-from efx.studies.step_time import Stepper, median_ratio, race
-
-try:
-    import torch
-except ImportError:
-    raise SystemExit("benchmarks/dense_step.py needs PyTorch: pip install 'efx[interop]'") from None
-import torch_reference
+TARGET = 0.72  # of PyTorch's tokens a second, in float32
+TOLERANCE = 1e-4  # between the two first losses, in nats
 
 
-def main():
-    torch.set_num_threads(options.threads)
-    config = common.base()
-    common.apply(
-        config,
+def main(argv=None):
+    args = _arguments(argv)
+    cpus = common.limit_cpus(args.threads)
+    try:
+        import torch
+
+        from benchmarks import torch_reference
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return _fail("PyTorch is not installed; install the extra: pip install -e '.[interop]'")
+    torch.set_num_threads(cpus)
+    config = _config(args)
+    ours = common.TrainStep(config, args.vocab)
+    theirs = torch_reference.TrainStep(
+        ours.parameters,
+        vocab_size=args.vocab,
+        context=args.context,
+        width=args.width,
+        depth=args.depth,
+        heads=args.heads,
+        bias=args.bias,
+        optim=config.optim,
+        fused=args.torch_fused,
+    )
+    batches = common.random_batches(config, args.vocab, args.warmup + args.steps)
+    print(
+        f"{args.depth} layers, {args.heads} heads, {args.width} wide, context {args.context}, "
+        f"batch {args.batch}, vocabulary {args.vocab}, float32; {cpus} CPUs; "
+        f"PyTorch {torch.__version__}"
+    )
+    losses = {"PyTorch": [], "efx": []}
+    turns = common.take_turns(
         {
-            "data.seq_len": options.context,
-            "data.batch_size": options.batch,
-            "model.preset": "gpt2",
-            "model.use_bias": False,
-            "model.width": options.width,
-            "model.depth": options.depth,
-            "model.num_heads": options.heads,
+            "PyTorch": lambda turn: losses["PyTorch"].append(theirs(batches[turn])),
+            "efx": lambda turn: losses["efx"].append(ours(batches[turn])),
+        },
+        args.steps,
+        args.warmup,
+    )
+    first = {name: values[0] for name, values in losses.items()}
+    print(f"first loss: PyTorch {first['PyTorch']:.6f}, efx {first['efx']:.6f}")
+    if abs(first["PyTorch"] - first["efx"]) > TOLERANCE:
+        return _fail(f"they differ by more than {TOLERANCE}: not the same function, no comparison")
+    tokens = args.batch * args.context
+    text, speed = common.ratio(turns["PyTorch"], turns["efx"])
+    print(
+        common.table(
+            ("a step", *common.TIMES, "tokens/s", "of PyTorch's"),
+            *(
+                (
+                    name,
+                    *common.times(turns[name]),
+                    f"{tokens / common.median(turns[name]):.0f}",
+                    text if name == "efx" else "1",
+                )
+                for name in turns
+            ),
+        )
+    )
+    print(f"efx: compiled in {ours.compile_seconds:.1f} s, {ours.memory / 1e6:.0f} MB")
+    if not args.quick:
+        print(common.verdict("efx's tokens/s over PyTorch's", speed, TARGET, at_least=True))
+    return 0
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = dict(batch=12, context=256, width=384, depth=6, heads=6, vocab=65)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--bias", action="store_true", help="biases in linear layers and norms")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each side")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before these")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument(
+        "--torch-fused", action="store_true", help="PyTorch's fused AdamW, not its default"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
+    quick = dict(batch=4, context=64, width=64, depth=2, heads=2, steps=3, warmup=2)
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args(argv)
+
+
+def _config(args):
+    return apply(
+        shakespeare_char.get_config("gpu"),
+        {
+            "data.batch_size": args.batch,
+            "data.seq_len": args.context,
+            "model.width": args.width,
+            "model.depth": args.depth,
+            "model.num_heads": args.heads,
+            "model.use_bias": args.bias,
+            "model.dropout.kind": "none",
         },
     )
-    ours = Stepper(config, options.vocab)
-    model = torch_reference.GPT(
-        vocab_size=options.vocab,
-        context=options.context,
-        width=options.width,
-        depth=options.depth,
-        heads=options.heads,
-        bias=False,
-    )
-    torch_reference.load(model, {k: np.array(v) for k, v in param_paths(ours.state.params).items()})
-    c = config.optim
-    optimizer = torch_reference.make_adamw(
-        model, learning_rate=c.learning_rate, b1=c.b1, b2=c.b2, weight_decay=c.weight_decay
-    )
-    ids = torch.from_numpy(ours.host_batch["inputs"]).long()
-    targets = torch.from_numpy(ours.host_batch["targets"]).long()
 
-    def theirs():
-        return torch_reference.train_step(model, optimizer, ids, targets, c.clip_norm)
 
-    with torch.no_grad():
-        expected = float(model.loss(ids, targets))
-    first = ours()
-    if abs(first - expected) > 1e-4:
-        raise SystemExit(f"the models differ: efx's loss {first:.6f}, PyTorch's {expected:.6f}")
-    print(f"equal weights, equal loss: {first:.6f} and {expected:.6f} nats")
-    times = race({"PyTorch eager": theirs, "efx": ours}, options.steps)
-    tokens = options.batch * options.context
-    print(f"{'':<16}{'ms a step':>12}{'tokens/s':>12}{'of PyTorch':>12}")
-    for name, ms in times.items():
-        ratio = median_ratio(times["PyTorch eager"], ms)
-        middle = statistics.median(ms)
-        print(f"{name:<16}{middle:>12.0f}{1e3 * tokens / middle:>12.0f}{ratio:>12.2f}")
-    print(
-        f"medians of {options.steps} alternating steps; jax {jax.__version__}, "
-        f"torch {torch.__version__}, {options.threads} threads"
-    )
+def _fail(message):
+    print(f"benchmarks.dense_step: error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

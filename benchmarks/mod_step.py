@@ -1,91 +1,169 @@
-"""A training step of the default Mixture-of-Depths stack against its dense twin, taking turns.
+"""A Mixture-of-Depths training step against its dense twin's, and what routing itself costs.
 
-    python benchmarks/mod_step.py
+    python -m benchmarks.mod_step            512 wide, 8 layers, context 1024: some minutes
+    python -m benchmarks.mod_step --quick    a small model, seconds: only to see that it works
 
-512 wide, 8 layers, 8 heads, context 1024, batch 4, vocabulary 8192, float32; every second block
-routed at 12.5%. Prints step times, their ratio, the FLOP ledger's prediction and the compiled
-programs' memory. `--quick` is a small version.
+Every second block computes 12.5% of the tokens (`configs/mod.py` at the size below); the step is
+the whole of it, with embedding, output layer, loss, clipping and AdamW, in float32. The two models
+take turns. Then one routed layer alone, forwards and backwards, against the same block without
+router on as many tokens as it routes: the difference is the routing (scores, top-k, gather,
+scatter, gate, auxiliary loss, statistics).
 """
 
-# ruff: noqa: E402 (threads are pinned before JAX starts its own)
 import argparse
-import os
-import pathlib
-import statistics
+import dataclasses
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-for flag, value in dict(
-    width=512,
-    depth=8,
-    heads=8,
-    context=1024,
-    batch=4,
-    vocab=8192,
-    steps=10,
-    threads=2,
-    loss_chunk=256,
-).items():
-    parser.add_argument(f"--{flag}", type=int, default=value)
-parser.add_argument("--capacity", type=float, default=0.125)
-parser.add_argument("--quick", action="store_true", help="128 wide, 4 layers, context 256")
-options = parser.parse_args()
-if options.quick:
-    options.width, options.depth, options.context, options.vocab = 128, 4, 256, 512
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
-from configs import common
-from efx.studies.step_time import Stepper, median_ratio, race
+from benchmarks import common
+from configs import mod
+from configs.common import apply
+from efx.layers import routing
+from efx.layers.blocks import Layer
+from efx.layers.info import TokenInfo
+
+STEP_TARGET = 0.58  # of the dense step's time
+ROUTING_TARGET = 0.06  # of a routed layer's time
 
 
-def stepper(kind):
-    config = common.base()
-    common.apply(
-        config,
+def main(argv=None):
+    args = _arguments(argv)
+    cpus = common.limit_cpus(args.threads)
+    steps = {
+        "dense": common.TrainStep(_config(args, "dense"), args.vocab),
+        "MoD": common.TrainStep(_config(args, ""), args.vocab),
+    }
+    print(
+        f"{args.depth} layers, {args.heads} heads, {args.width} wide, context {args.context}, "
+        f"batch {args.batch}, vocabulary {args.vocab}, float32; every {args.every}. block at "
+        f"{args.capacity:.1%}; loss in slices of {args.loss_chunk or args.context}; {cpus} CPUs"
+    )
+    batches = common.random_batches(steps["dense"].config, args.vocab, args.warmup + args.steps)
+    turns = common.take_turns(
+        {name: lambda turn, step=step: step(batches[turn]) for name, step in steps.items()},
+        args.steps,
+        args.warmup,
+    )
+    tokens = args.batch * args.context
+    text, value = common.ratio(turns["MoD"], turns["dense"])
+    flops = {
+        name: step.model.ledger(args.context).train_flops(tokens, nominal=False)
+        for name, step in steps.items()
+    }
+    print(
+        common.table(
+            ("a step", *common.TIMES, "tokens/s", "GFLOP", "GFLOP/s", "memory, MB"),
+            *(
+                (
+                    name,
+                    *common.times(turns[name]),
+                    f"{tokens / common.median(turns[name]):.0f}",
+                    f"{flops[name] / 1e9:.0f}",
+                    f"{flops[name] / 1e9 / common.median(turns[name]):.1f}",
+                    f"{step.memory / 1e6:.0f}",
+                )
+                for name, step in steps.items()
+            ),
+        )
+    )
+    flop_ratio = flops["MoD"] / flops["dense"]
+    print(f"MoD/dense: time {text}, FLOPs {flop_ratio:.3f}")
+    layers = _layers(steps["MoD"], args)
+    turns = common.take_turns(layers, args.layer_rounds, args.warmup)
+    routed, body = turns["routed layer"], turns["its block alone"]
+    print(
+        common.table(
+            ("one layer", *common.TIMES),
+            *((name, *common.times(values)) for name, values in turns.items()),
+        )
+    )
+    share = 1.0 - common.median(body) / common.median(routed)
+    print(f"routed layer / dense layer: {common.ratio(routed, turns['dense layer'])[0]}")
+    if not args.quick:
+        print(common.verdict("step time, MoD/dense", value, STEP_TARGET, at_least=False))
+        print(
+            common.verdict(
+                "routing, share of a routed layer", share, ROUTING_TARGET, at_least=False
+            )
+        )
+        memory = steps["MoD"].memory / steps["dense"].memory
+        print(common.verdict("memory, MoD/dense", memory, 1.0, at_least=False))
+    return 0
+
+
+def _layers(step, args):
+    """{name: function of the turn}: forwards and backwards through single layers."""
+    spec = next(spec for spec in step.model.specs() if spec.routing is not None)
+    size = routing.capacity(spec.capacity, args.context)
+    dense = dataclasses.replace(spec, routing=None)
+    return {
+        "dense layer": _layer(dense, args.batch, args.context, args.width),
+        "routed layer": _layer(spec, args.batch, args.context, args.width),
+        "its block alone": _layer(dense, args.batch, size, args.width),
+    }
+
+
+def _layer(spec, batch, length, width):
+    layer = Layer(spec)
+    draw = np.random.default_rng(0)
+    x_BTD, cotangent_BTD = (
+        jnp.asarray(draw.standard_normal((batch, length, width), np.float32)) for _ in range(2)
+    )
+    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True, selection="train")
+    params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
+
+    def objective(params, x_BTD):
+        out_BTD, sown = layer.apply({"params": params}, x_BTD, info, mutable=("losses", "stats"))
+        extra = sum(jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(sown.get("losses", {})))
+        return jnp.sum(out_BTD * cotangent_BTD) + 0.01 * extra, sown
+
+    gradient = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
+    return lambda turn: jax.block_until_ready(gradient(params, x_BTD))
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = dict(batch=4, context=1024, width=512, depth=8, heads=8, vocab=8192, every=2)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--capacity", type=float, default=0.125, help="share of tokens routed")
+    parser.add_argument(
+        "--loss-chunk", type=int, default=0, help="config.train.loss_chunk of both models"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each model")
+    parser.add_argument("--layer-rounds", type=int, default=20, help="timed passes of each layer")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed turns before these")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
+    quick = dict(
+        batch=2, context=128, width=64, depth=4, heads=2, vocab=256, steps=3, layer_rounds=3
+    )
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args(argv)
+
+
+def _config(args, variant):
+    return apply(
+        mod.get_config(variant),
         {
-            "data.seq_len": options.context,
-            "data.batch_size": options.batch,
-            "model.preset": "llama",
-            "model.width": options.width,
-            "model.depth": options.depth,
-            "model.num_heads": options.heads,
-            "model.depth_routing.kind": kind,
-            "model.depth_routing.capacity": options.capacity,
-            "train.loss_chunk": options.loss_chunk,
+            "data.batch_size": args.batch,
+            "data.seq_len": args.context,
+            "model.width": args.width,
+            "model.depth": args.depth,
+            "model.num_heads": args.heads,
+            "model.depth_routing.every": args.every,
+            "model.depth_routing.capacity": args.capacity,
+            "train.loss_chunk": args.loss_chunk,
         },
     )
-    return Stepper(config, options.vocab)
-
-
-def memory_of(runner):
-    """Bytes that the compiled step needs: its state and batch, and its temporaries."""
-    m = runner.compiled.memory_analysis()
-    return m.argument_size_in_bytes + m.temp_size_in_bytes
-
-
-def main():
-    runners = {"dense": stepper("none"), "MoD": stepper("mod")}
-    times = race(runners, options.steps)
-    tokens = options.batch * options.context
-    dense = runners["dense"]
-    dense_flops = dense.model.ledger(options.context).train_flops(tokens, nominal=False)
-    dense_memory = memory_of(dense)
-    print(f"{'':<8}{'ms a step':>11}{'tokens/s':>10}{'time':>8}{'FLOPs':>8}{'memory':>20}")
-    for name, runner in runners.items():
-        ms = statistics.median(times[name])
-        flops = runner.model.ledger(options.context).train_flops(tokens, nominal=False)
-        memory = memory_of(runner)
-        print(
-            f"{name:<8}{ms:>11.0f}{1e3 * tokens / ms:>10.0f}"
-            f"{median_ratio(times[name], times['dense']):>8.3f}{flops / dense_flops:>8.3f}"
-            f"{memory / 2**20:>13.0f} MiB{memory / dense_memory:>7.2f}"
-        )
-    print(f"ratios to dense; medians of {options.steps} alternating steps")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,7 @@ kernel, exact GELU, output layer tied to the token embedding. Weights are taken 
 both sides compute the same function and the same loss.
 """
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -63,63 +64,80 @@ class GPT(nn.Module):
         return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
 
-def load(model, params):
-    """Copy efx parameters of an unrolled gpt2-preset decoder: {path: numpy array}."""
+class TrainStep:
+    """One training step at a time: loss, gradients, clipping, AdamW on matrices with decay.
+
+    Args:
+      parameters: of an unrolled efx decoder with the gpt2 preset, {path: numpy array}.
+      optim: `config.optim`.
+      fused: PyTorch's fused AdamW instead of the implementation that it picks by itself.
+      sizes: of `GPT`.
+    """
+
+    def __init__(self, parameters, *, optim, fused=False, **sizes):
+        self.model = GPT(**sizes)
+        load(self.model, parameters)
+        self.clip_norm = optim.clip_norm
+        groups = [
+            {
+                "params": [p for p in self.model.parameters() if p.dim() >= 2],
+                "weight_decay": optim.weight_decay,
+            },
+            {"params": [p for p in self.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=optim.learning_rate,
+            betas=(optim.b1, optim.b2),
+            eps=optim.eps,
+            fused=fused or None,  # None: PyTorch's own choice
+        )
+
+    def __call__(self, tokens_BT1):
+        """One step on numpy rows of context + 1 tokens; returns the loss before it."""
+        tokens_BT1 = torch.as_tensor(tokens_BT1, dtype=torch.int64)
+        loss = self.model.loss(tokens_BT1[:, :-1], tokens_BT1[:, 1:])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        return loss.item()
+
+
+def load(model, parameters):
+    """Copy efx parameters into a `GPT`."""
     state = {
-        "tokens.weight": params["embed/embedding"],
-        "positions.weight": params["positions_embed/embedding"],
-        **_norm(params, "norm_final", "norm"),
+        "tokens.weight": parameters["embed/embedding"],
+        "positions.weight": parameters["positions_embed/embedding"],
+        **_norm(parameters, "norm_final", "norm"),
     }
     for i in range(len(model.blocks)):
         source, target = f"layers/block_{i}", f"blocks.{i}"
-        attention = f"{source}/attention"
-        qkv = [_linear(params, f"{attention}/{name}") for name in ("query", "key", "value")]
-        state |= {
-            f"{target}.query_key_value.{kind}": torch.cat([part[kind] for part in qkv])
-            for kind in qkv[0]
+        parts = [_linear(parameters, f"{source}/attention/{n}") for n in ("query", "key", "value")]
+        linear = {
+            "query_key_value": {
+                kind: np.concatenate([part[kind] for part in parts]) for kind in parts[0]
+            },
+            "attention_out": _linear(parameters, f"{source}/attention/out"),
+            "up": _linear(parameters, f"{source}/mlp/up"),
+            "down": _linear(parameters, f"{source}/mlp/down"),
         }
-        for path, name in (
-            (f"{attention}/out", "attention_out"),
-            (f"{source}/mlp/up", "up"),
-            (f"{source}/mlp/down", "down"),
-        ):
-            state |= {f"{target}.{name}.{k}": v for k, v in _linear(params, path).items()}
+        for name, found in linear.items():
+            state |= {f"{target}.{name}.{kind}": value for kind, value in found.items()}
         for name in ("norm_attention", "norm_mlp"):
-            state |= _norm(params, f"{source}/{name}", f"{target}.{name}")
-    model.load_state_dict({name: torch.as_tensor(value).clone() for name, value in state.items()})
+            state |= _norm(parameters, f"{source}/{name}", f"{target}.{name}")
+    model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
 
 
-def _linear(params, path):
-    found = {"weight": torch.as_tensor(params[f"{path}/kernel"]).T}
-    if f"{path}/bias" in params:
-        found["bias"] = torch.as_tensor(params[f"{path}/bias"])
+def _linear(parameters, path):
+    found = {"weight": parameters[f"{path}/kernel"].T}
+    if f"{path}/bias" in parameters:
+        found["bias"] = parameters[f"{path}/bias"]
     return found
 
 
-def _norm(params, path, name):
-    found = {f"{name}.weight": params[f"{path}/scale"]}
-    if f"{path}/bias" in params:
-        found[f"{name}.bias"] = params[f"{path}/bias"]
+def _norm(parameters, path, name):
+    found = {f"{name}.weight": parameters[f"{path}/scale"]}
+    if f"{path}/bias" in parameters:
+        found[f"{name}.bias"] = parameters[f"{path}/bias"]
     return found
-
-
-def make_adamw(model, *, learning_rate, b1, b2, weight_decay, fused=False):
-    """AdamW that decays matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    # None leaves the choice of the implementation to PyTorch.
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(b1, b2), fused=fused or None)
-
-
-def train_step(model, optimizer, ids, targets, clip_norm):
-    """One step; returns the loss before it as a float."""
-    loss = model.loss(ids, targets)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
-    return loss.item()

@@ -1,7 +1,8 @@
 """The FLOP ledger: what a model computes, stated by the model itself, component by component.
 
 A multiply-add is 2 FLOPs. Training costs three times the forward pass (each product has two
-gradients of the same size); recomputation under remat is overhead and is not counted as work.
+gradients of the same size); what is computed again in the backward pass (attention scores; under
+remat whatever its policy drops) is overhead and is not counted as work.
 Element-wise work, norms, softmax and lookups are not counted; the compiler's own count, which has
 them, agrees within 2% on unrolled models (tests/test_flops.py).
 """

@@ -73,8 +73,7 @@ class Sampler:
         """
         for prompt in prompts:
             self.check_prompt(prompt)
-        texts = [list(map(int, prompt)) for prompt in prompts]
-        run = _Run(self, params, seeds)
+        texts, run = [list(map(int, prompt)) for prompt in prompts], _Run(self, params, seeds)
         run.prompt_tokens = sum(map(len, texts))
         with run.timed("prefill"):
             run.read(dict(enumerate(texts)))
@@ -187,7 +186,8 @@ class _Run:
 
     def __init__(self, sampler, params, seeds):
         self.sampler, self.program = sampler, sampler._program
-        self.mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.local_devices()[:1])
+        axes = dict.fromkeys(sharding.MESH_AXES, 1)
+        self.mesh = sharding.make_mesh(axes, jax.local_devices()[:1])
         params = self._call(models.unroll, sampler.model, params)[1]
         self.params = jax.device_put(params, sharding.replicated(self.mesh))
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
@@ -349,8 +349,8 @@ class TextSampler:
 
     def _pieces(self, params, prompts, seeds):
         rows, ended = [_Text(self.tokenizer, self.config.stop) for _ in prompts], set()
-        ids, limit = [self.encode(prompt) for prompt in prompts], self.config.max_new_tokens
-        for new in self.sampler.tokens(params, ids, max_new_tokens=limit, seeds=seeds, ended=ended):
+        ids, n = [self.encode(prompt) for prompt in prompts], self.config.max_new_tokens
+        for new in self.sampler.tokens(params, ids, max_new_tokens=n, seeds=seeds, ended=ended):
             yield [row.feed(ids) for row, ids in zip(rows, new, strict=True)]
             ended.update(b for b, row in enumerate(rows) if row.ended)
         yield [row.finish() for row in rows]

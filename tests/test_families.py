@@ -122,7 +122,7 @@ def test_packed_documents_are_as_if_alone(name):
 def test_cached_decoding_is_the_full_forward(name):
     """A prefill of several tokens, then one at a time; the rows of a batch route differently."""
     model, params = families.build(name), families.params_of(name)
-    tokens_BT, prefill, total = families.tokens(), 7, 20
+    tokens_BT, prefill = families.tokens(), 7
     expected_BTV = families.logits_of(name, tokens_BT)
 
     @families.jit
@@ -134,13 +134,16 @@ def test_cached_decoding_is_the_full_forward(name):
         return logits_BTV, state["cache"]
 
     cache, start = models.init_cache(model, BATCH, LENGTH), 0
-    for length in [prefill] + [1] * (total - prefill):
+    for length in [prefill] + [1] * (LENGTH - prefill):
         positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
         logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
         np.testing.assert_allclose(
             logits_BTV, expected_BTV[:, start : start + length], atol=1e-4, err_msg=f"at {start}"
         )
         start += length
+    if name == "mod_options":  # its room is short: what does not fit is left out, and counted
+        overflow = [cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]
+        assert np.sum(overflow) > 0
 
 
 # ---- layers: scanned, recomputed ---------------------------------------------------------------
@@ -291,9 +294,10 @@ def test_training_costs_three_times_the_forward_pass(name):
     loss = families.loss_fn(model)
     counted = flops.jaxpr_flops(jax.grad(loss), families.params_of(name), families.tokens())
     ledger = model.ledger(LENGTH, "train")
-    extra = 0
+    # The backward pass of attention computes the scores (half of this part) once more: overhead.
+    extra = BATCH * ledger.parts["attention_scores"] // 2
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
-        extra = 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
+        extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
     assert counted == ledger.train_flops(BATCH * LENGTH, nominal=False) + extra
 
 

@@ -22,7 +22,7 @@ from efx.layers.info import TokenInfo
 
 @pytest.mark.parametrize("fraction, length, places", [
     (0.125, 1024, 128), (0.125, 12, 2), (0.125, 8, 1), (0.1, 30, 3), (0.3, 10, 3), (1 / 3, 9, 3),
-    (0.7, 10, 7), (0.71, 10, 8), (1.0, 7, 7), (0.001, 7, 1), (2.0, 7, 7),
+    (0.07, 100, 7), (0.55, 100, 55), (0.71, 10, 8), (1.0, 7, 7), (0.001, 7, 1), (2.0, 7, 7),
 ])
 def test_capacity(fraction, length, places):
     """ceil(c T), not one more by the rounding of c T; at least 1, at most T."""

@@ -1,7 +1,6 @@
 """Sampling: what is drawn, when it ends, what is compiled, what is reported."""
 
 import functools
-from functools import partial
 
 import families
 import jax
@@ -141,14 +140,15 @@ def test_frequencies(temperature, top_k, top_p):
     """20000 draws from six tokens are distributed as the settings say."""
     logits_V, count = np.array([0.1, 2.0, -1.0, 1.0, 0.0, 1.5], np.float32), 20_000
     sampler = ids_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-    drawn_B = jax.jit(sample.choose)(
-        jnp.tile(logits_V, (count, 1)), jax.vmap(jax.random.key)(jnp.arange(count)), 5,
-        sampler._options,
-    )  # fmt: skip
+    keys, logits_BV = jax.vmap(jax.random.key)(jnp.arange(count)), jnp.tile(logits_V, (count, 1))
+    drawn_B = jax.jit(sample.choose)(logits_BV, keys, 5, sampler._options)
     found_V = np.bincount(drawn_B, minlength=6) / count
     expected_V = probabilities(logits_V, temperature, top_k, top_p)
     np.testing.assert_array_equal(found_V > 0, expected_V > 0.001)
     np.testing.assert_allclose(found_V, expected_V, atol=0.015)
+    # What a row draws next has nothing to do with it.
+    next_B = jax.jit(sample.choose)(logits_BV, keys, 6, sampler._options)
+    assert np.mean(drawn_B == next_B) == pytest.approx(np.sum(expected_V**2), abs=0.02)
 
 
 def eight_devices():
@@ -308,19 +308,29 @@ def test_everything_is_compiled_once(compiled):
 # ---- what is reported --------------------------------------------------------------------------
 
 
+@functools.cache
+def wanting():
+    """Tokens [1, T] -> which of them the router wants routed [T]."""
+    model, params = build()
+
+    @families.jit
+    def scores(tokens_1T):
+        _, state = model.apply(
+            {"params": params}, tokens_1T, mutable=["intermediates"],
+            capture_intermediates=lambda module, _: isinstance(module, blocks.Layer),
+        )  # fmt: skip
+        below_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
+        return below_TD @ params["layers"]["block_1"]["router"] > 0
+
+    return scores
+
+
 def test_statistics():
     """The counts of routed tokens are those of the router on the same text."""
-    model, params = build()
     ids = prompt(10)
     (new,) = make(greedy(), [ids], n=CONTEXT - 10)
     stats = greedy().stats
-    apply = families.jit(partial(
-        model.apply, mutable=["intermediates"],
-        capture_intermediates=lambda module, _: isinstance(module, blocks.Layer),
-    ))  # fmt: skip
-    _, state = apply({"params": params}, jnp.asarray([ids + new], jnp.int32))
-    below_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
-    wanted = int(jnp.sum(below_TD @ params["layers"]["block_1"]["router"] > 0))
+    wanted = int(jnp.sum(wanting()(jnp.asarray([ids + new], jnp.int32))))
     room = 10  # ceil(0.4 * 24)
     assert wanted > room  # so that some overflow
     assert stats["overflow"] == wanted - room
@@ -329,12 +339,28 @@ def test_statistics():
     assert (stats["prompt_tokens"], stats["new_tokens"], stats["slides"]) == (10, CONTEXT - 10, 0)
     assert stats["tokens_per_second"] == pytest.approx((CONTEXT - 10) / stats["decode_seconds"])
     # Keys, values and positions; a few counters.
-    assert 0 <= stats["cache_bytes"] - model.cache_bytes(CONTEXT) - 4 * (CONTEXT + room) <= 32
+    kept = build()[0].cache_bytes(CONTEXT) + 4 * (CONTEXT + room)
+    assert 0 <= stats["cache_bytes"] - kept <= 32
 
 
 def test_statistics_over_slides_and_rows():
-    """Tokens that are read again count again, in both the routed and all."""
-    make(greedy(4), [prompt(n, seed=n) for n in (1, 5, 9, 20)], n=60)
+    """Every time that a token is read it counts, in the routed ones and in all."""
+    prompts, n = [prompt(length, seed=length) for length in (1, 5, 9, 20)], 60
+    rows = make(greedy(4), prompts, n=n)
+    read, routed, overflow, slides = 0, 0, 0, 0
+    for ids, new in zip(prompts, rows, strict=True):
+        text, start, end = ids + new, 0, 0
+        while end < len(text):
+            # Each window but the last is full, and followed by one that has its last half, less
+            # the token that did not fit.
+            end = min(start + CONTEXT, len(text))
+            tokens_1T = np.zeros((1, CONTEXT), np.int32)
+            tokens_1T[0, : end - start] = text[start:end]
+            wanted = int(np.sum(wanting()(tokens_1T)[: end - start]))
+            read, routed = read + end - start, routed + min(wanted, 10)
+            overflow, slides = overflow + max(0, wanted - 10), slides + (end < len(text))
+            start = end + 1 - CONTEXT // 2
     stats = greedy(4).stats
-    assert stats["new_tokens"] == 240 and stats["slides"] >= 12
-    assert 0.1 < stats["routed_fraction"] < 0.45
+    assert (stats["new_tokens"], stats["slides"]) == (4 * n, slides)
+    assert stats["overflow"] == overflow
+    assert stats["routed_fraction"] == pytest.approx(routed / read)

@@ -1,6 +1,7 @@
 """The dense feed-forward layer."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,34 @@ class MLPConfig:
         return self.multiple_of * -(-8 * width // (3 * self.multiple_of))
 
 
+@jax.custom_vjp
+def exact_gelu(x):
+    """x Phi(x), Phi of the normal distribution (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+
+    The backward pass computes Phi again from x; automatic differentiation would keep five arrays
+    of the size of x, which are the largest activations of a model.
+    """
+    wide = x.astype(jnp.float32)
+    return (wide * _normal_cdf(wide)).astype(x.dtype)
+
+
+def _normal_cdf(x):
+    return 0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5))
+
+
+def _exact_gelu_forward(x):
+    return exact_gelu(x), x
+
+
+def _exact_gelu_backward(x, d):
+    wide = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(wide)) * (1.0 / math.sqrt(2.0 * math.pi))
+    return ((d * (_normal_cdf(wide) + wide * density)).astype(x.dtype),)
+
+
+exact_gelu.defvjp(_exact_gelu_forward, _exact_gelu_backward)
+
+
 class MLP(nn.Module):
     """act(x W_up) W_down, or for swiglu (silu(x W_gate) * x W_up) W_down (Shazeer 2020)."""
 
@@ -56,7 +85,8 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             h_BTF = jax.nn.silu(inward("gate")) * inward("up")
         else:
-            h_BTF = jax.nn.gelu(inward("up"), approximate=self.activation == "gelu_tanh")
+            gelu = jax.nn.gelu if self.activation == "gelu_tanh" else exact_gelu
+            h_BTF = gelu(inward("up"))
         h_BTF = constrain(h_BTF, "batch", "length", "act_mlp")
         return Linear(
             x_BTD.shape[-1], ("mlp", "embed"), self.std_out, self.use_bias, self.dtype, name="down"
