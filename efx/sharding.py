@@ -118,9 +118,7 @@ def use(mesh, rules):
 
 def single_device():
     """Trace for one device of this host, also inside `use`."""
-    mesh = jax.make_mesh(
-        (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1]
-    )
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), jax.local_devices()[:1])
     return jax.set_mesh(mesh)
 
 

@@ -70,6 +70,11 @@ class _Run:
         self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes)
         self.summary = optim.describe(config.optim, shapes)
         self.shardings = step_lib.state_shardings(e.model, self.optimizer, e.mesh, e.rules)
+        # Now, so that a bad prompt or setting is told before anything is written.
+        c = config.sample
+        self.sampler = c.every and TextSampler(
+            e.model, e.data.tokenizer, c, batch_size=c.num_samples
+        )
         run = runfolder.open_run(
             workdir, config.to_dict(), command_line=list(command_line), may_differ=MAY_DIFFER
         )
@@ -81,7 +86,6 @@ class _Run:
         self.window = []
         self.buffer = MetricsBuffer()
         self.last_row = {}
-        self.sampler = None
         self.step = 0
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
@@ -291,8 +295,6 @@ class _Run:
         else:
             params = jax.device_put(params, jax.devices()[0])
         c = self.config.sample
-        if self.sampler is None:
-            self.sampler = TextSampler(self.model, self.data.tokenizer, c, batch_size=c.num_samples)
         seeds = [c.seed + i for i in range(c.num_samples)]
         texts = self.sampler.texts(params, [c.prompt] * c.num_samples, seeds=seeds)
         for i, text in enumerate(texts):

@@ -212,7 +212,7 @@ def _dot(subscripts, a, b):
 
 def attend_cache(
     q_BTNH,
-    k_BKSH,
+    k_BKHS,
     v_BKSH,
     q_positions_BT,
     k_positions_BS,
@@ -224,10 +224,11 @@ def attend_cache(
 ):
     """Attention of new queries over cache slots, each slot with the position of its token.
 
-    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window).
+    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window). Keys lie [H, S]
+    and values [S, H]: both products then read the cache along its last axis, as it lies.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads = k_BKSH.shape[1]
+    kv_heads, k_BKSH = k_BKHS.shape[1], jnp.swapaxes(k_BKHS, 2, 3)
     q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
     q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
     gap_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None, :]
@@ -344,32 +345,43 @@ class Attention(nn.Module):
         block's cache is as short as the tokens routed through it. Padding (negative positions)
         is not stored. `info.rows_B` picks rows of the cache when only some rows run.
         """
-        rows = k_BTKH.shape[0]
+        rows, _, heads, width = k_BTKH.shape
         # The rows of the cache are made when it is initialised, by a full batch.
-        shape = (rows, self.num_kv_heads, info.cache_size, self.head_dim)
+        shape = (rows, heads, width, info.cache_size)
         key = self.variable("cache", "cached_key", jnp.zeros, shape, self.dtype)
+        shape = (rows, heads, info.cache_size, width)
         value = self.variable("cache", "cached_value", jnp.zeros, shape, self.dtype)
         position = self.variable("cache", "position", _empty, (rows, info.cache_size))
         used = self.variable("cache", "used", jnp.zeros, (rows,), jnp.int32)
         if self.is_initializing():
             return q_BTNH
-        size = key.value.shape[2]
+        size = value.value.shape[2]
         row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
         positions_BT = info.full(rows).positions_BT
         valid_BT = positions_BT >= 0
         used_B = used.value.at[row_B].get(mode="fill", fill_value=0)
         slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
         slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
-        where = (row_B[:, None], slice(None), slot_BT)
-        key.value = key.value.at[where].set(k_BTKH.astype(self.dtype), mode="drop")
-        value.value = value.value.at[where].set(v_BTKH.astype(self.dtype), mode="drop")
-        position.value = position.value.at[row_B[:, None], slot_BT].set(positions_BT, mode="drop")
+        # One entry for each new token, and one that is dropped: XLA:CPU makes a slice update of a
+        # scatter of a single entry, fuses it into every reader and so copies the whole cache.
+        row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
+        slot_C, position_C = _and_one(slot_BT, size), _and_one(positions_BT, 0)
+        k_CKH, v_CKH = (_and_one(y.astype(self.dtype), 0) for y in (k_BTKH, v_BTKH))
+        key.value = key.value.at[row_C, :, :, slot_C].set(k_CKH, mode="drop")
+        value.value = value.value.at[row_C, :, slot_C].set(v_CKH, mode="drop")
+        position.value = position.value.at[row_C, slot_C].set(position_C, mode="drop")
         used.value = used.value.at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
         if info.rows_B is None:
             cached = key.value, value.value, position.value
         else:
             cached = tuple(part.value.at[row_B].get(mode="clip") for part in (key, value, position))
         return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
+
+
+def _and_one(y, fill):
+    """y [B, T, ...] as [B*T + 1, ...], the last entry `fill`."""
+    y = y.reshape(-1, *y.shape[2:])
+    return jnp.concatenate([y, jnp.full((1, *y.shape[1:]), fill, y.dtype)])
 
 
 def _empty(shape):

@@ -171,28 +171,29 @@ class DepthRouted(nn.Module):
         return self._decode_one(x_BTD, gate_BT, run_BT, info)
 
     def _decode_one(self, x_BTD, gate_BT, run_BT, info):
-        """A single new token a row: run nothing, a few compacted rows, or the whole batch.
+        """A single new token a row: the rows that want the block, a static number at a time.
 
-        The static number of compacted rows is ceil(c * B * slack). When more rows than that want
-        the block, the whole batch runs: slower, never wrong.
+        The loop runs ceil(wanted / rows) times with rows = ceil(c * B * slack): not at all when no
+        row wants the block, as a rule once, more often when more rows want it than fit at a time.
+        It is a loop and not a conditional because XLA updates what a loop carries in place, but
+        copies the caches that a conditional returns.
         """
         batch = x_BTD.shape[0]
-
-        def skip(block, x_BTD):
-            return x_BTD
-
-        def whole(block, x_BTD):
-            positions = jnp.where(run_BT, info.positions_BT, -1)
-            delta_BTD = block(x_BTD, info.replace(positions_BT=positions))
-            return x_BTD + delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
-
         rows = routing.capacity(self.capacity * self.config.slack, batch)
+        rank_BT = jnp.cumsum(run_BT, axis=0) - 1
         count = jnp.sum(run_BT)
-        if rows == batch:
-            return nn.cond(count > 0, whole, skip, self.block, x_BTD)
 
-        def compact(block, x_BTD):
-            plan = routing.first_plan(run_BT.T, rows)  # one "sequence" of the batch's rows
+        def more(block, carry):
+            return carry[0] < count
+
+        def some(block, carry):
+            done, x_BTD = carry
+            if rows == batch:
+                positions_BT = jnp.where(run_BT, info.positions_BT, -1)
+                delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
+                return done + rows, x_BTD + delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
+            # One "sequence" of the batch's rows.
+            plan = routing.first_plan((run_BT & (rank_BT >= done)).T, rows)
 
             def take(y, fill=0):
                 return routing.gather(y[None], plan, fill)[0]
@@ -202,10 +203,10 @@ class DepthRouted(nn.Module):
                 info.replace(positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]),
             )
             delta = delta * take(gate_BT)[..., None].astype(delta.dtype)
-            return routing.scatter_add(x_BTD[None], delta[None], plan)[0]
+            return done + rows, routing.scatter_add(x_BTD[None], delta[None], plan)[0]
 
-        branch = jnp.where(count == 0, 0, jnp.where(count <= rows, 1, 2))
-        return nn.switch(branch, (skip, compact, whole), self.block, x_BTD)
+        start = (jnp.int32(0), x_BTD)
+        return nn.while_loop(more, some, self.block, start, carry_variables="cache")[1]
 
 
 def routed_blocks(config, depth):
