@@ -30,7 +30,7 @@ class Plan:
 
 def capacity(fraction, length):
     """ceil(fraction * length), at least 1 and at most length."""
-    # Rounding first: 0.1 * 30 must be 3 places, not 4.
+    # Rounding first: 0.07 * 100 must be 7 places, not 8.
     return min(length, max(1, math.ceil(round(fraction * length, 6))))
 
 
