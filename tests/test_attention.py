@@ -257,15 +257,16 @@ def test_attend_cache_is_attend():
     slots = T + 3
     places = np.stack([rng.permutation(slots)[:T] for _ in range(B)])
     positions_BS = np.full((B, slots), -1)
-    k_BKSH, v_BKSH = (np.full((B, K, slots, H), 1e3, np.float32) for _ in range(2))
+    k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
+    v_BKSH = np.full((B, K, slots, H), 1e3, np.float32)
     for b in range(B):
         positions_BS[b, places[b]] = np.arange(T)
-        k_BKSH[b][:, places[b]] = np.transpose(k[b], (1, 0, 2))
+        k_BKHS[b][:, :, places[b]] = np.transpose(k[b], (1, 2, 0))
         v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
     last = 4  # the last queries only
     for window in (0, 3):
         out = attention.attend_cache(
-            q[:, -last:], jnp.asarray(k_BKSH), jnp.asarray(v_BKSH),
+            q[:, -last:], jnp.asarray(k_BKHS), jnp.asarray(v_BKSH),
             jnp.tile(jnp.arange(T - last, T)[None], (B, 1)), jnp.asarray(positions_BS),
             scale=0.4, window=window, softcap=0.9,
         )
