@@ -14,6 +14,7 @@ import sys
 from benchmarks import common
 from configs import shakespeare_char
 from configs.common import apply
+from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 TARGET = 0.72  # of PyTorch's tokens a second, in float32
 TOLERANCE = 1e-4  # between the two first losses, in nats
@@ -32,7 +33,7 @@ def main(argv=None):
         return _fail("PyTorch is not installed; install the extra: pip install -e '.[interop]'")
     torch.set_num_threads(cpus)
     config = _config(args)
-    ours = common.TrainStep(config, args.vocab)
+    ours = Stepper(config, args.vocab)
     theirs = torch_reference.TrainStep(
         ours.parameters,
         vocab_size=args.vocab,
@@ -44,14 +45,14 @@ def main(argv=None):
         optim=config.optim,
         fused=args.torch_fused,
     )
-    batches = common.random_batches(config, args.vocab, args.warmup + args.steps)
+    batches = random_tokens(config, args.vocab, args.warmup + args.steps)
     print(
         f"{args.depth} layers, {args.heads} heads, {args.width} wide, context {args.context}, "
         f"batch {args.batch}, vocabulary {args.vocab}, float32; {cpus} CPUs; "
         f"PyTorch {torch.__version__}"
     )
     losses = {"PyTorch": [], "efx": []}
-    turns = common.take_turns(
+    turns = take_turns(
         {
             "PyTorch": lambda turn: losses["PyTorch"].append(theirs(batches[turn])),
             "efx": lambda turn: losses["efx"].append(ours(batches[turn])),
@@ -72,7 +73,7 @@ def main(argv=None):
                 (
                     name,
                     *common.times(turns[name]),
-                    f"{tokens / common.median(turns[name]):.0f}",
+                    f"{tokens / turns[name].median:.0f}",
                     text if name == "efx" else "1",
                 )
                 for name in turns

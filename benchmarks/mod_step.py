@@ -25,6 +25,7 @@ from configs.common import apply
 from efx.layers import routing
 from efx.layers.blocks import Layer
 from efx.layers.info import TokenInfo
+from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 STEP_TARGET = 0.58  # of the dense step's time
 ROUTING_TARGET = 0.06  # of a routed layer's time
@@ -34,16 +35,16 @@ def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)
     steps = {
-        "dense": common.TrainStep(_config(args, "dense"), args.vocab),
-        "MoD": common.TrainStep(_config(args, ""), args.vocab),
+        "dense": Stepper(_config(args, "dense"), args.vocab),
+        "MoD": Stepper(_config(args, ""), args.vocab),
     }
     print(
         f"{args.depth} layers, {args.heads} heads, {args.width} wide, context {args.context}, "
         f"batch {args.batch}, vocabulary {args.vocab}, float32; every {args.every}. block at "
         f"{args.capacity:.1%}; loss in slices of {args.loss_chunk or args.context}; {cpus} CPUs"
     )
-    batches = common.random_batches(steps["dense"].config, args.vocab, args.warmup + args.steps)
-    turns = common.take_turns(
+    batches = random_tokens(steps["dense"].config, args.vocab, args.warmup + args.steps)
+    turns = take_turns(
         {name: lambda turn, step=step: step(batches[turn]) for name, step in steps.items()},
         args.steps,
         args.warmup,
@@ -61,9 +62,9 @@ def main(argv=None):
                 (
                     name,
                     *common.times(turns[name]),
-                    f"{tokens / common.median(turns[name]):.0f}",
+                    f"{tokens / turns[name].median:.0f}",
                     f"{flops[name] / 1e9:.0f}",
-                    f"{flops[name] / 1e9 / common.median(turns[name]):.1f}",
+                    f"{flops[name] / 1e9 / turns[name].median:.1f}",
                     f"{step.memory / 1e6:.0f}",
                 )
                 for name, step in steps.items()
@@ -73,7 +74,7 @@ def main(argv=None):
     flop_ratio = flops["MoD"] / flops["dense"]
     print(f"MoD/dense: time {text}, FLOPs {flop_ratio:.3f}")
     layers = _layers(steps["MoD"], args)
-    turns = common.take_turns(layers, args.layer_rounds, args.warmup)
+    turns = take_turns(layers, args.layer_rounds, args.warmup)
     routed, body = turns["routed layer"], turns["its block alone"]
     print(
         common.table(
@@ -81,7 +82,7 @@ def main(argv=None):
             *((name, *common.times(values)) for name, values in turns.items()),
         )
     )
-    share = 1.0 - common.median(body) / common.median(routed)
+    share = 1.0 - body.median / routed.median
     print(f"routed layer / dense layer: {common.ratio(routed, turns['dense layer'])[0]}")
     if not args.quick:
         print(common.verdict("step time, MoD/dense", value, STEP_TARGET, at_least=False))

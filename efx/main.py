@@ -22,6 +22,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from efx.errors import UsageError, nearest
+from efx.hostmemory import keep_freed_memory
 
 MODES = ("train", "evaluate", "sample")
 
@@ -165,9 +166,10 @@ def _check_key(config, keys):
 
 
 def start_jax(values):
-    """Compile cache, fake CPU devices and the distributed runtime, before any device is touched."""
+    """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
+    keep_freed_memory()
     cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

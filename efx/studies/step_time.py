@@ -1,6 +1,6 @@
 """Training step times of several models, taking turns in one process."""
 
-import statistics
+import dataclasses
 import time
 
 import jax
@@ -9,21 +9,26 @@ import numpy as np
 from efx import models, optim, run_config, sharding
 from efx import step as step_lib
 from efx.experiment import TOKENIZER_FILE
+from efx.hostmemory import keep_freed_memory
 
 
 class Stepper:
     """The real training step of a config, ready to be called: same mesh, donation, optimiser.
 
-    Trains on random tokens from initial parameters; what a step costs depends on shapes alone.
+    Starts from initial parameters. Called without tokens it trains on random ones: what a step
+    costs depends on shapes alone.
 
     Attributes:
-      state: TrainState. model: the module. compiled: the compiled step.
+      config, model: as given, and built from it. state: TrainState.
+      compile_seconds: tracing and compiling.
+      memory: bytes that the compiled step needs: its arguments and its temporary arrays.
     """
 
-    def __init__(self, config, vocab_size, seed=0):
+    def __init__(self, config, vocab_size):
+        keep_freed_memory()
+        self.config, c = config, config.data
         rules = sharding.check_rules(config.rules)
         mesh = sharding.make_mesh(config.mesh)
-        c = config.data
         self.model = models.build(
             config.model, vocab_size=vocab_size, context=c.seq_len, dtype=config.train.dtype
         )
@@ -31,6 +36,7 @@ class Stepper:
         steps = config.steps or 1000
         optimizer, schedule = optim.make_optimizer(config.optim, steps, shapes)
         placed = step_lib.state_shardings(self.model, optimizer, mesh, rules)
+        self._placed_batch = sharding.batch_sharding(mesh, rules)
         function = step_lib.make_train_step(
             self.model,
             optimizer,
@@ -39,56 +45,93 @@ class Stepper:
             total_steps=steps,
             groups=sharding.batch_shards(mesh, rules),
         )
-        tokens = np.random.default_rng(seed).integers(0, vocab_size, (c.batch_size, c.seq_len + 1))
-        self.host_batch = {
-            "inputs": tokens[:, :-1].astype(np.int32),
-            "targets": tokens[:, 1:].astype(np.int32),
-            "weights": np.ones((c.batch_size, c.seq_len), np.float32),
-        }
-        self.seed = np.uint32(seed)
+        self._seed = np.uint32(config.seed)
+        self._batch = self._place(random_tokens(config, vocab_size, 1)[0])
         with sharding.use(mesh, rules):
             self.state = jax.jit(
                 lambda seed: step_lib.init_state(self.model, optimizer, seed), out_shardings=placed
-            )(self.seed)
-            self.batch = sharding.place_batch(self.host_batch, sharding.batch_sharding(mesh, rules))
-            self.compiled = (
+            )(self._seed)
+            begin = time.perf_counter()
+            self._step = (
                 jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
-                .lower(self.state, self.batch, self.seed)
+                .lower(self.state, self._batch, self._seed)
                 .compile()
             )
+        self.compile_seconds = time.perf_counter() - begin
+        needs = self._step.memory_analysis()
+        self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
 
-    def __call__(self):
-        """One step, waited for; its cross-entropy in nats."""
-        self.state, metrics = self.compiled(self.state, self.batch, self.seed)
+    @property
+    def parameters(self):
+        """{path: numpy array}"""
+        return {path: np.array(leaf) for path, leaf in optim.param_paths(self.state.params).items()}
+
+    def __call__(self, tokens_BT1=None):
+        """One step on rows of context + 1 tokens, waited for; the loss before it, in nats."""
+        batch = self._batch if tokens_BT1 is None else self._place(tokens_BT1)
+        self.state, metrics = self._step(self.state, batch, self._seed)
         jax.block_until_ready((self.state, metrics))
         return float(metrics["train/loss"])
 
-
-def race(runners, steps, warm_up=2):
-    """{name: [milliseconds of each call]} of functions that take turns, warm-up calls left out."""
-    taken = {name: [] for name in runners}
-    for i in range(steps + warm_up):
-        for name, runner in runners.items():
-            start = time.perf_counter()
-            runner()
-            if i >= warm_up:
-                taken[name].append(1e3 * (time.perf_counter() - start))
-    return taken
+    def _place(self, tokens_BT1):
+        batch = {
+            "inputs": tokens_BT1[:, :-1],
+            "targets": tokens_BT1[:, 1:],
+            "weights": np.ones(tokens_BT1[:, 1:].shape, np.float32),
+        }
+        return sharding.place_batch(batch, self._placed_batch)
 
 
-def median_ratio(first, second):
-    """Median of first[i] / second[i]: of neighbours in time, so that drift cancels."""
-    return statistics.median(a / b for a, b in zip(first, second, strict=True))
+def random_tokens(config, vocab_size, count):
+    """[count, B, T + 1] random tokens: the time of a step does not depend on what they are."""
+    shape = (count, config.data.batch_size, config.data.seq_len + 1)
+    return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+@dataclasses.dataclass
+class Times:
+    """Of one function's turns: seconds on the clock, and of all its threads on a CPU, [rounds]."""
+
+    wall: np.ndarray
+    cpu: np.ndarray
+
+    @property
+    def median(self):
+        """Seconds on the clock."""
+        return float(np.median(self.wall))
+
+
+def take_turns(runs, rounds, warmup=2):
+    """Time functions against each other: whatever else the machine does slows all of them alike.
+
+    Args:
+      runs: {name: function of the number of the turn, which returns when its work is done}.
+      rounds: how often each is timed.
+      warmup: how often each is called before that.
+
+    Returns: {name: Times}.
+    """
+    names, records = list(runs), {name: [] for name in runs}
+    for turn in range(warmup + rounds):
+        first = turn % len(names)  # everyone goes first equally often
+        for name in names[first:] + names[:first]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            runs[name](turn)
+            record = time.perf_counter() - wall, time.process_time() - cpu
+            if turn >= warmup:
+                records[name].append(record)
+    return {name: Times(*np.array(values).T) for name, values in records.items()}
 
 
 def step_times(folders, steps):
     """{name: median milliseconds of a training step} of the runs in `folders`."""
     from efx.data import load_tokenizer
 
-    runners = {
+    steppers = {
         name: Stepper(
             run_config.get_config(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size
         )
         for name, folder in folders.items()
     }
-    return {name: statistics.median(ms) for name, ms in race(runners, steps).items()}
+    turns = take_turns({name: lambda turn, s=s: s() for name, s in steppers.items()}, steps)
+    return {name: 1e3 * times.median for name, times in turns.items()}
