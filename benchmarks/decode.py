@@ -87,7 +87,9 @@ def measure(sampler, params, arguments):
     prompts = rng.integers(0, arguments.vocab, (sampler.batch_size, arguments.prompt)).tolist()
     seeds = range(sampler.batch_size)
     cpu, last = 0.0, None
-    for _ in sampler.tokens(params, prompts, max_new_tokens=arguments.tokens, seeds=seeds):
+    for _ in sampler.tokens(
+        {"params": params}, prompts, max_new_tokens=arguments.tokens, seeds=seeds
+    ):
         # The first piece also pays for the prefill.
         cpu += time.process_time() - last if last else 0.0
         last = time.process_time()

@@ -20,10 +20,11 @@ def base():
             steps=1000,
             train_flops=0.0,
             data=data(),
+            init=init(),
             model=decoder(),
             # Weight of every extra loss, by the name under which a layer sows it. A number, or a
             # schedule: dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py.
-            losses=dict(z_loss=0.0, router_bce=0.01),
+            losses=dict(z_loss=0.0, router_bce=0.01, predictor_bce=0.01),
             train=train(),
             optim=optim(),
             # Devices along each axis of the mesh; one may be -1, "all that are left".
@@ -56,6 +57,16 @@ def data():
         text_key="text",
         max_bytes=0,  # read at most so much of the source; 0: all
         cache_dir="",  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
+    )
+
+
+def init():
+    return dict(
+        # Run folder whose newest parameters (and tokenizer) the run starts from; "": from scratch.
+        run="",
+        missing="",  # regex (whole path) of parameters that it may lack: these are initialised
+        unexpected="",  # regex of those that it may have in excess: these are left out
+        rename=(),  # ((regex, replacement), ...): path here -> path there, first match
     )
 
 
@@ -105,12 +116,22 @@ def depth_routing():
         kind="none",  # "mod": Mixture-of-Depths
         every=2,  # blocks every-1, 2*every-1, ... are routed
         blocks=(),  # or these, zero-based
-        capacity=0.125,  # share of a sequence that a routed block computes; one, or one a block
+        # Share of a sequence that a routed block computes; one value, or one for each routed block.
+        capacity=config_dict.FieldReference(0.125, field_type=object),
+        # ((f, c), ...): until the fraction f of the training steps, capacity c; then `capacity`.
+        capacity_stages=(),
+        per="row",  # "document": top-k within each document of a packed row
         gate="sigmoid",  # "identity" (the paper), "tanh", "one"
-        selection="topk",  # in training; "stochastic": the paper's negative control
-        causal="aux_loss",  # decision for evaluation and sampling
+        selection="topk",  # in training; "threshold"; "stochastic": the paper's negative control
+        causal="aux_loss",  # decision for evaluation and sampling; "predictor", "threshold"
+        also_train=(),  # further decisions, trained and evaluated beside it
+        predictor_hidden=0,  # 0: width / 2
+        threshold_decay=0.99,  # of the running (1 - capacity) quantile of the scores
+        threshold_warmup=100,  # steps of top-k before selection="threshold" begins
         bce_reaches_input=True,  # the router's loss also trains what lies below it
         slack=2.0,  # room of the causal decision, as a multiple of the capacity
+        kv_for_skipped=False,  # skipped tokens still write keys and values
+        light_path=0,  # hidden width of a small MLP for skipped tokens; 0: none
     )
 
 

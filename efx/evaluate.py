@@ -6,19 +6,27 @@ import numpy as np
 from efx import losses, sharding
 from efx.step import make_eval_step
 
+# How well a decision agrees with training's selection.
+AGREEMENT = ("accuracy", "precision", "recall")
+
 
 class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
-    A routed model is evaluated twice: under the causal decision, which is what a sampler can do
-    (`eval/loss`), and under training's own selection (`eval/loss_topk`), which looks ahead.
+    A routed model is evaluated under the causal decision, which is what a sampler can do
+    (`eval/loss`), under every other decision that is trained (`eval/loss_<decision>`) and under
+    training's own selection, which may look ahead (`eval/loss_topk`).
     """
 
     def __init__(self, model, config, data, mesh, rules):
         self._config, self._data = config.evaluate, data
         self._mesh, self._rules = mesh, rules
-        self._routed = any(spec.routing is not None for spec in model.specs())
-        selections = ("causal", "train") if self._routed else ("causal",)
+        self._model, self._length = model, config.data.seq_len
+        routing = [spec.routing for spec in model.specs() if spec.routing is not None]
+        self._routing = routing[0] if routing else None
+        selections = ("causal",)
+        if self._routing:
+            selections += ("train", *self._routing.trained[1:])
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
@@ -43,25 +51,44 @@ class Evaluator:
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
         }
-        if not self._routed:
+        if not self._routing:
             return result
-        top = means["train"]
-        result["eval/loss_topk"] = top["loss"]
-        result["eval/bits_per_byte_topk"] = losses.bits_per_byte(top["loss"], bytes_per_token)
-        # How well the decision predicts top-k is asked where top-k decides what each router sees.
-        result |= {
-            f"eval/{name}": value
-            for name, value in top.items()
-            if name.startswith(("router/accuracy", "router/precision", "router/recall"))
-        }
-        # How many tokens it routes is asked where it decides.
-        for name, value in causal.items():
-            if name.startswith("router/decided_fraction"):
-                tail = name.removeprefix("router/decided_fraction")
-                overflow = causal[f"router/overflow_fraction{tail}"]
-                result[f"eval/router/routed_fraction{tail}"] = value - overflow
-                result[f"eval/router/overflow_fraction{tail}"] = overflow
+        first, *others = self._routing.trained
+        for selection in ("train", *others):
+            loss = means[selection]["loss"]
+            name = self._routing.selection if selection == "train" else selection
+            result[f"eval/loss_{name}"] = loss
+            result[f"eval/bits_per_byte_{name}"] = losses.bits_per_byte(loss, bytes_per_token)
+        for decision in self._routing.trained:
+            prefix = "router" if decision == first else decision
+            own = means["causal" if decision == first else decision]
+            result |= self._decision(prefix, means["train"], own)
         return result
+
+    def _decision(self, prefix, trained, own):
+        """Rows about one causal decision.
+
+        How well it predicts top-k is asked where training's selection decides what each router
+        sees; how many tokens it routes, and what that costs, where it decides itself.
+        """
+        rows = {}
+        for name, value in trained.items():
+            if name.startswith(tuple(f"{prefix}/{key}" for key in AGREEMENT)):
+                rows[f"eval/{name}"] = value
+        key = f"{prefix}/decided_fraction"
+        for tail in [name.removeprefix(key) for name in own if name.startswith(key)]:
+            overflow = own[f"{prefix}/overflow_fraction{tail}"]
+            rows[f"eval/{prefix}/routed_fraction{tail}"] = own[key + tail] - overflow
+            rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
+        shares = {}
+        for i, spec in enumerate(self._model.specs()):
+            if spec.routing is not None:
+                tail = f"/block_{i}"
+                routed = rows[f"eval/{prefix}/routed_fraction{tail}"]
+                shares[i] = (routed, own[f"{prefix}/pairs_fraction{tail}"])
+        ledger = self._model.ledger(self._length, shares=shares)
+        rows[f"eval/{prefix}/flops_per_token"] = ledger.nominal_per_token
+        return rows
 
     def _run(self, step, params, variables):
         totals = []
@@ -84,9 +111,14 @@ def describe(step, metrics):
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
         f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
     )
-    if "eval/loss_topk" in metrics:
+    if "eval/router/accuracy" in metrics:
+        others = ", ".join(
+            f"{name.removeprefix('eval/loss_')} {value:.4f}"
+            for name, value in metrics.items()
+            if name.startswith("eval/loss_")
+        )
         line += (
-            f" (causal routing; top-k {metrics['eval/loss_topk']:.4f}); decision accuracy "
+            f" (causal routing; {others}); decision accuracy "
             f"{metrics['eval/router/accuracy']:.1%}, "
             f"routed {metrics['eval/router/routed_fraction']:.1%}"
         )

@@ -13,8 +13,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclasses.dataclass
+class Stage:
+    """A part of the training in which shapes stay the same: from step `start` on."""
+
+    start: int
+    model: object
+    ledger: object  # of one training sequence
+
+
+@dataclasses.dataclass
 class Experiment:
-    """A checked config and what it describes; `ledger` is that of one training sequence."""
+    """A checked config and what it describes; `model` and `ledger` are those of the last stage."""
 
     config: object
     data: object
@@ -22,25 +31,46 @@ class Experiment:
     mesh: object
     rules: tuple
     steps: int
-    ledger: object
+    stages: tuple
 
     @property
     def tokens_per_step(self):
         return self.config.data.batch_size * self.config.data.seq_len
 
+    @property
+    def ledger(self):
+        return self.stages[-1].ledger
+
+    def stage(self, step):
+        """The stage that the step after `step` belongs to."""
+        return [stage for stage in self.stages if stage.start <= step][-1]
+
+    def flops(self, step, nominal=True):
+        """Training FLOPs of the first `step` steps."""
+        ends = [stage.start for stage in self.stages[1:]] + [step]
+        return sum(
+            max(0, min(end, step) - stage.start)
+            * stage.ledger.train_flops(self.tokens_per_step, nominal)
+            for stage, end in zip(self.stages, ends, strict=True)
+        )
+
 
 def prepare(config, workdir=None):
     """Check a config and build what it describes. Writes nothing.
 
-    A tokenizer saved in `workdir` is used in place of building one.
+    A tokenizer saved in `workdir`, or in the run that this one starts from, is used in place of
+    building one.
     """
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
-    tokenizer = pathlib.Path(workdir) / TOKENIZER_FILE if workdir else None
+    if config.init.run and not pathlib.Path(config.init.run).is_dir():
+        raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
+    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run) if folder]
+    saved = [folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).exists()]
     data = load(
         config.data,
         seed=config.seed,
-        tokenizer_path=tokenizer if tokenizer and tokenizer.exists() else None,
+        tokenizer_path=saved[0] if saved else None,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
@@ -56,9 +86,21 @@ def prepare(config, workdir=None):
             f"config.data.seq_len={config.data.seq_len}"
         )
     _check_batch(config, sharding.batch_shards(mesh, rules))
-    ledger = model.ledger(config.data.seq_len)
-    steps = _total_steps(config, ledger)
-    return Experiment(config, data, model, mesh, rules, steps, ledger)
+    parts = _capacity_stages(model, config.data.seq_len)
+    steps = _total_steps(config, parts)
+    stages = tuple(Stage(round(start * steps), *part) for start, *part in parts)
+    return Experiment(config, data, model, mesh, rules, steps, stages)
+
+
+def _capacity_stages(model, length):
+    """[(fraction of the training at which it starts, model, ledger)]."""
+    routing, start, parts = getattr(model, "depth_routing", None), 0.0, []
+    for end, capacity in routing.capacity_stages if routing else ():
+        staged = dataclasses.replace(routing, capacity=capacity)
+        staged = model.clone(depth_routing=staged).resolved()
+        parts.append((start, staged, staged.ledger(length)))
+        start = end
+    return [*parts, (start, model, model.ledger(length))]
 
 
 def _check_batch(config, shards):
@@ -81,7 +123,7 @@ def _check_batch(config, shards):
         )
 
 
-def _total_steps(config, ledger):
+def _total_steps(config, parts):
     if bool(config.steps) == bool(config.train_flops):
         raise UsageError(
             f"config.steps={config.steps} and config.train_flops={config.train_flops}: "
@@ -91,7 +133,11 @@ def _total_steps(config, ledger):
         if config.steps < 0:
             raise UsageError(f"config.steps={config.steps}: must be at least 1")
         return int(config.steps)
-    per_step = ledger.train_flops(config.data.batch_size * config.data.seq_len)
+    ends = [start for start, *_ in parts[1:]] + [1.0]
+    per_step = sum(
+        (end - start) * ledger.train_flops(config.data.batch_size * config.data.seq_len)
+        for (start, _, ledger), end in zip(parts, ends, strict=True)
+    )
     if config.train_flops < per_step:
         raise UsageError(
             f"config.train_flops={config.train_flops:g} is less than one step ({per_step:g})"

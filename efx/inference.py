@@ -56,14 +56,14 @@ def evaluate(config, workdir, step=None):
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
     stream = stream or sys.stdout
-    e, step, params, _ = restore(config, workdir, step)
-    params = local_params(params)
+    e, step, params, variables = restore(config, workdir, step)
+    variables = sharding.local({"params": params, **variables})
     if jax.process_index() != 0:
         return {}
     sampler = TextSampler(e.model, e.data.tokenizer, config.sample)
     for i in range(config.sample.num_samples):
         stream.write(config.sample.prompt)
-        for piece in sampler.stream(params, config.sample.prompt, seed=config.sample.seed + i):
+        for piece in sampler.stream(variables, config.sample.prompt, seed=config.sample.seed + i):
             stream.write(piece)
             stream.flush()
         stream.write("\n")
@@ -73,12 +73,3 @@ def sample(config, workdir, step=None, stream=None):
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
     print(line, file=sys.stderr)
     return stats
-
-
-def local_params(params):
-    """Parameters on one device of this host, gathered from wherever they are."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        return multihost_utils.process_allgather(params, tiled=True)
-    return jax.device_put(params, jax.devices()[0])

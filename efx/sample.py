@@ -60,20 +60,21 @@ class Sampler:
         )
         self.stats = {}
 
-    def tokens(self, params, prompts, *, max_new_tokens, seeds, ended=()):
+    def tokens(self, variables, prompts, *, max_new_tokens, seeds, ended=()):
         """Yields lists (one a row) of new token ids, up to `STREAM` at a time.
 
         The random numbers of a row are a function of its seed and of how many tokens it has made:
         a row's text is the same alone and in any batch (but for rounding).
 
         Args:
+          variables: {"params": ...}, and "state" where the model has one.
           prompts: list of `batch_size` int arrays, each with at least one token.
           seeds: one int for each row.
           ended: a set of rows, to which the caller may add: these make no more tokens.
         """
         for prompt in prompts:
             self.check_prompt(prompt)
-        texts, run = [list(map(int, prompt)) for prompt in prompts], _Run(self, params, seeds)
+        texts, run = [list(map(int, prompt)) for prompt in prompts], _Run(self, variables, seeds)
         run.prompt_tokens = sum(map(len, texts))
         with run.timed("prefill"):
             run.read(dict(enumerate(texts)))
@@ -129,15 +130,15 @@ class _Program:
         return jax.tree.map(empty, cache, self.start()[0])
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def prefill(self, params, cache, logits_BV, tokens_BT, positions_BT):
+    def prefill(self, variables, cache, logits_BV, tokens_BT, positions_BT):
         """Read tokens; the logits of a row that has none among them stay."""
-        x_BTD, cache = self._features(params, cache, tokens_BT, positions_BT)
+        x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
         last_BD = jax.vmap(lambda x, i: x[i])(x_BTD, jnp.maximum(count_B - 1, 0))
-        return cache, jnp.where((count_B > 0)[:, None], self._logits(params, last_BD), logits_BV)
+        return cache, jnp.where((count_B > 0)[:, None], self._logits(variables, last_BD), logits_BV)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def decode(self, params, cache, logits_BV, length_B, done_B, seed_B, made, limit, options):
+    def decode(self, variables, cache, logits_BV, length_B, done_B, seed_B, made, limit, options):
         """Up to `limit` tokens for every row that is not done.
 
         Ends early when all rows are done, or when one has a token for which its cache has no room:
@@ -160,36 +161,36 @@ class _Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
-            x_BTD, cache = self._features(params, cache, token_B[:, None], positions_B[:, None])
-            logits_BV = self._logits(params, x_BTD[:, 0])
+            x_BTD, cache = self._features(variables, cache, token_B[:, None], positions_B[:, None])
+            logits_BV = self._logits(variables, x_BTD[:, 0])
             return step + 1, cache, logits_BV, length_B + ~done_B, out_BN, count_B, done_B
 
         state = (jnp.int32(0), cache, logits_BV, length_B, out_BN, count_B, done_B)
         step, *state = jax.lax.while_loop(running, body, state)
         return *state, step
 
-    def _features(self, params, cache, tokens_BT, positions_BT):
-        variables = {"params": params, "cache": cache}
+    def _features(self, variables, cache, tokens_BT, positions_BT):
+        variables = {**variables, "cache": cache}
         options = dict(
             decode=True, cache_size=self.cache_size, mutable=["cache"], method="features"
         )
         x_BTD, state = self.model.apply(variables, tokens_BT, positions_BT, **options)
         return x_BTD, state["cache"]
 
-    def _logits(self, params, x_BD):
-        logits_BV = self.model.apply({"params": params}, x_BD, method="logits")
+    def _logits(self, variables, x_BD):
+        logits_BV = self.model.apply(variables, x_BD, method="logits")
         return logits_BV[..., : self.model.vocab_size]
 
 
 class _Run:
     """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
 
-    def __init__(self, sampler, params, seeds):
+    def __init__(self, sampler, variables, seeds):
         self.sampler, self.program = sampler, sampler._program
         axes = dict.fromkeys(sharding.MESH_AXES, 1)
         self.mesh = sharding.make_mesh(axes, jax.local_devices()[:1])
-        params = self._call(models.unroll, sampler.model, params)[1]
-        self.params = jax.device_put(params, sharding.replicated(self.mesh))
+        variables = self._call(models.unroll_variables, sampler.model, variables)
+        self.variables = jax.device_put(variables, sharding.replicated(self.mesh))
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
         self.length_B = np.zeros(sampler.batch_size, np.int32)
         self.prompt_tokens = self.new_tokens = self.slides = self.tokens_read = 0
@@ -212,7 +213,7 @@ class _Run:
         for t in range(0, tokens_BT.shape[1], PREFILL):
             part = slice(t, t + PREFILL)
             self.cache, self.logits_BV = self._call(
-                self.program.prefill, self.params, self.cache, self.logits_BV,
+                self.program.prefill, self.variables, self.cache, self.logits_BV,
                 tokens_BT[:, part], positions_BT[:, part],
             )  # fmt: skip
         jax.block_until_ready(self.logits_BV)
@@ -228,7 +229,7 @@ class _Run:
     def decode(self, done_B, made, limit):
         """(tokens [B, STREAM], how many of each row count, rows done, steps)."""
         self.cache, self.logits_BV, *rest = self._call(
-            self.program.decode, self.params, self.cache, self.logits_BV, self.length_B, done_B,
+            self.program.decode, self.variables, self.cache, self.logits_BV, self.length_B, done_B,
             self.seed_B, np.int32(made), np.int32(limit), self.sampler._options,
         )  # fmt: skip
         self.length_B, *rest = map(np.array, jax.device_get(rest))
@@ -337,20 +338,20 @@ class TextSampler:
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
 
-    def stream(self, params, prompt, *, seed):
+    def stream(self, variables, prompt, *, seed):
         """Yields the continuation of `prompt` in pieces; it ends before `config.sample.stop`."""
-        for (piece,) in self._pieces(params, [prompt], [seed]):
+        for (piece,) in self._pieces(variables, [prompt], [seed]):
             if piece:
                 yield piece
 
-    def texts(self, params, prompts, *, seeds):
+    def texts(self, variables, prompts, *, seeds):
         """Continuations of `batch_size` prompts, decoded together."""
-        return ["".join(row) for row in zip(*self._pieces(params, prompts, seeds), strict=True)]
+        return ["".join(row) for row in zip(*self._pieces(variables, prompts, seeds), strict=True)]
 
-    def _pieces(self, params, prompts, seeds):
+    def _pieces(self, variables, prompts, seeds):
         rows, ended = [_Text(self.tokenizer, self.config.stop) for _ in prompts], set()
         ids, n = [self.encode(prompt) for prompt in prompts], self.config.max_new_tokens
-        for new in self.sampler.tokens(params, ids, max_new_tokens=n, seeds=seeds, ended=ended):
+        for new in self.sampler.tokens(variables, ids, max_new_tokens=n, seeds=seeds, ended=ended):
             yield [row.feed(ids) for row, ids in zip(rows, new, strict=True)]
             ended.update(b for b, row in enumerate(rows) if row.ended)
         yield [row.finish() for row in rows]

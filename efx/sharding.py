@@ -75,13 +75,13 @@ def make_mesh(mesh_config, devices=None):
             f"config.mesh={sizes}: each size must be at least 1, and at most one of them -1"
         )
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
-    if free:
-        sizes[free[0]] = max(1, len(devices) // fixed)
-    if int(np.prod(list(sizes.values()))) != len(devices):
+    if len(devices) % fixed or (fixed != len(devices) and not free):
         raise UsageError(
-            f"config.mesh={sizes} needs {int(np.prod(list(sizes.values())))} devices "
+            f"config.mesh={sizes} needs {'a multiple of ' if free else ''}{fixed} devices "
             f"but there are {len(devices)}"
         )
+    if free:
+        sizes[free[0]] = len(devices) // fixed
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -178,3 +178,12 @@ def place_batch(batch, placed):
     return {
         name: jax.make_array_from_process_local_data(placed, rows) for name, rows in batch.items()
     }
+
+
+def local(tree):
+    """Arrays on one device of this host, gathered from wherever they are."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(tree, tiled=True)
+    return jax.device_put(tree, jax.devices()[0])

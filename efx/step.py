@@ -166,7 +166,11 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
 
 def _accumulate(one, variables, batch, accumulation):
-    """Sum of gradients and metrics over micro-batches, with a scan."""
+    """Mean of the variables, sums of metrics and gradients over micro-batches, with a scan.
+
+    Every micro-batch starts from the same variables: running averages then move as far as they
+    would by the big batch.
+    """
 
     def split(x):
         # Micro-batch i takes rows i, i + A, ...: every device keeps its own rows.
@@ -175,19 +179,16 @@ def _accumulate(one, variables, batch, accumulation):
 
     batches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(lambda v, b: one(v, b, 0)[1:], variables, first)
+    shapes = jax.eval_shape(lambda v, b: one(v, b, 0), variables, first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def body(carry, item):
-        variables, totals = carry
+    def body(totals, item):
         index, micro = item
-        variables, *new = one(variables, micro, index)
-        return (variables, jax.tree.map(jnp.add, totals, tuple(new))), None
+        return jax.tree.map(jnp.add, totals, one(variables, micro, index)), None
 
-    (variables, (metrics, grads)), _ = jax.lax.scan(
-        body, (variables, zeros), (jnp.arange(accumulation), batches)
-    )
-    return variables, metrics, grads
+    (sums, metrics, grads), _ = jax.lax.scan(body, zeros, (jnp.arange(accumulation), batches))
+    means = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), sums)
+    return means, metrics, grads
 
 
 def _forward(model, params, variables, batch, keys, config, *, train, groups, z_loss):

@@ -11,7 +11,7 @@ import numpy as np
 
 from efx import optim, runfolder, sharding
 from efx import step as step_lib
-from efx.checkpoint import Checkpointer
+from efx.checkpoint import Checkpointer, restore_params
 from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
@@ -140,7 +140,7 @@ class _Run:
                     lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
                     out_shardings=self.shardings,
                 )
-                self.state = init(self.seed)
+                self.state = self._start_from(init(self.seed))
                 self.writer.truncate_after(-1 if self.resumed else 0)
             else:
                 shapes = jax.eval_shape(
@@ -161,6 +161,21 @@ class _Run:
                 self.writer.truncate_after(restored.step)
         return iterator
 
+    def _start_from(self, state):
+        """The state with the parameters of `config.init.run`, if that is set."""
+        c = self.config.init
+        if not c.run:
+            return state
+        params, _ = restore_params(
+            pathlib.Path(c.run) / runfolder.CHECKPOINTS,
+            state.params,
+            allow_missing=c.missing,
+            allow_unexpected=c.unexpected,
+            rename=c.rename,
+            report=lambda diff: self.progress.println(f"starting from {c.run}: {diff}"),
+        )
+        return state.replace(params=params)
+
     def _banner(self):
         e = self.experiment
         count = sum(e.model.parameter_count().values())
@@ -169,32 +184,22 @@ class _Run:
             f"{where}: {quantity(count)}parameters, "
             f"{quantity(e.data.train_tokens)}training tokens, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
-            f"{quantity(e.ledger.train_flops(e.tokens_per_step))}FLOPs a step, "
+            f"{quantity(e.flops(e.steps) / e.steps)}FLOPs a step, "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         )
 
     def _loop(self, iterator):
         e, config = self.experiment, self.config
-        step_fn = step_lib.make_train_step(
-            e.model,
-            self.optimizer,
-            self.schedule,
-            config,
-            total_steps=e.steps,
-            groups=sharding.batch_shards(e.mesh, e.rules),
-        )
         placed = sharding.batch_sharding(e.mesh, e.rules)
         batch = sharding.place_batch(next(iterator), placed)
-        with self._timed("compile"):
-            compiled = (
-                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.shardings, None))
-                .lower(self.state, batch, self.seed)
-                .compile()
-            )
-        clock = time.monotonic()
+        stage = None
         first = True
         while self.step < e.steps:
             self._profile()
+            if stage is not e.stage(self.step):
+                stage = e.stage(self.step)
+                compiled = self._compiled(stage, batch)
+                clock = time.monotonic()
             self.state, metrics = compiled(self.state, batch, self.seed)
             self.step += 1
             position = iterator.get_state()
@@ -225,6 +230,23 @@ class _Run:
                 )
                 return
 
+    def _compiled(self, stage, batch):
+        e = self.experiment
+        step_fn = step_lib.make_train_step(
+            stage.model,
+            self.optimizer,
+            self.schedule,
+            self.config,
+            total_steps=e.steps,
+            groups=sharding.batch_shards(e.mesh, e.rules),
+        )
+        with self._timed("compile"):
+            return (
+                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.shardings, None))
+                .lower(self.state, batch, self.seed)
+                .compile()
+            )
+
     def _log(self, rows, clock):
         """Take in finished steps; write a row at each multiple of `log.every` and at the end."""
         config, e = self.config, self.experiment
@@ -239,11 +261,11 @@ class _Run:
             clock = now
             tokens = step * e.tokens_per_step
             rate = steps / max(elapsed, 1e-9)
-            flops = e.ledger.train_flops(e.tokens_per_step)
+            flops = e.flops(step)
             row = mean_of(self.window) | {
                 "tokens": tokens,
-                "flops": step * flops,
-                "flops_realised": step * e.ledger.train_flops(e.tokens_per_step, nominal=False),
+                "flops": flops,
+                "flops_realised": e.flops(step, nominal=False),
                 "seconds": self.seconds,
                 "tokens_per_second": rate * e.tokens_per_step,
             }
@@ -254,7 +276,7 @@ class _Run:
                 loss=row["train/loss"],
                 tokens_per_second=row["tokens_per_second"],
                 flops=row["flops"],
-                flops_per_second=rate * flops,
+                flops_per_second=rate * (flops - e.flops(step - 1)),
             )
             self.window = []
         return clock
@@ -286,17 +308,12 @@ class _Run:
             )
 
     def _sample(self, params):
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            params = multihost_utils.process_allgather(params, tiled=True)
-            if jax.process_index() != 0:
-                return
-        else:
-            params = jax.device_put(params, jax.devices()[0])
+        variables = sharding.local({"params": params, **self.state.variables})
+        if jax.process_index() != 0:
+            return
         c = self.config.sample
         seeds = [c.seed + i for i in range(c.num_samples)]
-        texts = self.sampler.texts(params, [c.prompt] * c.num_samples, seeds=seeds)
+        texts = self.sampler.texts(variables, [c.prompt] * c.num_samples, seeds=seeds)
         for i, text in enumerate(texts):
             self.writer.write_text(self.step, f"sample {i}", c.prompt + text)
         self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")

@@ -33,12 +33,12 @@ class Family:
 
     @property
     def routed(self):
-        return bool(self.losses)
+        return self.changes.get("depth_routing.kind", "none") != "none"
 
 
-def _mod(looks_ahead=True, **changes):
+def _mod(looks_ahead=True, losses=("router_bce",), **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
-    return Family(changes, looks_ahead, losses=("router_bce",))
+    return Family(changes, looks_ahead, losses)
 
 
 FAMILIES = {
@@ -62,6 +62,18 @@ FAMILIES = {
     "mod_stochastic": _mod(looks_ahead=False, **{
         "depth_routing.selection": "stochastic",
     }),
+    "mod_predictor": _mod(losses=("predictor_bce", "router_bce"), **{
+        "depth_routing.causal": "predictor", "depth_routing.also_train": ("aux_loss",),
+        "depth_routing.predictor_hidden": 6, "depth_routing.gate": "identity",
+    }),
+    "mod_threshold": _mod(looks_ahead=False, losses=(), **{
+        "depth_routing.causal": "threshold", "depth_routing.selection": "threshold",
+        "depth_routing.slack": 1.2,
+    }),
+    "mod_context": _mod(**{
+        "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16, "num_kv_heads": 2,
+        "window": 9, "depth_routing.every": 1, "depth_routing.also_train": ("threshold",),
+    }),
 }
 NAMES = tuple(FAMILIES)
 
@@ -71,8 +83,7 @@ def model_config(changes):
     config = common.base()
     small = {"width": 32, "depth": 2, "num_heads": 4, "init_std": 0.2, "vocab_multiple": 16,
              "mlp.multiple_of": 16}
-    with config.ignore_type():  # a list of capacities in place of one
-        common.apply(config, {f"model.{key}": value for key, value in {**small, **changes}.items()})
+    common.apply(config, {f"model.{key}": value for key, value in {**small, **changes}.items()})
     return config.model
 
 
@@ -109,6 +120,29 @@ def random_params(model, seed=0):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+@functools.cache
+def state_of(name):
+    """Collections beside the parameters of a row's model."""
+    return random_state(build(name))
+
+
+def random_state(model):
+    """{"state": ...} of a model that keeps running averages, past their warm-up; else {}."""
+    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
+    rng = np.random.default_rng(1)
+
+    def draw(leaf):
+        if leaf.dtype == jnp.int32:
+            return jnp.full(leaf.shape, 1000, leaf.dtype)
+        return jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
+
+    return {"state": jax.tree.map(draw, shapes["state"])} if "state" in shapes else {}
+
+
+def variables_of(name):
+    return {"params": params_of(name), **state_of(name)}
+
+
 def tokens(seed=0, batch=BATCH, length=LENGTH):
     """Random tokens [B, T]."""
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, length)), jnp.int32)
@@ -122,8 +156,8 @@ def jit(function, **options):
 @functools.cache
 def forward(name, selection="causal"):
     """Compiled (params, tokens) -> logits; `selection="train"` chooses tokens as training does."""
-    model = build(name).clone(selection=selection)
-    return jit(lambda params, tokens_BT: model.apply({"params": params}, tokens_BT))
+    model, state = build(name).clone(selection=selection), state_of(name)
+    return jit(lambda params, tokens_BT: model.apply({"params": params, **state}, tokens_BT))
 
 
 def logits_of(name, tokens_BT, selection="causal"):
@@ -133,9 +167,10 @@ def logits_of(name, tokens_BT, selection="causal"):
 def loss_fn(model):
     """(params, tokens) -> scalar: cross-entropy and all sown losses, routed as in training."""
     model = model.clone(selection="train")
+    state = random_state(model)
 
     def loss(params, tokens_BT):
-        logits, sown = model.apply({"params": params}, tokens_BT, mutable=["losses"])
+        logits, sown = model.apply({"params": params, **state}, tokens_BT, mutable=["losses"])
         targets_BT = jnp.roll(tokens_BT, -1, axis=1)
         sums = losses.cross_entropy(logits, targets_BT, jnp.ones(targets_BT.shape))
         extra = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(sown))

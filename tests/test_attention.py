@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efx import flops
-from efx.layers import attention
+from efx.layers import attend
+from efx.layers.attention import Attention
 from efx.layers.dropout import StandardDropout
 from efx.layers.info import TokenInfo
 from efx.layers.positions import rope
@@ -75,7 +76,7 @@ def ours(case, chunk):
     positions = np.tile(np.arange(T), (B, 1)) if positions is None else positions
 
     def value(q, k, v):
-        out = attention.attend(
+        out = attend.attend(
             q, k, v, scale=0.4, chunk=chunk, positions_BT=jnp.asarray(positions),
             segment_ids_BT=None if segments is None else jnp.asarray(segments), **options,
         )
@@ -119,14 +120,14 @@ def test_every_chunk_size(chunk):
     q, k, v = inputs()
     options = dict(scale=0.4, window=3, positions_BT=jnp.arange(T)[None],
                    segment_ids_BT=jnp.asarray(SEGMENTS))
-    got = families.jit(functools.partial(attention.attend, chunk=chunk, **options))(q, k, v)
+    got = families.jit(functools.partial(attend.attend, chunk=chunk, **options))(q, k, v)
     expected = full(q, k, v, visible(window=3, segments=SEGMENTS), 0.4)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = inputs()
-    out = attention.attend(100 * q, 100 * k, v, scale=1.0)
+    out = attend.attend(100 * q, 100 * k, v, scale=1.0)
     assert np.isfinite(out).all()
 
 
@@ -136,7 +137,7 @@ def test_masks_as_tables():
     v = jnp.tile(jnp.eye(T)[None, :, None], (B, 1, 1, 1))
 
     def seen(options, **static):
-        kernel = functools.partial(attention.attend, scale=1.0, chunk=6)
+        kernel = functools.partial(attend.attend, scale=1.0, chunk=6)
         out = families.jit(lambda options: kernel(q, q, v, **options, **static))(options)
         return (np.asarray(out[:, :, 0]) > 0).astype(int)
 
@@ -162,14 +163,14 @@ def test_masks_as_tables():
     (10, 16, 0, [(0, 10, 0, 10)]),
 ])
 def test_spans_by_hand(length, chunk, window, expected):
-    assert attention.spans(length, chunk, window) == expected
+    assert attend.spans(length, chunk, window) == expected
 
 
 def test_chosen_chunks():
-    assert attention.chunk_size(10) == 64  # at least 64
-    assert attention.chunk_size(1024) == 128 and len(attention.spans(1024)) == 8  # at most 8
-    assert attention.chunk_size(1025) == 129
-    assert attention.chunk_size(1024, 100) == 100
+    assert attend.chunk_size(10) == 64  # at least 64
+    assert attend.chunk_size(1024) == 128 and len(attend.spans(1024)) == 8  # at most 8
+    assert attend.chunk_size(1025) == 129
+    assert attend.chunk_size(1024, 100) == 100
 
 
 @settings(deadline=None, max_examples=100)
@@ -177,14 +178,14 @@ def test_chosen_chunks():
 def test_spans_cover_what_may_be_seen(length, chunk, window):
     """Every allowed pair is visited, each query once, and the ledger counts what is visited."""
     visits = np.zeros((length, length), int)
-    for q0, q1, k0, k1 in attention.spans(length, chunk, window):
+    for q0, q1, k0, k1 in attend.spans(length, chunk, window):
         visits[q0:q1, k0:k1] += 1
     assert visits.max() == 1
     time = np.arange(length)
     gap = time[:, None] - time[None]
     allowed = (gap >= 0) & ((gap < window) if window else True)
     assert np.all(visits[allowed] == 1)
-    assert visits.sum() == attention.visited_pairs(length, chunk, window)
+    assert visits.sum() == attend.visited_pairs(length, chunk, window)
     assert allowed.sum() == flops.causal_pairs(length, window)
 
 
@@ -193,11 +194,11 @@ def test_visited_pairs_are_what_is_multiplied(chunk, window):
     q, k, v = inputs()
 
     def attend(q, k, v):
-        return attention.attend(
+        return attend.attend(
             q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
         )
 
-    pairs = attention.visited_pairs(T, chunk, window)
+    pairs = attend.visited_pairs(T, chunk, window)
     assert flops.jaxpr_flops(attend, q, k, v) == B * flops.attention_scores(pairs, N, H)
 
 
@@ -215,7 +216,7 @@ def test_probs_fn_sees_every_chunk():
         part = factor[:, :, start : start + queries, k_start : k_start + keys]
         return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
 
-    out = attention.attend(q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn,
+    out = attend.attend(q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn,
                            positions_BT=jnp.arange(T)[None])
     assert asked == [(4, 0), (4, 2), (3, 6)]
     expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
@@ -224,7 +225,7 @@ def test_probs_fn_sees_every_chunk():
 
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
-    layer = attention.Attention(
+    layer = Attention(
         num_heads=1, num_kv_heads=1, head_dim=H, use_bias=False, rope_theta=0.0, qk_norm="none",
         mup=False, window=0, softcap=0.0, chunk=0, std=0.2, std_out=0.2, norm_eps=1e-5,
         probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32,
@@ -265,7 +266,7 @@ def test_attend_cache_is_attend():
         v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
     last = 4  # the last queries only
     for window in (0, 3):
-        out = attention.attend_cache(
+        out = attend.attend_cache(
             q[:, -last:], jnp.asarray(k_BKHS), jnp.asarray(v_BKSH),
             jnp.tile(jnp.arange(T - last, T)[None], (B, 1)), jnp.asarray(positions_BS),
             scale=0.4, window=window, softcap=0.9,

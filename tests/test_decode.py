@@ -38,6 +38,15 @@ MODELS = {
         "depth_routing.slack": 1.5,
     },
     "mod_gpt2": {**ROUTED, "preset": "gpt2", "depth_routing.capacity": 0.3},
+    "mod_predictor": {**ROUTED, "depth_routing.causal": "predictor", "depth_routing.capacity": 0.3},
+    "mod_threshold": {**ROUTED, **OPTIONS, "depth_routing.causal": "threshold"},
+    "mod_context": {
+        **ROUTED,
+        **OPTIONS,
+        "depth_routing.kv_for_skipped": True,
+        "depth_routing.light_path": 16,
+        "depth_routing.capacity": 0.3,
+    },
 }
 
 
@@ -56,7 +65,7 @@ def forward(name):
     @families.jit
     def apply(tokens_BT):
         return model.apply(
-            {"params": params},
+            {"params": params, **families.random_state(model)},
             tokens_BT,
             capture_intermediates=lambda module, method: isinstance(module, blocks.Layer),
             mutable=["intermediates"],
@@ -77,7 +86,7 @@ def decoder(name):
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
         logits_BTV, state = model.apply(
-            {"params": params, "cache": cache},
+            {"params": params, "cache": cache, **families.random_state(model)},
             tokens_BT,
             positions_BT,
             decode=True,
@@ -152,6 +161,10 @@ def routed_caches(name, cache):
         ("mod_full", 5, 15),
         ("mod_full", 64, CONTEXT),
         ("mod_gpt2", 5, 5),
+        ("mod_predictor", 5, 5),
+        ("mod_threshold", 5, 5),
+        ("mod_context", 5, 5),
+        ("mod_context", 64, CONTEXT),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -159,7 +172,7 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
     check_logits(name, logits_BTV)
 
 
-@pytest.mark.parametrize("name", ["llama", "mod", "mod_full"])
+@pytest.mark.parametrize("name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context"])
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))
     check_logits(name, logits_BTV, lengths=(CONTEXT,))
@@ -238,7 +251,7 @@ def test_all_products_of_a_routed_block_are_conditional(batch):
     cache = models.init_cache(model, batch, CONTEXT)
 
     def step(cache, tokens_B1):
-        variables = {"params": params, "cache": cache}
+        variables = {"params": params, "cache": cache, **families.random_state(model)}
         return model.apply(
             variables, tokens_B1, tokens_B1, decode=True, cache_size=CONTEXT, mutable=["cache"]
         )
@@ -264,7 +277,7 @@ def counting_decoder(batch):
     def step(cache, tokens_B1, positions_B1):
         with nn.intercept_methods(count):
             logits_BTV, state = model.apply(
-                {"params": params, "cache": cache},
+                {"params": params, "cache": cache, **families.random_state(model)},
                 tokens_B1,
                 positions_B1,
                 decode=True,

@@ -37,7 +37,7 @@ def test_logits_are_finite_float32_of_the_right_shape(name):
 @every_family
 def test_bfloat16_is_close(name):
     model = families.build(name, "bfloat16")
-    logits_BTV = families.jit(model.apply)({"params": families.params_of(name)}, families.tokens())
+    logits_BTV = families.jit(model.apply)(families.variables_of(name), families.tokens())
     exact_BTV = families.logits_of(name, families.tokens())
     assert logits_BTV.dtype == np.float32
     assert not np.array_equal(logits_BTV, exact_BTV)
@@ -51,7 +51,7 @@ def test_bfloat16_is_close(name):
 
 @pytest.mark.parametrize("name", ["mod_options"])
 def test_jit_is_no_jit(name):
-    eager_BTV = families.build(name).apply({"params": families.params_of(name)}, families.tokens())
+    eager_BTV = families.build(name).apply(families.variables_of(name), families.tokens())
     np.testing.assert_allclose(eager_BTV, families.logits_of(name, families.tokens()), atol=2e-5)
 
 
@@ -103,7 +103,7 @@ def roomy(model):
 @every_family
 def test_packed_documents_are_as_if_alone(name):
     """Two documents and padding in a row, positions restarted, against the documents alone."""
-    model, params = roomy(families.build(name)), {"params": families.params_of(name)}
+    model, params = roomy(families.build(name)), families.variables_of(name)
     tokens_BT, size = families.tokens(), 12
     starts = np.repeat([0, size], size)
     positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
@@ -128,7 +128,7 @@ def test_cached_decoding_is_the_full_forward(name):
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
         logits_BTV, state = model.apply(
-            {"params": params, "cache": cache}, tokens_BT, positions_BT,
+            {"params": params, "cache": cache, **families.state_of(name)}, tokens_BT, positions_BT,
             decode=True, cache_size=LENGTH, mutable=["cache"],
         )
         return logits_BTV, state["cache"]
@@ -279,7 +279,7 @@ def test_ledger_is_the_traced_count(name, selection):
     ledger = model.ledger(LENGTH, selection)
 
     def forward(params):
-        return model.apply({"params": params}, families.tokens())
+        return model.apply({"params": params, **families.state_of(name)}, families.tokens())
 
     counted = flops.jaxpr_flops(forward, families.params_of(name))
     extra = 0
@@ -298,6 +298,10 @@ def test_training_costs_three_times_the_forward_pass(name):
     extra = BATCH * ledger.parts["attention_scores"] // 2
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
+    for spec in model.specs():
+        if spec.routing is not None and "predictor" in spec.routing.trained:
+            # The predictor passes no gradient on to what it reads.
+            extra -= BATCH * flops.matmul(LENGTH, model.width, spec.routing.predictor_hidden)
     assert counted == ledger.train_flops(BATCH * LENGTH, nominal=False) + extra
 
 
@@ -324,7 +328,8 @@ def test_sown_values_are_scalars(name):
         tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
         _, sown = jax.eval_shape(
             lambda params, tokens_BT: model.apply(
-                {"params": params}, tokens_BT, mutable=["losses", "stats"]
+                {"params": params, **families.state_of(name)}, tokens_BT,
+                mutable=["losses", "stats"],
             ),
             families.params_of(name), tokens_BT,
         )
@@ -342,7 +347,7 @@ def test_sown_values_are_means(name):
 
     @families.jit
     def sown(tokens_BT):
-        variables = {"params": families.params_of(name)}
+        variables = families.variables_of(name)
         return model.apply(variables, tokens_BT, mutable=["losses", "stats"])[1]
 
     once = families.tokens(batch=2)

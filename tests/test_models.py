@@ -12,7 +12,7 @@ from flax import linen as nn
 from configs import common
 from efx import models
 from efx.errors import UsageError
-from efx.layers import attention, blocks, norms
+from efx.layers import attend, blocks, norms
 from efx.layers.mlp import MLP
 
 # ---- from config to model ----------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_features_and_logits_are_the_call(name):
     assert set(model.head_params(params)) == {"embed" if model.tied else "head"}
     assert logits_NV.shape[1] == model.padded_vocab == 48 and logits_NV.dtype == jnp.float32
     padding = np.asarray(logits_NV[:, families.VOCAB :])
-    assert np.all(padding == attention.MASKED)  # no probability, and a loss that stays finite
+    assert np.all(padding == attend.MASKED)  # no probability, and a loss that stays finite
     whole = logits_NV[:, : families.VOCAB].reshape(*tokens_BT.shape, -1)
     np.testing.assert_allclose(whole, families.logits_of(name, tokens_BT), atol=1e-5)
 

@@ -388,6 +388,7 @@ def test_losses_and_stats_by_hand():
     )
     decided_BT = score_BT > 0
     hit = (decided_BT & target_BT)[valid_BT].sum()
+    routed_B = (decided_BT & valid_BT).sum(axis=1)
     expected = {
         "router_bce": np.mean((np.logaddexp(0, score_BT) - score_BT * target_BT)[valid_BT]),
         "router/accuracy": np.mean((decided_BT == target_BT)[valid_BT]),
@@ -395,6 +396,7 @@ def test_losses_and_stats_by_hand():
         "router/recall": hit / target_BT[valid_BT].sum(),
         "router/decided_fraction": decided_BT[valid_BT].mean(),
         "router/overflow_fraction": 0.0,
+        "router/pairs_fraction": np.mean(routed_B * (routed_B + 1)) / (LENGTH * (LENGTH + 1)),
     }
     assert set(sown) == set(expected)
     for name, value in expected.items():

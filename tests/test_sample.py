@@ -41,12 +41,17 @@ def warm(batch_size=1):
     return ids_sampler(batch_size, temperature=1.0, top_k=12, top_p=0.9)
 
 
+def variables():
+    return {"params": build()[1]}
+
+
 def make(sampler, prompts, *, n=12, seeds=None, params=None, **options):
     """The new tokens of each row, as lists."""
     seeds = list(range(len(prompts))) if seeds is None else seeds
     rows = [[] for _ in prompts]
     params = build()[1] if params is None else params
-    for new in sampler.tokens(params, prompts, max_new_tokens=n, seeds=seeds, **options):
+    variables = {"params": params}
+    for new in sampler.tokens(variables, prompts, max_new_tokens=n, seeds=seeds, **options):
         for row, ids in zip(rows, new, strict=True):
             row += ids
     return rows
@@ -160,7 +165,7 @@ def eight_devices():
 def test_inside_a_training_run():
     params = jax.device_put(build()[1], jax.devices()[0])
     with eight_devices():
-        pieces = greedy().tokens(params, [prompt(3)], max_new_tokens=20, seeds=[0])
+        pieces = greedy().tokens({"params": params}, [prompt(3)], max_new_tokens=20, seeds=[0])
         new = list(next(pieces)[0])
         assert jax.sharding.get_abstract_mesh().size == 8  # what the caller's code runs under
         new += [i for (ids,) in pieces for i in ids]
@@ -196,34 +201,34 @@ def test_the_end_of_a_document_ends_a_text():
 
 
 def test_text_and_stop_text():
-    whole = "".join(text_sampler().stream(build()[1], "abc", seed=0))
+    whole = "".join(text_sampler().stream(variables(), "abc", seed=0))
     assert whole == LETTERS.decode(reference(LETTERS.encode("abc"), 30))
     for start, stop in ((0, 3), (14, 18), (27, 30)):  # the second lies across two calls
         sampler = text_sampler(stop=whole[start:stop])
-        pieces = list(sampler.stream(build()[1], "abc", seed=0))
+        pieces = list(sampler.stream(variables(), "abc", seed=0))
         assert "".join(pieces) == whole[: whole.index(whole[start:stop])]
         assert all(pieces)
     # Text that looks like the beginning of the stop text comes out in the end.
-    assert "".join(text_sampler(stop=whole[-2:] + "!").stream(build()[1], "abc", seed=0)) == whole
+    assert "".join(text_sampler(stop=whole[-2:] + "!").stream(variables(), "abc", seed=0)) == whole
 
 
 def test_text_comes_while_it_is_made():
     sampler = text_sampler(max_new_tokens=40)
-    pieces = list(sampler.stream(build()[1], "abc", seed=0))
+    pieces = list(sampler.stream(variables(), "abc", seed=0))
     # The context is outgrown by token 22, and again by each twelfth after it.
     assert list(map(len, pieces)) == [16, 6, 13, 5]
 
 
 def test_texts_stop_row_by_row():
     prompts = ["abc", "xyz"]
-    alone = ["".join(text_sampler().stream(build()[1], p, seed=i)) for i, p in enumerate(prompts)]
+    alone = ["".join(text_sampler().stream(variables(), p, seed=i)) for i, p in enumerate(prompts)]
     stop = next(alone[0][i : i + 2] for i in range(8, 28) if alone[0][i : i + 2] not in alone[1])
     sampler = text_sampler(batch_size=4, stop=stop)
-    texts = sampler.texts(build()[1], prompts * 2, seeds=range(4))
+    texts = sampler.texts(variables(), prompts * 2, seeds=range(4))
     assert texts == [alone[0][: alone[0].index(stop)], alone[1]] * 2
     # All rows have ended: nothing more is made.
     sampler = text_sampler(batch_size=4, stop=alone[0][0], max_new_tokens=500)
-    assert sampler.texts(build()[1], ["abc"] * 4, seeds=range(4)) == [""] * 4
+    assert sampler.texts(variables(), ["abc"] * 4, seeds=range(4)) == [""] * 4
     assert sampler.stats["new_tokens"] == 4 * sample.STREAM
 
 
@@ -266,7 +271,7 @@ def test_bad_settings(changes, words):
 
 def test_a_later_prompt_is_checked_too():
     with pytest.raises(UsageError, match="the prompt has 25 tokens"):
-        list(text_sampler().stream(build()[1], "a" * 25, seed=0))
+        list(text_sampler().stream(variables(), "a" * 25, seed=0))
     with pytest.raises(ValueError, match="cache_size=25 is more than the context 24"):
         sample.Sampler(build()[0], cache_size=25)
 

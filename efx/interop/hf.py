@@ -31,12 +31,16 @@ _PREFIX = {"gpt2": "transformer.", "llama": "model."}
 # (module in the state dict, our modules); several of ours are one of theirs, side by side.
 _MODULES = {
     "gpt2": (
-        ("wte", "embed"), ("wpe", "positions_embed"),
+        ("wte", "embed"),
+        ("wpe", "positions_embed"),
         ("h.{}.ln_1", "norm_attention"),
         ("h.{}.attn.c_attn", "attention/query attention/key attention/value"),
         ("h.{}.attn.c_proj", "attention/out"),
-        ("h.{}.ln_2", "norm_mlp"), ("h.{}.mlp.c_fc", "mlp/up"), ("h.{}.mlp.c_proj", "mlp/down"),
-        ("ln_f", "norm_final"), ("lm_head", "head"),
+        ("h.{}.ln_2", "norm_mlp"),
+        ("h.{}.mlp.c_fc", "mlp/up"),
+        ("h.{}.mlp.c_proj", "mlp/down"),
+        ("ln_f", "norm_final"),
+        ("lm_head", "head"),
     ),
     "llama": (
         ("embed_tokens", "embed"),
@@ -46,9 +50,11 @@ _MODULES = {
         ("layers.{}.self_attn.v_proj", "attention/value"),
         ("layers.{}.self_attn.o_proj", "attention/out"),
         ("layers.{}.post_attention_layernorm", "norm_mlp"),
-        ("layers.{}.mlp.gate_proj", "mlp/gate"), ("layers.{}.mlp.up_proj", "mlp/up"),
+        ("layers.{}.mlp.gate_proj", "mlp/gate"),
+        ("layers.{}.mlp.up_proj", "mlp/up"),
         ("layers.{}.mlp.down_proj", "mlp/down"),
-        ("norm", "norm_final"), ("lm_head", "head"),
+        ("norm", "norm_final"),
+        ("lm_head", "head"),
     ),
 }
 
@@ -154,8 +160,12 @@ def load_hf(folder, config):
     hf = complete(_read_json(folder / "config.json"))
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(config_from_hf(hf))
-    model = models.build(config.model, vocab_size=hf["vocab_size"],
-                         context=config.model.context, dtype=config.train.dtype)
+    model = models.build(
+        config.model,
+        vocab_size=hf["vocab_size"],
+        context=config.model.context,
+        dtype=config.train.dtype,
+    )
     params = params_from_hf(_read_safetensors(folder), model, jax.random.key(config.seed))
     return config, model, params
 
@@ -201,8 +211,9 @@ def _dense(model):
 
 def _shapes(model):
     """{path: shape} of the model's parameters."""
-    tree = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
-                          jax.random.key(0))
+    tree = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
     return {path: leaf.shape for path, leaf in _flatten(tree).items()}
 
 

@@ -5,15 +5,35 @@ from efx.errors import UsageError
 # What a config.json may leave out, with transformers' own defaults.
 _DEFAULTS = {
     "gpt2": dict(
-        vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None,
-        activation_function="gelu_new", layer_norm_epsilon=1e-5, tie_word_embeddings=True,
-        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+        vocab_size=50257,
+        n_positions=1024,
+        n_embd=768,
+        n_layer=12,
+        n_head=12,
+        n_inner=None,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        tie_word_embeddings=True,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
     ),
     "llama": dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=None, head_dim=None, hidden_act="silu",
-        max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=False,
-        attention_bias=False, mlp_bias=False, rope_theta=10000.0, rope_scaling=None,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=None,
+        head_dim=None,
+        hidden_act="silu",
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope_theta=10000.0,
+        rope_scaling=None,
         rope_parameters=None,
     ),
 }
@@ -23,7 +43,11 @@ _ACTIVATIONS = {
 }
 # What efx's attention can do and neither format can say.
 _PLAIN = dict(
-    qk_norm="none", attention_scale="sqrt", window=0, attention_softcap=0.0, logit_softcap=0.0,
+    qk_norm="none",
+    attention_scale="sqrt",
+    window=0,
+    attention_softcap=0.0,
+    logit_softcap=0.0,
 )
 
 
@@ -53,25 +77,42 @@ def config_from_hf(hf):
         only("scale_attn_weights", True)
         only("scale_attn_by_inverse_layer_idx", False)
         only("add_cross_attention", False)
-        changes.update({
-            "context": hf["n_positions"], "width": hf["n_embd"], "depth": hf["n_layer"],
-            "num_heads": hf["n_head"], "num_kv_heads": 0, "head_dim": 0, "norm": "layernorm",
-            "norm_eps": float(hf["layer_norm_epsilon"]), "use_bias": True, "positions": "learned",
-            "mlp.activation": _ACTIVATIONS[kind][hf["activation_function"]],
-            "mlp.hidden": hf["n_inner"] or 4 * hf["n_embd"],
-        })
+        changes.update(
+            {
+                "context": hf["n_positions"],
+                "width": hf["n_embd"],
+                "depth": hf["n_layer"],
+                "num_heads": hf["n_head"],
+                "num_kv_heads": 0,
+                "head_dim": 0,
+                "norm": "layernorm",
+                "norm_eps": float(hf["layer_norm_epsilon"]),
+                "use_bias": True,
+                "positions": "learned",
+                "mlp.activation": _ACTIVATIONS[kind][hf["activation_function"]],
+                "mlp.hidden": hf["n_inner"] or 4 * hf["n_embd"],
+            }
+        )
     else:
         only("hidden_act", *_ACTIVATIONS[kind])
         only("mlp_bias", hf["attention_bias"])
-        changes.update({
-            "context": hf["max_position_embeddings"], "width": hf["hidden_size"],
-            "depth": hf["num_hidden_layers"], "num_heads": hf["num_attention_heads"],
-            "num_kv_heads": hf["num_key_value_heads"] or 0, "head_dim": hf["head_dim"] or 0,
-            "norm": "rmsnorm", "norm_eps": float(hf["rms_norm_eps"]),
-            "use_bias": bool(hf["attention_bias"]), "positions": "rope",
-            "rope_theta": _rope_theta(hf), "mlp.activation": _ACTIVATIONS[kind][hf["hidden_act"]],
-            "mlp.hidden": hf["intermediate_size"],
-        })
+        changes.update(
+            {
+                "context": hf["max_position_embeddings"],
+                "width": hf["hidden_size"],
+                "depth": hf["num_hidden_layers"],
+                "num_heads": hf["num_attention_heads"],
+                "num_kv_heads": hf["num_key_value_heads"] or 0,
+                "head_dim": hf["head_dim"] or 0,
+                "norm": "rmsnorm",
+                "norm_eps": float(hf["rms_norm_eps"]),
+                "use_bias": bool(hf["attention_bias"]),
+                "positions": "rope",
+                "rope_theta": _rope_theta(hf),
+                "mlp.activation": _ACTIVATIONS[kind][hf["hidden_act"]],
+                "mlp.hidden": hf["intermediate_size"],
+            }
+        )
     return {f"model.{key}": value for key, value in changes.items()}
 
 
@@ -84,23 +125,41 @@ def config_to_hf(model):
             f"{kind} checkpoint has no place for routers; only dense models can be written"
         )
     common = dict(
-        model_type=kind, vocab_size=model.vocab_size, tie_word_embeddings=model.tied,
-        dtype="float32", bos_token_id=None, eos_token_id=None, initializer_range=model.init_std,
+        model_type=kind,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=model.tied,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=model.init_std,
     )
     if kind == "gpt2":
         names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS[kind].items())}
         return dict(
-            common, architectures=["GPT2LMHeadModel"], n_positions=model.context,
-            n_embd=model.width, n_layer=model.depth, n_head=model.num_heads,
-            n_inner=model.mlp.hidden_size(model.width), layer_norm_epsilon=model.norm_eps,
+            common,
+            architectures=["GPT2LMHeadModel"],
+            n_positions=model.context,
+            n_embd=model.width,
+            n_layer=model.depth,
+            n_head=model.num_heads,
+            n_inner=model.mlp.hidden_size(model.width),
+            layer_norm_epsilon=model.norm_eps,
             activation_function=names[model.mlp.activation],
         )
     return dict(
-        common, architectures=["LlamaForCausalLM"], max_position_embeddings=model.context,
-        hidden_size=model.width, intermediate_size=model.mlp.hidden_size(model.width),
-        num_hidden_layers=model.depth, num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads, head_dim=model.head_dim, hidden_act="silu",
-        rms_norm_eps=model.norm_eps, attention_bias=model.use_bias, mlp_bias=model.use_bias,
+        common,
+        architectures=["LlamaForCausalLM"],
+        max_position_embeddings=model.context,
+        hidden_size=model.width,
+        intermediate_size=model.mlp.hidden_size(model.width),
+        num_hidden_layers=model.depth,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=model.norm_eps,
+        attention_bias=model.use_bias,
+        mlp_bias=model.use_bias,
         # Before transformers 5 the first key is read, since then the second.
         rope_theta=model.rope_theta,
         rope_parameters=dict(rope_theta=model.rope_theta, rope_type="default"),
@@ -131,7 +190,7 @@ def _rope_theta(hf):
 
 
 def kind_of(model):
-    """"gpt2" or "llama": the format that computes what this decoder computes, but for routing."""
+    """ "gpt2" or "llama": the format that computes what this decoder computes, but for routing."""
     model = model.resolved()
     kind = {"learned": "gpt2", "rope": "llama", "none": None}[model.positions]
     wanted = {

@@ -1,255 +1,15 @@
-"""Causal attention: the chunked kernel, the cache, and the layer.
+"""The attention layer and its cache; the arithmetic is in `attend.py`."""
 
-The kernel walks over chunks of queries and touches only the keys that a chunk may see, so masked
-halves cost nothing; `spans` is the one place that decides which keys those are, and the FLOP
-ledger counts with the same function.
-"""
-
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers import norms
+from efx.layers.attend import attend, attend_cache, attend_context
 from efx.layers.linear import Linear
 from efx.layers.positions import rope
 from efx.sharding import constrain
-
-MASKED = -1e30
-_MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
-
-
-def chunk_size(length, chunk=0):
-    """Queries in a chunk; `chunk=0` picks at most 8 chunks of at least 64."""
-    return chunk or max(64, -(-length // _MAX_CHUNKS))
-
-
-def spans(length, chunk=0, window=0):
-    """[(q_start, q_stop, k_start, k_stop)]: the keys that each chunk of queries visits."""
-    step = chunk_size(length, chunk)
-    result = []
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        first = max(0, start - window + 1) if window else 0
-        result.append((start, stop, first, stop))
-    return result
-
-
-def visited_pairs(length, chunk=0, window=0):
-    """How many (query, key) pairs `attend` multiplies for one head of one sequence."""
-    return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans(length, chunk, window))
-
-
-def attend(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    scale,
-    chunk=0,
-    window=0,
-    softcap=0.0,
-    positions_BT=None,
-    segment_ids_BT=None,
-    probs_fn: Callable | None = None,
-):
-    """Causal attention of T queries over the same T places of keys and values.
-
-    Query t sees key s iff s <= t in order, and, where given, both lie in one segment and
-    position(t) - position(s) < window. Works on routed subsequences as they are: these keep
-    time order, so a difference of places never exceeds the difference of positions.
-
-    Args:
-      q_BTNH: queries; N = K*G heads.
-      k_BSKH, v_BSKH: keys and values, S = T.
-      scale: factor on the scores. softcap: scores <- softcap * tanh(scores / softcap), 0 = off.
-      positions_BT: original positions, needed only with a window.
-      segment_ids_BT: documents, or None.
-      probs_fn: applied to the probabilities of each chunk, probs_fn(p_BKGTS, k_start).
-    Returns: [B, T, N, H].
-    """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
-    k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
-    v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
-    static = _Static(tuple(spans(length, chunk, window)), window, softcap)
-    if probs_fn is None:
-        out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT)
-    else:
-        # Left to automatic differentiation, which keeps the probabilities.
-        chunks = [
-            _softmax_values(
-                q_BKGTH[..., q0:q1, :],
-                k_BKSH[..., k0:k1, :],
-                v_BKSH[..., k0:k1, :],
-                _allowed(static, (q0, q1, k0, k1), positions_BT, segment_ids_BT),
-                softcap,
-                probs_fn,
-                k0,
-            )
-            for q0, q1, k0, k1 in static.spans
-        ]
-        out_BKGTH = jnp.concatenate(chunks, axis=3)
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
-
-
-class _Static(NamedTuple):
-    """What `_attend` knows when it is traced."""
-
-    spans: tuple
-    window: int
-    softcap: float
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT):
-    """`attend` on scaled queries, heads before time. Reverse mode only.
-
-    The backward pass computes the probabilities again, chunk by chunk, from the scores and the log
-    of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its chunk.
-    """
-    return _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT)[0]
-
-
-def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT):
-    chunks, log_sums = [], []
-    for span in static.spans:
-        q0, q1, k0, k1 = span
-        scores_BKRS = _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT)
-        top_BKR = jnp.max(scores_BKRS, axis=-1, keepdims=True)
-        weights_BKRS = jnp.exp(scores_BKRS - top_BKR)
-        sums_BKR = jnp.sum(weights_BKRS, axis=-1, keepdims=True)
-        out_BKRH = _dot("BKRS,BKSH->BKRH", weights_BKRS.astype(v_BKSH.dtype), v_BKSH[..., k0:k1, :])
-        out_BKRH = (out_BKRH / sums_BKR).astype(v_BKSH.dtype)
-        chunks.append(_groups(out_BKRH, q_BKGTH))
-        log_sums.append(top_BKR + jnp.log(sums_BKR))
-    out_BKGTH = jnp.concatenate(chunks, axis=3)
-    saved = q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT, out_BKGTH, log_sums
-    return out_BKGTH, saved
-
-
-def _attend_backward(static, saved, d_out_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT, out_BKGTH, log_sums = saved
-    dtype = q_BKGTH.dtype
-    # The mean over keys of the gradient of the probabilities, by way of the output.
-    mean_BKGT = jnp.sum(
-        d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1, keepdims=True
-    )
-    d_q = []
-    # Gradients of keys and values are summed with H before S: XLA:CPU then multiplies a small
-    # transposed matrix by a large one as it lies, which is much faster than the other way round.
-    d_k_BKHS = jnp.zeros_like(k_BKSH, jnp.float32).swapaxes(2, 3)
-    d_v_BKHS = d_k_BKHS
-    for span, log_sums_BKR in reversed(list(zip(static.spans, log_sums, strict=True))):
-        q0, q1, k0, k1 = span
-        q_BKRH, d_out_BKRH = _rows(q_BKGTH[..., q0:q1, :]), _rows(d_out_BKGTH[..., q0:q1, :])
-        scores_BKRS = _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT)
-        probs_BKRS = jnp.exp(scores_BKRS - log_sums_BKR)
-        d_probs_BKRS = _dot("BKRH,BKSH->BKRS", d_out_BKRH, v_BKSH[..., k0:k1, :])
-        d_scores_BKRS = probs_BKRS * (d_probs_BKRS - _rows(mean_BKGT[..., q0:q1, :]))
-        if static.softcap:
-            inside = jnp.abs(scores_BKRS) <= static.softcap
-            slope_BKRS = 1.0 - jnp.square(scores_BKRS / static.softcap)
-            d_scores_BKRS = d_scores_BKRS * jnp.where(inside, slope_BKRS, 0.0)
-        d_scores_BKRS = d_scores_BKRS.astype(dtype)
-        d_q_BKRH = _dot("BKRS,BKSH->BKRH", d_scores_BKRS, k_BKSH[..., k0:k1, :])
-        d_q.insert(0, _groups(d_q_BKRH.astype(dtype), q_BKGTH))
-        d_k_BKHS = d_k_BKHS.at[..., k0:k1].add(
-            _dot("BKHR,BKRS->BKHS", q_BKRH.swapaxes(2, 3), d_scores_BKRS)
-        )
-        d_v_BKHS = d_v_BKHS.at[..., k0:k1].add(
-            _dot("BKHR,BKRS->BKHS", d_out_BKRH.swapaxes(2, 3), probs_BKRS.astype(dtype))
-        )
-    d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in (d_k_BKHS, d_v_BKHS))
-    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT):
-    """Masked scores of a chunk of queries in float32, [B, K, R, S]."""
-    q0, q1, k0, k1 = span
-    scores_BKRS = _dot("BKRH,BKSH->BKRS", _rows(q_BKGTH[..., q0:q1, :]), k_BKSH[..., k0:k1, :])
-    if static.softcap:
-        scores_BKRS = static.softcap * jnp.tanh(scores_BKRS / static.softcap)
-    allowed_BTS = _allowed(static, span, positions_BT, segment_ids_BT)
-    scores_BKGTS = _groups(scores_BKRS, q_BKGTH)
-    return _rows(jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED))
-
-
-def _allowed(static, span, positions_BT, segment_ids_BT):
-    """Which keys the queries of a chunk may see: bool [B or 1, T, S]."""
-    q0, q1, k0, k1 = span
-    allowed_BTS = (jnp.arange(k0, k1)[None, :] <= jnp.arange(q0, q1)[:, None])[None]
-    if segment_ids_BT is not None:
-        same = segment_ids_BT[:, q0:q1, None] == segment_ids_BT[:, None, k0:k1]
-        allowed_BTS = allowed_BTS & same
-    if static.window:
-        gap = positions_BT[:, q0:q1, None] - positions_BT[:, None, k0:k1]
-        allowed_BTS = allowed_BTS & (gap < static.window)
-    return allowed_BTS
-
-
-def _rows(x_BKGTH):
-    """[B, K, G, T, ...] -> [B, K, R = G*T, ...]: queries that share keys are rows of one matrix."""
-    batch, kv_heads, groups, length, *rest = x_BKGTH.shape
-    return x_BKGTH.reshape(batch, kv_heads, groups * length, *rest)
-
-
-def _groups(x_BKRH, q_BKGTH):
-    return x_BKRH.reshape(*q_BKGTH.shape[:3], -1, x_BKRH.shape[-1])
-
-
-def _dot(subscripts, a, b):
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def attend_cache(
-    q_BTNH,
-    k_BKHS,
-    v_BKSH,
-    q_positions_BT,
-    k_positions_BS,
-    *,
-    scale,
-    window=0,
-    softcap=0.0,
-    probs_fn: Callable | None = None,
-):
-    """Attention of new queries over cache slots, each slot with the position of its token.
-
-    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window). Keys lie [H, S]
-    and values [S, H]: both products then read the cache along its last axis, as it lies.
-    """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads, k_BKSH = k_BKHS.shape[1], jnp.swapaxes(k_BKHS, 2, 3)
-    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
-    gap_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None, :]
-    allowed_BTS = (gap_BTS >= 0) & (k_positions_BS[:, None, :] >= 0)
-    if window:
-        allowed_BTS = allowed_BTS & (gap_BTS < window)
-    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, 0)
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
-
-
-def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, k_start):
-    scores_BKGTS = jnp.einsum(
-        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32
-    )
-    if softcap:
-        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    scores_BKGTS = jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
-    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-    if probs_fn is not None:
-        probs_BKGTS = probs_fn(probs_BKGTS, k_start)
-    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH)
 
 
 class Attention(nn.Module):
@@ -282,18 +42,12 @@ class Attention(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, info, context=None):
+        """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
+        info) while not decoding; see `TokenInfo.kv` for decoding."""
         batch, length, width = x_BTD.shape
-        q_BTNH = self._heads("query", x_BTD, self.num_heads, "heads")
-        k_BTKH = self._heads("key", x_BTD, self.num_kv_heads, "kv_heads")
-        v_BTKH = self._project("value", x_BTD, self.num_kv_heads, "kv_heads")
-        v_BTKH = v_BTKH.reshape(batch, length, self.num_kv_heads, self.head_dim)
-        if self.rope_theta:
-            q_BTNH = rope(q_BTNH, info.positions_BT, self.rope_theta)
-            k_BTKH = rope(k_BTKH, info.positions_BT, self.rope_theta)
-        q_BTNH = constrain(q_BTNH, "batch", "length", "act_heads", None)
-        k_BTKH = constrain(k_BTKH, "batch", "length", "act_kv_heads", None)
-        v_BTKH = constrain(v_BTKH, "batch", "length", "act_kv_heads", None)
+        q_BTNH = self._queries(x_BTD, info)
+        k_BSKH, v_BSKH = self._keys_values(*((x_BTD, info) if context is None else context))
         options = dict(
             scale=1.0 / self.head_dim if self.mup else self.head_dim**-0.5,
             window=self.window,
@@ -301,12 +55,14 @@ class Attention(nn.Module):
             probs_fn=self._probs_fn(info),
         )
         if info.decode:
-            out_BTNH = self._attend_cached(q_BTNH, k_BTKH, v_BTKH, info, options)
+            out_BTNH = self._attend_cached(q_BTNH, k_BSKH, v_BSKH, info, options)
+        elif context is not None:
+            out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, info, context[1], **options)
         else:
             out_BTNH = attend(
                 q_BTNH,
-                k_BTKH,
-                v_BTKH,
+                k_BSKH,
+                v_BSKH,
                 chunk=self.chunk,
                 positions_BT=info.positions_BT,
                 segment_ids_BT=info.segment_ids_BT,
@@ -316,6 +72,23 @@ class Attention(nn.Module):
         return Linear(
             width, ("heads", "embed"), self.std_out, self.use_bias, self.dtype, name="out"
         )(out_BTD)
+
+    def _queries(self, x_BTD, info):
+        q_BTNH = self._heads("query", x_BTD, self.num_heads, "heads")
+        if self.rope_theta:
+            q_BTNH = rope(q_BTNH, info.positions_BT, self.rope_theta)
+        return constrain(q_BTNH, "batch", "length", "act_heads", None)
+
+    def _keys_values(self, x_BSD, info):
+        k_BSKH = self._heads("key", x_BSD, self.num_kv_heads, "kv_heads")
+        v_BSKH = self._project("value", x_BSD, self.num_kv_heads, "kv_heads")
+        v_BSKH = v_BSKH.reshape(k_BSKH.shape)
+        if self.rope_theta:
+            k_BSKH = rope(k_BSKH, info.positions_BT, self.rope_theta)
+        k_BSKH, v_BSKH = (
+            constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
+        )
+        return k_BSKH, v_BSKH
 
     def _project(self, name, x_BTD, heads, axis):
         features = heads * self.head_dim
@@ -355,7 +128,19 @@ class Attention(nn.Module):
         used = self.variable("cache", "used", jnp.zeros, (rows,), jnp.int32)
         if self.is_initializing():
             return q_BTNH
-        size = value.value.shape[2]
+        if info.kv != "read":
+            self._store(k_BTKH, v_BTKH, info, key, value, position, used)
+        if info.rows_B is None:
+            cached = key.value, value.value, position.value
+        else:
+            row_B = info.rows_B
+            cached = tuple(part.value.at[row_B].get(mode="clip") for part in (key, value, position))
+        positions_BT = info.full(rows).positions_BT
+        return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
+
+    @staticmethod
+    def _store(k_BTKH, v_BTKH, info, key, value, position, used):
+        rows, size = k_BTKH.shape[0], value.value.shape[2]
         row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
         positions_BT = info.full(rows).positions_BT
         valid_BT = positions_BT >= 0
@@ -366,16 +151,11 @@ class Attention(nn.Module):
         # scatter of a single entry, fuses it into every reader and so copies the whole cache.
         row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
         slot_C, position_C = _and_one(slot_BT, size), _and_one(positions_BT, 0)
-        k_CKH, v_CKH = (_and_one(y.astype(self.dtype), 0) for y in (k_BTKH, v_BTKH))
+        k_CKH, v_CKH = (_and_one(y.astype(value.value.dtype), 0) for y in (k_BTKH, v_BTKH))
         key.value = key.value.at[row_C, :, :, slot_C].set(k_CKH, mode="drop")
         value.value = value.value.at[row_C, :, slot_C].set(v_CKH, mode="drop")
         position.value = position.value.at[row_C, slot_C].set(position_C, mode="drop")
         used.value = used.value.at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
-        if info.rows_B is None:
-            cached = key.value, value.value, position.value
-        else:
-            cached = tuple(part.value.at[row_B].get(mode="clip") for part in (key, value, position))
-        return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
 
 
 def _and_one(y, fill):

@@ -57,7 +57,8 @@ class Block(nn.Module):
     config: BlockConfig
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, info, context=None):
+        """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
         c = self.config
         norm = partial(norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype)
         attention = Attention(
@@ -79,11 +80,32 @@ class Block(nn.Module):
             name="attention",
         )
         mlp = MLP(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        a_BTD = attention(norm(name="norm_attention")(x_BTD), info)
+        norm_attention = norm(name="norm_attention")
+        if context is not None:
+            context = norm_attention(context[0]), context[1]
+        a_BTD = attention(norm_attention(x_BTD), info, context)
+        if info.kv == "write":
+            return a_BTD
         a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
         m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD))
         m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
+
+
+class LightPath(nn.Module):
+    """A small pre-norm MLP for tokens that a depth-routed block skips; returns the increment."""
+
+    config: BlockConfig
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        c = self.config
+        norm = norms.make_norm(
+            c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name="norm"
+        )
+        mlp = MLP(self.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
+        return mlp(norm(x_BTD))
 
 
 def dropout_factory(config, site):
@@ -116,7 +138,10 @@ class Layer(nn.Module):
         if spec.routing is None:
             self.inner = block()
         else:
-            self.inner = DepthRouted(block, spec.routing, spec.capacity)
+            light = partial(LightPath, spec.block, spec.routing.light_path)
+            self.inner = DepthRouted(
+                block, light if spec.routing.light_path else None, spec.routing, spec.capacity
+            )
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 

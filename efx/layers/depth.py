@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
-from efx.layers import routing
+from efx.layers import decisions, routing
 
 GATES = {
     "identity": lambda r: r,  # the paper's equation 1
@@ -21,6 +20,7 @@ GATES = {
     "tanh": jnp.tanh,
     "one": jnp.ones_like,
 }
+SELECTIONS = ("topk", "threshold", "stochastic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,49 +33,99 @@ class DepthRoutingConfig:
       blocks: explicit zero-based list of routed blocks instead; () for the rule above.
       capacity: c, the fraction of a sequence that a routed block computes, in (0, 1]; one value,
         or one for each routed block.
+      capacity_stages: ((f, c), ...): until the fraction f of the training steps the capacity is c;
+        after the last stage, and whenever the model is not training, it is `capacity`.
+      per: top-k over each "row", or over each "document" of a packed row by itself.
       gate: g, one of `GATES`.
-      selection: how tokens are chosen in training: "topk", or the negative control "stochastic"
+      selection: how tokens are chosen in training: "topk"; "threshold": as the causal decision of
+        that name, after `threshold_warmup` steps of top-k; or the negative control "stochastic"
         (top-k of Gaussian noise, gate 1).
-      causal: how they are chosen where nothing may depend on later tokens (evaluation, sampling):
-        "aux_loss": r > 0, with r trained towards it by the loss `router_bce`.
+      causal: how they are chosen where nothing may depend on later tokens (evaluation, sampling),
+        one of `decisions.DECISIONS`.
+      also_train: further decisions that are trained and evaluated beside it.
+      predictor_hidden: width of the predictor's hidden layer; 0: D/2.
+      threshold_decay, threshold_warmup: of the running average of the (1-c) quantile of r.
       bce_reaches_input: the gradient of `router_bce` also reaches x (as in the paper).
-      slack: the causal decision is not bound to c; room for ceil(c * T * slack) tokens of a
+      slack: a causal decision is not bound to c; room for ceil(c * T * slack) tokens of a
         sequence is kept, and what comes after is left out and counted as overflow.
+      kv_for_skipped: skipped tokens still write the block's keys and values, so that later routed
+        tokens attend to them.
+      light_path: hidden width of a small MLP that skipped tokens pass instead; 0: nothing.
     """
 
     kind: str
     every: int
     blocks: tuple[int, ...]
     capacity: float | tuple[float, ...]
+    capacity_stages: tuple[tuple[float, ...], ...]
+    per: str
     gate: str
     selection: str
     causal: str
+    also_train: tuple[str, ...]
+    predictor_hidden: int
+    threshold_decay: float
+    threshold_warmup: int
     bce_reaches_input: bool
     slack: float
+    kv_for_skipped: bool
+    light_path: int
+
+    @property
+    def trained(self):
+        """The causal decisions that are trained, the one that samples first."""
+        names = (self.causal, *self.also_train)
+        if self.selection == "threshold":
+            names += ("threshold",)
+        return tuple(dict.fromkeys(names))
+
+    def room(self, capacity, length):
+        """Places that a causal decision has in a sequence of `length` tokens."""
+        return routing.capacity(capacity * self.slack, length)
+
+    def places(self, capacity, length, selection):
+        """Places that a routed block computes in a sequence of `length` tokens."""
+        if selection == "train" and self.selection != "threshold":
+            return routing.capacity(capacity, length)
+        return self.room(capacity, length)
 
 
 class DepthRouted(nn.Module):
     """x [B, T, D] -> x with the block's increment added to the routed tokens.
 
-    Sows the loss `router_bce` and, into `stats`, how well the causal decision agrees with top-k
-    and how many tokens it routes.
+    Sows the losses of its decisions (`router_bce`, `predictor_bce`) and, into `stats`, how well
+    each decision agrees with top-k and how many tokens it routes. Where "threshold" is trained,
+    the collection `state` holds the running quantile.
+
+    Attributes:
+      make_block: constructor of the block, a module (x, info, context=None) -> increment.
+      make_light: constructor of the light path, a module x -> increment, or None.
     """
 
     make_block: Callable
+    make_light: Callable | None
     config: DepthRoutingConfig
     capacity: float
 
     def setup(self):
         self.block = self.make_block()
         nn.share_scope(self, self.block)
+        width, trained = self.block.config.width, self.config.trained
         # One router for each block, never shared, without bias. Starting at zero would make every
         # score equal and the first selection the first C tokens.
         self.router = self.param(
             "router",
             nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
-            (self.block.config.width,),
+            (width,),
             jnp.float32,
         )
+        if "predictor" in trained:
+            self.predictor = decisions.Predictor(self.config.predictor_hidden or max(1, width // 2))
+        if "threshold" in trained:
+            self.quantile = self.variable("state", "quantile", jnp.zeros, (), jnp.float32)
+            self.quantile_steps = self.variable("state", "quantile_steps", jnp.zeros, (), jnp.int32)
+        if self.make_light is not None:
+            self.light = self.make_light()
 
     def scores(self, x_BTD):
         """r [B, T] in float32, whatever the dtype of x."""
@@ -90,75 +140,119 @@ class DepthRouted(nn.Module):
         batch, length, _ = x_BTD.shape
         score_BT = self.scores(x_BTD)
         valid_BT = None if info.segment_ids_BT is None else info.segment_ids_BT > 0
-        size = routing.capacity(self.capacity, length)
-        if c.selection == "stochastic":
-            noise_BT = self._noise(score_BT.shape)
-            top = routing.topk_plan(noise_BT, size, valid_BT)
-        else:
-            top = routing.topk_plan(jax.lax.stop_gradient(score_BT), size, valid_BT)
-        decided_BT = score_BT > 0
+        top = self._topk(score_BT, valid_BT, info)
+        logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
+        decided_BT = {name: logit > 0 for name, logit in logit_BT.items()}
         if valid_BT is not None:
-            decided_BT = decided_BT & valid_BT
-        room = routing.capacity(self.capacity * c.slack, length)
-        causal = routing.first_plan(decided_BT, room)
-        self._report(x_BTD, score_BT, decided_BT, routing.selected(top, length), causal, valid_BT)
-        plan = top if info.selection == "train" else causal
-        delta_BCD = self.block(routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch))
-        gate_BC = self._gate(routing.gather(score_BT, plan))
-        return routing.scatter_add(
-            x_BTD, delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
+            decided_BT = {name: decided & valid_BT for name, decided in decided_BT.items()}
+        target_BT = routing.selected(top, length)
+        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT)
+        room = c.room(self.capacity, length)
+        if info.selection != "train":
+            name = c.causal if info.selection == "causal" else info.selection
+            plan = routing.first_plan(decided_BT[name], room)
+        elif c.selection == "threshold":
+            warm = self.quantile_steps.value >= c.threshold_warmup
+            chosen_BT = jnp.where(warm, decided_BT["threshold"], target_BT)
+            plan = routing.first_plan(chosen_BT, room)
+        else:
+            plan = top
+        if "threshold" in c.trained and info.train and not self.is_initializing():
+            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
+        context = (x_BTD, info.full(batch)) if c.kv_for_skipped else None
+        delta_BCD = self.block(
+            routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch), context
         )
+        gate_BC = self._gate(routing.gather(score_BT, plan))
+        routed_BTD = routing.scatter_add(
+            self._lightly(x_BTD, plan), delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
+        )
+        return routed_BTD
+
+    def _topk(self, score_BT, valid_BT, info):
+        size = routing.capacity(self.capacity, score_BT.shape[1])
+        score_BT = jax.lax.stop_gradient(score_BT)
+        if self.config.selection == "stochastic":
+            key = self.make_rng("routing") if self.has_rng("routing") else jax.random.key(0)
+            score_BT = jax.random.normal(key, score_BT.shape)
+        if self.config.per == "document" and info.segment_ids_BT is not None:
+            return routing.topk_plan_by_document(
+                score_BT, self.capacity, size, info.segment_ids_BT, valid_BT
+            )
+        return routing.topk_plan(score_BT, size, valid_BT)
+
+    def _logit(self, name, x_BTD, score_BT):
+        """What a decision compares with 0."""
+        if name == "predictor":
+            return self.predictor(jax.lax.stop_gradient(x_BTD))
+        if name == "threshold":
+            return score_BT - self.quantile.value
+        return score_BT
 
     def _gate(self, score):
         return GATES["one" if self.config.selection == "stochastic" else self.config.gate](score)
 
-    def _noise(self, shape):
-        if self.has_rng("routing"):
-            return jax.random.normal(self.make_rng("routing"), shape)
-        return jax.random.normal(jax.random.key(0), shape)
+    def _lightly(self, x_BTD, plan):
+        """x with the light path's increment added to the tokens that are not routed."""
+        if self.make_light is None:
+            return x_BTD
+        return self._add_light(x_BTD, ~routing.selected(plan, x_BTD.shape[1]))
 
-    def _report(self, x_BTD, score_BT, decided_BT, target_BT, causal, valid_BT):
-        """Losses and diagnostics. Targets are one-hot per row: row b's come from row b alone."""
-        weight_BT = jnp.ones_like(score_BT) if valid_BT is None else valid_BT.astype(jnp.float32)
-        total = jnp.maximum(jnp.sum(weight_BT), 1.0)
+    def _add_light(self, x_BTD, skipped_BT):
+        if self.make_light is None:
+            return x_BTD
+        return x_BTD + jnp.where(skipped_BT[..., None], self.light(x_BTD), 0)
 
-        def mean(value_BT):
-            return jnp.sum(value_BT * weight_BT) / total
+    def _follow_quantile(self, score_BT, valid_BT):
+        new = routing.quantile(score_BT, 1.0 - self.capacity, valid_BT)
+        steps = self.quantile_steps.value
+        # The first value is taken as it is: an average that starts at 0 would have to forget it.
+        decay = jnp.where(steps == 0, 0.0, self.config.threshold_decay)
+        self.quantile.value = decay * self.quantile.value + (1.0 - decay) * new
+        self.quantile_steps.value = steps + 1
 
-        logits_BT = score_BT
-        if not self.config.bce_reaches_input:
-            logits_BT = self.scores(jax.lax.stop_gradient(x_BTD))
-        target = target_BT.astype(jnp.float32)
-        self.sow(
-            "losses", "router_bce", mean(optax.sigmoid_binary_cross_entropy(logits_BT, target))
-        )
-        decided = decided_BT.astype(jnp.float32)
-        both, positives, wanted = mean(decided * target), mean(decided), mean(target)
-        self.sow("stats", "router/accuracy", mean(decided * target + (1 - decided) * (1 - target)))
-        self.sow("stats", "router/precision", both / jnp.maximum(positives, 1e-9))
-        self.sow("stats", "router/recall", both / jnp.maximum(wanted, 1e-9))
-        self.sow("stats", "router/decided_fraction", positives)
-        routed = jnp.sum(causal.mask_BC) / total
-        self.sow("stats", "router/overflow_fraction", positives - routed)
+    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT):
+        """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
+        come from row b alone. The sampling decision's go by "router", the others' by their name."""
+        for name in self.config.trained:
+            logit = logit_BT[name]
+            if name == "aux_loss" and not self.config.bce_reaches_input:
+                logit = self.scores(jax.lax.stop_gradient(x_BTD))
+            if name in decisions.LOSSES:
+                loss = decisions.cross_entropy(logit, target_BT, valid_BT)
+                self.sow("losses", decisions.LOSSES[name], loss)
+            room = self.config.room(self.capacity, x_BTD.shape[1])
+            prefix = "router" if name == self.config.causal else name
+            stats = decisions.statistics(decided_BT[name], target_BT, valid_BT, room)
+            for key, value in stats.items():
+                self.sow("stats", f"{prefix}/{key}", value)
 
     @nn.compact
     def _decode(self, x_BTD, info):
         """One or more new tokens for each row, against a cache that holds routed tokens only."""
         c = self.config
         batch, length, _ = x_BTD.shape
-        room = routing.capacity(self.capacity * c.slack, info.cache_size)
+        room = c.room(self.capacity, info.cache_size)
         routed = self.variable("cache", "routed", jnp.zeros, (batch,), jnp.int32)
         overflow = self.variable("cache", "overflow", jnp.zeros, (batch,), jnp.int32)
-        info = info.full(batch).replace(cache_size=room)
-        if self.is_initializing():
-            return x_BTD + self.block(x_BTD, info)
+        info = info.full(batch)
+        if not c.kv_for_skipped:
+            info = info.replace(cache_size=room)
         score_BT = self.scores(x_BTD)
-        wanted_BT = (score_BT > 0) & (info.positions_BT >= 0)
+        name = c.causal if info.selection in ("causal", "train") else info.selection
+        logit_BT = self._logit(name, x_BTD, score_BT)
+        if self.is_initializing():
+            return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info)
+        wanted_BT = (logit_BT > 0) & (info.positions_BT >= 0)
         fits_BT = routed.value[:, None] + jnp.cumsum(wanted_BT, axis=1) <= room
         run_BT = wanted_BT & fits_BT
         routed.value = routed.value + jnp.sum(run_BT, axis=1)
         overflow.value = overflow.value + jnp.sum(wanted_BT & ~fits_BT, axis=1)
         gate_BT = jnp.where(run_BT, self._gate(score_BT), 0.0)
+        start_BTD = self._add_light(x_BTD, ~run_BT)
+        if c.kv_for_skipped:
+            self.block(x_BTD, info.replace(kv="write"))
+            info = info.replace(kv="read")
         if length > 1:
             plan = routing.first_plan(run_BT, min(length, room))
             delta_BCD = self.block(
@@ -166,11 +260,11 @@ class DepthRouted(nn.Module):
             )
             gate_BC = routing.gather(gate_BT, plan)
             return routing.scatter_add(
-                x_BTD, delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
+                start_BTD, delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
             )
-        return self._decode_one(x_BTD, gate_BT, run_BT, info)
+        return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info)
 
-    def _decode_one(self, x_BTD, gate_BT, run_BT, info):
+    def _decode_one(self, x_BTD, start_BTD, gate_BT, run_BT, info):
         """A single new token a row: the rows that want the block, a static number at a time.
 
         The loop runs ceil(wanted / rows) times with rows = ceil(c * B * slack): not at all when no
@@ -179,7 +273,7 @@ class DepthRouted(nn.Module):
         copies the caches that a conditional returns.
         """
         batch = x_BTD.shape[0]
-        rows = routing.capacity(self.capacity * self.config.slack, batch)
+        rows = self.config.room(self.capacity, batch)
         rank_BT = jnp.cumsum(run_BT, axis=0) - 1
         count = jnp.sum(run_BT)
 
@@ -187,11 +281,11 @@ class DepthRouted(nn.Module):
             return carry[0] < count
 
         def some(block, carry):
-            done, x_BTD = carry
+            done, out_BTD = carry
             if rows == batch:
                 positions_BT = jnp.where(run_BT, info.positions_BT, -1)
                 delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
-                return done + rows, x_BTD + delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
+                return done + rows, out_BTD + delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
             # One "sequence" of the batch's rows.
             plan = routing.first_plan((run_BT & (rank_BT >= done)).T, rows)
 
@@ -203,9 +297,9 @@ class DepthRouted(nn.Module):
                 info.replace(positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]),
             )
             delta = delta * take(gate_BT)[..., None].astype(delta.dtype)
-            return done + rows, routing.scatter_add(x_BTD[None], delta[None], plan)[0]
+            return done + rows, routing.scatter_add(out_BTD[None], delta[None], plan)[0]
 
-        start = (jnp.int32(0), x_BTD)
+        start = (jnp.int32(0), start_BTD)
         return nn.while_loop(more, some, self.block, start, carry_variables="cache")[1]
 
 

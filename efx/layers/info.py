@@ -18,8 +18,11 @@ class TokenInfo:
       train: dropout is on.
       decode: read and write the `cache` collection.
       selection: how routed blocks choose tokens: "train" as configured for training (top-k looks
-        ahead in the sequence), "causal" by the decision that a sampler uses.
+        ahead in the sequence), "causal" by the decision that a sampler uses, or by the name of a
+        trained decision.
       cache_size: decoding only: tokens of context that the cache of a dense block holds.
+      kv: decoding only: "both" writes the new keys and values and attends; "write" only writes
+        (the result means nothing), "read" only attends.
     """
 
     positions_BT: Any
@@ -29,6 +32,7 @@ class TokenInfo:
     decode: bool = struct.field(pytree_node=False, default=False)
     selection: str = struct.field(pytree_node=False, default="causal")
     cache_size: int = struct.field(pytree_node=False, default=0)
+    kv: str = struct.field(pytree_node=False, default="both")
 
     def full(self, batch):
         """The same with positions for every row, so that rows can be gathered one by one."""

@@ -30,8 +30,13 @@ class Plan:
 
 def capacity(fraction, length):
     """ceil(fraction * length), at least 1 and at most length."""
+    return max(1, share(fraction, length))
+
+
+def share(fraction, length):
+    """ceil(fraction * length), at most length."""
     # Rounding first: 0.07 * 100 must be 7 places, not 8.
-    return min(length, max(1, math.ceil(round(fraction * length, 6))))
+    return min(length, math.ceil(round(fraction * length, 6)))
 
 
 def topk_plan(scores_BT, size, valid_BT=None):
@@ -100,3 +105,45 @@ def gather_info(info, plan, batch):
         positions_BT=gather(info.positions_BT, plan, fill=-1),
         segment_ids_BT=None if segments is None else gather(segments, plan),
     )
+
+
+def topk_plan_by_document(scores_BT, fraction, size, segment_ids_BT, valid_BT):
+    """The largest scores of each document of a packed row, in time order.
+
+    A document that covers the places [s, e) of its row gets ceil(fraction * e) - ceil(fraction * s)
+    places: its share up to rounding, and `size` = ceil(fraction * T) in all.
+
+    Args:
+      segment_ids_BT: documents, contiguous in a row.
+    """
+    length = scores_BT.shape[1]
+    place_T = jnp.arange(length)
+    changes_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    starts_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)), constant_values=True)
+    number_BT = jnp.cumsum(starts_BT, axis=1)
+    first_BT = jax.lax.cummax(jnp.where(starts_BT, place_T, 0), axis=1)
+    ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
+    end_BT = jax.lax.cummin(jnp.where(ends_BT, place_T + 1, length), axis=1, reverse=True)
+    share_T = jnp.asarray([share(fraction, n) for n in range(length + 1)])
+    quota_BT = share_T[end_BT] - share_T[first_BT]
+    # By document, then by falling score; sorting is stable, so of equals the earlier comes first.
+    order_BT = jnp.lexsort((-jnp.where(valid_BT, scores_BT, -jnp.inf), number_BT), axis=1)
+    rank_BT = jax.vmap(lambda order: jnp.zeros(length, jnp.int32).at[order].set(place_T))(order_BT)
+    return first_plan(valid_BT & (rank_BT - first_BT < quota_BT), size)
+
+
+def quantile(scores_BT, fraction, valid_BT=None):
+    """The value that the share 1 - `fraction` of the valid scores of the batch exceed; a scalar.
+
+    Half-way between the two neighbouring scores, so that it is exceeded by floor((1 - fraction) n)
+    of n. 0 where nothing is valid.
+    """
+    values = jnp.ravel(scores_BT)
+    count = values.size if valid_BT is None else jnp.sum(valid_BT)
+    if valid_BT is not None:
+        values = jnp.where(jnp.ravel(valid_BT), values, -jnp.inf)
+    falling = jnp.flip(jnp.sort(values))
+    above = jnp.clip(jnp.floor((1.0 - fraction) * count + 1e-3), 1, jnp.maximum(count - 1, 1))
+    above = above.astype(jnp.int32)
+    middle = 0.5 * (falling[above - 1] + falling[jnp.minimum(above, values.size - 1)])
+    return jnp.where(jnp.isfinite(middle), middle, 0.0)

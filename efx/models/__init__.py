@@ -128,5 +128,15 @@ def unroll(model, params):
     """(model, params) with scanned layers unrolled; as they are when they already are."""
     if not model.scan_layers:
         return model, params
-    layers = unroll_params(params["layers"], model.specs())
-    return model.unrolled(), {**params, "layers": layers}
+    return model.unrolled(), _unroll(model, params)
+
+
+def unroll_variables(model, variables):
+    """Every collection of a model with scanned layers as those of the unrolled model."""
+    if not model.scan_layers:
+        return variables
+    return {name: _unroll(model, tree) for name, tree in variables.items()}
+
+
+def _unroll(model, tree):
+    return {**tree, "layers": unroll_params(tree["layers"], model.specs())}

@@ -8,9 +8,10 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attention, norms, routing
+from efx.layers import attend, costs, norms
 from efx.layers.blocks import BlockConfig, LayerSpec, Stack, dropout_factory
-from efx.layers.depth import GATES, DepthRoutingConfig, routed_blocks
+from efx.layers.decisions import DECISIONS
+from efx.layers.depth import GATES, SELECTIONS, DepthRoutingConfig, routed_blocks
 from efx.layers.dropout import SITES, DropoutConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
         if c.padded_vocab > c.vocab_size:
             real = jnp.arange(c.padded_vocab) < c.vocab_size
             real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
-            logits = jnp.where(real, logits, attention.MASKED)
+            logits = jnp.where(real, logits, attend.MASKED)
         return logits
 
     @nn.nowrap
@@ -223,27 +224,38 @@ class Decoder(nn.Module):
         return self.clone(scan_layers=False, remat="none")
 
     @nn.nowrap
-    def ledger(self, length, selection="train"):
+    def ledger(self, length, selection="train", shares=None):
         """FLOPs of one sequence, see `flops.Ledger`.
 
-        `selection`: "train" counts the capacity of routed blocks; "causal" the buffer that
-        evaluation under the causal decision computes, ceil(c * T * slack).
+        Args:
+          selection: "train" counts the capacity of routed blocks; "causal" the buffer that
+            evaluation under the causal decision computes, ceil(c * T * slack).
+          shares: {routed block: (share of the tokens, share of the causal pairs) that it was
+            measured to route}: `nominal` then counts these, which is what decoding costs.
         """
         c = self.resolved()
         parts, nominal = [], []
-        for spec in c.specs():
-            tokens = length
-            if spec.routing is not None:
-                slack = 1.0 if selection == "train" else spec.routing.slack
-                tokens = routing.capacity(spec.capacity * slack, length)
-                router = {"router": flops.matmul(length, c.width, 1)}
-                parts.append(router)
-                nominal.append(router)
-            b = spec.block
-            visited = attention.visited_pairs(tokens, b.chunk, b.window)
-            allowed = flops.causal_pairs(tokens, b.window)
-            parts.append(_block_flops(b, tokens, visited))
-            nominal.append(_block_flops(b, tokens, allowed))
+        for i, spec in enumerate(c.specs()):
+            b, r, tokens, context = spec.block, spec.routing, length, None
+            if r is not None:
+                tokens = r.places(spec.capacity, length, selection)
+                added = costs.routing_flops(b, r, length)
+                parts.append(added)
+                nominal.append(added)
+            if r is not None and r.kv_for_skipped:
+                context = length
+                visited = tokens * length
+                allowed = flops.causal_pairs(length, b.window) * tokens / length
+            else:
+                visited = attend.visited_pairs(tokens, b.chunk, b.window)
+                allowed = flops.causal_pairs(tokens, b.window)
+            parts.append(costs.block_flops(b, tokens, visited, context))
+            if shares and i in shares:
+                token_share, pair_share = shares[i]
+                tokens = token_share * length
+                pairs = flops.causal_pairs(length, b.window)
+                allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
+            nominal.append(costs.block_flops(b, tokens, allowed, context))
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 
@@ -259,10 +271,10 @@ class Decoder(nn.Module):
             count["head"] = c.width * c.padded_vocab
         blocks = []
         for spec in c.specs():
-            blocks.append(_block_params(spec.block))
+            blocks.append(costs.block_params(spec.block))
             blocks.append({"norm": 2 * norm})
             if spec.routing is not None:
-                blocks.append({"router": c.width})
+                blocks.append(costs.routing_params(spec.block, spec.routing, norm))
         return flops.add([count, *blocks])
 
     @nn.nowrap
@@ -271,31 +283,10 @@ class Decoder(nn.Module):
         c, total = self.resolved(), 0
         for spec in c.specs():
             slots = cache_size
-            if spec.routing is not None:
-                slots = routing.capacity(spec.capacity * spec.routing.slack, cache_size)
+            if spec.routing is not None and not spec.routing.kv_for_skipped:
+                slots = spec.routing.room(spec.capacity, cache_size)
             total += 2 * slots * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
         return total
-
-
-def _block_flops(b, tokens, pairs):
-    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
-    matrices = 3 if b.activation == "swiglu" else 2
-    return {
-        "attention_projections": flops.matmul(tokens, b.width, 2 * heads + 2 * kv),
-        "attention_scores": flops.attention_scores(pairs, b.num_heads, b.head_dim),
-        "mlp": matrices * flops.matmul(tokens, b.width, b.hidden),
-    }
-
-
-def _block_params(b):
-    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
-    matrices = 3 if b.activation == "swiglu" else 2
-    bias = (heads + 2 * kv + b.width, (matrices - 1) * b.hidden + b.width) if b.use_bias else (0, 0)
-    norms_qk = {"none": 0, "head": 2 * b.head_dim, "width": heads + kv}[b.qk_norm]
-    return {
-        "attention": b.width * (2 * heads + 2 * kv) + bias[0] + norms_qk,
-        "mlp": matrices * b.width * b.hidden + bias[1],
-    }
 
 
 def _resolve(model):
@@ -354,13 +345,41 @@ def _resolve(model):
 def _check_routing(c, depth, one_of):
     one_of("depth_routing.kind", c.kind, ("none", "mod"))
     one_of("depth_routing.gate", c.gate, tuple(GATES))
-    one_of("depth_routing.selection", c.selection, ("topk", "stochastic"))
-    one_of("depth_routing.causal", c.causal, ("aux_loss",))
-    for capacity in c.capacity if isinstance(c.capacity, tuple) else (c.capacity,):
-        if not 0 < capacity <= 1:
+    one_of("depth_routing.selection", c.selection, SELECTIONS)
+    one_of("depth_routing.per", c.per, ("row", "document"))
+    one_of("depth_routing.causal", c.causal, DECISIONS)
+    for name in c.also_train:
+        one_of("depth_routing.also_train", name, DECISIONS)
+
+    def check_capacity(name, value):
+        if not 0 < value <= 1:
             raise UsageError(
-                f"config.model.depth_routing.capacity={capacity}: must be in (0, 1], the fraction "
+                f"config.model.depth_routing.{name}={value}: must be in (0, 1], the fraction "
                 "of a sequence that a routed block computes"
+            )
+
+    for capacity in c.capacity if isinstance(c.capacity, tuple) else (c.capacity,):
+        check_capacity("capacity", capacity)
+    ends = [stage[0] for stage in c.capacity_stages]
+    if (
+        any(len(stage) != 2 for stage in c.capacity_stages)
+        or ends != sorted(set(ends))
+        or not all(0 < end < 1 for end in ends)
+    ):
+        raise UsageError(
+            f"config.model.depth_routing.capacity_stages={c.capacity_stages}: expected "
+            "((fraction of training, capacity), ...) with fractions rising between 0 and 1"
+        )
+    for _, capacity in c.capacity_stages:
+        check_capacity("capacity_stages", capacity)
+    if not 0 <= c.threshold_decay < 1:
+        raise UsageError(
+            f"config.model.depth_routing.threshold_decay={c.threshold_decay}: must be in [0, 1)"
+        )
+    for name in ("threshold_warmup", "predictor_hidden", "light_path"):
+        if getattr(c, name) < 0:
+            raise UsageError(
+                f"config.model.depth_routing.{name}={getattr(c, name)}: must be at least 0"
             )
     if c.slack < 1:
         raise UsageError(f"config.model.depth_routing.slack={c.slack}: must be at least 1")

@@ -1,0 +1,57 @@
+"""What a block costs, by formula: FLOPs of one sequence and parameters, by component.
+
+A multiply-add is 2 FLOPs; see `efx.flops` for what is counted.
+"""
+
+from efx import flops
+
+
+def block_flops(b, tokens, pairs, context=None):
+    """Of a block that computes `tokens` and attends to `context` places (None: to themselves)."""
+    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    context = tokens if context is None else context
+    return {
+        "attention_projections": flops.matmul(tokens, b.width, 2 * heads)
+        + flops.matmul(context, b.width, 2 * kv),
+        "attention_scores": flops.attention_scores(pairs, b.num_heads, b.head_dim),
+        "mlp": _matrices(b) * flops.matmul(tokens, b.width, b.hidden),
+    }
+
+
+def _matrices(b):
+    return 3 if b.activation == "swiglu" else 2
+
+
+def _predictor_width(b, r):
+    return (r.predictor_hidden or max(1, b.width // 2)) if "predictor" in r.trained else 0
+
+
+def routing_flops(b, r, length):
+    """What routing adds: scores and decisions, and the light path, which is computed for every
+    token and kept for the skipped ones."""
+    hidden = _predictor_width(b, r)
+    predictor = flops.matmul(length, b.width, hidden) + flops.matmul(length, hidden, 1)
+    counted = {"router": flops.matmul(length, b.width, 1) + predictor}
+    if r.light_path:
+        counted["light_path"] = _matrices(b) * flops.matmul(length, b.width, r.light_path)
+    return counted
+
+
+def routing_params(b, r, norm):
+    hidden = _predictor_width(b, r)
+    counted = {"router": b.width + hidden * (b.width + 1)}
+    if r.light_path:
+        bias = (_matrices(b) - 1) * r.light_path + b.width if b.use_bias else 0
+        counted["light_path"] = norm + _matrices(b) * b.width * r.light_path + bias
+    return counted
+
+
+def block_params(b):
+    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    matrices = _matrices(b)
+    bias = (heads + 2 * kv + b.width, (matrices - 1) * b.hidden + b.width) if b.use_bias else (0, 0)
+    norms_qk = {"none": 0, "head": 2 * b.head_dim, "width": heads + kv}[b.qk_norm]
+    return {
+        "attention": b.width * (2 * heads + 2 * kv) + bias[0] + norms_qk,
+        "mlp": matrices * b.width * b.hidden + bias[1],
+    }

@@ -1,0 +1,73 @@
+"""Causal decisions of depth routing: which token to compute, told from that token alone.
+
+Training selects by top-k over a sequence, which looks ahead. A sampler cannot, so a decision is
+trained to agree with it: "aux_loss", the sign of the router's score, and "predictor", the sign of
+a small network's output (both Raposo et al. 2024, arXiv 2404.02258, section 3.5); or "threshold",
+whether the score exceeds a running quantile (Expert Threshold, arXiv 2603.11535).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+DECISIONS = ("aux_loss", "predictor", "threshold")
+# Under which name the loss that trains a decision is sown. The threshold is not trained by one.
+LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
+
+
+class Predictor(nn.Module):
+    """p = W2 silu(W1 x): [B, T, D] -> logits [B, T] in float32.
+
+    The paper gives no sizes; `hidden` is D/2 by default. The caller stops the gradient of x.
+    """
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        def kernel(name, shape, axes):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+            return self.param(name, init, shape, jnp.float32)
+
+        inward_DF = kernel("kernel_in", (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))
+        outward_FX = kernel("kernel_out", (self.hidden, 1), ("mlp", None))
+        h_BTF = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD.astype(jnp.float32), inward_DF))
+        return jnp.einsum("BTF,FX->BTX", h_BTF, outward_FX)[..., 0]
+
+
+def cross_entropy(logit_BT, target_BT, valid_BT):
+    """Mean over valid tokens of the binary cross-entropy of a decision against top-k."""
+    loss_BT = optax.sigmoid_binary_cross_entropy(logit_BT, target_BT.astype(jnp.float32))
+    return _mean(loss_BT, valid_BT)
+
+
+def statistics(decided_BT, target_BT, valid_BT, room):
+    """{name: scalar} of a decision, measured on all valid tokens of the batch.
+
+    accuracy, precision and recall against top-k; decided_fraction: tokens that it wants;
+    overflow_fraction: those of them that find no room; pairs_fraction: (query, key) pairs among
+    the tokens that are routed, of those among all tokens.
+    """
+    decided, target = decided_BT.astype(jnp.float32), target_BT.astype(jnp.float32)
+    both = _mean(decided * target, valid_BT)
+    positives, wanted = _mean(decided, valid_BT), _mean(target, valid_BT)
+    length = decided_BT.shape[1]
+    tokens = decided_BT.size if valid_BT is None else jnp.maximum(jnp.sum(valid_BT), 1)
+    routed_B = jnp.minimum(jnp.sum(decided, axis=1), room)
+    pairs = jnp.mean(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
+    return {
+        "accuracy": 1.0 - positives - wanted + 2.0 * both,
+        "precision": both / jnp.maximum(positives, 1e-9),
+        "recall": both / jnp.maximum(wanted, 1e-9),
+        "decided_fraction": positives,
+        "overflow_fraction": positives - jnp.sum(routed_B) / tokens,
+        "pairs_fraction": pairs,
+    }
+
+
+def _mean(value_BT, valid_BT):
+    if valid_BT is None:
+        return jnp.mean(value_BT)
+    weight_BT = valid_BT.astype(jnp.float32)
+    return jnp.sum(value_BT * weight_BT) / jnp.maximum(jnp.sum(weight_BT), 1.0)

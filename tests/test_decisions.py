@@ -1,0 +1,263 @@
+"""Causal decisions and the options of the depth routing wrapper, against plain numpy."""
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_routing import (
+    LENGTH,
+    ROWS,
+    activations,
+    layer,
+    linear,
+    norm,
+    np_attention,
+    np_layer,
+    np_mlp,
+    np_topk,
+    run,
+)
+
+from efx.layers import decisions, routing
+from efx.layers.info import TokenInfo
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+# ---- quantiles and documents by hand -----------------------------------------------------------
+
+
+def test_quantile_by_hand():
+    scores_BT = jnp.array([[4.0, 1.0, 3.0, 2.0], [8.0, 7.0, 6.0, 5.0]])
+    assert routing.quantile(scores_BT, 0.75) == 6.5  # two of eight lie above
+    assert routing.quantile(scores_BT, 0.5) == 4.5
+    assert routing.quantile(scores_BT, 0.0) == 1.5  # at least the last stays below
+    valid_BT = jnp.array([[1, 1, 1, 1], [0, 0, 0, 0]], bool)
+    assert routing.quantile(scores_BT, 0.5, valid_BT) == 2.5
+    assert routing.quantile(scores_BT, 0.5, jnp.zeros_like(valid_BT)) == 0
+
+
+def test_topk_by_document_by_hand():
+    scores_BT = jnp.array([[1.0, 2, 3, 4, 9, 8, 7, 6], [1.0, 2, 3, 4, 5, 6, 7, 8]])
+    segments_BT = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 0, 0]])
+    plan = routing.topk_plan_by_document(scores_BT, 0.5, 4, segments_BT, segments_BT > 0)
+    # Two of each document of row 0; three of six of row 1; padding takes nothing.
+    np.testing.assert_array_equal(plan.indices_BC[0], [2, 3, 4, 5])
+    np.testing.assert_array_equal(plan.indices_BC[1][:3], [3, 4, 5])
+    np.testing.assert_array_equal(plan.mask_BC, [[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+def test_documents_of_a_row_share_its_places_to_the_last():
+    """However the row is cut up, its documents get ceil(c T) places in all, each its share."""
+    rng = np.random.default_rng(0)
+    length, fraction = 48, 0.25
+    cut = jax.jit(lambda s, d: routing.topk_plan_by_document(s, fraction, 12, d, d > 0))
+    for _ in range(20):
+        starts_T = rng.random(length) < 0.2
+        segments_T = np.cumsum(starts_T) + 1
+        scores_T = rng.normal(size=length).astype(np.float32)
+        plan = cut(jnp.asarray(scores_T)[None], jnp.asarray(segments_T)[None])
+        routed_T = np.asarray(routing.selected(plan, length))[0]
+        assert routed_T.sum() == 12
+        for document in np.unique(segments_T):
+            inside_T = segments_T == document
+            count = routed_T[inside_T].sum()
+            assert abs(count - fraction * inside_T.sum()) < 1
+            best_T = np.zeros(length, bool)
+            best_T[np.flatnonzero(inside_T)[np.argsort(-scores_T[inside_T])[:count]]] = True
+            np.testing.assert_array_equal(routed_T & inside_T, best_T)
+
+
+def test_routing_by_document_keeps_documents_apart():
+    """What one document holds changes nothing in the other; by row it changes the selection."""
+    segments_BT = jnp.asarray(np.repeat([[1, 2]], ROWS, 0).repeat(LENGTH // 2, 1))
+    x_BTD, changed_BTD = activations(), activations()
+    changed_BTD[:, : LENGTH // 2] = activations(5)[:, : LENGTH // 2]
+    for per, same in (("document", True), ("row", False)):
+        module, p = layer(depth_routing__per=per)
+        one_BTD, other_BTD = (run(module, p, x, segments=segments_BT)[0][:, LENGTH // 2 :]
+                              for x in (x_BTD, changed_BTD))
+        assert np.allclose(one_BTD, other_BTD, atol=1e-5) == same
+
+
+# ---- the predictor -----------------------------------------------------------------------------
+
+
+def np_predictor(x_BTD, p):
+    h_BTF = x_BTD @ p["kernel_in"]
+    return (h_BTF * sigmoid(h_BTF) @ p["kernel_out"])[..., 0]
+
+
+def test_predictor_decides_and_learns_from_top_k():
+    module, p = layer(depth_routing__causal="predictor", depth_routing__predictor_hidden=8,
+                      depth_routing__slack=2.0)
+    x_BTD = activations()
+    logit_BT = np_predictor(x_BTD, p["predictor"])
+    decided_BT = logit_BT > 0
+    assert 0.1 < decided_BT.mean() < 0.9
+    target_BT = np.stack([np_topk(score_T, LENGTH // 2) for score_T in x_BTD @ p["router"]])
+    out_BTD, sown = run(module, p, x_BTD, selection="causal")
+    for b in range(ROWS):
+        np.testing.assert_allclose(
+            out_BTD[b],
+            np_layer(x_BTD[b], p, module.spec, decided_BT[b], np.arange(LENGTH), "sigmoid"),
+            atol=2e-4,
+        )
+    loss = np.mean(np.logaddexp(0, logit_BT) - logit_BT * target_BT)
+    np.testing.assert_allclose(sown["predictor_bce"], loss, rtol=1e-5)
+    assert "router_bce" not in sown  # only what is asked for is trained
+    np.testing.assert_allclose(
+        sown["router/accuracy"], np.mean(decided_BT == target_BT), rtol=1e-5
+    )
+
+
+def test_predictor_loss_trains_the_predictor_alone():
+    module, p = layer(depth_routing__causal="predictor")
+    x_BTD, info = activations(), TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+
+    def loss(p, x_BTD):
+        return module.apply({"params": p}, x_BTD, info, mutable=["losses"])[1]["losses"][
+            "predictor_bce"
+        ][0]
+
+    d_p, d_x_BTD = families.jit(jax.grad(loss, (0, 1)))(p, x_BTD)
+    norms = {jax.tree_util.keystr(path): float(jnp.abs(leaf).max())
+             for path, leaf in jax.tree_util.tree_leaves_with_path(d_p)}
+    assert all((value > 0) == ("predictor" in path) for path, value in norms.items()), norms
+    assert not np.any(d_x_BTD)
+
+
+def test_several_decisions_are_trained_and_any_can_decide():
+    module, p = layer(depth_routing__also_train=("predictor", "threshold"))
+    state = {"state": {"quantile": jnp.float32(0.4), "quantile_steps": jnp.int32(9)}}
+    x_BTD = activations()
+    score_BT = x_BTD @ p["router"]
+    decided = {
+        "causal": score_BT > 0,
+        "aux_loss": score_BT > 0,
+        "predictor": np_predictor(x_BTD, p["predictor"]) > 0,
+        "threshold": score_BT > 0.4,
+    }
+    assert module.spec.routing.trained == ("aux_loss", "predictor", "threshold")
+    for name, decided_BT in decided.items():
+        info = TokenInfo(jnp.arange(LENGTH)[None], selection=name)
+        out_BTD, sown = families.jit(
+            lambda p, x_BTD, info=info: module.apply(
+                {"params": p, **state}, x_BTD, info, mutable=["losses", "stats"]
+            )
+        )(jax.tree.map(jnp.float32, p), x_BTD)
+        np.testing.assert_array_equal(np.any(np.asarray(out_BTD) != x_BTD, -1), decided_BT)
+        assert set(sown["losses"]) == {"router_bce", "predictor_bce"}
+        assert {key.split("/")[0] for key in sown["stats"]} == {"router", "predictor", "threshold"}
+
+
+# ---- the threshold -----------------------------------------------------------------------------
+
+
+def train(module, variables, x_BTD):
+    info = TokenInfo(jnp.arange(LENGTH)[None], train=True, selection="train")
+    return module.apply(variables, x_BTD, info, mutable=["losses", "stats", "state"])
+
+
+def test_threshold_follows_the_quantile_and_then_decides():
+    module, p = layer(
+        depth_routing__causal="threshold", depth_routing__selection="threshold",
+        depth_routing__threshold_warmup=2, depth_routing__threshold_decay=0.5,
+        depth_routing__capacity=0.25, depth_routing__slack=2.0,
+    )
+    p = jax.tree.map(jnp.float32, p)
+    step = families.jit(lambda state, x_BTD: train(module, {"params": p, "state": state}, x_BTD))
+    state = {"quantile": jnp.float32(0), "quantile_steps": jnp.int32(0)}
+    followed = None
+    for i in range(4):
+        x_BTD = activations(i)
+        score_BT = x_BTD @ np.asarray(p["router"])
+        falling = np.sort(score_BT.ravel())[::-1]
+        above = ROWS * LENGTH // 4
+        now = 0.5 * (falling[above - 1] + falling[above])
+        routed_BT = np.stack([np_topk(score_T, LENGTH // 4) for score_T in score_BT])
+        if i >= 2:  # after the warm-up, by the threshold as it was before this step
+            passing_BT = score_BT > followed
+            routed_BT = passing_BT & (np.cumsum(passing_BT, axis=1) <= LENGTH // 2)
+        out_BTD, sown = step(state, x_BTD)
+        np.testing.assert_array_equal(np.any(np.asarray(out_BTD) != x_BTD, -1), routed_BT)
+        followed = now if followed is None else 0.5 * followed + 0.5 * now
+        state = sown["state"]
+        np.testing.assert_allclose(state["quantile"], followed, rtol=1e-5)
+        assert state["quantile_steps"] == i + 1
+    # Evaluation leaves it alone.
+    info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+    sown = module.apply({"params": p, "state": state}, x_BTD, info, mutable=["state", "losses"])[1]
+    assert sown["state"] == state
+
+
+# ---- keys and values of skipped tokens, the light path -----------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_skipped_tokens_are_seen_by_routed_ones(window):
+    module, p = layer(depth_routing__kv_for_skipped=True, window=window)
+    b, x_BTD = module.spec.block, activations()
+    out_BTD, _ = run(module, p, x_BTD)
+    time = np.arange(LENGTH)
+    visible_TS = time[None] <= time[:, None]
+    if window:
+        visible_TS &= time[:, None] - time[None] < window
+    for x_TD, out_TD in zip(x_BTD.astype(np.float64), out_BTD, strict=True):
+        score_T = x_TD @ p["router"]
+        routed_T = np_topk(score_T, LENGTH // 2)
+        h_TD = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
+        a_TD = np_attention(h_TD, p["attention"], b, time, visible_TS)
+        m_TD = np_mlp(norm(x_TD + a_TD, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.activation)
+        full_TD = x_TD + sigmoid(score_T)[:, None] * (a_TD + m_TD)
+        np.testing.assert_allclose(
+            out_TD, np.where(routed_T[:, None], full_TD, x_TD), atol=2e-4
+        )
+
+
+def test_skipped_tokens_take_the_light_path():
+    module, p = layer(depth_routing__light_path=8)
+    plain, x_BTD = layer()[0], activations()
+    out_BTD, _ = run(module, p, x_BTD)
+    routed_BTD, _ = run(plain, {k: v for k, v in p.items() if k != "light"}, x_BTD)
+    b = module.spec.block
+    h_BTD = norm(x_BTD.astype(np.float64), p["light"]["norm"], b.norm, b.norm_eps)
+    light_BTD = x_BTD + np_mlp(h_BTD, p["light"]["mlp"], b.activation)
+    assert linear(h_BTD, p["light"]["mlp"]["up"]).shape[-1] == 8
+    skipped_BT = ~np.stack([np_topk(s, LENGTH // 2) for s in x_BTD @ p["router"]])
+    np.testing.assert_allclose(
+        out_BTD, np.where(skipped_BT[..., None], light_BTD, routed_BTD), atol=2e-4
+    )
+
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+def test_statistics_by_hand():
+    decided_BT = jnp.array([[1, 1, 1, 0], [0, 0, 0, 1]], bool)
+    target_BT = jnp.array([[1, 0, 0, 1], [0, 0, 1, 1]], bool)
+    got = decisions.statistics(decided_BT, target_BT, None, room=2)
+    expected = {
+        "accuracy": 4 / 8, "precision": 2 / 4, "recall": 2 / 4, "decided_fraction": 4 / 8,
+        "overflow_fraction": 1 / 8,
+        "pairs_fraction": (2 * 3 / 2 + 1) / 2 / (4 * 5 / 2),
+    }
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, err_msg=name)
+
+
+def test_realised_flops_follow_what_was_routed():
+    """A ledger told that routed blocks compute everything is that of capacity 1."""
+    changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25}
+    model = families.make(changes)
+    full = families.make({**changes, "depth_routing.capacity": 1.0}).ledger(16).nominal_per_token
+    none = families.make({"depth": 1}).ledger(16)
+    router = 2 * model.width  # of the one routed block
+    assert model.ledger(16, shares={1: (1.0, 1.0)}).nominal_per_token == pytest.approx(full)
+    assert model.ledger(16, shares={1: (0.0, 0.0)}).nominal_per_token == pytest.approx(
+        none.nominal_per_token + router
+    )
