@@ -321,7 +321,8 @@ def test_rows_of_a_batch_compete(monkeypatch):
     module, params = layer()
     x_BTD = activations()
     push_D = 20 * params["router"] / jnp.sum(jnp.square(params["router"]))
-    others_BTD = x_BTD.at[1:].add(push_D)  # row 0 stays; the others outbid it
+    # Row 0 stays; the others hold something else, and outbid it.
+    others_BTD = x_BTD.at[1:].set(activations(1)[1:]).at[1:].add(push_D)
 
     def moved():
         run = compiled(module)
