@@ -4,7 +4,6 @@ Every test states a property as a function of a layer, writes the defect out, an
 property holds for efx and fails with the defect. Defects are described, not attributed.
 """
 
-import dataclasses
 import functools
 
 import families
@@ -29,12 +28,6 @@ def layer(**changes):
     """(routed layer, its parameters)."""
     model = families.make({**ROUTED, **{k.replace("__", "."): v for k, v in changes.items()}})
     return Layer(model.specs()[0]), families.random_params(model)["layers"]["block_0"]
-
-
-def with_block(block_class):
-    """The routed layer round another block, with the same parameters."""
-    spec = layer()[0].spec
-    return DepthRouted(functools.partial(block_class, spec.block), spec.routing, spec.capacity)
 
 
 def activations(seed=0):
@@ -175,21 +168,14 @@ def test_predictor_fed_the_output_of_the_block():
 
     It has to be known before the block runs, or nothing is saved by it.
     """
-    if "also_train" not in {field.name for field in dataclasses.fields(depth.DepthRoutingConfig)}:
+    if not hasattr(layer()[0].spec.routing, "also_train"):
         pytest.skip("no predictor yet: DepthRoutingConfig has no field also_train")
-    changes = {**ROUTED, "depth": 2, "depth_routing.every": 2, "depth_routing.causal": "predictor"}
-    model = families.make(changes)
+    model = families.make({**ROUTED, "depth": 2, "depth_routing.every": 2,
+                           "depth_routing.causal": "predictor"})
     params = families.random_params(model)["layers"]["block_1"]
-    assert params["predictor"]
     module, x_BTD = Layer(model.specs()[1]), activations()
-    other = jax.tree.map(lambda leaf: leaf, params)
-    other["mlp"]["down"]["kernel"] = -other["mlp"]["down"]["kernel"]
-    other["attention"]["out"]["kernel"] = -other["attention"]["out"]["kernel"]
-
+    other = {**params, "mlp": jax.tree.map(jnp.negative, params["mlp"])}
     run = compiled(module)
-
-    def ours(params):
-        return run(params, x_BTD)[1]["predictor_bce"]
 
     def fed_the_output(params):
         """The defect: the predictor reads what the block returns."""
@@ -200,7 +186,8 @@ def test_predictor_fed_the_output_of_the_block():
         target_BT = routing.selected(plan, LENGTH).astype(jnp.float32)
         return jnp.mean(optax.sigmoid_binary_cross_entropy(hidden_BTF @ down_F, target_BT))
 
-    assert ours(params) == ours(other) > 0
+    ours = [run(each, x_BTD)[1]["predictor_bce"] for each in (params, other)]
+    assert ours[0] == ours[1] > 0
     assert abs(fed_the_output(params) - fed_the_output(other)) > 1e-3
 
     def loss(params, x_BTD):
@@ -244,19 +231,21 @@ class WithResidual(Block):
         return x_BTD + super().__call__(x_BTD, info)
 
 
+def put(x_BTD, y_BCD, plan):
+    return jax.vmap(lambda x, i, y: x.at[i].set(y))(x_BTD, plan.indices_BC, y_BCD)
+
+
 def weighted_whole(x_BTD, delta_BCD, plan):
     """out = g * (x + f): the weight scales the residual too, and may turn it round."""
     gate_BC1 = jax.nn.sigmoid(routing.gather(x_BTD, plan)[..., :1])
     whole_BCD = gate_BC1 * (routing.gather(x_BTD, plan) + delta_BCD)
-    return jax.vmap(lambda x, i, y: x.at[i].set(y))(x_BTD, plan.indices_BC, whole_BCD)
+    return put(x_BTD, whole_BCD, plan)
 
 
 def only_the_routed(x_BTD, delta_BCD, plan):
     """Tokens that skip the block lose their residual."""
     routed_BCD = routing.gather(x_BTD, plan) + delta_BCD
-    return jax.vmap(lambda x, i, y: jnp.zeros_like(x).at[i].set(y))(
-        x_BTD, plan.indices_BC, routed_BCD
-    )
+    return put(jnp.zeros_like(x_BTD), routed_BCD, plan)
 
 
 @pytest.mark.parametrize("defect, changed", [
@@ -265,13 +254,13 @@ def only_the_routed(x_BTD, delta_BCD, plan):
 def test_residual_not_added_exactly_once(monkeypatch, defect, changed):
     """Property: a block that computes zeros changes no token, routed or not."""
     module, params = layer()
-    params = {**params, "attention": {**params["attention"]}, "mlp": {**params["mlp"]}}
-    for part, last in (("attention", "out"), ("mlp", "down")):
-        params[part][last] = jax.tree.map(jnp.zeros_like, params[part][last])
+    zeros = {part: jax.tree.map(jnp.zeros_like, params[part]) for part in ("attention", "mlp")}
+    params = {**params, **zeros}
     x_BTD = activations()
     np.testing.assert_array_equal(output(module, params, x_BTD), x_BTD)
     if defect == "doubled":
-        module = with_block(WithResidual)
+        spec, block = module.spec, functools.partial(WithResidual, module.spec.block)
+        module = DepthRouted(block, spec.routing, spec.capacity)
     else:
         monkeypatch.setattr(routing, "scatter_add", defect)
     changed_BT = processed(output(module, params, x_BTD), x_BTD)
@@ -307,7 +296,7 @@ def test_routed_tokens_out_of_time_order(monkeypatch):
         return jax.vmap(lambda x, index: x[index])(x_BT, plan.indices_BC)
 
     def scatter_add(x_BT, y_BC, plan):
-        return jax.vmap(lambda x, index, y: x.at[index].add(y))(x_BT, plan.indices_BC, y_BC)
+        return put(x_BT, gather(x_BT, plan) + y_BC, plan)
 
     assert moved() < 1e-5
     monkeypatch.setattr(routing, "topk_plan", by_score)
@@ -354,21 +343,19 @@ def decoded():
     """Outputs of the routed layer against its cache, one token at a time."""
     module, params = layer(depth_routing__slack=2.0)
 
-    def apply(variables, x_B1D, position):
-        positions_B1 = jnp.full((ROWS, 1), position)
-        info = TokenInfo(positions_B1, decode=True, cache_size=LENGTH)
-        return module.apply(variables, x_B1D, info, mutable=["cache"])
+    def info(t):
+        return TokenInfo(jnp.full((ROWS, 1), t), decode=True, cache_size=LENGTH)
 
-    def init(x_B1D):
-        info = TokenInfo(jnp.zeros((ROWS, 1), jnp.int32), decode=True, cache_size=LENGTH)
-        return module.init(jax.random.key(0), x_B1D, info)["cache"]
+    @families.jit
+    def decode(state, x_B1D, t):
+        return module.apply({"params": params, **state}, x_B1D, info(t), mutable=["cache"])
 
-    state = jax.tree_util.tree_map_with_path(
+    x_B1D, key = activations()[:, :1], jax.random.key(0)
+    shapes = jax.eval_shape(lambda: module.init(key, x_B1D, info(0)))
+    state = {"cache": jax.tree_util.tree_map_with_path(  # empty slots are at position -1
         lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
-        jax.eval_shape(init, activations()[:, :1]),
-    )
-    decode = families.jit(lambda state, x_B1D, t: apply({"params": params, **state}, x_B1D, t))
-    state = {"cache": state}
+        shapes["cache"],
+    )}
 
     def step(x_B1D, t):
         out_B1D, new = decode(state, x_B1D, jnp.int32(t))
