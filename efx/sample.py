@@ -69,8 +69,7 @@ class Sampler:
         Args:
           variables: {"params": ...}, and "state" where the model has one.
           prompts: list of `batch_size` int arrays, each with at least one token.
-          seeds: one int for each row.
-          ended: a set of rows, to which the caller may add: these make no more tokens.
+          seeds: one int for each row. ended: a set of rows that make no more; the caller may add.
         """
         for prompt in prompts:
             self.check_prompt(prompt)

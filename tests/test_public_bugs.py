@@ -227,8 +227,8 @@ def test_positions_of_routed_tokens_renumbered(monkeypatch):
 class WithResidual(Block):
     """A block that already adds its input."""
 
-    def __call__(self, x_BTD, info):
-        return x_BTD + super().__call__(x_BTD, info)
+    def __call__(self, x_BTD, info, context=None):
+        return x_BTD + super().__call__(x_BTD, info, context)
 
 
 def put(x_BTD, y_BCD, plan):

@@ -140,7 +140,7 @@ class Layer(nn.Module):
         else:
             light = partial(LightPath, spec.block, spec.routing.light_path)
             self.inner = DepthRouted(
-                block, light if spec.routing.light_path else None, spec.routing, spec.capacity
+                block, spec.routing, spec.capacity, light if spec.routing.light_path else None
             )
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)

@@ -103,9 +103,9 @@ class DepthRouted(nn.Module):
     """
 
     make_block: Callable
-    make_light: Callable | None
     config: DepthRoutingConfig
     capacity: float
+    make_light: Callable | None = None
 
     def setup(self):
         self.block = self.make_block()
