@@ -10,7 +10,7 @@ from efx.step import make_eval_step
 class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
-    A routed model is evaluated twice: under the causal decision, which is what a sampler can do
+    A depth-routed model, or one with expert choice, is evaluated twice: under the causal decision, which is what a sampler can do
     (`eval/loss`), and under training's own selection (`eval/loss_topk`), which looks ahead.
     """
 
@@ -18,7 +18,8 @@ class Evaluator:
         self._config, self._data = config.evaluate, data
         self._mesh, self._rules = mesh, rules
         self._routed = any(spec.routing is not None for spec in model.specs())
-        selections = ("causal", "train") if self._routed else ("causal",)
+        ahead = self._routed or _experts_look_ahead(model)
+        selections = ("causal", "train") if ahead else ("causal",)
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
@@ -43,6 +44,7 @@ class Evaluator:
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
         }
+        result |= _expert_rows(means, bytes_per_token)
         if not self._routed:
             return result
         top = means["train"]
@@ -78,6 +80,29 @@ class Evaluator:
         return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens}
 
 
+def _experts_look_ahead(model):
+    experts = [spec.block.moe for spec in model.specs() if spec.block.moe is not None]
+    return any(moe.looks_ahead for moe in experts)
+
+
+def _expert_rows(means, bytes_per_token):
+    """`eval/moe/...` under the causal decision; the loss under training's selection if it differs.
+
+    As with routers, how well expert choice's decision predicts the selection that looks ahead is
+    asked where the latter decides what each router sees.
+    """
+    names = [name for name in means["causal"] if name.startswith("moe/")]
+    rows = {}
+    for name in names:
+        ahead = name.startswith("moe/accuracy")
+        rows[f"eval/{name}"] = means["train" if ahead else "causal"][name]
+    if names and "train" in means:
+        loss = means["train"]["loss"]
+        rows["eval/loss_topk"] = loss
+        rows["eval/bits_per_byte_topk"] = losses.bits_per_byte(loss, bytes_per_token)
+    return rows
+
+
 def describe(step, metrics):
     """One line about an evaluation."""
     line = (
@@ -85,9 +110,12 @@ def describe(step, metrics):
         f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
     )
     if "eval/loss_topk" in metrics:
+        line += f" (causal routing; top-k {metrics['eval/loss_topk']:.4f})"
+    if "eval/router/accuracy" in metrics:
         line += (
-            f" (causal routing; top-k {metrics['eval/loss_topk']:.4f}); decision accuracy "
-            f"{metrics['eval/router/accuracy']:.1%}, "
+            f"; decision accuracy {metrics['eval/router/accuracy']:.1%}, "
             f"routed {metrics['eval/router/routed_fraction']:.1%}"
         )
+    if "eval/moe/dropped_fraction" in metrics:
+        line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
     return line

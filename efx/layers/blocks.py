@@ -13,6 +13,8 @@ from efx.layers.attention import Attention
 from efx.layers.depth import DepthRouted, DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig, StandardDropout
 from efx.layers.mlp import MLP
+from efx.layers.moe import MoE
+from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
 REMAT_POLICIES = {
@@ -24,7 +26,10 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`."""
+    """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
+
+    With `moe` the MLP is a Mixture of Experts, and `hidden` the width of one expert.
+    """
 
     width: int
     num_heads: int
@@ -45,6 +50,7 @@ class BlockConfig:
     std_out: float
     dropout: DropoutConfig
     dtype: jnp.dtype
+    moe: MoEConfig | None = None
 
 
 class Block(nn.Module):
@@ -78,10 +84,11 @@ class Block(nn.Module):
             dtype=c.dtype,
             name="attention",
         )
-        mlp = MLP(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
+        mlp = MLP if c.moe is None else partial(MoE, c.moe)
+        mlp = mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
         a_BTD = attention(norm(name="norm_attention")(x_BTD), info)
         a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
-        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD))
+        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD), info)
         m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attention, norms, routing
+from efx.layers import attention, moe_config, norms, routing
 from efx.layers.blocks import BlockConfig, LayerSpec, Stack, dropout_factory
 from efx.layers.depth import GATES, DepthRoutingConfig, routed_blocks
 from efx.layers.dropout import SITES, DropoutConfig
@@ -76,7 +76,9 @@ class Decoder(nn.Module):
     selection: str = "auto"
 
     # Training looks ahead when tokens compete for places in a sequence; evaluation never does.
-    causal_in_training: ClassVar[str] = "unless depth_routing selects by top-k"
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
 
     def resolved(self):
         """The same module with the preset's values filled in and everything checked."""
@@ -211,10 +213,15 @@ class Decoder(nn.Module):
             dropout=c.dropout,
             dtype=c.dtype,
         )
+        moe = c.mlp.moe
+        sparse = dataclasses.replace(block, moe=moe, hidden=moe.expert_hidden or block.hidden)
+        kinds = [
+            sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
+        ]
         routed = routed_blocks(c.depth_routing, c.depth)
         return tuple(
-            LayerSpec(block, c.depth_routing, routed[i]) if i in routed else LayerSpec(block)
-            for i in range(c.depth)
+            LayerSpec(kind, c.depth_routing, routed[i]) if i in routed else LayerSpec(kind)
+            for i, kind in enumerate(kinds)
         )
 
     @nn.nowrap
@@ -242,8 +249,9 @@ class Decoder(nn.Module):
             b = spec.block
             visited = attention.visited_pairs(tokens, b.chunk, b.window)
             allowed = flops.causal_pairs(tokens, b.window)
-            parts.append(_block_flops(b, tokens, visited))
-            nominal.append(_block_flops(b, tokens, allowed))
+            experts, ideal = (moe_config.block_flops(b, tokens, selection, n) for n in (0, 1))
+            parts.append(_block_flops(b, tokens, visited) | experts)
+            nominal.append(_block_flops(b, tokens, allowed) | ideal)
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 
@@ -259,7 +267,7 @@ class Decoder(nn.Module):
             count["head"] = c.width * c.padded_vocab
         blocks = []
         for spec in c.specs():
-            blocks.append(_block_params(spec.block))
+            blocks.append(_block_params(spec.block) | moe_config.block_params(spec.block))
             blocks.append({"norm": 2 * norm})
             if spec.routing is not None:
                 blocks.append({"router": c.width})
@@ -338,7 +346,7 @@ def _resolve(model):
     one_of("positions", model.positions, ("learned", "rope", "none"))
     one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
     one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
-    one_of("mlp.kind", mlp.kind, ("dense",))
+    moe_config.check(mlp)
     one_of("mlp.activation", mlp.activation, ACTIVATIONS)
     one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
     for site in model.dropout.sites:
