@@ -10,8 +10,9 @@ from efx.step import make_eval_step
 class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
-    A depth-routed model, or one with expert choice, is evaluated twice: under the causal decision, which is what a sampler can do
-    (`eval/loss`), and under training's own selection (`eval/loss_topk`), which looks ahead.
+    A depth-routed model, or one with expert choice, is evaluated twice: under the causal decision,
+    which is what a sampler can do (`eval/loss`), and under training's own selection
+    (`eval/loss_topk`), which looks ahead.
     """
 
     def __init__(self, model, config, data, mesh, rules):

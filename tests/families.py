@@ -77,7 +77,7 @@ FAMILIES = {
         "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.4, "mlp.moe.slack": 1.0,
     }),
     "mode_staged": _moe(("router_bce", "load_balance", "router_z"), looks_ahead=True, **{
-        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5,
+        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
     }),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
 }
