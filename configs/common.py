@@ -24,7 +24,14 @@ def base():
             model=decoder(),
             # Weight of every extra loss, by the name under which a layer sows it. A number, or a
             # schedule: dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py.
-            losses=dict(z_loss=0.0, router_bce=0.01, predictor_bce=0.01),
+            losses=dict(
+                z_loss=0.0,
+                router_bce=0.01,
+                predictor_bce=0.01,
+                load_balance=0.01,
+                router_z=0.001,
+                expert_bce=0.01,
+            ),
             train=train(),
             optim=optim(),
             # Devices along each axis of the mesh; one may be -1, "all that are left".
@@ -104,10 +111,27 @@ def decoder():
 
 def mlp():
     return dict(
-        kind="dense",
+        kind="dense",  # "moe": Mixture of Experts
         activation=config_dict.placeholder(str),  # "gelu", "gelu_tanh", "swiglu"
         hidden=0,  # 0: 4 width; swiglu: 8/3 width, rounded up to multiple_of
         multiple_of=32,
+        moe=moe(),
+    )
+
+
+def moe():
+    return dict(
+        every=1,  # blocks every-1, 2*every-1, ... have experts, the others a dense MLP
+        num_experts=8,
+        expert_hidden=0,  # width of one expert; 0: that of the dense MLP
+        router="token_choice",  # "expert_choice": experts pick tokens, which looks ahead
+        top_k=2,  # token_choice: experts a token goes to
+        renormalise=True,  # token_choice: the weights of these sum to one; False: Switch
+        capacity_factor=1.25,  # token_choice: room of an expert over its fair share of tokens
+        capacity=0.25,  # expert_choice: share of a sequence that an expert takes
+        slack=2.0,  # expert_choice: room of the causal decision, as a multiple of the capacity
+        num_shared=0,  # experts that see every token, as one MLP of so many times the width
+        num_noop=0,  # token_choice: experts that compute nothing
     )
 
 

@@ -13,9 +13,10 @@ AGREEMENT = ("accuracy", "precision", "recall")
 class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
-    A routed model is evaluated under the causal decision, which is what a sampler can do
-    (`eval/loss`), under every other decision that is trained (`eval/loss_<decision>`) and under
-    training's own selection, which may look ahead (`eval/loss_topk`).
+    A model that routes by depth is evaluated under the causal decision, which is what a sampler can
+    do (`eval/loss`), under every other decision that is trained (`eval/loss_<decision>`) and under
+    training's own selection, which may look ahead (`eval/loss_topk`); one with expert choice under
+    its causal decision and under training's selection.
     """
 
     def __init__(self, model, config, data, mesh, rules):
@@ -25,8 +26,10 @@ class Evaluator:
         routing = [spec.routing for spec in model.specs() if spec.routing is not None]
         self._routing = routing[0] if routing else None
         selections = ("causal",)
+        if self._routing or _experts_look_ahead(model):
+            selections += ("train",)
         if self._routing:
-            selections += ("train", *self._routing.trained[1:])
+            selections += self._routing.trained[1:]
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
@@ -51,6 +54,7 @@ class Evaluator:
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
         }
+        result |= _expert_rows(means, bytes_per_token)
         if not self._routing:
             return result
         first, *others = self._routing.trained
@@ -105,21 +109,47 @@ class Evaluator:
         return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens}
 
 
+def _experts_look_ahead(model):
+    experts = [spec.block.moe for spec in model.specs() if spec.block.moe is not None]
+    return any(moe.looks_ahead for moe in experts)
+
+
+def _expert_rows(means, bytes_per_token):
+    """`eval/moe/...` under the causal decision; the loss under training's selection if it differs.
+
+    As with routers, how well expert choice's decision predicts the selection that looks ahead is
+    asked where the latter decides what each router sees.
+    """
+    names = [name for name in means["causal"] if name.startswith("moe/")]
+    rows = {}
+    for name in names:
+        ahead = name.startswith("moe/accuracy")
+        rows[f"eval/{name}"] = means["train" if ahead else "causal"][name]
+    if names and "train" in means:
+        loss = means["train"]["loss"]
+        rows["eval/loss_topk"] = loss
+        rows["eval/bits_per_byte_topk"] = losses.bits_per_byte(loss, bytes_per_token)
+    return rows
+
+
 def describe(step, metrics):
     """One line about an evaluation."""
     line = (
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
         f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
     )
+    others = ", ".join(
+        f"{name.removeprefix('eval/loss_')} {value:.4f}"
+        for name, value in metrics.items()
+        if name.startswith("eval/loss_")
+    )
+    if others:
+        line += f" (causal routing; {others})"
     if "eval/router/accuracy" in metrics:
-        others = ", ".join(
-            f"{name.removeprefix('eval/loss_')} {value:.4f}"
-            for name, value in metrics.items()
-            if name.startswith("eval/loss_")
-        )
         line += (
-            f" (causal routing; {others}); decision accuracy "
-            f"{metrics['eval/router/accuracy']:.1%}, "
+            f"; decision accuracy {metrics['eval/router/accuracy']:.1%}, "
             f"routed {metrics['eval/router/routed_fraction']:.1%}"
         )
+    if "eval/moe/dropped_fraction" in metrics:
+        line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
     return line

@@ -33,7 +33,13 @@ class Family:
 
     @property
     def routed(self):
-        return self.changes.get("depth_routing.kind", "none") != "none"
+        return "depth_routing.kind" in self.changes or "mlp.kind" in self.changes
+
+
+def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
+    changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24,
+               "mlp.moe.capacity_factor": 1.0, **changes}
+    return Family(changes, looks_ahead, losses)
 
 
 def _mod(looks_ahead=True, losses=("router_bce",), **changes):
@@ -74,6 +80,18 @@ FAMILIES = {
         "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16, "num_kv_heads": 2,
         "window": 9, "depth_routing.every": 1, "depth_routing.also_train": ("threshold",),
     }),
+    "moe": _moe(**{"mlp.moe.num_shared": 1}),
+    "moe_switch": _moe(**{
+        "preset": "gpt2", "mlp.moe.every": 2, "mlp.moe.num_experts": 3, "mlp.moe.top_k": 1,
+        "mlp.moe.renormalise": False, "mlp.moe.capacity_factor": 1.25,
+    }),
+    "moe_expert_choice": _moe(("expert_bce",), looks_ahead=True, **{
+        "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.4, "mlp.moe.slack": 1.0,
+    }),
+    "mode_staged": _moe(("router_bce", "load_balance", "router_z"), looks_ahead=True, **{
+        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
+    }),
+    "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
 }
 NAMES = tuple(FAMILIES)
 

@@ -16,6 +16,7 @@ from efx.layers import blocks, routing
 CONTEXT = 24
 LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
 ROUTED = {"depth_routing.kind": "mod", "depth_routing.gate": "identity"}
+EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
 OPTIONS = {
     "num_kv_heads": 2,
     "window": 7,
@@ -47,6 +48,13 @@ MODELS = {
         "depth_routing.light_path": 16,
         "depth_routing.capacity": 0.3,
     },
+    # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
+    "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
+            "mlp.moe.capacity_factor": 0.8},
+    "moe_expert_choice": {**EXPERTS, "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.2},
+    "mode": {**EXPERTS, **ROUTED, "depth_routing.capacity": 0.4, "mlp.moe.num_noop": 1},
+    "mode_expert_choice": {**EXPERTS, **ROUTED, "mlp.moe.router": "expert_choice",
+                           "depth_routing.capacity": 0.3, "depth_routing.every": 1},
 }
 
 
@@ -165,6 +173,12 @@ def routed_caches(name, cache):
         ("mod_threshold", 5, 5),
         ("mod_context", 5, 5),
         ("mod_context", 64, CONTEXT),
+        ("moe", 5, 10),
+        ("moe", 64, CONTEXT),
+        ("moe_expert_choice", 5, 10),
+        ("mode", 1, 0),
+        ("mode", 5, 10),
+        ("mode_expert_choice", 5, 10),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -172,10 +186,30 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
     check_logits(name, logits_BTV)
 
 
-@pytest.mark.parametrize("name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode"]
+)
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))
     check_logits(name, logits_BTV, lengths=(CONTEXT,))
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_expert_choice", "mode"])
+def test_experts_fill_up(name):
+    """So that the tests above see tokens turned away; what was served and what was not adds up."""
+    _, cache = decode_all(name, 5)
+    model, dropped = build(name)[0], 0
+    for i, spec in enumerate(model.specs()):
+        block, size = cache["layers"][f"block_{i}"], CONTEXT
+        if spec.routing is not None:
+            size = routing.capacity(spec.capacity * spec.routing.slack, CONTEXT)
+        room = spec.block.moe.places(size, "causal")
+        taken_BE, dropped_B = (np.asarray(block["mlp"][key]) for key in ("taken", "dropped"))
+        assert taken_BE.max() <= room
+        dropped += dropped_B.sum()
+        if name == "moe":
+            np.testing.assert_array_equal(taken_BE.sum(axis=1) + dropped_B, 2 * np.array(LENGTHS))
+    assert dropped > 0
 
 
 # ---- what a routed block's cache holds ---------------------------------------------------------

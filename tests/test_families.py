@@ -1,5 +1,6 @@
 """What every family of models keeps: each property of the contract on each row of FAMILIES."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -96,8 +97,12 @@ def test_rows_do_not_depend_on_each_other(name, selection):
 
 
 def roomy(model):
-    """The same with room for every token that the causal decision picks."""
-    return model.clone(depth_routing=dataclasses.replace(model.depth_routing, slack=100.0))
+    """The same with room for every token that routers pick."""
+    moe = dataclasses.replace(model.mlp.moe, capacity_factor=100.0, slack=100.0)
+    return model.clone(
+        depth_routing=dataclasses.replace(model.depth_routing, slack=100.0),
+        mlp=dataclasses.replace(model.mlp, moe=moe),
+    )
 
 
 @every_family
@@ -144,6 +149,8 @@ def test_cached_decoding_is_the_full_forward(name):
     if name == "mod_options":  # its room is short: what does not fit is left out, and counted
         overflow = [cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]
         assert np.sum(overflow) > 0
+    if name == "moe":
+        assert np.sum(cache["layers"]["block_1"]["mlp"]["dropped"]) > 0
 
 
 # ---- layers: scanned, recomputed ---------------------------------------------------------------
@@ -175,6 +182,7 @@ def sized(name, depth):
 
 @pytest.mark.parametrize("name, depth, remat", [
     ("gpt2", 2, "full"), ("llama", 2, "none"), ("mod", 4, "dots"), ("mod_options", 2, "none"),
+    ("moe", 2, "dots"), ("mode_staged", 4, "full"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -192,6 +200,7 @@ def test_scan_is_the_loop(name, depth, remat):
 
 @pytest.mark.parametrize("name, remat", [
     ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
+    ("moe_expert_choice", "dots"), ("mode_integrated", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -216,6 +225,7 @@ MESHES = {
     "fsdp": dict(fsdp=8, data=1),
     "tensor": dict(tensor=2, data=4),
     "mixed": dict(data=2, fsdp=2, tensor=2),
+    "expert": dict(data=2, fsdp=2, expert=2),
 }
 
 
@@ -242,20 +252,24 @@ def gathered(compiled):
 
 @pytest.mark.parametrize("name, mesh", [
     *(("mod_options", mesh) for mesh in MESHES), ("gpt2", "mixed"), ("llama_options", "mixed"),
+    *(("moe", mesh) for mesh in MESHES), ("moe_expert_choice", "data"),
+    ("moe_expert_choice", "expert"), ("mode_staged", "expert"), ("mode_integrated", "expert"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 1)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
     params = jax.device_put(params, params_sharding)
-    kernel = params["layers"]["block_0"]["mlp"]["up"]["kernel"]
+    mlp = params["layers"]["block_0"]["mlp"]
+    kernel = mlp.get("experts", mlp)["up"]["kernel"]
     assert len(kernel.sharding.device_set) == 8
     assert kernel.is_fully_replicated == (mesh == "data")
     result = step(params, jax.device_put(families.tokens(), tokens_sharding))
     same_loss_and_grads(expected, jax.device_get(result))
     if mesh == "data":
         # Routing included, a device needs no other's tokens. Scores [B, T] are let pass: XLA's
-        # TopK on CPU does not split over rows.
-        assert gathered(step) <= BATCH * LENGTH
+        # TopK on CPU does not split over rows. In expert choice every expert has its scores.
+        routers = model.mlp.moe.num_experts if name == "moe_expert_choice" else 1
+        assert gathered(step) <= BATCH * LENGTH * routers
 
 
 def test_careless_routing_would_gather_the_batch(monkeypatch):
@@ -296,6 +310,8 @@ def test_training_costs_three_times_the_forward_pass(name):
     ledger = model.ledger(LENGTH, "train")
     # The backward pass of attention computes the scores (half of this part) once more: overhead.
     extra = BATCH * ledger.parts["attention_scores"] // 2
+    if FAMILIES[name].changes.get("depth_routing.kv_for_skipped"):
+        extra = 0  # all blocks of this row: attention over other tokens keeps its probabilities
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
     for spec in model.specs():
@@ -333,14 +349,18 @@ def test_sown_values_are_scalars(name):
             ),
             families.params_of(name), tokens_BT,
         )
-        layers = sum(spec.routing is not None for spec in model.specs())
+        routed = sum(spec.routing is not None for spec in model.specs())
+        experts = sum(spec.block.moe is not None for spec in model.specs())
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
-        assert sorted(names) == sorted(FAMILIES[name].losses * layers)
+        assert collections.Counter(names) == {
+            loss: routed if loss in ("router_bce", "predictor_bce") else experts
+            for loss in FAMILIES[name].losses
+        }
         assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
 
 
-@pytest.mark.parametrize("name", ["mod_options"])
+@pytest.mark.parametrize("name", ["mod_options", "moe", "moe_expert_choice"])
 def test_sown_values_are_means(name):
     """The same rows twice: nothing that is sown changes."""
     model = families.build(name)

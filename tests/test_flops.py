@@ -108,10 +108,31 @@ def test_routing_saves_what_the_paper_says():
     )
 
 
+def test_experts_cost_what_they_have_room_for():
+    """16 tokens, 2 of 4 experts each, room for 1.5 times a fair share: 12 places an expert."""
+    changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.5,
+               "mlp.moe.expert_hidden": 24, "mlp.moe.num_shared": 1, "depth": 1}
+    model = families.make(changes)
+    row = 3 * 2 * 32 * 24
+    assert model.ledger(16).parts["mlp"] == (4 * 12 + 16) * row
+    assert model.ledger(16).parts["moe_router"] == 16 * 2 * 32 * 4
+    assert model.ledger(16).nominal["mlp"] == (2 * 16 + 16) * row
+    # Half of what a token may choose is nothing: half of the room, half of the cost.
+    noop = families.make({**changes, "mlp.moe.num_noop": 4}).ledger(16)
+    assert noop.parts["mlp"] == (4 * 6 + 16) * row
+    assert noop.nominal["mlp"] == (16 + 16) * row
+    assert noop.parts["moe_router"] == 16 * 2 * 32 * 8
+    ahead = families.make({**changes, "mlp.moe.router": "expert_choice",
+                           "mlp.moe.capacity": 0.25, "mlp.moe.slack": 2.0})
+    assert ahead.ledger(16).parts["mlp"] == (4 * 4 + 16) * row
+    assert ahead.ledger(16, "causal").parts["mlp"] == (4 * 8 + 16) * row
+
+
 WIDE = {
     "gpt2": {"preset": "gpt2", "mlp.activation": "gelu_tanh"},
     "llama_gqa": {"num_kv_heads": 2},
     "mod": {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25},
+    "moe": {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1},
 }
 
 

@@ -124,6 +124,11 @@ def config_to_hf(model):
             f"config.model.depth_routing.kind={model.depth_routing.kind!r}: a Hugging Face "
             f"{kind} checkpoint has no place for routers; only dense models can be written"
         )
+    if model.mlp.kind != "dense":
+        raise UsageError(
+            f"config.model.mlp.kind={model.mlp.kind!r}: a Hugging Face {kind} checkpoint has no "
+            "place for experts; only dense models can be written"
+        )
     common = dict(
         model_type=kind,
         vocab_size=model.vocab_size,

@@ -10,9 +10,12 @@ from flax import linen as nn
 from efx.errors import UsageError
 from efx.layers import norms
 from efx.layers.attention import Attention
-from efx.layers.depth import DepthRouted, DepthRoutingConfig
+from efx.layers.depth import DepthRouted
+from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig, StandardDropout
 from efx.layers.mlp import MLP
+from efx.layers.moe import MoE
+from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
 REMAT_POLICIES = {
@@ -24,7 +27,10 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`."""
+    """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
+
+    With `moe` the MLP is a Mixture of Experts, and `hidden` the width of one expert.
+    """
 
     width: int
     num_heads: int
@@ -45,6 +51,7 @@ class BlockConfig:
     std_out: float
     dropout: DropoutConfig
     dtype: jnp.dtype
+    moe: MoEConfig | None = None
 
 
 class Block(nn.Module):
@@ -79,7 +86,8 @@ class Block(nn.Module):
             dtype=c.dtype,
             name="attention",
         )
-        mlp = MLP(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
+        mlp = MLP if c.moe is None else partial(MoE, c.moe)
+        mlp = mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
         norm_attention = norm(name="norm_attention")
         if context is not None:
             context = norm_attention(context[0]), context[1]
@@ -87,7 +95,7 @@ class Block(nn.Module):
         if info.kv == "write":
             return a_BTD
         a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
-        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD))
+        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD), info)
         m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
 
@@ -105,7 +113,7 @@ class LightPath(nn.Module):
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name="norm"
         )
         mlp = MLP(self.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        return mlp(norm(x_BTD))
+        return mlp(norm(x_BTD), None)
 
 
 def dropout_factory(config, site):

@@ -5,7 +5,6 @@ r = x w, the C tokens with the largest r in a sequence pass through the block:
     out_i = x_i + g(r_i) * delta(X_routed)_i   if i is routed,   x_i otherwise.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -13,81 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers import decisions, routing
-
-GATES = {
-    "identity": lambda r: r,  # the paper's equation 1
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "one": jnp.ones_like,
-}
-SELECTIONS = ("topk", "threshold", "stochastic")
-
-
-@dataclasses.dataclass(frozen=True)
-class DepthRoutingConfig:
-    """`config.model.depth_routing`.
-
-    Attributes:
-      kind: "none" or "mod".
-      every: one block in `every` is routed, starting with block every - 1 (2: blocks 1, 3, 5...).
-      blocks: explicit zero-based list of routed blocks instead; () for the rule above.
-      capacity: c, the fraction of a sequence that a routed block computes, in (0, 1]; one value,
-        or one for each routed block.
-      capacity_stages: ((f, c), ...): until the fraction f of the training steps the capacity is c;
-        after the last stage, and whenever the model is not training, it is `capacity`.
-      per: top-k over each "row", or over each "document" of a packed row by itself.
-      gate: g, one of `GATES`.
-      selection: how tokens are chosen in training: "topk"; "threshold": as the causal decision of
-        that name, after `threshold_warmup` steps of top-k; or the negative control "stochastic"
-        (top-k of Gaussian noise, gate 1).
-      causal: how they are chosen where nothing may depend on later tokens (evaluation, sampling),
-        one of `decisions.DECISIONS`.
-      also_train: further decisions that are trained and evaluated beside it.
-      predictor_hidden: width of the predictor's hidden layer; 0: D/2.
-      threshold_decay, threshold_warmup: of the running average of the (1-c) quantile of r.
-      bce_reaches_input: the gradient of `router_bce` also reaches x (as in the paper).
-      slack: a causal decision is not bound to c; room for ceil(c * T * slack) tokens of a
-        sequence is kept, and what comes after is left out and counted as overflow.
-      kv_for_skipped: skipped tokens still write the block's keys and values, so that later routed
-        tokens attend to them.
-      light_path: hidden width of a small MLP that skipped tokens pass instead; 0: nothing.
-    """
-
-    kind: str
-    every: int
-    blocks: tuple[int, ...]
-    capacity: float | tuple[float, ...]
-    capacity_stages: tuple[tuple[float, ...], ...]
-    per: str
-    gate: str
-    selection: str
-    causal: str
-    also_train: tuple[str, ...]
-    predictor_hidden: int
-    threshold_decay: float
-    threshold_warmup: int
-    bce_reaches_input: bool
-    slack: float
-    kv_for_skipped: bool
-    light_path: int
-
-    @property
-    def trained(self):
-        """The causal decisions that are trained, the one that samples first."""
-        names = (self.causal, *self.also_train)
-        if self.selection == "threshold":
-            names += ("threshold",)
-        return tuple(dict.fromkeys(names))
-
-    def room(self, capacity, length):
-        """Places that a causal decision has in a sequence of `length` tokens."""
-        return routing.capacity(capacity * self.slack, length)
-
-    def places(self, capacity, length, selection):
-        """Places that a routed block computes in a sequence of `length` tokens."""
-        if selection == "train" and self.selection != "threshold":
-            return routing.capacity(capacity, length)
-        return self.room(capacity, length)
+from efx.layers.depth_config import GATES, DepthRoutingConfig
 
 
 class DepthRouted(nn.Module):
@@ -301,14 +226,3 @@ class DepthRouted(nn.Module):
 
         start = (jnp.int32(0), start_BTD)
         return nn.while_loop(more, some, self.block, start, carry_variables="cache")[1]
-
-
-def routed_blocks(config, depth):
-    """{block index: capacity} of a stack of `depth` blocks; ValueError if the lengths differ."""
-    if config.kind == "none":
-        return {}
-    chosen = config.blocks or tuple(range(config.every - 1, depth, max(1, config.every)))
-    capacities = config.capacity
-    if not isinstance(capacities, tuple):
-        capacities = (capacities,) * len(chosen)
-    return dict(zip(chosen, capacities, strict=True))

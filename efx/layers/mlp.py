@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.linear import Linear
+from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
@@ -18,16 +19,18 @@ class MLPConfig:
     """`config.model.mlp`.
 
     Attributes:
-      kind: "dense".
+      kind: "dense" or "moe".
       activation: "gelu" (exact), "gelu_tanh", "swiglu"; None: the preset's.
       hidden: F; 0: 4D, or for swiglu multiple_of * ceil((8D/3) / multiple_of).
       multiple_of: rounding of the swiglu width.
+      moe: with kind "moe": the experts.
     """
 
     kind: str
     activation: str | None
     hidden: int
     multiple_of: int
+    moe: MoEConfig
 
     def hidden_size(self, width):
         if self.hidden:
@@ -65,6 +68,14 @@ def _exact_gelu_backward(x, d):
 exact_gelu.defvjp(_exact_gelu_forward, _exact_gelu_backward)
 
 
+def activate(activation, inward):
+    """h [..., F] of one of `ACTIVATIONS`; `inward(name)` is the input times the matrix `name`."""
+    if activation == "swiglu":
+        return jax.nn.silu(inward("gate")) * inward("up")
+    gelu = jax.nn.gelu if activation == "gelu_tanh" else exact_gelu
+    return gelu(inward("up"))
+
+
 class MLP(nn.Module):
     """act(x W_up) W_down, or for swiglu (silu(x W_gate) * x W_up) W_down (Shazeer 2020)."""
 
@@ -76,18 +87,15 @@ class MLP(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD):
+    def __call__(self, x_BTD, info=None):
+        """[B, T, D]. `info` is not used: every token is treated alike."""
+
         def inward(name):
             return Linear(
                 self.hidden, ("embed", "mlp"), self.std, self.use_bias, self.dtype, name=name
             )(x_BTD)
 
-        if self.activation == "swiglu":
-            h_BTF = jax.nn.silu(inward("gate")) * inward("up")
-        else:
-            gelu = jax.nn.gelu if self.activation == "gelu_tanh" else exact_gelu
-            h_BTF = gelu(inward("up"))
-        h_BTF = constrain(h_BTF, "batch", "length", "act_mlp")
+        h_BTF = constrain(activate(self.activation, inward), "batch", "length", "act_mlp")
         return Linear(
             x_BTD.shape[-1], ("mlp", "embed"), self.std_out, self.use_bias, self.dtype, name="down"
         )(h_BTF)

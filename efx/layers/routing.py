@@ -60,6 +60,19 @@ def topk_plan(scores_BT, size, valid_BT=None):
     )
 
 
+def best(scores, count):
+    """Indices [..., count] of the `count` largest of the last axis, largest first, ties in order.
+
+    A few passes of argmax, which split over the rows of a mesh; a sort does not everywhere.
+    """
+    found = []
+    for _ in range(count):
+        index = jnp.argmax(scores, axis=-1)
+        found.append(index)
+        scores = jnp.where(jax.nn.one_hot(index, scores.shape[-1], dtype=bool), -jnp.inf, scores)
+    return jnp.stack(found, axis=-1)
+
+
 def first_plan(selected_BT, size):
     """The first `size` selected tokens of each row (causal: depends on earlier tokens only)."""
     length = selected_BT.shape[1]
@@ -95,6 +108,15 @@ def scatter_add(x_BT, y_BC, plan):
             y.astype(x.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
         )
     )(x_BT, plan.indices_BC, y_BC)
+
+
+def scatter_sum(indices, y, length):
+    """[T, ...]: the sum of y [..., D] at `indices`, which may repeat; those from T on are dropped.
+
+    For one sequence; the caller maps over the batch.
+    """
+    zeros = jnp.zeros((length, *y.shape[indices.ndim :]), y.dtype)
+    return zeros.at[indices].add(y, mode="drop")
 
 
 def gather_info(info, plan, batch):

@@ -8,10 +8,9 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend, costs, norms
+from efx.layers import attend, costs, depth_config, moe_config, norms
 from efx.layers.blocks import BlockConfig, LayerSpec, Stack, dropout_factory
-from efx.layers.decisions import DECISIONS
-from efx.layers.depth import GATES, SELECTIONS, DepthRoutingConfig, routed_blocks
+from efx.layers.depth_config import DepthRoutingConfig, routed_blocks
 from efx.layers.dropout import SITES, DropoutConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
@@ -77,7 +76,9 @@ class Decoder(nn.Module):
     selection: str = "auto"
 
     # Training looks ahead when tokens compete for places in a sequence; evaluation never does.
-    causal_in_training: ClassVar[str] = "unless depth_routing selects by top-k"
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
 
     def resolved(self):
         """The same module with the preset's values filled in and everything checked."""
@@ -212,10 +213,15 @@ class Decoder(nn.Module):
             dropout=c.dropout,
             dtype=c.dtype,
         )
+        moe = c.mlp.moe
+        sparse = dataclasses.replace(block, moe=moe, hidden=moe.expert_hidden or block.hidden)
+        kinds = [
+            sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
+        ]
         routed = routed_blocks(c.depth_routing, c.depth)
         return tuple(
-            LayerSpec(block, c.depth_routing, routed[i]) if i in routed else LayerSpec(block)
-            for i in range(c.depth)
+            LayerSpec(kind, c.depth_routing, routed[i]) if i in routed else LayerSpec(kind)
+            for i, kind in enumerate(kinds)
         )
 
     @nn.nowrap
@@ -249,13 +255,15 @@ class Decoder(nn.Module):
             else:
                 visited = attend.visited_pairs(tokens, b.chunk, b.window)
                 allowed = flops.causal_pairs(tokens, b.window)
-            parts.append(costs.block_flops(b, tokens, visited, context))
+            experts, ideal = (moe_config.block_flops(b, tokens, selection, n) for n in (0, 1))
+            parts.append(costs.block_flops(b, tokens, visited, context) | experts)
             if shares and i in shares:
                 token_share, pair_share = shares[i]
                 tokens = token_share * length
                 pairs = flops.causal_pairs(length, b.window)
                 allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
-            nominal.append(costs.block_flops(b, tokens, allowed, context))
+                ideal = moe_config.block_flops(b, tokens, selection, nominal=True)
+            nominal.append(costs.block_flops(b, tokens, allowed, context) | ideal)
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 
@@ -271,7 +279,7 @@ class Decoder(nn.Module):
             count["head"] = c.width * c.padded_vocab
         blocks = []
         for spec in c.specs():
-            blocks.append(costs.block_params(spec.block))
+            blocks.append(costs.block_params(spec.block) | moe_config.block_params(spec.block))
             blocks.append({"norm": 2 * norm})
             if spec.routing is not None:
                 blocks.append(costs.routing_params(spec.block, spec.routing, norm))
@@ -329,7 +337,7 @@ def _resolve(model):
     one_of("positions", model.positions, ("learned", "rope", "none"))
     one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
     one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
-    one_of("mlp.kind", mlp.kind, ("dense",))
+    moe_config.check(mlp)
     one_of("mlp.activation", mlp.activation, ACTIVATIONS)
     one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
     for site in model.dropout.sites:
@@ -338,62 +346,5 @@ def _resolve(model):
         raise UsageError(f"config.model.dropout.rate={model.dropout.rate}: must be in [0, 1)")
     if model.positions == "rope" and head_dim % 2:
         raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
-    _check_routing(model.depth_routing, model.depth, one_of)
+    depth_config.check(model.depth_routing, model.depth)
     return model
-
-
-def _check_routing(c, depth, one_of):
-    one_of("depth_routing.kind", c.kind, ("none", "mod"))
-    one_of("depth_routing.gate", c.gate, tuple(GATES))
-    one_of("depth_routing.selection", c.selection, SELECTIONS)
-    one_of("depth_routing.per", c.per, ("row", "document"))
-    one_of("depth_routing.causal", c.causal, DECISIONS)
-    for name in c.also_train:
-        one_of("depth_routing.also_train", name, DECISIONS)
-
-    def check_capacity(name, value):
-        if not 0 < value <= 1:
-            raise UsageError(
-                f"config.model.depth_routing.{name}={value}: must be in (0, 1], the fraction "
-                "of a sequence that a routed block computes"
-            )
-
-    for capacity in c.capacity if isinstance(c.capacity, tuple) else (c.capacity,):
-        check_capacity("capacity", capacity)
-    ends = [stage[0] for stage in c.capacity_stages]
-    if (
-        any(len(stage) != 2 for stage in c.capacity_stages)
-        or ends != sorted(set(ends))
-        or not all(0 < end < 1 for end in ends)
-    ):
-        raise UsageError(
-            f"config.model.depth_routing.capacity_stages={c.capacity_stages}: expected "
-            "((fraction of training, capacity), ...) with fractions rising between 0 and 1"
-        )
-    for _, capacity in c.capacity_stages:
-        check_capacity("capacity_stages", capacity)
-    if not 0 <= c.threshold_decay < 1:
-        raise UsageError(
-            f"config.model.depth_routing.threshold_decay={c.threshold_decay}: must be in [0, 1)"
-        )
-    for name in ("threshold_warmup", "predictor_hidden", "light_path"):
-        if getattr(c, name) < 0:
-            raise UsageError(
-                f"config.model.depth_routing.{name}={getattr(c, name)}: must be at least 0"
-            )
-    if c.slack < 1:
-        raise UsageError(f"config.model.depth_routing.slack={c.slack}: must be at least 1")
-    if c.every < 1:
-        raise UsageError(f"config.model.depth_routing.every={c.every}: must be at least 1")
-    if any(not 0 <= block < depth for block in c.blocks) or list(c.blocks) != sorted(set(c.blocks)):
-        raise UsageError(
-            f"config.model.depth_routing.blocks={c.blocks}: expected ascending block numbers "
-            f"between 0 and {depth - 1}"
-        )
-    try:
-        routed_blocks(c, depth)
-    except ValueError:
-        raise UsageError(
-            f"config.model.depth_routing.capacity={c.capacity}: give one value, or one for each "
-            "routed block"
-        ) from None

@@ -1,0 +1,77 @@
+"""Mixture-of-Depths-and-Experts (MoDE): tokens choose how much is computed and by which experts.
+
+    python -m efx.main --config configs/mode.py --workdir runs/mode
+
+Raposo et al. 2024 (arXiv 2404.02258, on MoDE), which names two forms:
+    staged (default)   every second block is a Mixture-of-Depths block, and the MLP of every block
+                       a Mixture of Experts: a token first competes for the block, attention
+                       included, then chooses experts among the tokens that got in
+    integrated         no Mixture-of-Depths; experts' routers also offer no-op experts, where a
+                       token keeps its residual. Attention sees every token
+Knobs: `config.model.depth_routing` as in configs/mod.py, `config.model.mlp.moe` as in
+configs/moe.py; of these for the integrated form
+    num_noop           how many no-op experts. As many as experts: half of the assignments are
+                       free where `load_balance` holds, which counts a no-op like any expert
+    top_k, renormalise 1 and False: one choice, an expert or none, weighted by its probability,
+                       from which the router learns what skipping costs
+    capacity_factor    room of an expert over its share of E + num_noop choices, so that no-op
+                       experts shrink the experts' buffers: that is where FLOPs are saved
+
+What the paper leaves open: the number of experts and of no-op ones, top-k, the capacity of experts
+inside a routed block (here a share of the tokens routed, as of a sequence elsewhere), losses, and
+how generation decides (here as in configs/mod.py; token choice of experts is causal as it is). The
+paper finds that the integrated form does better than leaving tokens out by small capacity.
+
+Variants, to be combined with commas:
+    configs/mode.py:smoke         about a minute on a CPU
+    configs/mode.py:staged        the default, by name
+    configs/mode.py:integrated    no-op experts in place of routed blocks
+    configs/mode.py:moe           neither: the Mixture of Experts alone
+
+Hardware: 2 CPU cores.
+"""
+
+from configs import common
+
+VARIANTS = {
+    "smoke": {**common.SMOKE, "model.mlp.moe.expert_hidden": 88},
+    "staged": {"model.depth_routing.kind": "mod"},
+    "integrated": {
+        "model.depth_routing.kind": "none",
+        "model.mlp.moe.num_noop": 8,
+        "model.mlp.moe.top_k": 1,
+        "model.mlp.moe.renormalise": False,
+    },
+    "moe": {"model.depth_routing.kind": "none"},
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(
+        config,
+        {
+            "steps": 1000,
+            "data.source": "stdlib",
+            "data.tokenizer": "bytes",
+            "data.seq_len": 256,
+            "data.batch_size": 16,
+            "data.eval_fraction": 0.01,
+            "model.preset": "llama",
+            "model.width": 128,
+            "model.depth": 4,
+            "model.num_heads": 4,
+            "model.depth_routing.kind": "mod",
+            "model.mlp.kind": "moe",
+            "model.mlp.moe.num_experts": 8,
+            "model.mlp.moe.top_k": 2,
+            "model.mlp.moe.expert_hidden": 176,
+            "optim.learning_rate": 2e-3,
+            "optim.schedule.warmup_steps": 50,
+            "checkpoint.every": 250,
+            "evaluate.every": 250,
+            "sample.every": 250,
+            "sample.prompt": "def ",
+        },
+    )
+    return common.variant(config, arg, **VARIANTS)

@@ -1,0 +1,293 @@
+"""Mixture of Experts in place of a block's MLP: experts of static capacity behind a router.
+
+Token choice (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, arXiv 2101.03961): with
+p = softmax(x W) a token goes to the k experts of largest p,
+    y_t = sum over chosen e of w_te MLP_e(x_t),   w = p renormalised over the chosen.
+An expert has room for C tokens of a sequence and serves them in time order; who comes later gets
+nothing from it. What a token gets so depends on earlier tokens only.
+
+Expert choice (Zhou et al. 2022, arXiv 2202.09368): an expert takes the C tokens of a sequence with
+its largest logits, which looks ahead. Here it gets the causal form that Mixture-of-Depths has:
+the gate is sigmoid(logit), and evaluation and sampling decide by logit > 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from efx.layers import routing
+from efx.layers.mlp import MLP, activate
+from efx.layers.moe_config import MoEConfig
+from efx.sharding import constrain
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert: kernel [E, D, F], bias [E, F]."""
+
+    num_experts: int
+    features: int
+    axes: tuple
+    std: float
+    use_bias: bool
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, experts_C=None):
+        """[E, C, D] -> [E, C, F], or, with `experts_C`, [C, D] -> [C, F], row i by its expert."""
+
+        def param(name, init, axes, *shape):
+            init = nn.with_logical_partitioning(init, ("expert", *axes))
+            value = self.param(name, init, (self.num_experts, *shape), jnp.float32)
+            if experts_C is not None:
+                value = value.at[experts_C].get(mode="clip")
+            return value.astype(self.dtype)
+
+        init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
+        kernel = param("kernel", init, self.axes, x.shape[-1], self.features)
+        x = x.astype(self.dtype)
+        if experts_C is None:
+            y = jnp.einsum("ECD,EDF->ECF", x, kernel)
+        else:
+            y = jnp.einsum("CD,CDF->CF", x, kernel)
+        if self.use_bias:
+            bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
+            y = y + (bias[:, None] if experts_C is None else bias)
+        return y
+
+
+class Experts(nn.Module):
+    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms."""
+
+    num_experts: int
+    hidden: int
+    activation: str
+    use_bias: bool
+    std: float
+    std_out: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, experts_C=None):
+        def linear(name, features, axes, std):
+            return ExpertLinear(
+                self.num_experts, features, axes, std, self.use_bias, self.dtype, name=name
+            )
+
+        def inward(name):
+            return linear(name, self.hidden, ("embed", "mlp"), self.std)(x, experts_C)
+
+        h = activate(self.activation, inward)
+        if experts_C is None:
+            h = constrain(h, "act_expert", "batch", "act_mlp")
+        return linear("down", x.shape[-1], ("mlp", "embed"), self.std_out)(h, experts_C)
+
+
+class MoE(nn.Module):
+    """x [B, T, D] -> [B, T, D], zero for a token that no expert serves.
+
+    Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
+    averaged over valid tokens, and diagnostics `moe/...` into `stats`. Padding, and empty places
+    of a depth-routed block, take no room and count in nothing.
+
+    Attributes:
+      hidden: F of one expert; the others as in `MLP`.
+    """
+
+    config: MoEConfig
+    hidden: int
+    activation: str
+    use_bias: bool
+    std: float
+    std_out: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        c = self.config
+        options = (self.activation, self.use_bias, self.std, self.std_out, self.dtype)
+        experts = Experts(c.num_experts, self.hidden, *options, name="experts")
+        # Starting at zero would send every token to the first experts.
+        router_DE = self.param(
+            "router",
+            nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm", None)),
+            (x_BTD.shape[-1], c.choices),
+            jnp.float32,
+        )
+        logits_BTE = jnp.einsum(
+            "BTD,DE->BTE",
+            x_BTD.astype(jnp.float32),
+            router_DE,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        valid_BT = _valid(info, x_BTD.shape[0])
+        if c.router == "token_choice":
+            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT)
+        else:
+            best, weight_BTE = None, jax.nn.sigmoid(logits_BTE)
+            wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
+        if info.decode:
+            y_BTD = self._decode(x_BTD, best, wanted_BTE, weight_BTE, experts, info)
+        else:
+            plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info.selection)
+            y_BTD = _compute(x_BTD, weight_BTE, plan, experts)
+        if c.num_shared:
+            y_BTD = y_BTD + MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
+        return y_BTD
+
+    def _choose(self, logits_BTE, valid_BT):
+        """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
+        weights); what is wanted and weighed are the experts without the no-op ones."""
+        c = self.config
+        probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        best = routing.best(jax.lax.stop_gradient(logits_BTE), c.top_k)
+        chosen_BTE = jnp.any(jax.nn.one_hot(best, c.choices, dtype=bool), axis=-2)
+        weight_BTE = jnp.where(chosen_BTE, probs_BTE, 0.0)
+        if c.renormalise:
+            weight_BTE = weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)
+        chosen_BTE = chosen_BTE & valid_BT[..., None]
+        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT)
+        return best, chosen_BTE[..., : c.num_experts], weight_BTE[..., : c.num_experts]
+
+    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT):
+        c, length = self.config, logits_BTE.shape[1]
+        mean = _mean_over(valid_BT)
+        log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
+        probs_BTE = jnp.exp(log_probs_BTE)
+        # No-op experts are balanced like the others: each gets its share of the tokens.
+        share_E = mean(chosen_BTE.astype(jnp.float32)) / c.top_k
+        self.sow("losses", "load_balance", c.choices * jnp.sum(share_E * mean(probs_BTE)))
+        self.sow("losses", "router_z", mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))))
+        wanted_BTE = chosen_BTE[..., : c.num_experts]
+        dropped_B = _surplus(wanted_BTE, c.places(length, "causal"))
+        assignments = c.top_k * jnp.maximum(jnp.sum(valid_BT), 1)
+        self.sow("stats", "moe/dropped_fraction", jnp.sum(dropped_B) / assignments)
+        self.sow("stats", "moe/entropy", mean(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1)))
+        self.sow("stats", "moe/max_load", c.choices * jnp.max(share_E[: c.num_experts]))
+        self.sow("stats", "moe/noop_fraction", jnp.sum(share_E[c.num_experts :]))
+
+    def _plan(self, logits_BTE, wanted_BTE, valid_BT, selection):
+        """Plan of the tokens of each expert, [E, B, C]."""
+        c, length = self.config, logits_BTE.shape[1]
+        plan = _over_experts(routing.first_plan, wanted_BTE, c.places(length, "causal"))
+        if c.router == "token_choice":
+            return plan
+        top = _over_experts(
+            routing.topk_plan,
+            jax.lax.stop_gradient(logits_BTE),
+            c.places(length, "train"),
+            valid_BT,
+        )
+        run = top if selection == "train" else plan
+        self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run)
+        return run
+
+    def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run):
+        """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
+        c, length = self.config, logits_BTE.shape[1]
+        mean = _mean_over(valid_BT)
+
+        def selected(plan):
+            return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
+
+        target_BTE = selected(top).astype(jnp.float32)
+        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
+        self.sow("losses", "expert_bce", mean(jnp.mean(bce_BTE, axis=-1)))
+        decided_BTE = wanted_BTE.astype(jnp.float32)
+        load_E = mean(decided_BTE)
+        dropped_B = _surplus(wanted_BTE, c.places(length, "causal"))
+        wanted = jnp.maximum(jnp.sum(decided_BTE), 1.0)
+        correct_BTE = 1.0 - jnp.abs(decided_BTE - target_BTE)
+        entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
+        served_BT = jnp.any(selected(run), axis=-1).astype(jnp.float32)
+        busiest = c.num_experts * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
+        self.sow("stats", "moe/dropped_fraction", jnp.sum(dropped_B) / wanted)
+        self.sow("stats", "moe/entropy", mean(jnp.mean(entropy_BTE, axis=-1)))
+        self.sow("stats", "moe/max_load", busiest)
+        self.sow("stats", "moe/decided_fraction", jnp.mean(load_E))
+        self.sow("stats", "moe/accuracy", mean(jnp.mean(correct_BTE, axis=-1)))
+        self.sow("stats", "moe/unserved_fraction", 1.0 - mean(served_BT))
+
+    def _decode(self, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
+        """New tokens of each row, served or not by what the cache says about the earlier ones.
+
+        The cache holds how many tokens of a row each expert has served: the full forward pass of
+        length `info.cache_size` serves the same ones.
+        """
+        c = self.config
+        rows, length, width = x_BTD.shape
+        room = c.places(info.cache_size, "causal")
+        taken = self.variable("cache", "taken", jnp.zeros, (rows, c.num_experts), jnp.int32)
+        dropped = self.variable("cache", "dropped", jnp.zeros, (rows,), jnp.int32)
+        if self.is_initializing():
+            return x_BTD
+        row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
+        before_BE = taken.value.at[row_B].get(mode="fill", fill_value=0)
+        run_BTE = wanted_BTE & (before_BE[:, None] + jnp.cumsum(wanted_BTE, axis=1) <= room)
+        taken.value = taken.value.at[row_B].add(jnp.sum(run_BTE, axis=1), mode="drop")
+        lost_B = jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
+        dropped.value = dropped.value.at[row_B].add(lost_B, mode="drop")
+        if length > 1:
+            plan = _over_experts(routing.first_plan, run_BTE, min(length, room))
+            return _compute(x_BTD, weight_BTE, plan, experts)
+        x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
+        if best is None or rows * c.top_k >= c.num_experts:
+            # All experts on all rows reads every weight once, which is what a step costs.
+            y_EBD = experts(jnp.broadcast_to(x_BD, (c.num_experts, rows, width)))
+            y_BD = jnp.sum(y_EBD * weight_BE.T[..., None].astype(y_EBD.dtype), axis=0)
+        else:
+            # So few rows that reading the weights of the chosen experts only is less.
+            chosen_C = best.reshape(-1)
+            weight_C = jax.vmap(lambda w, index: w.at[index].get(mode="fill", fill_value=0))(
+                weight_BE, best[:, 0]
+            ).reshape(-1)
+            y_CD = experts(jnp.repeat(x_BD, c.top_k, axis=0), chosen_C)
+            y_CD = y_CD * weight_C[:, None].astype(y_CD.dtype)
+            y_BD = jnp.sum(y_CD.reshape(rows, c.top_k, width), axis=1)
+        return y_BD[:, None]
+
+
+def _compute(x_BTD, weight_BTE, plan, experts):
+    """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
+    batch, length, width = x_BTD.shape
+    num_experts, _, places = plan.indices_BC.shape
+    x_EBCD = jax.vmap(routing.gather, in_axes=(None, 0))(x_BTD, plan)
+    weight_EBC = jax.vmap(routing.gather, in_axes=(2, 0))(weight_BTE, plan)
+    x_EBCD = constrain(x_EBCD, "act_expert", "batch", None, "act_embed")
+    # The places of all rows are the rows of one matrix an expert.
+    y_ECD = experts(x_EBCD.reshape(num_experts, batch * places, width))
+    y_EBCD = y_ECD.reshape(num_experts, batch, places, width)
+    y_EBCD = y_EBCD * weight_EBC[..., None].astype(y_EBCD.dtype)
+    y_EBCD = constrain(y_EBCD, "act_expert", "batch", None, "act_embed")
+    y_BTD = jax.vmap(routing.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)
+    return constrain(y_BTD, "batch", "length", "act_embed")
+
+
+def _over_experts(make_plan, values_BTE, size, *rest):
+    """A plan for each expert: arrays [E, B, C]."""
+    return jax.vmap(lambda values_BT: make_plan(values_BT, size, *rest), in_axes=2)(values_BTE)
+
+
+def _valid(info, batch):
+    """bool [B, T]: neither padding nor an empty place of a plan."""
+    info = info.full(batch)
+    valid_BT = info.positions_BT >= 0
+    return valid_BT if info.segment_ids_BT is None else valid_BT & (info.segment_ids_BT > 0)
+
+
+def _mean_over(valid_BT):
+    """value [B, T, ...] -> its mean over valid tokens."""
+    weight_BT = valid_BT.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weight_BT), 1.0)
+
+    def mean(value):
+        weight = weight_BT.reshape(*weight_BT.shape, *(1,) * (value.ndim - 2))
+        return jnp.sum(value * weight, axis=(0, 1)) / total
+
+    return mean
+
+
+def _surplus(wanted_BTE, room):
+    """[B]: tokens that find their expert full, summed over experts."""
+    count_BE = jnp.sum(wanted_BTE, axis=1)
+    return jnp.sum(jnp.maximum(count_BE - room, 0), axis=1)
