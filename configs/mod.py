@@ -7,9 +7,34 @@ al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the t
 router picks; a token that is not picked keeps its residual. Evaluation and sampling decide
 causally, by the sign of the router's score, which an auxiliary loss trains.
 
+Knobs, all in `config.model.depth_routing` (defaults in configs/common.py); * marks what the paper
+leaves open, see docs/paper_and_efx.md:
+    every, blocks           which blocks are routed: one in so many, or a list
+    capacity                share of the tokens that a routed block computes; one, or one a block
+    capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
+    per*                    top-k over a packed "row", or within each "document" of it
+    gate*                   what multiplies a routed block's increment: "sigmoid" of the score
+                            here, "identity" in the paper, "tanh", "one"
+    selection               in training "topk"; "threshold", causal in training too; "stochastic"
+    causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
+    also_train              further decisions, trained and evaluated beside it
+    predictor_hidden*       width of the predictor
+    threshold_decay, _warmup  of the running quantile of the scores
+    bce_reaches_input       whether the auxiliary loss also trains what lies below the router
+    slack*                  room of a causal decision, as a multiple of the capacity
+    kv_for_skipped          skipped tokens still write keys and values
+    light_path              width of a small MLP for skipped tokens
+Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce`.
+
 Variants, to be combined with commas:
-    configs/mod.py:smoke    about a minute on a CPU
-    configs/mod.py:dense    the dense twin: the same stack with every block dense
+    configs/mod.py:smoke            about a minute on a CPU
+    configs/mod.py:dense            the dense twin: the same stack with every block dense
+    configs/mod.py:paper            the paper's gate, the score itself
+    configs/mod.py:threshold        causal in training too, by a running quantile
+    configs/mod.py:router_only      trains the routers of a finished dense run, and nothing else:
+                                    add --config.init.run=runs/dense
+    configs/mod.py:predictor_only   trains a predictor for a finished MoD run, and nothing else:
+                                    add --config.init.run=runs/mod
 
 Hardware: 2 CPU cores. The README's results table says what it comes to.
 """
@@ -19,6 +44,18 @@ from configs import common
 VARIANTS = {
     "smoke": common.SMOKE,
     "dense": {"model.depth_routing.kind": "none"},
+    "paper": {"model.depth_routing.gate": "identity"},
+    "threshold": {
+        "model.depth_routing.selection": "threshold",
+        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.slack": 1.25,
+    },
+    "router_only": {"init.missing": r".*/router", "optim.frozen": r"(?!.*/router$).*"},
+    "predictor_only": {
+        "model.depth_routing.causal": "predictor",
+        "init.missing": r".*/predictor/.*",
+        "optim.frozen": r"(?!.*/predictor/).*",
+    },
 }
 
 

@@ -8,7 +8,7 @@ A sweep file is plain data: `get_sweep()` returns
          seeds=(0, 1, 2),
          equal="flops" | "tokens" | "",    # what every run gets as much of as the first one
          runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes
-         columns={"title": "metric", ...})         # more columns of the table, by metric name
+         columns={"title": "metric|other", ...})   # more columns: the first of these metrics
 
 Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
 interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up
@@ -128,7 +128,8 @@ def collect(sweep, workdir, times):
             run = folder(workdir, name, seed)
             last = final_row(run)
             for title, metric in columns.items():
-                values[title].append(last[metric] if metric in last else None)  # noqa: SIM401
+                named = [last[name] for name in metric.split("|") if name in last]
+                values[title].append(named[0] if named else None)
             values["training FLOPs"].append(last["flops"])
             values["tokens"].append(last["tokens"])
             values["steps"].append(last["step"])

@@ -1,0 +1,61 @@
+"""Mixture-of-Depths, Mixture of Experts and both together against dense, at equal training FLOPs.
+
+python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/mod_table
+
+Small enough for an hour or so on 2 CPU cores; the same command scales up by overrides, e.g.
+`-- --config.model.width=256 --config.data.seq_len=1024`, with `train_flops` below raised to match.
+"""
+
+# Eight layers, 64 wide, context 256, bytes of Python's standard library.
+SIZE = {
+    "model.width": 64,
+    "steps": 0,
+    "train_flops": 4e12,
+    "evaluate.every": 0,
+    "sample.every": 0,
+    "checkpoint.every": 0,
+}
+DENSE = {"model.depth_routing.kind": "none"}
+# Two of eight experts a token, each half as wide as the dense MLP: a token's MLP costs the same.
+EXPERTS = {
+    "model.mlp.kind": "moe",
+    "model.mlp.moe.num_experts": 8,
+    "model.mlp.moe.top_k": 2,
+    "model.mlp.moe.expert_hidden": 96,
+}
+NOOP = {"model.mlp.moe.num_noop": 8}
+RUNS = {
+    "dense": DENSE,
+    "MoD 12.5%, every second block": {},
+    "MoD 25%, every second block": {"model.depth_routing.capacity": 0.25},
+    "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
+    "MoD 12.5%, every block": {"model.depth_routing.every": 1},
+    "stochastic 12.5%, every second block": {"model.depth_routing.selection": "stochastic"},
+    "threshold 12.5%, every second block": {
+        "model.depth_routing.selection": "threshold",
+        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.slack": 1.25,
+    },
+    "MoD 12.5%, all three decisions": {
+        "model.depth_routing.also_train": "('predictor','threshold')",
+    },
+    "MoE, 2 of 8 experts": DENSE | EXPERTS,
+    "staged MoDE: MoD 12.5% around MoE": EXPERTS,
+    "integrated MoDE: 8 experts, 8 no-ops": DENSE | EXPERTS | NOOP,
+}
+
+
+def get_sweep():
+    return dict(
+        config="configs/mod.py",
+        seeds=(0, 1, 2),
+        equal="",  # `train_flops` is the same in all
+        runs={name: SIZE | changes for name, changes in RUNS.items()},
+        columns={
+            "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
+            "accuracy, router": "eval/router/accuracy",
+            "accuracy, predictor": "eval/predictor/accuracy",
+            "accuracy, threshold": "eval/threshold/accuracy",
+            "fraction routed": "eval/router/routed_fraction",
+        },
+    )

@@ -1,0 +1,117 @@
+"""Runs that start from other runs, and capacities that change while a run trains."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from test_train import text, tiny  # noqa: F401 (a fixture)
+
+from configs import mod
+from efx import experiment, train
+from efx import step as step_lib
+from efx.checkpoint import restore_params
+from efx.errors import UsageError
+from efx.metrics import read_metrics
+from efx.runfolder import CHECKPOINTS
+
+DENSE = {"mesh.data": -1, "model.depth_routing.kind": "none", "steps": 3}
+
+
+def arrays(folder):
+    """{path: array} of a run's newest parameters."""
+    shapes = step_lib.init_state_params(experiment.prepare(CONFIGS[folder]).model)
+    params, _ = restore_params(folder / CHECKPOINTS, shapes)
+    return {jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+CONFIGS = {}  # of the runs made here, by folder
+
+
+def run(folder, config):
+    CONFIGS[folder] = config
+    return train.train_and_evaluate(config, folder)
+
+
+@pytest.fixture(scope="module")
+def dense(text, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("dense") / "run"
+    run(folder, tiny(text, **DENSE))
+    return folder
+
+
+@pytest.mark.parametrize("variant, missing", [("router_only", "router"),
+                                              ("predictor_only", "predictor")])
+def test_only_what_is_new_trains(text, dense, tmp_path, capsys, variant, missing):  # noqa: F811
+    changes = {"mesh.data": -1, "steps": 4, **mod.VARIANTS[variant], "init.run": str(dense)}
+    if variant == "predictor_only":  # of a model that has routers
+        changes["init.missing"] = r".*/(router|predictor/.*)"
+    run(tmp_path / "run", tiny(text, **changes))
+    said = capsys.readouterr().out
+    assert f"starting from {dense}" in said and f"left as it was: layers/block_1/{missing}" in said
+    before, after = arrays(dense), arrays(tmp_path / "run")
+    for path, value in before.items():
+        np.testing.assert_array_equal(after[path], value, err_msg=path)
+    new = {path for path in after if path not in before}
+    assert new and all("router" in path or "predictor" in path for path in new)
+    rows = [r for r in read_metrics(tmp_path / "run") if "train/loss" in r]
+    name = {"router_only": "router_bce", "predictor_only": "predictor_bce"}[variant]
+    assert rows[-1][f"losses/{name}"] < rows[0][f"losses/{name}"]
+
+
+def test_what_the_other_run_lacks_must_be_named(text, dense, tmp_path):  # noqa: F811
+    config = tiny(text, **{"mesh.data": -1, "init.run": str(dense)})
+    with pytest.raises(UsageError, match="layers/block_1/router"):
+        train.train_and_evaluate(config, tmp_path / "run")
+    config.init.run = str(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="config.init.run=.*there is no such run folder"):
+        train.train_and_evaluate(config, tmp_path / "other")
+
+
+STAGES = {
+    "mesh.data": -1,
+    "model.depth_routing.capacity": 0.25,
+    "model.depth_routing.capacity_stages": ((0.34, 1.0), (0.67, 0.5)),
+}
+
+
+def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
+    """Steps 1-2 at 1, 3-4 at 0.5, 5-6 at 0.25; the books count each as what it was."""
+    config = tiny(text, **STAGES)
+    e = experiment.prepare(config)
+    assert [stage.start for stage in e.stages] == [0, 2, 4]
+    assert e.model.depth_routing.capacity == 0.25
+    steps = [e.stages[i].ledger.train_flops(e.tokens_per_step) for i in (0, 0, 1, 1, 2, 2)]
+    full = experiment.prepare(tiny(text, **DENSE)).ledger.train_flops(e.tokens_per_step)
+    router = 3 * 2 * 32 * e.tokens_per_step
+    assert steps[0] == full + router and steps[0] > steps[2] > steps[4]
+    run(tmp_path / "straight", config)
+    rows = [r for r in read_metrics(tmp_path / "straight") if "train/loss" in r]
+    np.testing.assert_allclose([r["flops"] for r in rows], np.cumsum(steps))
+    # Stopped inside a stage and resumed: the same parameters, bit for bit.
+    part = tiny(text, **STAGES)
+    part.checkpoint.every = 3
+    run(tmp_path / "parts", part)
+    shutil.rmtree(tmp_path / "parts" / CHECKPOINTS / "6")
+    train.train_and_evaluate(part, tmp_path / "parts")
+    straight, parts = arrays(tmp_path / "straight"), arrays(tmp_path / "parts")
+    for path, value in straight.items():
+        np.testing.assert_array_equal(parts[path], value, err_msg=path)
+
+
+def test_flops_of_stages_decide_the_steps(text):  # noqa: F811
+    config = tiny(text, **STAGES, **{"steps": 0, "train_flops": 1e10})
+    e = experiment.prepare(config)
+    assert e.flops(e.steps) == pytest.approx(1e10, rel=0.02)
+    assert e.flops(0) == 0
+    assert e.flops(1) == e.stages[0].ledger.train_flops(e.tokens_per_step)
+
+
+@pytest.mark.parametrize("stages", [((0.5, 1.5),), ((0.5, 0.0),), ((0.6, 0.5), (0.3, 0.5)),
+                                    ((1.0, 0.5),), ((0.5,),)])
+def test_bad_stages(text, stages):  # noqa: F811
+    with pytest.raises(UsageError, match="config.model.depth_routing.capacity_stages"):
+        experiment.prepare(
+            tiny(text, **{**STAGES, "model.depth_routing.capacity_stages": stages})
+        )
