@@ -17,6 +17,7 @@ from configs import common
 from efx import flops, models, sample, sharding
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
+from efx.interop import hf_config
 from efx.layers import moe_config, routing
 from efx.layers.info import TokenInfo
 from efx.layers.mlp import MLP
@@ -313,6 +314,11 @@ def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=r"config\.model\." + message) as error:
         families.make({"mlp.kind": "moe", **{f"mlp.{key}": v for key, v in changes.items()}})
     assert "\n" not in str(error.value)
+
+
+def test_hugging_face_has_no_place_for_experts():
+    with pytest.raises(UsageError, match=r"config\.model\.mlp\.kind='moe': .*only dense models"):
+        hf_config.config_to_hf(families.make({"mlp.kind": "moe"}))
 
 
 def test_active_parameters():
