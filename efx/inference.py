@@ -71,5 +71,7 @@ def sample(config, workdir, step=None, stream=None):
     line = f"{quantity(stats['tokens_per_second'])}tokens/s from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
+    if stats["expert_overflow"]:
+        line += f"; {stats['expert_overflow']} choices of an expert found it full"
     print(line, file=sys.stderr)
     return stats

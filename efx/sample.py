@@ -37,9 +37,9 @@ class Sampler:
     Attributes:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
-        and tokens_per_second, of decoding alone; cache_bytes. With routed blocks also
-        routed_fraction_by_block, {block: of the tokens read}; routed_fraction, their mean; and
-        overflow, how many tokens wanted a block and found its cache full.
+        and tokens_per_second, of decoding alone; cache_bytes; expert_overflow, how many choices of
+        an expert found it full. With routed blocks routed_fraction_by_block, {block: of the tokens
+        read}; routed_fraction, their mean; overflow, tokens that found a block's cache full.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class _Run:
         self.length_B = np.zeros(sampler.batch_size, np.int32)
         self.prompt_tokens = self.new_tokens = self.slides = self.tokens_read = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
-        self.counts = {name: collections.Counter() for name in ("routed", "overflow")}
+        self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
             self.cache, self.logits_BV = self._call(self.program.start)
             self.slide({})
@@ -260,6 +260,7 @@ class _Run:
             **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
+            "expert_overflow": sum(self.counts["dropped"].values()),
         }
         if routed := self.counts["routed"]:
             fractions = {name: routed[name] / max(1, self.tokens_read) for name in routed}
@@ -332,8 +333,7 @@ class TextSampler:
 
     def encode(self, prompt):
         """Ids of a prompt; an empty one is the end-of-document token, or else token 0."""
-        ids = self.tokenizer.encode(prompt)
-        if len(ids):
+        if len(ids := self.tokenizer.encode(prompt)):
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
 

@@ -52,7 +52,7 @@ MODELS = {
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
     "moe_expert_choice": {**EXPERTS, "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.2},
-    "mode": {**EXPERTS, **ROUTED, "depth_routing.capacity": 0.4, "mlp.moe.num_noop": 1},
+    "mode": {**EXPERTS, **ROUTED, "depth_routing.capacity": 0.3, "mlp.moe.num_noop": 1},
     "mode_expert_choice": {**EXPERTS, **ROUTED, "mlp.moe.router": "expert_choice",
                            "depth_routing.capacity": 0.3, "depth_routing.every": 1},
 }

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from configs import common
-from efx import flops, models, sharding
+from efx import flops, models, sample, sharding
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
+from efx.interop import hf_config
 from efx.layers import moe_config, routing
 from efx.layers.info import TokenInfo
 from efx.layers.mlp import MLP
@@ -315,6 +316,11 @@ def test_bad_settings_are_named(changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_hugging_face_has_no_place_for_experts():
+    with pytest.raises(UsageError, match=r"config\.model\.mlp\.kind='moe': .*only dense models"):
+        hf_config.config_to_hf(families.make({"mlp.kind": "moe"}))
+
+
 def test_active_parameters():
     """Of 4 experts a token meets 2, beside the shared one and the router."""
     spec = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1,
@@ -355,6 +361,18 @@ def test_a_step_of_one_token_runs_few_experts(batch, experts):
     rest += batch * flops.attention_scores(16, 4, 8)
     rows = experts if experts < 8 else 8 * batch
     assert counted - rest == rows * 3 * flops.matmul(1, 32, 24)
+
+
+def test_a_sampler_counts_what_experts_turn_away():
+    """A router that likes two experts only, each with room for half of their tokens."""
+    model = families.make({"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4,
+                           "mlp.moe.capacity_factor": 1.0}, context=24)
+    params = families.random_params(model)
+    params["layers"]["block_0"]["norm_mlp"]["scale"] *= 0.0
+    sampler = sample.Sampler(model, temperature=0.0)
+    list(sampler.tokens(params, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
+    read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
+    assert sampler.stats["expert_overflow"] == 2 * (read - 12)
 
 
 class Held:
