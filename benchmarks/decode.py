@@ -8,9 +8,14 @@ stack costs depends on how many tokens it routes, so the routers are set to rout
 Weights are random, apart from large embeddings, without which greedy text would be one token over
 and over. Times are wall-clock and, in brackets, CPU time of the process, which a busy machine
 disturbs less.
+
+Where the extra `interop` is installed, Hugging Face transformers' Llama of the same size takes
+turns too (`--no-transformers` leaves it out): greedy `generate` with its cache, prefill left out.
 """
 
 import argparse
+import importlib.util
+import os
 import pathlib
 import sys
 import time
@@ -24,6 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from configs import common  # noqa: E402
 from efx import models  # noqa: E402
+from efx.hostmemory import keep_freed_memory  # noqa: E402
 from efx.layers.blocks import Layer  # noqa: E402
 from efx.sample import STREAM, Sampler  # noqa: E402
 
@@ -98,6 +104,54 @@ def measure(sampler, params, arguments):
     return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
 
 
+class Transformers:
+    """Hugging Face's Llama of the same shapes, greedy."""
+
+    def __init__(self, model, arguments):
+        import torch
+        import transformers
+
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        block = model.specs()[0].block
+        config = transformers.LlamaConfig(
+            vocab_size=arguments.vocab,
+            hidden_size=arguments.width,
+            intermediate_size=block.hidden,
+            num_hidden_layers=arguments.depth,
+            num_attention_heads=arguments.heads,
+            num_key_value_heads=block.num_kv_heads,
+            max_position_embeddings=arguments.context,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self.torch = torch
+        self.model = (
+            transformers.LlamaForCausalLM(config).eval().to(getattr(torch, arguments.dtype))
+        )
+
+    def measure(self, batch, arguments):
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(0, arguments.vocab, (batch, arguments.prompt))
+        ids = self.torch.as_tensor(prompts)
+
+        def generate(count):
+            wall, cpu = time.perf_counter(), time.process_time()
+            with self.torch.inference_mode():
+                self.model.generate(
+                    ids,
+                    attention_mask=self.torch.ones_like(ids),
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            return time.perf_counter() - wall, time.process_time() - cpu
+
+        first, whole = generate(1), generate(arguments.tokens)
+        made = batch * (arguments.tokens - 1)
+        return made / (whole[0] - first[0]), made / (whole[1] - first[1])
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,16 +165,21 @@ def main():
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--quick", action="store_true", help="48 tokens, two rounds")
+    parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.tokens, arguments.rounds = 48, 2
+    keep_freed_memory()
     built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
+    other = None
+    if not arguments.no_transformers and importlib.util.find_spec("transformers"):
+        other = Transformers(built["dense"][0], arguments)
     print(
         f"width {arguments.width}, depth {arguments.depth}, context {arguments.context}, "
         f"vocabulary {arguments.vocab}, {arguments.dtype}, {jax.devices()[0].device_kind}; best of "
         f"{arguments.rounds} rounds of {arguments.tokens} tokens a row"
     )
-    print(f"{'batch':>5} {'':6} {'tokens/s':>9} {'(CPU)':>9} {'routed':>7} {'cache MB':>9}")
+    print(f"{'batch':>5} {'':12} {'tokens/s':>9} {'(CPU)':>9} {'routed':>7} {'cache MB':>9}")
     for batch in arguments.batches:
         best, samplers = {}, {}
         for name, (model, _) in built.items():
@@ -130,12 +189,19 @@ def main():
                 wall, cpu, stats = measure(samplers[name], params, arguments)
                 old = best.get(name, (0.0, 0.0, stats))
                 best[name] = max(wall, old[0]), max(cpu, old[1]), stats
+            if other:
+                old = best.get("transformers", (0.0, 0.0, {}))
+                wall, cpu = other.measure(batch, arguments)
+                best["transformers"] = max(wall, old[0]), max(cpu, old[1]), {}
         for name, (wall, cpu, stats) in best.items():
             routed = f"{stats['routed_fraction']:.1%}" if "routed_fraction" in stats else ""
-            row = f"{batch:>5} {name:6} {wall:>9.1f} {f'({cpu:.1f})':>9} {routed:>7}"
-            print(f"{row} {stats['cache_bytes'] / 1e6:>9.1f}")
-        ratios = [best["mod"][i] / best["dense"][i] for i in (0, 1)]
-        print(f"{batch:>5} mod / dense {ratios[0]:>4.2f} {f'({ratios[1]:.2f})':>9}", flush=True)
+            row = f"{batch:>5} {name:12} {wall:>9.1f} {f'({cpu:.1f})':>9} {routed:>7}"
+            print(f"{row} {stats['cache_bytes'] / 1e6:>9.1f}" if stats else row)
+        for one, two in (("mod", "dense"), ("dense", "transformers"), ("mod", "transformers")):
+            if two in best:
+                ratios = [best[one][i] / best[two][i] for i in (0, 1)]
+                text = f"{ratios[0]:>9.2f} {f'({ratios[1]:.2f})':>9}"
+                print(f"{batch:>5} {f'{one} / {two}':20} {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Small enough for an hour or so on 2 CPU cores; the same command scales up by ove
 SIZE = {
     "model.width": 64,
     "steps": 0,
-    "train_flops": 4e12,
+    "train_flops": 3e12,
     "evaluate.every": 0,
     "sample.every": 0,
     "checkpoint.every": 0,
