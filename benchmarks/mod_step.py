@@ -117,13 +117,17 @@ def _layer(spec, batch, length, width):
     info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True, selection="train")
     params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
 
-    def objective(params, x_BTD):
+    def forward(params, x_BTD):
         out_BTD, sown = layer.apply({"params": params}, x_BTD, info, mutable=("losses", "stats"))
         extra = sum(jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(sown.get("losses", {})))
-        return jnp.sum(out_BTD * cotangent_BTD) + 0.01 * extra, sown
+        return (out_BTD, jnp.asarray(extra, jnp.float32)), sown
 
-    gradient = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
-    return lambda turn: jax.block_until_ready(gradient(params, x_BTD))
+    @jax.jit
+    def both(params, x_BTD, cotangent_BTD):
+        results, pullback, sown = jax.vjp(forward, params, x_BTD, has_aux=True)
+        return results, pullback((cotangent_BTD, jnp.float32(0.01))), sown
+
+    return lambda turn: jax.block_until_ready(both(params, x_BTD, cotangent_BTD))
 
 
 def _arguments(argv):
