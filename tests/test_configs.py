@@ -73,3 +73,17 @@ def test_a_sweep_names_settings_that_exist(name, tmp_path):
 def test_a_misspelt_variant_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'dense'"):
         main.load_config("configs/mod.py:dens")
+
+
+@pytest.mark.parametrize("given, built", [("0.25", 0.25), ("(0.125,0.5)", (0.125, 0.5))])
+def test_capacity_on_the_command_line_is_a_number_or_a_list(given, built):
+    flags = main.parse([
+        "efx", "--config=configs/mod.py", "--workdir=w", "--config.model.depth=4",
+        f"--config.model.depth_routing.capacity={given}",
+        "--config.model.depth_routing.also_train=('predictor',)",
+        "--config.model.depth_routing.capacity_stages=((0.5,1.0),)",
+    ])
+    model = models.build(flags.config.model, vocab_size=9, context=8, dtype="float32")
+    assert model.depth_routing.capacity == built
+    assert model.depth_routing.also_train == ("predictor",)
+    assert model.depth_routing.capacity_stages == ((0.5, 1.0),)

@@ -39,6 +39,7 @@ RUNS = {
     "MoD 12.5%, all three decisions": {
         "model.depth_routing.also_train": "('predictor','threshold')",
     },
+    "MoD 12.5%, router_bce 0.1": {"losses.router_bce": 0.1},
     "MoE, 2 of 8 experts": DENSE | EXPERTS,
     "staged MoDE: MoD 12.5% around MoE": EXPERTS,
     "integrated MoDE: 8 experts, 8 no-ops": DENSE | EXPERTS | NOOP,
