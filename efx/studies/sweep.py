@@ -17,9 +17,13 @@ needs no JAX.
 """
 
 import argparse
+import concurrent.futures
+import functools
 import importlib.util
 import json
+import os
 import pathlib
+import queue
 import re
 import shlex
 import statistics
@@ -72,28 +76,78 @@ def command(sweep, workdir, name, seed, budget, extra):
         f"--workdir={folder(workdir, name, seed)}",
         f"--config.seed={seed}",
     ]
-    arguments += list(extra)
-    return arguments + [f"--config.{key}={value}" for key, value in changes.items()]
+    arguments += [f"--config.{key}={value}" for key, value in changes.items()]
+    return arguments + list(extra)
 
 
-def run_all(sweep, workdir, extra=()):
-    """Every run of the sweep; the first name's first seed sets the budget of the others."""
-    names = list(sweep["runs"])
+def run_all(sweep, workdir, extra=(), jobs=1):
+    """Every run of the sweep, `jobs` at a time; the very first one sets the budget of the others.
+
+    Several at a time share the machine's CPUs, and each writes what it would print to a file.
+    """
+    first = next(iter(sweep["runs"]))
+    todo = [(name, seed) for seed in sweep["seeds"] for name in sweep["runs"]]
     budget = {}
-    for seed in sweep["seeds"]:
-        for name in names:
-            own = {} if name == names[0] else budget
-            arguments = command(sweep, workdir, name, seed, own, extra)
-            print(f"== {name}, seed {seed}: python -m efx.main {shlex.join(arguments)}", flush=True)
-            done = subprocess.run([sys.executable, "-m", "efx.main", *arguments], check=False)
-            if done.returncode:
-                raise UsageError(
-                    f"the run {name!r} with seed {seed} ended with status {done.returncode}; "
-                    "its last line says why. Start the sweep again to go on from here"
-                )
-            if not budget and sweep["equal"]:
-                last = final_row(folder(workdir, name, seed))
-                budget = {sweep["equal"]: last[sweep["equal"]]}
+    if sweep["equal"]:
+        name, seed = todo.pop(0)
+        _run(sweep, workdir, name, seed, {}, extra)
+        last = final_row(folder(workdir, name, seed))
+        budget = {sweep["equal"]: last[sweep["equal"]]}
+
+    def one(item):
+        name, seed = item
+        own = {} if name == first else budget
+        if jobs == 1:
+            return _run(sweep, workdir, name, seed, own, extra)
+        cpus = shares.get()
+        try:
+            return _run(sweep, workdir, name, seed, own, extra, cpus)
+        finally:
+            shares.put(cpus)
+
+    shares = queue.SimpleQueue()
+    for share in _split_cpus(jobs):
+        shares.put(share)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, item) for item in todo]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _split_cpus(jobs):
+    """A set of CPUs for each of `jobs`, where the system lets a process choose its CPUs."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [None] * jobs
+    cpus = sorted(os.sched_getaffinity(0))
+    return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
+
+
+def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
+    arguments = command(sweep, workdir, name, seed, budget, extra)
+    print(f"== {name}, seed {seed}: python -m efx.main {shlex.join(arguments)}", flush=True)
+    run = [sys.executable, "-m", "efx.main", *arguments]
+    if cpus is None:
+        done, where = subprocess.run(run, check=False), "its last line"
+    else:
+        log = pathlib.Path(f"{folder(workdir, name, seed)}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        where = str(log)
+        with open(log, "a") as file:
+            pin = functools.partial(os.sched_setaffinity, 0, cpus)
+            done = subprocess.run(
+                run, check=False, stdout=file, stderr=subprocess.STDOUT, preexec_fn=pin
+            )
+        ended = [line for line in log.read_text().splitlines() if line.startswith("finished")]
+        print(f"-- {name}, seed {seed}: {' '.join(ended[-1:])}", flush=True)
+    if done.returncode:
+        raise UsageError(
+            f"the run {name!r} with seed {seed} ended with status {done.returncode}; "
+            f"{where} says why. Start the sweep again to go on from here"
+        )
 
 
 def final_row(run):
@@ -183,6 +237,13 @@ def main(argv=None):
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs at a time, each on its share of the CPUs (for small models on one machine)",
+    )
+    parser.add_argument(
         "--time-steps",
         type=int,
         default=0,
@@ -197,7 +258,7 @@ def main(argv=None):
     try:
         sweep = load_sweep(arguments.sweep)
         if not arguments.table_only:
-            run_all(sweep, arguments.workdir, extra)
+            run_all(sweep, arguments.workdir, extra, arguments.jobs)
         times = arguments.time_steps and timed(sweep, arguments.workdir, arguments.time_steps)
         table = collect(sweep, arguments.workdir, times)
         how = "python -m efx.studies.sweep " + shlex.join(argv)
