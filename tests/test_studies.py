@@ -1,7 +1,10 @@
 """Sweeps: commands, budgets, resuming, and tables that say what they are made of."""
 
 import json
+import os
 import statistics
+import threading
+import time
 
 import pytest
 
@@ -98,3 +101,39 @@ def test_a_missing_sweep_and_missing_runs_are_one_line(tmp_path, capsys):
         == 2
     )
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("equal", ["flops", ""])
+def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
+    """Every run once, two at a time on CPUs of their own; the first alone if it sets the budget."""
+    loaded = spec | {"equal": equal}
+    lock, running, seen, most = threading.Lock(), set(), [], [0]
+
+    def run(loaded, workdir, name, seed, budget, extra, cpus=None):
+        with lock:
+            running.add((name, seed))
+            most[0] = max(most[0], len(running))
+            seen.append((name, seed, dict(budget), cpus))
+            assert not (equal and len(seen) == 1 and len(running) > 1)
+        time.sleep(0.05)
+        with lock:
+            running.remove((name, seed))
+
+    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
+    sweep.run_all(loaded, tmp_path, jobs=2)
+    names = list(loaded["runs"])
+    assert sorted((n, s) for n, s, *_ in seen) == sorted(
+        (n, s) for n in names for s in loaded["seeds"]
+    )
+    assert most[0] == 2
+    for name, _, budget, cpus in seen[1:]:
+        assert budget == ({"flops": 7.0} if equal and name != names[0] else {})
+        assert cpus is None or cpus <= os.sched_getaffinity(0)
+
+
+def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
+    loaded = spec | {"equal": "", "config": "configs/nowhere.py"}
+    with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
+        sweep.run_all(loaded, tmp_path, jobs=2)
+    assert "there is no such file" in next(tmp_path.glob("*.log")).read_text()

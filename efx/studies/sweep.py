@@ -18,7 +18,6 @@ needs no JAX.
 
 import argparse
 import concurrent.futures
-import functools
 import importlib.util
 import json
 import os
@@ -69,15 +68,16 @@ def command(sweep, workdir, name, seed, budget, extra):
     budget: {} or {"flops": ...} or {"tokens": ...} that the run is to use.
     """
     changes = dict(sweep["runs"][name])
-    if "flops" in budget:
-        changes |= {"steps": 0, "train_flops": budget["flops"]}
     arguments = [
         f"--config={sweep['config']}",
         f"--workdir={folder(workdir, name, seed)}",
         f"--config.seed={seed}",
     ]
     arguments += [f"--config.{key}={value}" for key, value in changes.items()]
-    return arguments + list(extra)
+    arguments += extra
+    if "flops" in budget:
+        arguments += ["--config.steps=0", f"--config.train_flops={budget['flops']}"]
+    return arguments
 
 
 def run_all(sweep, workdir, extra=(), jobs=1):
@@ -121,7 +121,7 @@ def run_all(sweep, workdir, extra=(), jobs=1):
 def _split_cpus(jobs):
     """A set of CPUs for each of `jobs`, where the system lets a process choose its CPUs."""
     if not hasattr(os, "sched_getaffinity"):
-        return [None] * jobs
+        return [set()] * jobs
     cpus = sorted(os.sched_getaffinity(0))
     return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
 
@@ -133,14 +133,13 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
     if cpus is None:
         done, where = subprocess.run(run, check=False), "its last line"
     else:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)  # of this thread, and of what it starts
         log = pathlib.Path(f"{folder(workdir, name, seed)}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         where = str(log)
         with open(log, "a") as file:
-            pin = functools.partial(os.sched_setaffinity, 0, cpus)
-            done = subprocess.run(
-                run, check=False, stdout=file, stderr=subprocess.STDOUT, preexec_fn=pin
-            )
+            done = subprocess.run(run, check=False, stdout=file, stderr=subprocess.STDOUT)
         ended = [line for line in log.read_text().splitlines() if line.startswith("finished")]
         print(f"-- {name}, seed {seed}: {' '.join(ended[-1:])}", flush=True)
     if done.returncode:
