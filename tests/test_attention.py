@@ -275,6 +275,31 @@ def test_attend_cache_is_attend():
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("used", [1, 5, 9, 12])
+def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
+    """In blocks, the last of which overlaps the one before; what lies behind is never read."""
+    monkeypatch.setattr(attend, "_CACHE_BLOCK", 5)
+    q, k, v = inputs()
+    slots, rows = 12, jnp.array([1, 0])
+    k_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
+    v_BKSH = np.full((B, K, slots, H), np.nan, np.float32)
+    count = min(used, T)
+    read = min(-(-used // 5) * 5, slots)  # whole blocks
+    k_BKHS[..., :read], v_BKSH[..., :read, :] = 1e3, 1e3
+    k_BKHS[..., :count] = np.transpose(k, (0, 2, 3, 1))[..., :count]
+    v_BKSH[..., :count, :] = np.transpose(v, (0, 2, 1, 3))[..., :count, :]
+    positions_BS = np.full((B, slots), -1)
+    positions_BS[:, :count] = np.arange(count)
+    query = q[:, count - 1 : count]
+    out = families.jit(functools.partial(
+        attend.attend_cache, scale=0.4, window=window, softcap=0.9,
+    ))(query[rows], k_BKHS, v_BKSH, jnp.full((B, 1), count - 1), positions_BS,
+       used=used, rows_B=rows)
+    expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, count - 1 : count]
+    np.testing.assert_allclose(out, np.asarray(expected)[np.asarray(rows)], atol=1e-5)
+
+
 # ---- rotary embedding --------------------------------------------------------------------------
 
 

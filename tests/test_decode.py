@@ -11,7 +11,7 @@ from families import VOCAB
 from flax import linen as nn
 
 from efx import models
-from efx.layers import blocks, routing
+from efx.layers import attend, blocks, routing
 
 CONTEXT = 24
 LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
@@ -56,6 +56,14 @@ MODELS = {
     "mode_expert_choice": {**EXPERTS, **ROUTED, "mlp.moe.router": "expert_choice",
                            "depth_routing.capacity": 0.3, "depth_routing.every": 1},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks():
+    """Caches of 24 slots are read in blocks of 10: the last overlaps the one before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "_CACHE_BLOCK", 10)
+        yield
 
 
 @functools.cache
@@ -279,8 +287,9 @@ def dots(jaxpr, inside=False):
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_all_products_of_a_routed_block_are_conditional(batch):
+def test_all_products_of_a_routed_block_are_conditional(batch, monkeypatch):
     """Of a dense and a routed block: 4 projections, 2 for attention, 3 for the MLP each."""
+    monkeypatch.setattr(attend, "_CACHE_BLOCK", CONTEXT)  # attention without a loop of its own
     model, params = build("mod")
     cache = models.init_cache(model, batch, CONTEXT)
 

@@ -204,6 +204,9 @@ def _dot(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
+_CACHE_BLOCK = 128  # slots of a cache that are visited at a time
+
+
 def attend_cache(
     q_BTNH,
     k_BKHS,
@@ -215,22 +218,93 @@ def attend_cache(
     window=0,
     softcap=0.0,
     probs_fn: Callable | None = None,
+    used=None,
+    rows_B=None,
 ):
     """Attention of new queries over cache slots, each slot with the position of its token.
 
     Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window). Keys lie [H, S]
     and values [S, H]: both products then read the cache along its last axis, as it lies.
+
+    Args:
+      used: how many slots are taken in the fullest row (may be traced): the slots after these are
+        not read. None: all are read.
+      rows_B: which rows of the cache the rows of q are; None: all, in order.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads, k_BKSH = k_BKHS.shape[1], jnp.swapaxes(k_BKHS, 2, 3)
+    kv_heads, slots = k_BKHS.shape[1], k_BKHS.shape[3]
     q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
     q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
-    gap_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None, :]
-    allowed_BTS = (gap_BTS >= 0) & (k_positions_BS[:, None, :] >= 0)
-    if window:
-        allowed_BTS = allowed_BTS & (gap_BTS < window)
-    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, 0)
+
+    def read(start, size):
+        """Keys, values and which query may see which of so many slots from `start` on."""
+        parts = [
+            jax.lax.dynamic_slice_in_dim(part, start, size, axis) if size < slots else part
+            for part, axis in ((k_BKHS, 3), (v_BKSH, 2), (k_positions_BS, 1))
+        ]
+        if rows_B is not None:
+            parts = [part.at[rows_B].get(mode="clip") for part in parts]
+        k_BKHC, v_BKCH, positions_BC = parts
+        gap_BTC = q_positions_BT[:, :, None] - positions_BC[:, None, :]
+        allowed_BTC = (gap_BTC >= 0) & (positions_BC[:, None, :] >= 0)
+        if window:
+            allowed_BTC = allowed_BTC & (gap_BTC < window)
+        return jnp.swapaxes(k_BKHC, 2, 3), v_BKCH, allowed_BTC
+
+    if used is None or probs_fn is not None or slots <= _CACHE_BLOCK:
+        parts = read(0, slots)
+        out_BKGTH = _softmax_values(q_BKGTH, *parts, softcap, probs_fn, 0)
+    else:
+        out_BKGTH = _softmax_blocks(q_BKGTH, read, slots, used, softcap)
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+
+
+def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
+    """`_softmax_values` over the first `used` slots, a block at a time, rescaling what has been
+    summed whenever a larger score comes (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
+
+    def more(carry):
+        return carry[0] * _CACHE_BLOCK < used
+
+    def block(carry):
+        i, top_BKGT, sum_BKGT, out_BKGTH = carry
+        # The last block is moved back to end with the cache; what it has in common with the one
+        # before counts once.
+        start = jnp.minimum(i * _CACHE_BLOCK, slots - _CACHE_BLOCK)
+        k_BKCH, v_BKCH, allowed_BTC = read(start, _CACHE_BLOCK)
+        slot_C = start + jnp.arange(_CACHE_BLOCK)
+        allowed_BTC = allowed_BTC & (slot_C >= i * _CACHE_BLOCK)[None, None]
+        scores_BKGTC = _cache_scores(q_BKGTH, k_BKCH, allowed_BTC, softcap)
+        new_BKGT = jnp.maximum(top_BKGT, jnp.max(scores_BKGTC, axis=-1))
+        weights_BKGTC = jnp.exp(scores_BKGTC - new_BKGT[..., None])
+        keep_BKGT = jnp.exp(top_BKGT - new_BKGT)
+        values_BKGTH = jnp.einsum(
+            "BKGTC,BKCH->BKGTH",
+            weights_BKGTC.astype(v_BKCH.dtype),
+            v_BKCH,
+            preferred_element_type=jnp.float32,
+        )
+        sum_BKGT = sum_BKGT * keep_BKGT + jnp.sum(weights_BKGTC, axis=-1)
+        return i + 1, new_BKGT, sum_BKGT, out_BKGTH * keep_BKGT[..., None] + values_BKGTH
+
+    shape = q_BKGTH.shape[:-1]
+    start = (
+        jnp.int32(0),
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(q_BKGTH.shape, jnp.float32),
+    )
+    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(more, block, start)
+    return (out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]).astype(q_BKGTH.dtype)
+
+
+def _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
+    scores_BKGTS = jnp.einsum(
+        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32
+    )
+    if softcap:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    return jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
 def attend_context(
@@ -258,12 +332,7 @@ def attend_context(
 
 
 def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, k_start):
-    scores_BKGTS = jnp.einsum(
-        "BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32
-    )
-    if softcap:
-        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    scores_BKGTS = jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
+    scores_BKGTS = _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap)
     probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     if probs_fn is not None:
         probs_BKGTS = probs_fn(probs_BKGTS, k_start)

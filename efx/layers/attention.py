@@ -130,13 +130,16 @@ class Attention(nn.Module):
             return q_BTNH
         if info.kv != "read":
             self._store(k_BTKH, v_BTKH, info, key, value, position, used)
-        if info.rows_B is None:
-            cached = key.value, value.value, position.value
-        else:
-            row_B = info.rows_B
-            cached = tuple(part.value.at[row_B].get(mode="clip") for part in (key, value, position))
-        positions_BT = info.full(rows).positions_BT
-        return attend_cache(q_BTNH, cached[0], cached[1], positions_BT, cached[2], **options)
+        return attend_cache(
+            q_BTNH,
+            key.value,
+            value.value,
+            info.full(rows).positions_BT,
+            position.value,
+            used=jnp.max(used.value),
+            rows_B=info.rows_B,
+            **options,
+        )
 
     @staticmethod
     def _store(k_BTKH, v_BTKH, info, key, value, position, used):
