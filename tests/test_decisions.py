@@ -18,7 +18,9 @@ from test_routing import (
     np_topk,
     run,
 )
+from test_train import TINY, batch_of, setup
 
+from configs import common
 from efx.layers import decisions, routing
 from efx.layers.info import TokenInfo
 
@@ -192,6 +194,31 @@ def test_threshold_follows_the_quantile_and_then_decides():
     info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
     sown = module.apply({"params": p, "state": state}, x_BTD, info, mutable=["state", "losses"])[1]
     assert sown["state"] == state
+
+
+def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
+    """With accumulation it takes the mean over the micro-batches; every one starts from the same
+    threshold, so what is routed, and with it the step, is that of the big batch."""
+    changes = {"data.source": "text:none", "optim.name": "sgd", "optim.clip_norm": 0.0,
+               "model.depth_routing.selection": "threshold", "model.depth_routing.slack": 4.0,
+               "model.depth_routing.causal": "threshold",
+               "model.depth_routing.threshold_warmup": 0}
+    state, big = setup(common.apply(common.base(), {**TINY, **changes}))
+    config = common.apply(common.base(), {**TINY, **changes, "train.accumulation": 2})
+    batch = batch_of(config)
+    quantiles = [
+        setup(common.apply(common.base(), {**TINY, **changes, "data.batch_size": 4}))[1](
+            state, jax.tree.map(lambda x, i=i: x[i::2], batch), np.uint32(0)
+        )[0].variables["state"]["layers"]["block_1"]["quantile"]
+        for i in range(2)
+    ]
+    whole, _ = big(state, batch, np.uint32(0))
+    parts, _ = setup(config)[1](state, batch, np.uint32(0))
+    moved = parts.variables["state"]["layers"]["block_1"]
+    np.testing.assert_allclose(moved["quantile"], np.mean(quantiles), rtol=1e-5)
+    assert quantiles[0] != quantiles[1] and moved["quantile_steps"] == 1
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 # ---- keys and values of skipped tokens, the light path -----------------------------------------
