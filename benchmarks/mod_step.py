@@ -83,8 +83,13 @@ def main(argv=None):
         )
     )
     share = 1.0 - body.median / routed.median
-    print(f"routed layer / dense layer: {common.ratio(routed, turns['dense layer'])[0]}")
+    ratio_text, ratio = common.ratio(routed, turns["dense layer"])
+    print(f"routed layer / dense layer: {ratio_text}")
+    routed_share = sum(s.routing is not None for s in steps["MoD"].model.specs()) / args.depth
+    stack = 1.0 - routed_share + routed_share * ratio
+    print(f"the stack of layers, MoD/dense: {stack:.3f}")
     if not args.quick:
+        print(common.verdict("stack of layers, MoD/dense", stack, STEP_TARGET, at_least=False))
         print(common.verdict("step time, MoD/dense", value, STEP_TARGET, at_least=False))
         print(
             common.verdict(

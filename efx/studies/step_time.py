@@ -124,7 +124,7 @@ def take_turns(runs, rounds, warmup=2):
 
 
 def step_times(folders, steps):
-    """{name: median milliseconds of a training step} of the runs in `folders`."""
+    """{name: (median milliseconds of a training step, sequences a second)} of runs in `folders`."""
     from efx.data import load_tokenizer
 
     steppers = {
@@ -134,4 +134,7 @@ def step_times(folders, steps):
         for name, folder in folders.items()
     }
     turns = take_turns({name: lambda turn, s=s: s() for name, s in steppers.items()}, steps)
-    return {name: 1e3 * times.median for name, times in turns.items()}
+    return {
+        name: (1e3 * times.median, steppers[name].config.data.batch_size / times.median)
+        for name, times in turns.items()
+    }

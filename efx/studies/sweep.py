@@ -158,7 +158,7 @@ def final_row(run):
 
 
 def timed(sweep, workdir, steps):
-    """{name: milliseconds of a training step}, the runs' models taking turns in one process.
+    """{name: (milliseconds of a training step, sequences/s)}, the runs' models taking turns.
 
     The logs of the runs have times too, but those were made one after another, on a machine whose
     speed may have drifted in between.
@@ -187,8 +187,9 @@ def collect(sweep, workdir, times):
             values["tokens"].append(last["tokens"])
             values["steps"].append(last["step"])
         if times:
-            values["ms a step"] = [times[name]]
-            values["of the first"] = [times[name] / times[next(iter(times))]]
+            first = times[next(iter(times))]
+            values["ms a step"], values["sequences/s"] = [times[name][0]], [times[name][1]]
+            values["of the first"] = [times[name][0] / first[0]]
         table[name] = values
     return table
 
@@ -203,6 +204,8 @@ def _cell(title, values):
         return f"{mean:.0f}"
     if title == "ms a step":
         return f"{mean:.0f}"
+    if title == "sequences/s":
+        return f"{mean:.1f}"
     if title == "of the first":
         return f"{mean:.2f}"
     spread = statistics.stdev(values) if len(values) > 1 else float("nan")
