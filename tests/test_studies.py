@@ -74,6 +74,12 @@ def test_table(spec, tmp_path, capsys):
     assert "±" in dense and "|  |" in dense  # no accuracy where nothing is routed
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
+    times = {"MoD, 12.5%": (20.0, 800.0), "dense twin": (30.0, 533.3)}
+    timed = sweep.markdown(spec, sweep.collect(spec, tmp_path, times), "how")
+    titles = timed.splitlines()[0]
+    assert titles.endswith("| ms a step | sequences/s | of the first |")
+    dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
+    assert dense.endswith("| 30 | 533.3 | 1.50 |")
 
 
 @pytest.mark.parametrize(
