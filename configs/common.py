@@ -137,8 +137,8 @@ def moe():
 
 def depth_routing():
     return dict(
-        # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last are applied
-        # `recursions` times, each time to the tokens that a router picks from those of the last.
+        # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last, applied
+        # `recursions` times, each time to tokens that a router picks from those of the time before.
         kind="none",
         recursions=2,
         every=2,  # blocks every-1, 2*every-1, ... are routed

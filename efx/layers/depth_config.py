@@ -165,7 +165,9 @@ def check(c, depth):
             f"between 0 and {depth - 1}"
         )
     if c.recursions < 1:
-        raise UsageError(f"config.model.depth_routing.recursions={c.recursions}: must be at least 1")
+        raise UsageError(
+            f"config.model.depth_routing.recursions={c.recursions}: must be at least 1"
+        )
     if c.kind == "recursion":
         _check_recursion(c, depth)
     try:
