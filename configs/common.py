@@ -137,10 +137,14 @@ def moe():
 
 def depth_routing():
     return dict(
-        kind="none",  # "mod": Mixture-of-Depths
+        # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last, applied
+        # `recursions` times, each time to tokens that a router picks from those of the time before.
+        kind="none",
+        recursions=2,
         every=2,  # blocks every-1, 2*every-1, ... are routed
         blocks=(),  # or these, zero-based
         # Share of a sequence that a routed block computes; one value, or one for each routed block.
+        # "recursion": one for each pass, or c for 1, c, c^2...
         capacity=config_dict.FieldReference(0.125, field_type=object),
         # ((f, c), ...): until the fraction f of the training steps, capacity c; then `capacity`.
         capacity_stages=(),

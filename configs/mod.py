@@ -9,6 +9,8 @@ causally, by the sign of the router's score, which an auxiliary loss trains.
 
 Knobs, all in `config.model.depth_routing` (defaults in configs/common.py); * marks what the paper
 leaves open, see docs/paper_and_efx.md:
+    kind, recursions        "mod"; or "recursion", which applies the blocks between the first and
+                            the last so many times, see docs/mixture_of_depths.md
     every, blocks           which blocks are routed: one in so many, or a list
     capacity                share of the tokens that a routed block computes; one, or one a block
     capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
@@ -31,6 +33,9 @@ Variants, to be combined with commas:
     configs/mod.py:dense            the dense twin: the same stack with every block dense
     configs/mod.py:paper            the paper's gate, the score itself
     configs/mod.py:threshold        causal in training too, by a running quantile
+    configs/mod.py:recursion        Mixture-of-Recursions: three of five blocks, applied three
+                                    times, to all, two thirds and one third of the tokens: the work
+                                    of the dense twin with five eighths of its blocks
     configs/mod.py:router_only      trains the routers of a finished dense run, and nothing else:
                                     add --config.init.run=runs/dense
     configs/mod.py:predictor_only   trains a predictor for a finished MoD run, and nothing else:
@@ -48,6 +53,13 @@ VARIANTS = {
     "threshold": {
         "model.depth_routing.selection": "threshold",
         "model.depth_routing.causal": "threshold",
+        "model.depth_routing.slack": 1.25,
+    },
+    "recursion": {
+        "model.depth": 5,
+        "model.depth_routing.kind": "recursion",
+        "model.depth_routing.recursions": 3,
+        "model.depth_routing.capacity": (1.0, 2 / 3, 1 / 3),
         "model.depth_routing.slack": 1.25,
     },
     "router_only": {"init.missing": r".*/router", "optim.frozen": r"(?!.*/router$).*"},

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from efx import losses, sharding
+from efx.layers.blocks import names
 from efx.step import make_eval_step
 
 # How well a decision agrees with training's selection.
@@ -85,11 +86,11 @@ class Evaluator:
             rows[f"eval/{prefix}/routed_fraction{tail}"] = own[key + tail] - overflow
             rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
         shares = {}
-        for i, spec in enumerate(self._model.specs()):
+        specs = self._model.specs()
+        for i, (name, spec) in enumerate(zip(names(specs), specs, strict=True)):
             if spec.routing is not None:
-                tail = f"/block_{i}"
-                routed = rows[f"eval/{prefix}/routed_fraction{tail}"]
-                shares[i] = (routed, own[f"{prefix}/pairs_fraction{tail}"])
+                routed = rows[f"eval/{prefix}/routed_fraction/{name}"]
+                shares[i] = (routed, own[f"{prefix}/pairs_fraction/{name}"])
         ledger = self._model.ledger(self._length, shares=shares)
         rows[f"eval/{prefix}/flops_per_token"] = ledger.nominal_per_token
         return rows
@@ -110,8 +111,8 @@ class Evaluator:
 
 
 def _experts_look_ahead(model):
-    experts = [spec.block.moe for spec in model.specs() if spec.block.moe is not None]
-    return any(moe.looks_ahead for moe in experts)
+    experts = [block.moe for spec in model.specs() for block in spec.blocks]
+    return any(moe is not None and moe.looks_ahead for moe in experts)
 
 
 def _expert_rows(means, bytes_per_token):

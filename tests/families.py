@@ -80,6 +80,10 @@ FAMILIES = {
         "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16, "num_kv_heads": 2,
         "window": 9, "depth_routing.every": 1, "depth_routing.also_train": ("threshold",),
     }),
+    "recursion": _mod(**{
+        "depth": 4, "depth_routing.kind": "recursion", "depth_routing.recursions": 3,
+        "depth_routing.capacity": (1.0, 0.7, 0.4), "num_kv_heads": 2, "attention_chunk": 10,
+    }),
     "moe": _moe(**{"mlp.moe.num_shared": 1}),
     "moe_switch": _moe(**{
         "preset": "gpt2", "mlp.moe.every": 2, "mlp.moe.num_experts": 3, "mlp.moe.top_k": 1,

@@ -17,6 +17,12 @@ CONTEXT = 24
 LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
 ROUTED = {"depth_routing.kind": "mod", "depth_routing.gate": "identity"}
 EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
+RECURSION = {
+    "depth": 4,
+    "depth_routing.kind": "recursion",
+    "depth_routing.recursions": 3,
+    "depth_routing.capacity": (1.0, 0.3, 0.2),
+}
 OPTIONS = {
     "num_kv_heads": 2,
     "window": 7,
@@ -48,6 +54,10 @@ MODELS = {
         "depth_routing.light_path": 16,
         "depth_routing.capacity": 0.3,
     },
+    "recursion": {**ROUTED, **OPTIONS, **RECURSION},
+    "recursion_threshold": {**ROUTED, **RECURSION, "depth_routing.causal": "threshold",
+                            "depth_routing.slack": 1.0},
+    "recursion_moe": {**EXPERTS, **ROUTED, **RECURSION, "depth_routing.capacity": (0.5, 0.5, 0.2)},
     # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
@@ -181,6 +191,11 @@ def routed_caches(name, cache):
         ("mod_threshold", 5, 5),
         ("mod_context", 5, 5),
         ("mod_context", 64, CONTEXT),
+        ("recursion", 1, 0),
+        ("recursion", 5, 10),
+        ("recursion", 64, CONTEXT),
+        ("recursion_threshold", 5, 5),
+        ("recursion_moe", 5, 10),
         ("moe", 5, 10),
         ("moe", 64, CONTEXT),
         ("moe_expert_choice", 5, 10),
@@ -195,7 +210,9 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode"]
+    "name",
+    ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode", "recursion",
+     "recursion_moe"],
 )
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))

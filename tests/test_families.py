@@ -50,7 +50,7 @@ def test_bfloat16_is_close(name):
         assert error_BT.max() < 0.3
 
 
-@pytest.mark.parametrize("name", ["mod_options"])
+@pytest.mark.parametrize("name", ["mod_options", "recursion"])
 def test_jit_is_no_jit(name):
     eager_BTV = families.build(name).apply(families.variables_of(name), families.tokens())
     np.testing.assert_allclose(eager_BTV, families.logits_of(name, families.tokens()), atol=2e-5)
@@ -174,6 +174,8 @@ def test_every_parameter_has_a_gradient(name):
 @functools.cache
 def sized(name, depth):
     """(a row's model with so many layers, parameters, loss and gradients on one device)."""
+    if name == "recursion":
+        depth = max(depth, 3)  # it has no fewer
     model = families.build(name).clone(depth=depth)
     params = families.random_params(model)
     step = families.jit(jax.value_and_grad(families.loss_fn(model)))
@@ -200,7 +202,7 @@ def test_scan_is_the_loop(name, depth, remat):
 
 @pytest.mark.parametrize("name, remat", [
     ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
-    ("moe_expert_choice", "dots"), ("mode_integrated", "full"),
+    ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -254,6 +256,7 @@ def gathered(compiled):
     *(("mod_options", mesh) for mesh in MESHES), ("gpt2", "mixed"), ("llama_options", "mixed"),
     *(("moe", mesh) for mesh in MESHES), ("moe_expert_choice", "data"),
     ("moe_expert_choice", "expert"), ("mode_staged", "expert"), ("mode_integrated", "expert"),
+    ("recursion", "data"), ("recursion", "mixed"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 1)
@@ -350,7 +353,7 @@ def test_sown_values_are_scalars(name):
             families.params_of(name), tokens_BT,
         )
         routed = sum(spec.routing is not None for spec in model.specs())
-        experts = sum(spec.block.moe is not None for spec in model.specs())
+        experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {

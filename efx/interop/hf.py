@@ -141,7 +141,7 @@ def mod_from_dense(params, model, key=None):
             raise UsageError("the model has routed blocks: give a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}
         for name, router in _routers(model, key).items():
-            layers[name]["router"] = router
+            layers.setdefault(name, {})["router"] = router
     if model.scan_layers:
         layers = scan_params(layers, model.specs())
     return {**params, "layers": layers}

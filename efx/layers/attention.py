@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import norms
+from efx.layers import cache, norms
 from efx.layers.attend import attend, attend_cache, attend_context
 from efx.layers.linear import Linear
 from efx.layers.positions import rope
@@ -120,12 +120,15 @@ class Attention(nn.Module):
         """
         rows, _, heads, width = k_BTKH.shape
         # The rows of the cache are made when it is initialised, by a full batch.
-        shape = (rows, heads, width, info.cache_size)
-        key = self.variable("cache", "cached_key", jnp.zeros, shape, self.dtype)
-        shape = (rows, heads, info.cache_size, width)
-        value = self.variable("cache", "cached_value", jnp.zeros, shape, self.dtype)
-        position = self.variable("cache", "position", _empty, (rows, info.cache_size))
-        used = self.variable("cache", "used", jnp.zeros, (rows,), jnp.int32)
+        size = info.cache_size
+        key, value, position, used = cache.variables(
+            self,
+            info.cache_tag,
+            cached_key=lambda: jnp.zeros((rows, heads, width, size), self.dtype),
+            cached_value=lambda: jnp.zeros((rows, heads, size, width), self.dtype),
+            position=lambda: jnp.full((rows, size), -1, jnp.int32),
+            used=lambda: jnp.zeros((rows,), jnp.int32),
+        ).values()
         if self.is_initializing():
             return q_BTNH
         if info.kv != "read":
@@ -165,7 +168,3 @@ def _and_one(y, fill):
     """y [B, T, ...] as [B*T + 1, ...], the last entry `fill`."""
     y = y.reshape(-1, *y.shape[2:])
     return jnp.concatenate([y, jnp.full((1, *y.shape[1:]), fill, y.dtype)])
-
-
-def _empty(shape):
-    return jnp.full(shape, -1, jnp.int32)

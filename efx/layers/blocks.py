@@ -134,6 +134,53 @@ class LayerSpec:
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
 
+    name = None
+
+    @property
+    def blocks(self):
+        """The blocks that are computed."""
+        return (self.block,)
+
+    @property
+    def new_blocks(self):
+        """Those of them whose parameters no earlier layer has."""
+        return (self.block,)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSpec:
+    """One pass through a stack of blocks that several passes share (kind="recursion").
+
+    Attributes:
+      number: of the pass, from 0.
+      blocks: the shared blocks.
+      routing: None: all tokens, with no router.
+      capacity, survivors: shares of the sequence that this pass computes, and the one before.
+    """
+
+    number: int
+    blocks: tuple[BlockConfig, ...]
+    routing: DepthRoutingConfig | None = None
+    capacity: float = 1.0
+    survivors: float = 1.0
+
+    @property
+    def name(self):
+        return f"pass_{self.number}"
+
+    @property
+    def new_blocks(self):
+        return () if self.number else self.blocks
+
+
+def names(specs):
+    """What the layers of a stack are called: `block_<i>`, numbered by their parameters."""
+    result, index = [], 0
+    for spec in specs:
+        result.append(spec.name or f"block_{index}")
+        index += len(spec.new_blocks)
+    return result
+
 
 class Layer(nn.Module):
     """x + block(x), for all tokens or for the routed ones."""
@@ -180,9 +227,12 @@ class Stack(nn.Module):
     A scan runs over repetitions of the shortest repeating pattern of layers: (dense, routed) for
     a Mixture-of-Depths stack that routes every second block. Its parameters have a leading layer
     axis; `unroll_params` and `scan_params` convert between the two forms.
+
+    Passes through shared blocks (`PassSpec`) leave the parameters of these where a dense stack
+    has them, `block_<i>/...`, and have their routers in `pass_<i>/...`.
     """
 
-    specs: tuple[LayerSpec, ...]
+    specs: tuple[LayerSpec | PassSpec, ...]
     scan: bool
     remat: str
 
@@ -200,9 +250,55 @@ class Stack(nn.Module):
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
-        for i, spec in enumerate(self.specs):
-            x_BTD = _layer_class(self.remat, scanned=False)(spec, name=f"block_{i}")(x_BTD, info)
+        layer, shared, alive_BT = _layer_class(self.remat, scanned=False), None, None
+        for name, spec in zip(names(self.specs), self.specs, strict=True):
+            if isinstance(spec, LayerSpec):
+                x_BTD = layer(spec, name=name)(x_BTD, info)
+                continue
+            if shared is None:
+                shared = SharedStack(
+                    tuple(
+                        layer(LayerSpec(block), name=f"block_{i}")
+                        for i, block in enumerate(spec.blocks, 1)
+                    )
+                )
+            x_BTD, alive_BT = self._pass(spec, shared, x_BTD, info.replace(alive_BT=alive_BT))
         return x_BTD
+
+    def _pass(self, spec, shared, x_BTD, info):
+        """(x, the tokens that the next pass chooses from, or None: all)."""
+        info = info.replace(cache_tag=spec.name)
+        if spec.routing is None:
+            return shared.through(x_BTD, info), None
+        routed = DepthRouted(
+            None,
+            spec.routing,
+            spec.capacity,
+            shared=shared,
+            survivors=spec.survivors,
+            name=spec.name,
+        )
+        x_BTD, alive_BT = routed.route(x_BTD, info)
+        return constrain(x_BTD, "batch", "length", "act_embed"), alive_BT
+
+
+class SharedStack(nn.Module):
+    """Layers that belong to a module outside, one after another, as a block to be routed."""
+
+    layers: tuple[nn.Module, ...]
+
+    @property
+    def config(self):
+        return self.layers[0].spec.block
+
+    def through(self, x_BTD, info):
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, info)
+        return x_BTD
+
+    def __call__(self, x_BTD, info, context=None):
+        """The increment of all of them together; `context` stays None (`kv_for_skipped`)."""
+        return self.through(x_BTD, info) - x_BTD
 
 
 def _layer_class(remat, scanned):

@@ -42,26 +42,34 @@ def cross_entropy(logit_BT, target_BT, valid_BT):
     return _mean(loss_BT, valid_BT)
 
 
-def statistics(decided_BT, target_BT, valid_BT, room):
+def statistics(decided_BT, target_BT, valid_BT, room, real_BT=None):
     """{name: scalar} of a decision, measured on all valid tokens of the batch.
 
     accuracy, precision and recall against top-k; decided_fraction: tokens that it wants;
     overflow_fraction: those of them that find no room; pairs_fraction: (query, key) pairs among
     the tokens that are routed, of those among all tokens.
+
+    Args:
+      valid_BT: the tokens that the decision is about, or None: all.
+      real_BT: those that the two fractions are of, where these are more: the tokens of the
+        sequence, when only the survivors of an earlier decision are decided about. They compare
+        with the capacity, which is a share of the sequence too.
     """
     decided, target = decided_BT.astype(jnp.float32), target_BT.astype(jnp.float32)
     both = _mean(decided * target, valid_BT)
     positives, wanted = _mean(decided, valid_BT), _mean(target, valid_BT)
     length = decided_BT.shape[1]
-    tokens = decided_BT.size if valid_BT is None else jnp.maximum(jnp.sum(valid_BT), 1)
+    real_BT = valid_BT if real_BT is None else real_BT
+    tokens = decided_BT.size if real_BT is None else jnp.maximum(jnp.sum(real_BT), 1)
+    share = positives if real_BT is valid_BT else jnp.sum(decided) / tokens
     routed_B = jnp.minimum(jnp.sum(decided, axis=1), room)
     pairs = jnp.mean(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
     return {
         "accuracy": 1.0 - positives - wanted + 2.0 * both,
         "precision": both / jnp.maximum(positives, 1e-9),
         "recall": both / jnp.maximum(wanted, 1e-9),
-        "decided_fraction": positives,
-        "overflow_fraction": positives - jnp.sum(routed_B) / tokens,
+        "decided_fraction": share,
+        "overflow_fraction": share - jnp.sum(routed_B) / tokens,
         "pairs_fraction": pairs,
     }
 

@@ -24,17 +24,25 @@ class DepthRouted(nn.Module):
 
     Attributes:
       make_block: constructor of the block, a module (x, info, context=None) -> increment.
+      capacity: share of the sequence that is routed.
       make_light: constructor of the light path, a module x -> increment, or None.
+      shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
+      survivors: share of the sequence that may be routed, see `TokenInfo.alive_BT`.
     """
 
-    make_block: Callable
+    make_block: Callable | None
     config: DepthRoutingConfig
     capacity: float
     make_light: Callable | None = None
+    shared: nn.Module | None = None
+    survivors: float = 1.0
 
     def setup(self):
-        self.block = self.make_block()
-        nn.share_scope(self, self.block)
+        if self.shared is None:
+            self.block = self.make_block()
+            nn.share_scope(self, self.block)
+        else:
+            self.block = self.shared
         width, trained = self.block.config.width, self.config.trained
         # One router for each block, never shared, without bias. Starting at zero would make every
         # score equal and the first selection the first C tokens.
@@ -59,19 +67,27 @@ class DepthRouted(nn.Module):
         )
 
     def __call__(self, x_BTD, info):
+        return self.route(x_BTD, info)[0]
+
+    def route(self, x_BTD, info):
+        """(x as described above, bool [B, T]: the tokens that were routed)."""
         if info.decode:
             return self._decode(x_BTD, info)
         c = self.config
         batch, length, _ = x_BTD.shape
         score_BT = self.scores(x_BTD)
-        valid_BT = None if info.segment_ids_BT is None else info.segment_ids_BT > 0
+        real_BT = None if info.segment_ids_BT is None else info.segment_ids_BT > 0
+        valid_BT = real_BT
+        if info.alive_BT is not None:
+            real_BT = jnp.ones_like(info.alive_BT) if real_BT is None else real_BT
+            valid_BT = info.alive_BT & real_BT
         top = self._topk(score_BT, valid_BT, info)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         decided_BT = {name: logit > 0 for name, logit in logit_BT.items()}
         if valid_BT is not None:
             decided_BT = {name: decided & valid_BT for name, decided in decided_BT.items()}
         target_BT = routing.selected(top, length)
-        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT)
+        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT)
         room = c.room(self.capacity, length)
         if info.selection != "train":
             name = c.causal if info.selection == "causal" else info.selection
@@ -92,7 +108,7 @@ class DepthRouted(nn.Module):
         routed_BTD = routing.scatter_add(
             self._lightly(x_BTD, plan), delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
         )
-        return routed_BTD
+        return routed_BTD, routing.selected(plan, length)
 
     def _topk(self, score_BT, valid_BT, info):
         size = routing.capacity(self.capacity, score_BT.shape[1])
@@ -129,14 +145,15 @@ class DepthRouted(nn.Module):
         return x_BTD + jnp.where(skipped_BT[..., None], self.light(x_BTD), 0)
 
     def _follow_quantile(self, score_BT, valid_BT):
-        new = routing.quantile(score_BT, 1.0 - self.capacity, valid_BT)
+        # Of those that may be routed: together they are routed as often as the capacity says.
+        new = routing.quantile(score_BT, 1.0 - self.capacity / self.survivors, valid_BT)
         steps = self.quantile_steps.value
         # The first value is taken as it is: an average that starts at 0 would have to forget it.
         decay = jnp.where(steps == 0, 0.0, self.config.threshold_decay)
         self.quantile.value = decay * self.quantile.value + (1.0 - decay) * new
         self.quantile_steps.value = steps + 1
 
-    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT):
+    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT):
         """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
         come from row b alone. The sampling decision's go by "router", the others' by their name."""
         for name in self.config.trained:
@@ -148,7 +165,7 @@ class DepthRouted(nn.Module):
                 self.sow("losses", decisions.LOSSES[name], loss)
             room = self.config.room(self.capacity, x_BTD.shape[1])
             prefix = "router" if name == self.config.causal else name
-            stats = decisions.statistics(decided_BT[name], target_BT, valid_BT, room)
+            stats = decisions.statistics(decided_BT[name], target_BT, valid_BT, room, real_BT)
             for key, value in stats.items():
                 self.sow("stats", f"{prefix}/{key}", value)
 
@@ -167,8 +184,10 @@ class DepthRouted(nn.Module):
         name = c.causal if info.selection in ("causal", "train") else info.selection
         logit_BT = self._logit(name, x_BTD, score_BT)
         if self.is_initializing():
-            return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info)
+            return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
         wanted_BT = (logit_BT > 0) & (info.positions_BT >= 0)
+        if info.alive_BT is not None:
+            wanted_BT, info = wanted_BT & info.alive_BT, info.replace(alive_BT=None)
         fits_BT = routed.value[:, None] + jnp.cumsum(wanted_BT, axis=1) <= room
         run_BT = wanted_BT & fits_BT
         routed.value = routed.value + jnp.sum(run_BT, axis=1)
@@ -184,10 +203,9 @@ class DepthRouted(nn.Module):
                 routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch)
             )
             gate_BC = routing.gather(gate_BT, plan)
-            return routing.scatter_add(
-                start_BTD, delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
-            )
-        return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info)
+            delta_BCD = delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype)
+            return routing.scatter_add(start_BTD, delta_BCD, plan), run_BT
+        return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info), run_BT
 
     def _decode_one(self, x_BTD, start_BTD, gate_BT, run_BT, info):
         """A single new token a row: the rows that want the block, a static number at a time.

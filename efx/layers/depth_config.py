@@ -23,11 +23,15 @@ class DepthRoutingConfig:
     """`config.model.depth_routing`.
 
     Attributes:
-      kind: "none" or "mod".
+      kind: "none", "mod", or "recursion": the blocks between the first and the last are one shared
+        stack, applied several times, each time to the tokens that its router picks among those of
+        the time before (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
+      recursions: "recursion": R, how often the shared stack is applied.
       every: one block in `every` is routed, starting with block every - 1 (2: blocks 1, 3, 5...).
       blocks: explicit zero-based list of routed blocks instead; () for the rule above.
       capacity: c, the fraction of a sequence that a routed block computes, in (0, 1]; one value,
-        or one for each routed block.
+        or one for each routed block. "recursion": the shares of the sequence that the R passes
+        compute; from one value c they are 1, c, c^2... A pass that computes all has no router.
       capacity_stages: ((f, c), ...): until the fraction f of the training steps the capacity is c;
         after the last stage, and whenever the model is not training, it is `capacity`.
       per: top-k over each "row", or over each "document" of a packed row by itself.
@@ -49,6 +53,7 @@ class DepthRoutingConfig:
     """
 
     kind: str
+    recursions: int
     every: int
     blocks: tuple[int, ...]
     capacity: float | tuple[float, ...]
@@ -87,13 +92,20 @@ class DepthRoutingConfig:
 
 def routed_blocks(config, depth):
     """{block index: capacity} of a stack of `depth` blocks; ValueError if the lengths differ."""
-    if config.kind == "none":
+    if config.kind != "mod":
         return {}
     chosen = config.blocks or tuple(range(config.every - 1, depth, max(1, config.every)))
     capacities = config.capacity
     if not isinstance(capacities, tuple):
         capacities = (capacities,) * len(chosen)
     return dict(zip(chosen, capacities, strict=True))
+
+
+def passes(c):
+    """Shares of the sequence that the passes of a recursion compute."""
+    if isinstance(c.capacity, tuple):
+        return c.capacity
+    return tuple(c.capacity**i for i in range(c.recursions))
 
 
 def check(c, depth):
@@ -105,7 +117,7 @@ def check(c, depth):
                 f"config.model.depth_routing.{name}={value!r}: expected one of {', '.join(choices)}"
             )
 
-    one_of("kind", c.kind, ("none", "mod"))
+    one_of("kind", c.kind, ("none", "mod", "recursion"))
     one_of("gate", c.gate, tuple(GATES))
     one_of("selection", c.selection, SELECTIONS)
     one_of("per", c.per, ("row", "document"))
@@ -152,6 +164,12 @@ def check(c, depth):
             f"config.model.depth_routing.blocks={c.blocks}: expected ascending block numbers "
             f"between 0 and {depth - 1}"
         )
+    if c.recursions < 1:
+        raise UsageError(
+            f"config.model.depth_routing.recursions={c.recursions}: must be at least 1"
+        )
+    if c.kind == "recursion":
+        _check_recursion(c, depth)
     try:
         routed_blocks(c, depth)
     except ValueError:
@@ -159,3 +177,25 @@ def check(c, depth):
             f"config.model.depth_routing.capacity={c.capacity}: give one value, or one for each "
             "routed block"
         ) from None
+
+
+def _check_recursion(c, depth):
+    where = "config.model.depth_routing"
+    if depth < 3:
+        raise UsageError(
+            f"config.model.depth={depth}: {where}.kind='recursion' needs at least 3 blocks, the "
+            "first, the last and what is repeated between them"
+        )
+    off = dict(blocks=(), capacity_stages=(), kv_for_skipped=False, light_path=0)
+    for name, value in off.items():
+        if getattr(c, name) != value:
+            raise UsageError(
+                f"{where}.{name}={getattr(c, name)!r}: not with {where}.kind='recursion', "
+                f"leave it at {value!r}"
+            )
+    shares = passes(c)
+    if len(shares) != c.recursions or list(shares) != sorted(shares, reverse=True):
+        raise UsageError(
+            f"{where}.capacity={c.capacity}: give one value, or one for each of the "
+            f"{c.recursions} passes ({where}.recursions), none larger than the one before"
+        )

@@ -14,6 +14,7 @@ class TokenInfo:
       positions_BT: int32 original position of each token (B may be 1: the same for every row).
         While decoding, a negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+      alive_BT: bool, the tokens that routing may choose from, or None: all.
       rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
       train: dropout is on.
       decode: read and write the `cache` collection.
@@ -23,16 +24,20 @@ class TokenInfo:
       cache_size: decoding only: tokens of context that the cache of a dense block holds.
       kv: decoding only: "both" writes the new keys and values and attends; "write" only writes
         (the result means nothing), "read" only attends.
+      cache_tag: decoding only: which use this is of a layer that is used several times; each has
+        a cache of its own.
     """
 
     positions_BT: Any
     segment_ids_BT: Any = None
+    alive_BT: Any = None
     rows_B: Any = None
     train: bool = struct.field(pytree_node=False, default=False)
     decode: bool = struct.field(pytree_node=False, default=False)
     selection: str = struct.field(pytree_node=False, default="causal")
     cache_size: int = struct.field(pytree_node=False, default=0)
     kv: str = struct.field(pytree_node=False, default="both")
+    cache_tag: str = struct.field(pytree_node=False, default="")
 
     def full(self, batch):
         """The same with positions for every row, so that rows can be gathered one by one."""

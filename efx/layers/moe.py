@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx.layers import routing
+from efx.layers import cache, routing
 from efx.layers.mlp import MLP, activate
 from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
@@ -217,8 +217,12 @@ class MoE(nn.Module):
         c = self.config
         rows, length, width = x_BTD.shape
         room = c.places(info.cache_size, "causal")
-        taken = self.variable("cache", "taken", jnp.zeros, (rows, c.num_experts), jnp.int32)
-        dropped = self.variable("cache", "dropped", jnp.zeros, (rows,), jnp.int32)
+        taken, dropped = cache.variables(
+            self,
+            info.cache_tag,
+            taken=lambda: jnp.zeros((rows, c.num_experts), jnp.int32),
+            dropped=lambda: jnp.zeros((rows,), jnp.int32),
+        ).values()
         if self.is_initializing():
             return x_BTD
         row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B

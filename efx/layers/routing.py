@@ -120,12 +120,16 @@ def scatter_sum(indices, y, length):
 
 
 def gather_info(info, plan, batch):
-    """TokenInfo of the routed subsequence: every token keeps its position and its document."""
+    """TokenInfo of the routed subsequence: every token keeps its position and its document.
+
+    All of them are computed: the layers inside ask no more who is alive.
+    """
     info = info.full(batch)
     segments = info.segment_ids_BT
     return info.replace(
         positions_BT=gather(info.positions_BT, plan, fill=-1),
         segment_ids_BT=None if segments is None else gather(segments, plan),
+        alive_BT=None,
     )
 
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend, costs, depth_config, moe_config, norms
-from efx.layers.blocks import BlockConfig, LayerSpec, Stack, dropout_factory
+from efx.layers.blocks import BlockConfig, LayerSpec, PassSpec, Stack, dropout_factory
 from efx.layers.depth_config import DepthRoutingConfig, routed_blocks
 from efx.layers.dropout import SITES, DropoutConfig
 from efx.layers.info import TokenInfo
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def specs(self):
-        """The layers of the stack."""
+        """The layers of the stack, in the order in which they are computed."""
         c = self.resolved()
         block = BlockConfig(
             width=c.width,
@@ -218,6 +218,8 @@ class Decoder(nn.Module):
         kinds = [
             sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
         ]
+        if c.depth_routing.kind == "recursion":
+            return LayerSpec(kinds[0]), *_passes(c.depth_routing, kinds), LayerSpec(kinds[-1])
         routed = routed_blocks(c.depth_routing, c.depth)
         return tuple(
             LayerSpec(kind, c.depth_routing, routed[i]) if i in routed else LayerSpec(kind)
@@ -236,34 +238,37 @@ class Decoder(nn.Module):
         Args:
           selection: "train" counts the capacity of routed blocks; "causal" the buffer that
             evaluation under the causal decision computes, ceil(c * T * slack).
-          shares: {routed block: (share of the tokens, share of the causal pairs) that it was
-            measured to route}: `nominal` then counts these, which is what decoding costs.
+          shares: {index in `specs()` of a routed layer: (share of the tokens, share of the causal
+            pairs) that it was measured to route}: `nominal` then counts these, which is what
+            decoding costs.
         """
         c = self.resolved()
         parts, nominal = [], []
         for i, spec in enumerate(c.specs()):
-            b, r, tokens, context = spec.block, spec.routing, length, None
-            if r is not None:
-                tokens = r.places(spec.capacity, length, selection)
-                added = costs.routing_flops(b, r, length)
+            if spec.routing is not None:
+                added = costs.routing_flops(spec.blocks[0], spec.routing, length)
                 parts.append(added)
                 nominal.append(added)
-            if r is not None and r.kv_for_skipped:
-                context = length
-                visited = tokens * length
-                allowed = flops.causal_pairs(length, b.window) * tokens / length
-            else:
-                visited = attend.visited_pairs(tokens, b.chunk, b.window)
-                allowed = flops.causal_pairs(tokens, b.window)
-            experts, ideal = (moe_config.block_flops(b, tokens, selection, n) for n in (0, 1))
-            parts.append(costs.block_flops(b, tokens, visited, context) | experts)
-            if shares and i in shares:
-                token_share, pair_share = shares[i]
-                tokens = token_share * length
-                pairs = flops.causal_pairs(length, b.window)
-                allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
-                ideal = moe_config.block_flops(b, tokens, selection, nominal=True)
-            nominal.append(costs.block_flops(b, tokens, allowed, context) | ideal)
+            for b in spec.blocks:
+                r, tokens, context = spec.routing, length, None
+                if r is not None:
+                    tokens = r.places(spec.capacity, length, selection)
+                if r is not None and r.kv_for_skipped:
+                    context = length
+                    visited = tokens * length
+                    allowed = flops.causal_pairs(length, b.window) * tokens / length
+                else:
+                    visited = attend.visited_pairs(tokens, b.chunk, b.window)
+                    allowed = flops.causal_pairs(tokens, b.window)
+                experts, ideal = (moe_config.block_flops(b, tokens, selection, n) for n in (0, 1))
+                parts.append(costs.block_flops(b, tokens, visited, context) | experts)
+                if shares and i in shares:
+                    token_share, pair_share = shares[i]
+                    tokens = token_share * length
+                    pairs = flops.causal_pairs(length, b.window)
+                    allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
+                    ideal = moe_config.block_flops(b, tokens, selection, nominal=True)
+                nominal.append(costs.block_flops(b, tokens, allowed, context) | ideal)
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 
@@ -279,10 +284,11 @@ class Decoder(nn.Module):
             count["head"] = c.width * c.padded_vocab
         blocks = []
         for spec in c.specs():
-            blocks.append(costs.block_params(spec.block) | moe_config.block_params(spec.block))
-            blocks.append({"norm": 2 * norm})
+            for block in spec.new_blocks:
+                blocks.append(costs.block_params(block) | moe_config.block_params(block))
+                blocks.append({"norm": 2 * norm})
             if spec.routing is not None:
-                blocks.append(costs.routing_params(spec.block, spec.routing, norm))
+                blocks.append(costs.routing_params(spec.blocks[0], spec.routing, norm))
         return flops.add([count, *blocks])
 
     @nn.nowrap
@@ -293,7 +299,8 @@ class Decoder(nn.Module):
             slots = cache_size
             if spec.routing is not None and not spec.routing.kv_for_skipped:
                 slots = spec.routing.room(spec.capacity, cache_size)
-            total += 2 * slots * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
+            entry = 2 * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
+            total += len(spec.blocks) * slots * entry
         return total
 
 
@@ -347,4 +354,17 @@ def _resolve(model):
     if model.positions == "rope" and head_dim % 2:
         raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
     depth_config.check(model.depth_routing, model.depth)
+    if model.scan_layers and model.depth_routing.kind == "recursion":
+        raise UsageError(
+            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
+            "whose layers do not repeat a pattern"
+        )
     return model
+
+
+def _passes(routing, kinds):
+    """The passes of a recursion through all blocks but the first and the last."""
+    before = 1.0
+    for i, share in enumerate(depth_config.passes(routing)):
+        yield PassSpec(i, tuple(kinds[1:-1]), routing if share < 1 else None, share, before)
+        before = share
