@@ -28,6 +28,8 @@ EXPERTS = {
 NOOP = {"model.mlp.moe.num_noop": 8}
 RUNS = {
     "dense": DENSE,
+    # A forward pass costs it about what it costs a stack with 12.5% in every second block.
+    "dense, half as deep": DENSE | {"model.depth": 4},
     "MoD 12.5%, every second block": {},
     "MoD 25%, every second block": {"model.depth_routing.capacity": 0.25},
     "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
@@ -42,6 +44,13 @@ RUNS = {
         "model.depth_routing.also_train": "('predictor','threshold')",
     },
     "MoD 12.5%, router_bce 0.1": {"losses.router_bce": 0.1},
+    "MoD 12.5%, threshold decision, no router loss": {"model.depth_routing.causal": "threshold"},
+    "recursion, 3 passes": {
+        "model.depth_routing.kind": "recursion",
+        "model.depth_routing.recursions": 3,
+        "model.depth_routing.capacity": "(1.0,0.6667,0.3333)",
+        "model.depth": 5,
+    },
     "MoE, 2 of 8 experts": DENSE | EXPERTS,
     "staged MoDE: MoD 12.5% around MoE": EXPERTS,
     "integrated MoDE: 8 experts, 8 no-ops": DENSE | EXPERTS | NOOP,
