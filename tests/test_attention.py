@@ -193,13 +193,13 @@ def test_spans_cover_what_may_be_seen(length, chunk, window):
 def test_visited_pairs_are_what_is_multiplied(chunk, window):
     q, k, v = inputs()
 
-    def attend(q, k, v):
+    def run(q, k, v):
         return attend.attend(
             q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
         )
 
     pairs = attend.visited_pairs(T, chunk, window)
-    assert flops.jaxpr_flops(attend, q, k, v) == B * flops.attention_scores(pairs, N, H)
+    assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
 
 
 def test_probs_fn_sees_every_chunk():
