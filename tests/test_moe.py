@@ -370,7 +370,7 @@ def test_a_sampler_counts_what_experts_turn_away():
     params = families.random_params(model)
     params["layers"]["block_0"]["norm_mlp"]["scale"] *= 0.0
     sampler = sample.Sampler(model, temperature=0.0)
-    list(sampler.tokens(params, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
+    list(sampler.tokens({"params": params}, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
     read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
     assert sampler.stats["expert_overflow"] == 2 * (read - 12)
 
