@@ -47,7 +47,7 @@ def test_mesh_of_given_devices():
     (dict(data=0), "at least 1"),
     (dict(data=-2), "at least 1"),
     (dict(data=4), "needs 4 devices but there are 8"),
-    (dict(data=16), "needs a multiple of 16 devices but there are 8"),
+    (dict(data=16), "needs 16 devices but there are 8"),
     (dict(data=-1, tensor=3), "devices but there are 8"),
     (dict(data=-1, tensor=16), "needs a multiple of 16 devices but there are 8"),
 ])
