@@ -4,13 +4,10 @@ import os
 
 import numpy as np
 
-from efx.hostmemory import keep_freed_memory
-
 
 def limit_cpus(count):
     """Let this process run on `count` CPUs only, and return on how many it does. JAX sizes its
-    thread pool by this when it is first used, so call it before. Memory is kept as in a run."""
-    keep_freed_memory()
+    thread pool by this when it is first used, so call it before."""
     if not hasattr(os, "sched_setaffinity"):  # not on macOS
         return os.cpu_count()
     allowed = sorted(os.sched_getaffinity(0))[:count]

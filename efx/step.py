@@ -248,7 +248,7 @@ def _by_layer(stats, model):
     result = losses.collect_sown(stats)
     if not stats:
         return result
-    model, layers = model, stats["layers"]
+    layers = stats["layers"]
     if "units" in layers:
         from efx.layers.blocks import unroll_params
 

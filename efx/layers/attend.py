@@ -65,13 +65,10 @@ def attend(
       probs_fn: applied to the probabilities of each chunk, probs_fn(p_BKGTS, k_start).
     Returns: [B, T, N, H].
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
+    q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
     v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
-    static = _Static(tuple(spans(length, chunk, window)), window, softcap)
+    static = _Static(tuple(spans(q_BTNH.shape[1], chunk, window)), window, softcap)
     if probs_fn is None:
         out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT)
     else:
@@ -89,7 +86,21 @@ def attend(
             for q0, q1, k0, k1 in static.spans
         ]
         out_BKGTH = jnp.concatenate(chunks, axis=3)
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+    return _join_heads(out_BKGTH)
+
+
+def _split_heads(q_BTNH, kv_heads):
+    """[B, T, N = K*G, H] -> [B, K, G, T, H]"""
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
+    return jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4))
+
+
+def _join_heads(out_BKGTH):
+    """[B, K, G, T, H] -> [B, T, N, H]"""
+    batch, kv_heads, groups, length, head_dim = out_BKGTH.shape
+    out_BTKGH = jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4))
+    return out_BTKGH.reshape(batch, length, kv_heads * groups, head_dim)
 
 
 class _Static(NamedTuple):
@@ -231,10 +242,8 @@ def attend_cache(
         not read. None: all are read.
       rows_B: which rows of the cache the rows of q are; None: all, in order.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads, slots = k_BKHS.shape[1], k_BKHS.shape[3]
-    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
+    slots = k_BKHS.shape[3]
+    q_BKGTH = _split_heads(q_BTNH * scale, k_BKHS.shape[1])
 
     def read(start, size):
         """Keys, values and which query may see which of so many slots from `start` on."""
@@ -256,7 +265,7 @@ def attend_cache(
         out_BKGTH = _softmax_values(q_BKGTH, *parts, softcap, probs_fn, 0)
     else:
         out_BKGTH = _softmax_blocks(q_BKGTH, read, slots, used, softcap)
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+    return _join_heads(out_BKGTH)
 
 
 def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
@@ -315,10 +324,7 @@ def attend_context(
     A query sees a key of its own document whose position does not exceed its own (and lies inside
     the window). Every pair is computed; differentiated by JAX.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    kv_heads = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, num_heads // kv_heads, head_dim)
-    q_BKGTH = jnp.transpose(q_BKGTH * scale, (0, 2, 3, 1, 4))
+    q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
     gap_BTS = q_info.positions_BT[:, :, None] - k_info.positions_BT[:, None, :]
     allowed_BTS = gap_BTS >= 0
@@ -328,7 +334,7 @@ def attend_context(
         same_BTS = q_info.segment_ids_BT[:, :, None] == k_info.segment_ids_BT[:, None, :]
         allowed_BTS = allowed_BTS & same_BTS
     out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, 0)
-    return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(batch, length, num_heads, head_dim)
+    return _join_heads(out_BKGTH)
 
 
 def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, k_start):

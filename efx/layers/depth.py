@@ -105,10 +105,9 @@ class DepthRouted(nn.Module):
             routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch), context
         )
         gate_BC = self._gate(routing.gather(score_BT, plan))
-        routed_BTD = routing.scatter_add(
-            self._lightly(x_BTD, plan), delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype), plan
-        )
-        return routed_BTD, routing.selected(plan, length)
+        routed_BT = routing.selected(plan, length)
+        start_BTD = self._add_light(x_BTD, ~routed_BT)
+        return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
 
     def _topk(self, score_BT, valid_BT, info):
         size = routing.capacity(self.capacity, score_BT.shape[1])
@@ -133,13 +132,8 @@ class DepthRouted(nn.Module):
     def _gate(self, score):
         return GATES["one" if self.config.selection == "stochastic" else self.config.gate](score)
 
-    def _lightly(self, x_BTD, plan):
-        """x with the light path's increment added to the tokens that are not routed."""
-        if self.make_light is None:
-            return x_BTD
-        return self._add_light(x_BTD, ~routing.selected(plan, x_BTD.shape[1]))
-
     def _add_light(self, x_BTD, skipped_BT):
+        """x with the light path's increment added to the tokens that are not routed."""
         if self.make_light is None:
             return x_BTD
         return x_BTD + jnp.where(skipped_BT[..., None], self.light(x_BTD), 0)
@@ -203,8 +197,7 @@ class DepthRouted(nn.Module):
                 routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch)
             )
             gate_BC = routing.gather(gate_BT, plan)
-            delta_BCD = delta_BCD * gate_BC[..., None].astype(delta_BCD.dtype)
-            return routing.scatter_add(start_BTD, delta_BCD, plan), run_BT
+            return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), run_BT
         return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info), run_BT
 
     def _decode_one(self, x_BTD, start_BTD, gate_BT, run_BT, info):
@@ -228,7 +221,7 @@ class DepthRouted(nn.Module):
             if rows == batch:
                 positions_BT = jnp.where(run_BT, info.positions_BT, -1)
                 delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
-                return done + rows, out_BTD + delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
+                return done + rows, out_BTD + _gated(delta_BTD, gate_BT)
             # One "sequence" of the batch's rows.
             plan = routing.first_plan((run_BT & (rank_BT >= done)).T, rows)
 
@@ -239,8 +232,12 @@ class DepthRouted(nn.Module):
                 take(x_BTD),
                 info.replace(positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]),
             )
-            delta = delta * take(gate_BT)[..., None].astype(delta.dtype)
+            delta = _gated(delta, take(gate_BT))
             return done + rows, routing.scatter_add(out_BTD[None], delta[None], plan)[0]
 
         start = (jnp.int32(0), start_BTD)
         return nn.while_loop(more, some, self.block, start, carry_variables="cache")[1]
+
+
+def _gated(delta_BTD, gate_BT):
+    return delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)

@@ -260,15 +260,15 @@ class Decoder(nn.Module):
                 else:
                     visited = attend.visited_pairs(tokens, b.chunk, b.window)
                     allowed = flops.causal_pairs(tokens, b.window)
-                experts, ideal = (moe_config.block_flops(b, tokens, selection, n) for n in (0, 1))
+                experts = moe_config.block_flops(b, tokens, selection, nominal=False)
                 parts.append(costs.block_flops(b, tokens, visited, context) | experts)
                 if shares and i in shares:
                     token_share, pair_share = shares[i]
                     tokens = token_share * length
                     pairs = flops.causal_pairs(length, b.window)
                     allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
-                    ideal = moe_config.block_flops(b, tokens, selection, nominal=True)
-                nominal.append(costs.block_flops(b, tokens, allowed, context) | ideal)
+                experts = moe_config.block_flops(b, tokens, selection, nominal=True)
+                nominal.append(costs.block_flops(b, tokens, allowed, context) | experts)
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 

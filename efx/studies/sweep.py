@@ -258,6 +258,8 @@ def main(argv=None):
     )
     arguments = parser.parse_args(own)
     try:
+        if arguments.jobs < 1:
+            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
         sweep = load_sweep(arguments.sweep)
         if not arguments.table_only:
             run_all(sweep, arguments.workdir, extra, arguments.jobs)
