@@ -266,6 +266,25 @@ def variant(config, arg, **variants):
     return config
 
 
+# Some minutes on 2 CPU cores: bytes of Python's standard library, 128 wide, 1000 steps.
+STDLIB = {
+    "steps": 1000,
+    "data.source": "stdlib",
+    "data.tokenizer": "bytes",
+    "data.seq_len": 256,
+    "data.batch_size": 16,
+    "data.eval_fraction": 0.01,
+    "model.preset": "llama",
+    "model.width": 128,
+    "model.num_heads": 4,
+    "optim.learning_rate": 2e-3,
+    "optim.schedule.warmup_steps": 50,
+    "checkpoint.every": 250,
+    "evaluate.every": 250,
+    "sample.every": 250,
+    "sample.prompt": "def ",
+}
+
 SMOKE = {
     "steps": 30,
     "data.seq_len": 64,

@@ -49,27 +49,13 @@ def get_config(arg=""):
     common.apply(
         config,
         {
-            "steps": 1000,
-            "data.source": "stdlib",
-            "data.tokenizer": "bytes",
-            "data.seq_len": 256,
-            "data.batch_size": 16,
-            "data.eval_fraction": 0.01,
-            "model.preset": "llama",
-            "model.width": 128,
+            **common.STDLIB,
             "model.depth": 4,
-            "model.num_heads": 4,
             "model.mlp.kind": "moe",
             "model.mlp.hidden": 352,
             "model.mlp.moe.num_experts": 8,
             "model.mlp.moe.top_k": 2,
             "model.mlp.moe.expert_hidden": 176,
-            "optim.learning_rate": 2e-3,
-            "optim.schedule.warmup_steps": 50,
-            "checkpoint.every": 250,
-            "evaluate.every": 250,
-            "sample.every": 250,
-            "sample.prompt": "def ",
         },
     )
     return common.variant(config, arg, **VARIANTS)
