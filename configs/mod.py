@@ -5,7 +5,9 @@
 Mixture-of-Depths: Dynamically allocating compute in transformer-based language models (Raposo et
 al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the tokens that its own
 router picks; a token that is not picked keeps its residual. Evaluation and sampling decide
-causally, by the sign of the router's score, which an auxiliary loss trains.
+causally: a token goes through if its score exceeds a running quantile of the scores seen in
+training. That costs the language model nothing, where the paper's auxiliary loss costs it more the
+smaller the model is (README, results); `causal="aux_loss"` and "predictor" are the paper's two.
 
 Knobs, all in `config.model.depth_routing` (defaults in configs/common.py); * marks what the paper
 leaves open, see docs/paper_and_efx.md:
@@ -31,7 +33,7 @@ Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce
 Variants, to be combined with commas:
     configs/mod.py:smoke            about a minute on a CPU
     configs/mod.py:dense            the dense twin: the same stack with every block dense
-    configs/mod.py:paper            the paper's gate, the score itself
+    configs/mod.py:paper            the paper's gate, the score itself, and its auxiliary loss
     configs/mod.py:threshold        causal in training too, by a running quantile
     configs/mod.py:recursion        Mixture-of-Recursions: three of five blocks, applied three
                                     times, to all, two thirds and one third of the tokens: the work
@@ -49,10 +51,12 @@ from configs import common
 VARIANTS = {
     "smoke": common.SMOKE,
     "dense": {"model.depth_routing.kind": "none"},
-    "paper": {"model.depth_routing.gate": "identity"},
+    "paper": {
+        "model.depth_routing.gate": "identity",
+        "model.depth_routing.causal": "aux_loss",
+    },
     "threshold": {
         "model.depth_routing.selection": "threshold",
-        "model.depth_routing.causal": "threshold",
         "model.depth_routing.slack": 1.25,
     },
     "recursion": {
@@ -62,7 +66,11 @@ VARIANTS = {
         "model.depth_routing.capacity": (1.0, 2 / 3, 1 / 3),
         "model.depth_routing.slack": 1.25,
     },
-    "router_only": {"init.missing": r".*/router", "optim.frozen": r"(?!.*/router$).*"},
+    "router_only": {
+        "model.depth_routing.causal": "aux_loss",
+        "init.missing": r".*/router",
+        "optim.frozen": r"(?!.*/router$).*",
+    },
     "predictor_only": {
         "model.depth_routing.causal": "predictor",
         "init.missing": r".*/predictor/.*",
@@ -79,6 +87,7 @@ def get_config(arg=""):
             **common.STDLIB,
             "model.depth": 8,
             "model.depth_routing.kind": "mod",
+            "model.depth_routing.causal": "threshold",
         },
     )
     return common.variant(config, arg, **VARIANTS)

@@ -54,6 +54,7 @@ def get_config(arg=""):
             **common.STDLIB,
             "model.depth": 4,
             "model.depth_routing.kind": "mod",
+            "model.depth_routing.causal": "threshold",
             "model.mlp.kind": "moe",
             "model.mlp.moe.num_experts": 8,
             "model.mlp.moe.top_k": 2,

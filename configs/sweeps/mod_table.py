@@ -35,16 +35,15 @@ RUNS = {
     "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
     "MoD 12.5%, every block": {"model.depth_routing.every": 1},
     "stochastic 12.5%, every second block": {"model.depth_routing.selection": "stochastic"},
-    "threshold 12.5%, every second block": {
+    "threshold in training too, 12.5%": {
         "model.depth_routing.selection": "threshold",
-        "model.depth_routing.causal": "threshold",
         "model.depth_routing.slack": 1.25,
     },
+    "MoD 12.5%, auxiliary loss": {"model.depth_routing.causal": "aux_loss"},
+    "MoD 12.5%, predictor": {"model.depth_routing.causal": "predictor"},
     "MoD 12.5%, all three decisions": {
-        "model.depth_routing.also_train": "('predictor','threshold')",
+        "model.depth_routing.also_train": "('predictor','aux_loss')",
     },
-    "MoD 12.5%, router_bce 0.1": {"losses.router_bce": 0.1},
-    "MoD 12.5%, threshold decision, no router loss": {"model.depth_routing.causal": "threshold"},
     "recursion, 3 passes": {
         "model.depth_routing.kind": "recursion",
         "model.depth_routing.recursions": 3,
@@ -65,9 +64,9 @@ def get_sweep():
         runs={name: SIZE | changes for name, changes in RUNS.items()},
         columns={
             "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
-            "accuracy, router": "eval/router/accuracy",
-            "accuracy, predictor": "eval/predictor/accuracy",
-            "accuracy, threshold": "eval/threshold/accuracy",
+            "accuracy of the decision": "eval/router/accuracy",
+            "of the predictor beside it": "eval/predictor/accuracy",
+            "of the auxiliary loss beside it": "eval/aux_loss/accuracy",
             "fraction routed": "eval/router/routed_fraction",
         },
     )
