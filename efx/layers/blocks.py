@@ -67,35 +67,15 @@ class Block(nn.Module):
     def __call__(self, x_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
         c = self.config
-        norm = partial(norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype)
-        attention = Attention(
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            use_bias=c.use_bias,
-            rope_theta=c.rope_theta,
-            qk_norm=c.qk_norm,
-            mup=c.mup,
-            window=c.window,
-            softcap=c.softcap,
-            chunk=c.chunk,
-            std=c.std,
-            std_out=c.std_out,
-            norm_eps=c.norm_eps,
-            probs_dropout=dropout_factory(c.dropout, "attention_probs"),
-            dtype=c.dtype,
-            name="attention",
-        )
-        mlp = MLP if c.moe is None else partial(MoE, c.moe)
-        mlp = mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        norm_attention = norm(name="norm_attention")
+        attention, mlp = make_attention(c, "attention"), make_mlp(c, "mlp")
+        norm_attention = make_norm(c, "norm_attention")
         if context is not None:
             context = norm_attention(context[0]), context[1]
         a_BTD = attention(norm_attention(x_BTD), info, context)
         if info.kv == "write":
             return a_BTD
         a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
-        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD), info)
+        m_BTD = mlp(make_norm(c, "norm_mlp")(x_BTD + a_BTD), info)
         m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
 
@@ -109,11 +89,40 @@ class LightPath(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        norm = norms.make_norm(
-            c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name="norm"
-        )
         mlp = MLP(self.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        return mlp(norm(x_BTD), None)
+        return mlp(make_norm(c, "norm")(x_BTD), None)
+
+
+def make_norm(c, name):
+    """A norm of the block `c` (a `BlockConfig`) under the given name."""
+    return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
+
+
+def make_attention(c, name):
+    return Attention(
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        use_bias=c.use_bias,
+        rope_theta=c.rope_theta,
+        qk_norm=c.qk_norm,
+        mup=c.mup,
+        window=c.window,
+        softcap=c.softcap,
+        chunk=c.chunk,
+        std=c.std,
+        std_out=c.std_out,
+        norm_eps=c.norm_eps,
+        probs_dropout=dropout_factory(c.dropout, "attention_probs"),
+        dtype=c.dtype,
+        name=name,
+    )
+
+
+def make_mlp(c, name):
+    """An MLP, or the experts that stand in its place."""
+    mlp = MLP if c.moe is None else partial(MoE, c.moe)
+    return mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name=name)
 
 
 def dropout_factory(config, site):
@@ -133,6 +142,11 @@ class LayerSpec:
     block: BlockConfig
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
+
+    @property
+    def module(self):
+        """The module of a layer, made from its spec: (state, info) -> state."""
+        return Layer
 
 
 class Layer(nn.Module):
@@ -164,13 +178,14 @@ class Layer(nn.Module):
 class _Unit(nn.Module):
     """The layers of one period of the pattern, as the body of a scan."""
 
-    specs: tuple[LayerSpec, ...]
+    specs: tuple
     remat: str
 
     @nn.compact
     def __call__(self, x_BTD, info):
         for i, spec in enumerate(self.specs):
-            x_BTD = _layer_class(self.remat, scanned=True)(spec, name=f"block_{i}")(x_BTD, info)
+            layer = _layer_class(spec, self.remat, scanned=True)(spec, name=f"block_{i}")
+            x_BTD = layer(x_BTD, info)
         return x_BTD, None
 
 
@@ -180,9 +195,11 @@ class Stack(nn.Module):
     A scan runs over repetitions of the shortest repeating pattern of layers: (dense, routed) for
     a Mixture-of-Depths stack that routes every second block. Its parameters have a leading layer
     axis; `unroll_params` and `scan_params` convert between the two forms.
+
+    What goes from layer to layer is whatever the specs' modules take: x_BTD, or two streams.
     """
 
-    specs: tuple[LayerSpec, ...]
+    specs: tuple  # of LayerSpec, or of another family's
     scan: bool
     remat: str
 
@@ -201,18 +218,19 @@ class Stack(nn.Module):
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
         for i, spec in enumerate(self.specs):
-            x_BTD = _layer_class(self.remat, scanned=False)(spec, name=f"block_{i}")(x_BTD, info)
+            layer = _layer_class(spec, self.remat, scanned=False)(spec, name=f"block_{i}")
+            x_BTD = layer(x_BTD, info)
         return x_BTD
 
 
-def _layer_class(remat, scanned):
+def _layer_class(spec, remat, scanned):
     if remat == "none":
-        return Layer
+        return spec.module
     if remat not in REMAT_POLICIES:
         raise UsageError(
             f"config.model.remat={remat!r}: expected none, {', '.join(REMAT_POLICIES)}"
         )
-    return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+    return nn.remat(spec.module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
 
 
 def period(specs):
