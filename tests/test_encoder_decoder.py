@@ -252,8 +252,9 @@ def test_distances_by_hand():
 @pytest.mark.parametrize("kind", ["mse", "cosine", "log_cosine"])
 def test_distances_have_finite_gradients(kind):
     """At zero, at equal and at opposite vectors."""
-    for c in (jnp.zeros(3), jnp.ones(3), -jnp.ones(3)):
-        for s in (jnp.zeros(3), jnp.ones(3)):
+    one = jnp.array([2.0, 0.0, 0.0])  # of which the cosines are exact
+    for c in (0 * one, one, -one):
+        for s in (0 * one, one):
             assert np.isfinite(jax.grad(lambda c, s=s: distance(kind, c, s))(c)).all()
 
 
@@ -357,7 +358,7 @@ def test_the_published_loss_collapses_and_the_default_does_not():
     assert values[0] > 0.1 and values[-1] < 1e-3
     assert np.abs(params["loss"]["norm_embedding"]["scale"]).max() < 0.3
     values, _ = trained(False)
-    assert values[0] > 0.1 and min(values) > 0.02
+    assert values[0] > 0.5 and min(values) > 0.1
 
 
 def test_one_scalar_whatever_the_kind():
@@ -448,16 +449,16 @@ def test_bad_settings_are_named(changes, message):
 
 
 def test_dropout_is_on_in_training_only():
-    """At every site: of both streams, of cross-attention, of its probabilities."""
+    """At every site; of a decoder block alone, so that its attention is cross-attention."""
     for site in ("embedding", "attention_probs", "attention_output", "mlp_output"):
         model = make({"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": (site,),
-                      "order": "cross_only"})
+                      "order": "cross_only", "depth": 1})
         params, tokens_BT = families.random_params(model), families.tokens(batch=1)
         plain = model.apply({"params": params}, tokens_BT)
         rngs = {"dropout": jax.random.key(0)}
         noisy = model.apply({"params": params}, tokens_BT, train=True, rngs=rngs)
         assert np.abs(plain - noisy).max() > 0.1, site
-        same = make({"order": "cross_only"}).apply({"params": params}, tokens_BT)
+        same = make({"order": "cross_only", "depth": 1}).apply({"params": params}, tokens_BT)
         np.testing.assert_allclose(plain, same, atol=1e-5)
 
 
