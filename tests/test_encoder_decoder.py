@@ -14,10 +14,12 @@ import pytest
 from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
 
+from configs import common
 from efx import losses, models, sharding
 from efx.errors import UsageError
 from efx.layers.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
+from efx.step import make_eval_step
 
 STREAMS = {"family": "encoder_decoder", "mlp.hidden": 48}
 
@@ -420,6 +422,16 @@ def test_a_sampler_takes_the_model():
         padded = jnp.asarray([text + [0] * (LENGTH - len(text))])
         best_T = np.argmax(forward({"params": params}, padded)[0], axis=-1)
         assert ids == best_T[len(prompt) - 1 : len(text) - 1].tolist()
+
+
+def test_evaluation_with_experts_in_the_last_layer_alone():
+    """They report like those of the stack, though the stack itself has nothing to report."""
+    model = make({"mlp.kind": "moe", "mlp.moe.every": 2})
+    params, tokens_BT = families.random_params(model), families.tokens()
+    config = common.base()
+    batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
+    result = make_eval_step(model, config)(params, {}, batch)
+    assert "moe/dropped_fraction" in result and np.isfinite(result["loss"])
 
 
 # ---- settings ----------------------------------------------------------------------------------
