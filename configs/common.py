@@ -31,6 +31,7 @@ def base():
                 load_balance=0.01,
                 router_z=0.001,
                 expert_bce=0.01,
+                embedding=1.0,
             ),
             train=train(),
             optim=optim(),
@@ -105,6 +106,49 @@ def decoder():
         remat="none",  # "full", "dots": recompute activations in the backward pass
         mlp=mlp(),
         depth_routing=depth_routing(),
+        dropout=dropout(),
+    )
+
+
+def encoder_decoder():
+    """`config.model` of this family: `config.model = ConfigDict(common.encoder_decoder())`."""
+    return dict(
+        family="encoder_decoder",
+        context=0,  # longest sequence; 0: data.seq_len
+        width=128,
+        depth=4,  # decoder blocks
+        # Encoder blocks; 0: as many as decoder blocks, with cross_source="previous_layer" one less
+        # (what the last would give is read by nothing).
+        encoder_depth=0,
+        num_heads=4,  # of self-attention, in both streams
+        cross_heads=0,  # of cross-attention, each width / cross_heads wide; 0: as num_heads
+        order="self_first",  # "cross_first"; "cross_only": a decoder without self-attention
+        # The encoder state that a decoder block reads: "same_layer", this layer's output;
+        # "previous_layer", what enters the layer, so that both streams of a layer run at once;
+        # "final", the serial encoder-decoder. For unequal depths see efx/models/encoder_decoder.py.
+        cross_source="previous_layer",
+        decoder_input_norm=False,  # d_0 = Linear(LN(e_0)), not Linear(e_0)
+        decoder_input_positions=False,  # d_0 + the position embedding of the next position
+        # LN(d_L) minus the position embedding of the next position: "subtract", "subtract_norm" (a
+        # norm after it), "none".
+        output_positions="subtract",
+        embedding_loss="mse",  # "cosine", "log_cosine", "none"; its weight: losses.embedding
+        # Norms of that loss with gain and bias: the published form, which 0 gains minimise.
+        embedding_loss_gains=False,
+        norm="layernorm",  # "rmsnorm"
+        norm_eps=1e-5,
+        use_bias=False,
+        qk_norm="none",  # "head", "width"
+        attention_scale="sqrt",  # 1/sqrt(head_dim); "mup": 1/head_dim
+        window=0,  # positions a query looks back, its own included; 0: all
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        attention_chunk=0,  # queries in a chunk of the attention kernel; 0: chosen by length
+        init_std=0.02,  # residual outputs: / sqrt(sublayers of the stream)
+        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        scan_layers=False,  # one compiled layer for all; not with cross_source="final"
+        remat="none",  # "full", "dots": recompute activations in the backward pass
+        mlp=mlp(),  # of both streams; activation: "gelu" if not given
         dropout=dropout(),
     )
 

@@ -246,7 +246,7 @@ def make_eval_step(model, config, *, groups=1):
 def _by_layer(stats, model):
     """Statistics by name: the mean over layers, and each layer's own as `name/block_<i>`."""
     result = losses.collect_sown(stats)
-    if not stats:
+    if "layers" not in stats:
         return result
     layers = stats["layers"]
     if "units" in layers:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from ml_collections import ConfigDict
 
 from configs import common
 from efx import losses, models
@@ -45,6 +46,11 @@ def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
 def _mod(looks_ahead=True, losses=("router_bce",), **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
     return Family(changes, looks_ahead, losses)
+
+
+def _streams(**changes):
+    changes = {"family": "encoder_decoder", "mlp.hidden": 64, **changes}
+    return Family(changes, losses=("embedding",))
 
 
 FAMILIES = {
@@ -96,6 +102,23 @@ FAMILIES = {
         "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
     }),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
+    "streams_same": _streams(**{
+        "cross_source": "same_layer", "cross_heads": 8, "attention_chunk": 20, "use_bias": True,
+        "output_positions": "subtract_norm", "embedding_loss_gains": True,
+    }),
+    "streams_parallel": _streams(**{
+        "cross_source": "previous_layer", "order": "cross_first", "depth": 3, "encoder_depth": 4,
+        "decoder_input_norm": True, "decoder_input_positions": True, "attention_chunk": 10,
+        "embedding_loss": "log_cosine", "window": 9, "qk_norm": "head", "logit_softcap": 8.0,
+    }),
+    "streams_final": _streams(**{
+        "cross_source": "final", "order": "cross_only", "encoder_depth": 3, "norm": "rmsnorm",
+        "output_positions": "none", "embedding_loss": "cosine", "mlp.activation": "swiglu",
+    }),
+    "streams_moe": dataclasses.replace(
+        _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
+        losses=("embedding", "load_balance", "router_z"),
+    ),
 }
 NAMES = tuple(FAMILIES)
 
@@ -103,6 +126,7 @@ NAMES = tuple(FAMILIES)
 def model_config(changes):
     """A `config.model` block: two layers, 32 wide, large weights so that everything matters."""
     config = common.base()
+    config.model = ConfigDict(getattr(common, changes.get("family", "decoder"))())
     small = {"width": 32, "depth": 2, "num_heads": 4, "init_std": 0.2, "vocab_multiple": 16,
              "mlp.multiple_of": 16}
     common.apply(config, {f"model.{key}": value for key, value in {**small, **changes}.items()})

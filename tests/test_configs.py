@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from configs import common
 from efx import main, models, optim, sharding, step
@@ -34,7 +35,9 @@ def here(monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_builds(name, variant):
     config = main.load_config(f"configs/{name}{variant}")
-    assert set(keys(config)) == set(keys(common.base())), "a config adds or loses no key"
+    whole = common.base()
+    whole.model = ConfigDict(getattr(common, config.model.family)())
+    assert set(keys(config)) == set(keys(whole)), "a config adds or loses no key"
     sharding.check_rules(config.rules)
     model = models.build(
         config.model, vocab_size=300, context=config.data.seq_len, dtype=config.train.dtype

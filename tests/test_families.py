@@ -99,10 +99,10 @@ def test_rows_do_not_depend_on_each_other(name, selection):
 def roomy(model):
     """The same with room for every token that routers pick."""
     moe = dataclasses.replace(model.mlp.moe, capacity_factor=100.0, slack=100.0)
-    return model.clone(
-        depth_routing=dataclasses.replace(model.depth_routing, slack=100.0),
-        mlp=dataclasses.replace(model.mlp, moe=moe),
-    )
+    changes = dict(mlp=dataclasses.replace(model.mlp, moe=moe))
+    if hasattr(model, "depth_routing"):
+        changes["depth_routing"] = dataclasses.replace(model.depth_routing, slack=100.0)
+    return model.clone(**changes)
 
 
 @every_family
@@ -184,7 +184,8 @@ def sized(name, depth):
 
 @pytest.mark.parametrize("name, depth, remat", [
     ("gpt2", 2, "full"), ("llama", 2, "none"), ("mod", 4, "dots"), ("mod_options", 2, "none"),
-    ("moe", 2, "dots"), ("mode_staged", 4, "full"),
+    ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
+    ("streams_parallel", 5, "full"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -203,6 +204,7 @@ def test_scan_is_the_loop(name, depth, remat):
 @pytest.mark.parametrize("name, remat", [
     ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
+    ("streams_parallel", "dots"), ("streams_final", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -257,12 +259,15 @@ def gathered(compiled):
     *(("moe", mesh) for mesh in MESHES), ("moe_expert_choice", "data"),
     ("moe_expert_choice", "expert"), ("mode_staged", "expert"), ("mode_integrated", "expert"),
     ("recursion", "data"), ("recursion", "mixed"),
+    *(("streams_same", mesh) for mesh in MESHES), ("streams_parallel", "data"),
+    ("streams_parallel", "mixed"), ("streams_final", "mixed"), ("streams_moe", "expert"),
 ])
 def test_eight_devices_are_one(name, mesh):
-    model, params, expected = sized(name, 1)
+    model, params, expected = sized(name, 2 if name == "streams_parallel" else 1)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
     params = jax.device_put(params, params_sharding)
-    mlp = params["layers"]["block_0"]["mlp"]
+    block = params["layers"]["block_0"]
+    mlp = block.get("encoder_0", block)["mlp"]
     kernel = mlp.get("experts", mlp)["up"]["kernel"]
     assert len(kernel.sharding.device_set) == 8
     assert kernel.is_fully_replicated == (mesh == "data")
@@ -354,11 +359,11 @@ def test_sown_values_are_scalars(name):
         )
         routed = sum(spec.routing is not None for spec in model.specs())
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
+        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1}
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {
-            loss: routed if loss in ("router_bce", "predictor_bce") else experts
-            for loss in FAMILIES[name].losses
+            loss: counts.get(loss, experts) for loss in FAMILIES[name].losses
         }
         assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
 

@@ -44,7 +44,8 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
-        info) while not decoding; see `TokenInfo.kv` for decoding."""
+        info). Where the latter is `info` itself, the context is another state of the same tokens
+        (S = T), causal in the same order; while decoding it has to be that. See `TokenInfo.kv`."""
         batch, length, width = x_BTD.shape
         q_BTNH = self._queries(x_BTD, info)
         k_BSKH, v_BSKH = self._keys_values(*((x_BTD, info) if context is None else context))
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         )
         if info.decode:
             out_BTNH = self._attend_cached(q_BTNH, k_BSKH, v_BSKH, info, options)
-        elif context is not None:
+        elif context is not None and context[1] is not info:
             out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, info, context[1], **options)
         else:
             out_BTNH = attend(

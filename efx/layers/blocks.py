@@ -67,35 +67,15 @@ class Block(nn.Module):
     def __call__(self, x_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
         c = self.config
-        norm = partial(norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype)
-        attention = Attention(
-            num_heads=c.num_heads,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            use_bias=c.use_bias,
-            rope_theta=c.rope_theta,
-            qk_norm=c.qk_norm,
-            mup=c.mup,
-            window=c.window,
-            softcap=c.softcap,
-            chunk=c.chunk,
-            std=c.std,
-            std_out=c.std_out,
-            norm_eps=c.norm_eps,
-            probs_dropout=dropout_factory(c.dropout, "attention_probs"),
-            dtype=c.dtype,
-            name="attention",
-        )
-        mlp = MLP if c.moe is None else partial(MoE, c.moe)
-        mlp = mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        norm_attention = norm(name="norm_attention")
+        attention, mlp = make_attention(c, "attention"), make_mlp(c, "mlp")
+        norm_attention = make_norm(c, "norm_attention")
         if context is not None:
             context = norm_attention(context[0]), context[1]
         a_BTD = attention(norm_attention(x_BTD), info, context)
         if info.kv == "write":
             return a_BTD
         a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
-        m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD), info)
+        m_BTD = mlp(make_norm(c, "norm_mlp")(x_BTD + a_BTD), info)
         m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
 
@@ -109,11 +89,40 @@ class LightPath(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        norm = norms.make_norm(
-            c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name="norm"
-        )
         mlp = MLP(self.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        return mlp(norm(x_BTD), None)
+        return mlp(make_norm(c, "norm")(x_BTD), None)
+
+
+def make_norm(c, name):
+    """A norm of the block `c` (a `BlockConfig`) under the given name."""
+    return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
+
+
+def make_attention(c, name):
+    return Attention(
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        use_bias=c.use_bias,
+        rope_theta=c.rope_theta,
+        qk_norm=c.qk_norm,
+        mup=c.mup,
+        window=c.window,
+        softcap=c.softcap,
+        chunk=c.chunk,
+        std=c.std,
+        std_out=c.std_out,
+        norm_eps=c.norm_eps,
+        probs_dropout=dropout_factory(c.dropout, "attention_probs"),
+        dtype=c.dtype,
+        name=name,
+    )
+
+
+def make_mlp(c, name):
+    """An MLP, or the experts that stand in its place."""
+    mlp = MLP if c.moe is None else partial(MoE, c.moe)
+    return mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name=name)
 
 
 def dropout_factory(config, site):
@@ -134,7 +143,10 @@ class LayerSpec:
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
 
-    name = None
+    @property
+    def module(self):
+        """The module of a layer, made from its spec: (state, info) -> state."""
+        return Layer
 
     @property
     def blocks(self):
@@ -177,8 +189,9 @@ def names(specs):
     """What the layers of a stack are called: `block_<i>`, numbered by their parameters."""
     result, index = [], 0
     for spec in specs:
-        result.append(spec.name or f"block_{index}")
-        index += len(spec.new_blocks)
+        passes = isinstance(spec, PassSpec)
+        result.append(spec.name if passes else f"block_{index}")
+        index += len(spec.new_blocks) if passes else 1
     return result
 
 
@@ -211,13 +224,14 @@ class Layer(nn.Module):
 class _Unit(nn.Module):
     """The layers of one period of the pattern, as the body of a scan."""
 
-    specs: tuple[LayerSpec, ...]
+    specs: tuple
     remat: str
 
     @nn.compact
     def __call__(self, x_BTD, info):
         for i, spec in enumerate(self.specs):
-            x_BTD = _layer_class(self.remat, scanned=True)(spec, name=f"block_{i}")(x_BTD, info)
+            layer = _layer_class(spec, self.remat, scanned=True)(spec, name=f"block_{i}")
+            x_BTD = layer(x_BTD, info)
         return x_BTD, None
 
 
@@ -228,11 +242,12 @@ class Stack(nn.Module):
     a Mixture-of-Depths stack that routes every second block. Its parameters have a leading layer
     axis; `unroll_params` and `scan_params` convert between the two forms.
 
+    What goes from layer to layer is whatever the specs' modules take: x_BTD, or two streams.
     Passes through shared blocks (`PassSpec`) leave the parameters of these where a dense stack
     has them, `block_<i>/...`, and have their routers in `pass_<i>/...`.
     """
 
-    specs: tuple[LayerSpec | PassSpec, ...]
+    specs: tuple  # of LayerSpec and PassSpec, or of another family's
     scan: bool
     remat: str
 
@@ -250,16 +265,18 @@ class Stack(nn.Module):
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
-        layer, shared, alive_BT = _layer_class(self.remat, scanned=False), None, None
+        shared, alive_BT = None, None
         for name, spec in zip(names(self.specs), self.specs, strict=True):
-            if isinstance(spec, LayerSpec):
-                x_BTD = layer(spec, name=name)(x_BTD, info)
+            if not isinstance(spec, PassSpec):
+                layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
+                x_BTD = layer(x_BTD, info)
                 continue
             if shared is None:
+                inner = map(LayerSpec, spec.blocks)
                 shared = SharedStack(
                     tuple(
-                        layer(LayerSpec(block), name=f"block_{i}")
-                        for i, block in enumerate(spec.blocks, 1)
+                        _layer_class(s, self.remat, scanned=False)(s, name=f"block_{i}")
+                        for i, s in enumerate(inner, 1)
                     )
                 )
             x_BTD, alive_BT = self._pass(spec, shared, x_BTD, info.replace(alive_BT=alive_BT))
@@ -301,14 +318,14 @@ class SharedStack(nn.Module):
         return self.through(x_BTD, info) - x_BTD
 
 
-def _layer_class(remat, scanned):
+def _layer_class(spec, remat, scanned):
     if remat == "none":
-        return Layer
+        return spec.module
     if remat not in REMAT_POLICIES:
         raise UsageError(
             f"config.model.remat={remat!r}: expected none, {', '.join(REMAT_POLICIES)}"
         )
-    return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+    return nn.remat(spec.module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
 
 
 def period(specs):

@@ -26,9 +26,11 @@ import jax.numpy as jnp
 from efx.errors import UsageError, nearest
 from efx.layers.blocks import unroll_params
 from efx.models.decoder import Decoder
+from efx.models.encoder_decoder import EncoderDecoder
 
 FAMILIES = {
     "decoder": Decoder,
+    "encoder_decoder": EncoderDecoder,
 }
 
 

@@ -1,0 +1,399 @@
+"""The parallel encoder-decoder: a causal language model of two streams, one of which reads the
+other.
+
+The encoder's stream e is there to understand the text, the decoder's stream d to predict the next
+token; d reads e through causal cross-attention (query t sees encoder states <= t). With E encoder
+and L decoder blocks, decoder block j = 1..L reads the encoder state after r(j) blocks:
+    same_layer      r(j) = ceil(j E / L)
+    previous_layer  r(j) = floor((j - 1) E / (L - 1)), 0 for L = 1
+    final           r(j) = E, the serial encoder-decoder
+Layer j is decoder block j and those encoder blocks that run beside it: up to r(j) in `same_layer`,
+after r(j) and up to r(j + 1) in `previous_layer`. There decoder and encoder blocks of a layer do
+not depend on each other: with E = L - 1 the critical path is L blocks. What an L-th encoder block
+would give is read by nothing, hence the default E = L - 1 there, and E = L elsewhere; the last
+layer of `previous_layer` is a decoder block alone.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers import attend, costs, moe_config, norms
+from efx.layers.blocks import BlockConfig, Stack, dropout_factory, period
+from efx.layers.dropout import SITES, DropoutConfig
+from efx.layers.info import TokenInfo
+from efx.layers.linear import Embedding, Linear
+from efx.layers.mlp import ACTIVATIONS, MLPConfig
+from efx.layers.streams import DISTANCES, ORDERS, EmbeddingLoss, PairSpec
+from efx.sharding import constrain
+
+CHOICES = {
+    "norm": ("layernorm", "rmsnorm"),
+    "order": ORDERS,
+    "cross_source": ("same_layer", "previous_layer", "final"),
+    "output_positions": ("none", "subtract", "subtract_norm"),
+    "embedding_loss": ("none", *DISTANCES),
+    "qk_norm": ("none", "head", "width"),
+    "attention_scale": ("sqrt", "mup"),
+}
+
+
+class EncoderDecoder(nn.Module):
+    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+
+    e_0 = tok + pos; d_0 = Linear(e_0), optionally of LN(e_0), optionally + the position embedding
+    of the next position. Output: LN(d_L), optionally minus the position embedding of the next
+    position, optionally LN of that; logits by the token embedding.
+    """
+
+    vocab_size: int
+    context: int
+    dtype: jnp.dtype
+    width: int
+    depth: int
+    encoder_depth: int
+    num_heads: int
+    cross_heads: int
+    order: str
+    cross_source: str
+    decoder_input_norm: bool
+    decoder_input_positions: bool
+    output_positions: str
+    embedding_loss: str
+    embedding_loss_gains: bool
+    norm: str
+    norm_eps: float
+    use_bias: bool
+    qk_norm: str
+    attention_scale: str
+    window: int
+    attention_softcap: float
+    logit_softcap: float
+    attention_chunk: int
+    init_std: float
+    vocab_multiple: int
+    scan_layers: bool
+    remat: str
+    mlp: MLPConfig
+    dropout: DropoutConfig
+    selection: str = "auto"
+
+    causal_in_training: ClassVar[str] = "unless mlp.moe routes by expert_choice"
+
+    def resolved(self):
+        """The same module with everything checked and the activation filled in."""
+        return _resolve(self)
+
+    def setup(self):
+        c = self.resolved()
+        self.embed = Embedding(c.padded_vocab, c.width, c.init_std, c.dtype)
+        self.positions_embed = Embedding(
+            c.num_positions, c.width, c.init_std, c.dtype, axes=("position", "table")
+        )
+        dropout = dropout_factory(c.dropout, "embedding")
+        self.dropout_embedding = dropout() if dropout else None
+        norm = dict(use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None)
+        if c.decoder_input_norm:
+            self.norm_input = norms.make_norm(c.norm, **norm)
+        self.decoder_input = Linear(
+            c.width, ("embed", "table"), c.init_std, c.use_bias, dtype=c.dtype
+        )
+        specs, last = c._all_specs()
+        self.layers = Stack(specs, c.scan_layers, c.remat)
+        self.last = last and Stack((last,), False, c.remat)
+        self.norm_final = norms.make_norm(c.norm, **norm)
+        if c.output_positions == "subtract_norm":
+            self.norm_output = norms.make_norm(c.norm, **norm)
+        if c.embedding_loss != "none":
+            self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
+
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """Logits [B, T, V] in float32. See `features` for the arguments."""
+        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+        return self.logits(x_BTD)[..., : self.vocab_size]
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The state [B, T, D] that the output layer reads; arguments as in `Decoder.features`."""
+        selection = self.selection
+        if selection == "auto":
+            selection = "train" if train else "causal"
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        info = TokenInfo(
+            positions_BT,
+            segment_ids_BT,
+            train=train,
+            decode=decode,
+            selection=selection,
+            cache_size=cache_size,
+        )
+        here_BT = jnp.clip(positions_BT, 0, self.context - 1)
+        embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
+        e_BTD = embedded_BTD
+        if self.dropout_embedding is not None:
+            e_BTD = self.dropout_embedding(e_BTD, info)
+        d_BTD = self.decoder_input(self.norm_input(e_BTD) if self.decoder_input_norm else e_BTD)
+        if self.decoder_input_positions:
+            d_BTD = d_BTD + self.positions_embed(here_BT + 1)
+        streams = tuple(constrain(x, "batch", "length", "act_embed") for x in (e_BTD, d_BTD))
+        if self.layers.specs:
+            streams = self.layers(streams, info)
+        e_BTD, d_BTD = self.last(streams, info) if self.last else streams
+        if self.embedding_loss != "none" and not decode:
+            self.loss(embedded_BTD, e_BTD, segment_ids_BT)
+        x_BTD = self.norm_final(d_BTD)
+        if self.output_positions != "none":
+            x_BTD = x_BTD - self.positions_embed(here_BT + 1)
+        if self.output_positions == "subtract_norm":
+            x_BTD = self.norm_output(x_BTD)
+        return x_BTD
+
+    def logits(self, x):
+        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
+        c = self.resolved()
+        logits = self.embed.attend(x)
+        if c.logit_softcap:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        if c.padded_vocab > c.vocab_size:
+            real = jnp.arange(c.padded_vocab) < c.vocab_size
+            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
+            logits = jnp.where(real, logits, attend.MASKED)
+        return logits
+
+    @nn.nowrap
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
+        table_VD = params["embed"]["embedding"]
+        return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
+        return self.apply({"params": head_params}, x_ND, method="logits")
+
+    @property
+    def padded_vocab(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def num_positions(self):
+        """Rows of the position table: the last token, too, has a next position."""
+        return self.context + (self.decoder_input_positions or self.output_positions != "none")
+
+    @property
+    def encoder_blocks(self):
+        """E."""
+        return self.encoder_depth or self.depth - (self.cross_source == "previous_layer")
+
+    @nn.nowrap
+    def reads(self):
+        """After how many encoder blocks is the state that each decoder block reads: r(1)..r(L)."""
+        blocks, depth = self.encoder_blocks, self.depth
+        if self.cross_source == "final":
+            return (blocks,) * depth
+        if self.cross_source == "same_layer":
+            return tuple(-(-j * blocks // depth) for j in range(1, depth + 1))
+        return tuple(j * blocks // max(1, depth - 1) for j in range(depth))
+
+    def specs(self):
+        """The layers of the stack; without the lone decoder block that ends `previous_layer`."""
+        return self.resolved()._all_specs()[0]
+
+    @nn.nowrap
+    def _all_specs(self):
+        """(the layers of the stack, the layer after these or None) of a resolved model."""
+        c, reads = self, self.reads()
+        parallel = c.cross_source == "previous_layer"
+        encoder = c._block(c.encoder_blocks * 2)
+        decoder = c._block(c.depth * (2 if c.order == "cross_only" else 3))
+        cross = dataclasses.replace(
+            decoder,
+            num_heads=c.cross_heads,
+            num_kv_heads=c.cross_heads,
+            head_dim=c.width // c.cross_heads,
+        )
+
+        def layer(first, last, j):
+            blocks = tuple(_with_experts(encoder, c.mlp, i) for i in range(first, last))
+            block = None if j is None else _with_experts(decoder, c.mlp, j)
+            return PairSpec(blocks, block, cross, c.order, parallel)
+
+        if c.cross_source == "final":
+            alone = [layer(i, i + 1, None) for i in range(c.encoder_blocks)]
+            return (*alone, *(layer(0, 0, j) for j in range(c.depth))), None
+        bounds = reads if parallel else (0, *reads)
+        pairs = tuple(layer(*bounds[j : j + 2], j) for j in range(len(bounds) - 1))
+        return pairs, layer(0, 0, c.depth - 1) if parallel else None
+
+    @nn.nowrap
+    def _block(self, additions):
+        """A block of a stream to whose state so many sublayers add."""
+        return BlockConfig(
+            width=self.width,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.width // self.num_heads,
+            hidden=self.mlp.hidden_size(self.width),
+            activation=self.mlp.activation,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
+            use_bias=self.use_bias,
+            rope_theta=0.0,
+            qk_norm=self.qk_norm,
+            mup=self.attention_scale == "mup",
+            window=self.window,
+            softcap=self.attention_softcap,
+            chunk=self.attention_chunk,
+            std=self.init_std,
+            std_out=self.init_std / max(1, additions) ** 0.5,
+            dropout=self.dropout,
+            dtype=self.dtype,
+        )
+
+    @nn.nowrap
+    def _parts(self):
+        """(blocks with an MLP, blocks whose self-attention there is, cross-attentions)."""
+        specs, last = self.resolved()._all_specs()
+        specs = (*specs, *([last] if last else []))
+        crosses = [spec.cross for spec in specs if spec.decoder]
+        blocks = [block for spec in specs for block in spec.blocks]
+        selves = [block for spec in specs for block in spec.encoder]
+        if self.order != "cross_only":
+            selves += [spec.decoder for spec in specs if spec.decoder]
+        return blocks, selves, crosses
+
+    @nn.nowrap
+    def unrolled(self):
+        """The same model with unrolled layers; `models.unroll` converts the parameters."""
+        return self.clone(scan_layers=False, remat="none")
+
+    @nn.nowrap
+    def ledger(self, length, selection="train", shares=None):
+        """FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts only."""
+        blocks, selves, crosses = self._parts()
+        fixed = {
+            "decoder_input": flops.matmul(length, self.width, self.width),
+            "head": flops.matmul(length, self.width, self.padded_vocab),
+        }
+        counts = []
+        for pairs, nominal in (
+            (attend.visited_pairs(length, self.attention_chunk, self.window), False),
+            (flops.causal_pairs(length, self.window), True),
+        ):
+            parts = [fixed]
+            for b in (*selves, *crosses):
+                part = costs.block_flops(b, length, pairs)
+                parts.append({key: part[key] for key in part if key != "mlp"})
+            for b in blocks:
+                dense = {"mlp": costs.block_flops(b, length, 0)["mlp"]}
+                parts.append(dense | moe_config.block_flops(b, length, selection, nominal))
+            counts.append(flops.add(parts))
+        return flops.Ledger(length, *counts)
+
+    @nn.nowrap
+    def parameter_count(self):
+        """{component: parameters}, by formula."""
+        c = self.resolved()
+        blocks, selves, crosses = c._parts()
+        norm = c.width * (2 if c.norm == "layernorm" and c.use_bias else 1)
+        single = 1 + c.decoder_input_norm + (c.output_positions == "subtract_norm")
+        count = {
+            "embedding": c.padded_vocab * c.width,
+            "positions": c.num_positions * c.width,
+            "decoder_input": c.width * (c.width + c.use_bias),
+            "norm": norm * (single + len(blocks) + len(selves) + 2 * len(crosses)),
+        }
+        if c.embedding_loss != "none" and c.embedding_loss_gains:
+            count["embedding_loss"] = 4 * c.width
+        parts = [{"attention": costs.block_params(b)["attention"]} for b in selves]
+        parts += [{"cross_attention": costs.block_params(b)["attention"]} for b in crosses]
+        for b in blocks:
+            parts.append({"mlp": costs.block_params(b)["mlp"]} | moe_config.block_params(b))
+        return flops.add([count, *parts])
+
+    @nn.nowrap
+    def cache_bytes(self, cache_size):
+        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps: those
+        of both streams, and those of the encoder states that cross-attention reads."""
+        _, selves, crosses = self._parts()
+        heads = sum(2 * b.num_kv_heads * b.head_dim for b in (*selves, *crosses))
+        return heads * cache_size * jnp.dtype(self.dtype).itemsize
+
+
+def _with_experts(block, mlp, index):
+    if mlp.kind != "moe" or not mlp.moe.in_block(index):
+        return block
+    return dataclasses.replace(block, moe=mlp.moe, hidden=mlp.moe.expert_hidden or block.hidden)
+
+
+def _resolve(model):
+    """The model with its activation; every bad value is named with its config key."""
+
+    def bad(name, value, message):
+        raise UsageError(f"config.model.{name}={value!r}: {message}")
+
+    def one_of(name, value, choices):
+        if value not in choices:
+            bad(name, value, f"expected one of {', '.join(choices)}")
+
+    for name, choices in CHOICES.items():
+        one_of(name, getattr(model, name), choices)
+    sizes = ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple")
+    for name, least in (*((name, 1) for name in sizes), ("encoder_depth", 0), ("cross_heads", 0)):
+        if getattr(model, name) < least:
+            bad(name, getattr(model, name), f"must be at least {least}")
+    model = model.clone(
+        cross_heads=model.cross_heads or model.num_heads,
+        mlp=dataclasses.replace(model.mlp, activation=model.mlp.activation or "gelu"),
+    )
+    for name in ("num_heads", "cross_heads"):
+        if model.width % getattr(model, name):
+            bad(
+                "width",
+                model.width,
+                f"does not divide by config.model.{name}={getattr(model, name)}",
+            )
+    if model.cross_source == "previous_layer" and model.depth == 1 and model.encoder_depth:
+        bad(
+            "encoder_depth",
+            model.encoder_depth,
+            "the one decoder block of cross_source='previous_layer' reads e_0; set it to 0",
+        )
+    moe_config.check(model.mlp)
+    one_of("mlp.activation", model.mlp.activation, ACTIVATIONS)
+    one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
+    for site in model.dropout.sites:
+        one_of("dropout.sites", site, SITES)
+    if not 0 <= model.dropout.rate < 1:
+        bad("dropout.rate", model.dropout.rate, "must be in [0, 1)")
+    if model.scan_layers:
+        try:
+            period(model._all_specs()[0])
+        except UsageError:
+            bad(
+                "scan_layers",
+                True,
+                f"cross_source={model.cross_source!r} with {model.encoder_blocks} encoder and "
+                f"{model.depth} decoder blocks has layers that do not repeat a pattern",
+            )
+    return model
