@@ -55,6 +55,7 @@ class Evaluator:
             "eval/tokens": causal["tokens"],
         }
         result |= _expert_rows(means, bytes_per_token)
+        result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith("dropout/")}
         if not self._routing:
             return result
         first, *others = self._routing.trained

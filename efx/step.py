@@ -248,7 +248,8 @@ def _by_layer(stats, model):
     result = losses.collect_sown(stats)
     if not stats:
         return result
-    model, layers = model, stats["layers"]
+    # Masks of the embedding lie outside of the layers.
+    layers = {**stats["layers"]} if "layers" in stats else {}
     if "units" in layers:
         from efx.layers.blocks import unroll_params
 

@@ -48,6 +48,15 @@ MODELS = {
         "depth_routing.light_path": 16,
         "depth_routing.capacity": 0.3,
     },
+    "dropout_elementwise": {**ROUTED, **OPTIONS, "dropout.kind": "elementwise",
+                            "depth_routing.capacity": 0.3},
+    "dropout_attention": {**ROUTED, "window": 7, "dropout.kind": "attention",
+                          "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3},
+    "dropout_context": {**ROUTED, "dropout.kind": "attention", "dropout.sites": families.NO_PROBS,
+                        "depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3},
+    "dropout_embedding": {**ROUTED, "preset": "gpt2", "dropout.kind": "attention",
+                          "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3,
+                          "dropout.attention.input": "embedding"},
     # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
@@ -187,6 +196,10 @@ def routed_caches(name, cache):
         ("mode", 1, 0),
         ("mode", 5, 10),
         ("mode_expert_choice", 5, 10),
+        ("dropout_elementwise", 5, 10),
+        ("dropout_attention", 5, 10),
+        ("dropout_context", 5, 10),
+        ("dropout_embedding", 5, 10),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -195,7 +208,8 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode"]
+    "name", ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode",
+             "dropout_elementwise", "dropout_attention", "dropout_embedding"]
 )
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))

@@ -12,7 +12,8 @@ from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.depth import DepthRouted
 from efx.layers.depth_config import DepthRoutingConfig
-from efx.layers.dropout import DropoutConfig, StandardDropout
+from efx.layers.dropout import DropoutConfig
+from efx.layers.learned_dropout import make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.moe_config import MoEConfig
@@ -29,7 +30,8 @@ REMAT_POLICIES = {
 class BlockConfig:
     """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
 
-    With `moe` the MLP is a Mixture of Experts, and `hidden` the width of one expert.
+    `context` is the longest sequence. With `moe` the MLP is a Mixture of Experts, and `hidden` the
+    width of one expert.
     """
 
     width: int
@@ -51,6 +53,7 @@ class BlockConfig:
     std_out: float
     dropout: DropoutConfig
     dtype: jnp.dtype
+    context: int = 0
     moe: MoEConfig | None = None
 
 
@@ -68,6 +71,9 @@ class Block(nn.Module):
         """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
         c = self.config
         norm = partial(norms.make_norm, c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype)
+        probs_dropout = None
+        if c.dropout.active("attention_probs"):
+            probs_dropout = partial(make_dropout, c, "attention_probs")
         attention = Attention(
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
@@ -82,7 +88,7 @@ class Block(nn.Module):
             std=c.std,
             std_out=c.std_out,
             norm_eps=c.norm_eps,
-            probs_dropout=dropout_factory(c.dropout, "attention_probs"),
+            probs_dropout=probs_dropout,
             dtype=c.dtype,
             name="attention",
         )
@@ -94,9 +100,9 @@ class Block(nn.Module):
         a_BTD = attention(norm_attention(x_BTD), info, context)
         if info.kv == "write":
             return a_BTD
-        a_BTD = apply_dropout(c.dropout, "attention_output", a_BTD, info)
+        a_BTD = apply_dropout(c, "attention_output", a_BTD, info)
         m_BTD = mlp(norm(name="norm_mlp")(x_BTD + a_BTD), info)
-        m_BTD = apply_dropout(c.dropout, "mlp_output", m_BTD, info)
+        m_BTD = apply_dropout(c, "mlp_output", m_BTD, info)
         return a_BTD + m_BTD
 
 
@@ -116,14 +122,9 @@ class LightPath(nn.Module):
         return mlp(norm(x_BTD), None)
 
 
-def dropout_factory(config, site):
-    """A constructor of the dropout module at `site`, or None where there is none."""
-    return partial(StandardDropout, config.rate) if config.active(site) else None
-
-
-def apply_dropout(config, site, x, info):
-    factory = dropout_factory(config, site)
-    return x if factory is None else factory(name=f"dropout_{site}")(x, info)
+def apply_dropout(config, site, x_BTD, info):
+    dropout = make_dropout(config, site, name=f"dropout_{site}")
+    return x_BTD if dropout is None else dropout(x_BTD, info)
 
 
 @dataclasses.dataclass(frozen=True)

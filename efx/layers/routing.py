@@ -122,10 +122,11 @@ def scatter_sum(indices, y, length):
 def gather_info(info, plan, batch):
     """TokenInfo of the routed subsequence: every token keeps its position and its document."""
     info = info.full(batch)
-    segments = info.segment_ids_BT
+    segments, mask_input = info.segment_ids_BT, info.mask_input_BTD
     return info.replace(
         positions_BT=gather(info.positions_BT, plan, fill=-1),
         segment_ids_BT=None if segments is None else gather(segments, plan),
+        mask_input_BTD=None if mask_input is None else gather(mask_input, plan),
     )
 
 
