@@ -25,7 +25,8 @@ Penalties, in `config.losses`, means over elements and masks of m before roundin
 a schedule (efx/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of 1 - m,
 `dropout_l1` m, `dropout_squared_l1` m^2 / 2.
 Statistics: `dropout/near_one` (m > 0.9), `dropout/near_zero` (m < 0.1), `dropout/kept` (share of
-the rounded mask that is 1) and `dropout/entropy`, at each evaluation also layer by layer.
+the rounded mask that is 1) and `dropout/entropy`; at each evaluation also layer by layer, and
+`dropout/changed`, the share of the rounded mask that differs from the last evaluation's.
 The masks' parameters are called mask_...: `config.optim.lr_multipliers` gives them, or only the
 frequencies a (".*/mask_frequency"), a learning rate of their own. They are not decayed.
 

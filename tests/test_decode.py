@@ -200,6 +200,7 @@ def routed_caches(name, cache):
         ("dropout_attention", 5, 10),
         ("dropout_context", 5, 10),
         ("dropout_embedding", 5, 10),
+        ("dropout_embedding", 1, 0),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):

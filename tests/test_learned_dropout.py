@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from configs import common
-from efx import losses, main, models, optim, step
+from efx import losses, main, models, optim, sharding, step
 from efx.errors import UsageError
+from efx.evaluate import Evaluator, describe
 from efx.layers import learned_dropout as ld
 from efx.layers.info import TokenInfo
 
@@ -61,7 +62,6 @@ def test_roundings_by_hand(rounding, uniform, values, slopes):
 
 
 def test_rounded_values_are_exactly_zero_and_one():
-    """m + (1 - m) is not always 1."""
     m = jnp.asarray(np.random.default_rng(0).uniform(size=5000), jnp.float32)
     uniform = jnp.asarray(np.random.default_rng(1).uniform(size=5000), jnp.float32)
     for given in (None, uniform):
@@ -268,7 +268,13 @@ def test_training_and_inference(kind):
     train = families.jit(lambda key: model.apply(
         {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
     ))
-    inference = families.jit(model.apply)({"params": params}, tokens_BT)
+    # Also where a key is at hand, as it is in training.
+    inference = families.jit(lambda key: model.apply(
+        {"params": params}, tokens_BT, rngs={"dropout": key}
+    ))(jax.random.key(5))
+    np.testing.assert_allclose(
+        inference, families.jit(model.apply)({"params": params}, tokens_BT), atol=1e-5
+    )
     one, same, other = (train(jax.random.key(seed)) for seed in (0, 0, 1))
     assert np.array_equal(one, same)
     if kind == "elementwise":
@@ -321,6 +327,55 @@ def test_the_shared_pass_is_computed_once():
     assert parts["mask_projections"] == (3 + 8) * 2 * length * width * width
     # One chunk of 16 queries, two products a pair, over the whole width.
     assert parts["mask_scores"] == length * length * 4 * width
+
+
+# ---- what an evaluation says -------------------------------------------------------------------
+
+
+class Held:
+    """Two batches of a held-out split; the last four places of a row are padding."""
+
+    def eval_batches(self, batch_size, max_batches):
+        for seed in (0, 1):
+            tokens = np.asarray(families.tokens(seed))
+            weights = np.ones(tokens.shape, np.float32)
+            segments = np.where(np.arange(families.LENGTH) < families.LENGTH - 4, 1, 0)
+            yield {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights,
+                   "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32)}
+
+    def bytes_per_token(self, split):
+        return 1.0
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
+    """Between two evaluations one of two layers turns over all of its mask of the MLP's output."""
+    model = families.make({"dropout.kind": "attention", "scan_layers": scan,
+                           "dropout.sites": ("embedding", "mlp_output")})
+    params = families.random_params(model)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    rules = sharding.DEFAULT_RULES
+    evaluator = Evaluator(model, common.base(), Held(), mesh, rules)
+
+    def turned(path, leaf):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        if "mlp_output" not in path or not path.endswith("mask_shift"):
+            return leaf
+        if scan:
+            return leaf.at[1].add(PI)
+        return leaf + PI if "block_1" in path else leaf
+
+    with sharding.use(mesh, rules):
+        first = evaluator(params, {})
+        second = evaluator(params, {})
+        third = evaluator(jax.tree_util.tree_map_with_path(turned, params), {})
+    kept = [first[f"eval/dropout/kept/block_{i}"] for i in (0, 1)]
+    assert 0 < min(kept) and max(kept) < 1
+    assert "eval/dropout/changed" not in first and "masks keep" in describe(1, first)
+    assert second["eval/dropout/changed"] == 0
+    assert third["eval/dropout/changed/block_0"] == 0
+    assert third["eval/dropout/changed/block_1"] == pytest.approx(1)
+    assert third["eval/dropout/changed"] == pytest.approx(1 / 3)  # of three masks, one
 
 
 # ---- config ------------------------------------------------------------------------------------

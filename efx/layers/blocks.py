@@ -195,7 +195,14 @@ class Stack(nn.Module):
                 _Unit,
                 length=len(self.specs) // size,
                 in_axes=nn.broadcast,
-                variable_axes={"params": 0, "cache": 0, "losses": 0, "stats": 0, "state": 0},
+                variable_axes={
+                    "params": 0,
+                    "cache": 0,
+                    "losses": 0,
+                    "stats": 0,
+                    "masks": 0,
+                    "state": 0,
+                },
                 split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )

@@ -8,9 +8,11 @@ which the value matrix learns.
 
 Every mask sows means over its elements, of the mask before rounding and of valid tokens only:
 losses `dropout_entropy`, `dropout_alternate_entropy`, `dropout_l1`, `dropout_squared_l1`, and the
-stats `dropout/near_one`, `dropout/near_zero`, `dropout/kept`, `dropout/entropy`. All parameters are
-leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all of them and weight decay, by its
-default pattern, none. All arithmetic of masks is float32.
+stats `dropout/near_one`, `dropout/near_zero`, `dropout/kept`, `dropout/entropy`. Where the
+collection `masks` is asked for, it also sows the rounded mask itself (see efx/mask_changes.py).
+
+All parameters are leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all of them, and weight
+decay, by its default pattern, none. All arithmetic of masks is float32.
 """
 
 import jax
@@ -67,7 +69,6 @@ def rounded(m, rounding, uniform=None):
         hard = (m >= 0.5).astype(m.dtype)
     else:
         hard = (uniform < m).astype(m.dtype)
-    # In this order, because m + (hard - m) is not always exactly hard.
     return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
 
 
@@ -121,8 +122,16 @@ def _sow(module, sums):
 
 def _report(module, m_BTD, applied_BTD, info):
     if not info.decode:
-        valid_BT = info.valid(m_BTD.shape[0])
-        _sow(module, _sums(m_BTD, applied_BTD, valid_BT[..., None]))
+        valid_BT1 = info.valid(m_BTD.shape[0])[..., None]
+        _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
+        _sow_mask(module, applied_BTD, valid_BT1)
+
+
+def _sow_mask(module, applied, counted):
+    """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count."""
+    if module.is_mutable_collection("masks") and not module.is_initializing():
+        kept = jnp.where(counted, applied >= 0.5, -1)
+        module.sow("masks", "dropout/changed", kept.astype(jnp.int8))
 
 
 def _param(module, name, init, axes, *shape):
@@ -185,6 +194,8 @@ class ElementwiseProbsMask(nn.Module):
     @nn.nowrap
     def report(self, probs_fn):
         _sow(self, jax.tree.map(lambda *parts: sum(parts), *probs_fn.sums))
+        for applied_BKGTS, counted_BKGTS in probs_fn.masks:
+            _sow_mask(self, applied_BKGTS, counted_BKGTS)
 
 
 class _ProbsFn:
@@ -193,7 +204,7 @@ class _ProbsFn:
     def __init__(self, config, a_S, b_S, info, k_positions_BS):
         place_BS = jnp.clip(k_positions_BS, 0, a_S.shape[0] - 1)
         self.a_BS, self.b_BS = a_S[place_BS], b_S[place_BS]
-        self.config, self.info, self.sums = config, info, []
+        self.config, self.info, self.sums, self.masks = config, info, [], []
 
     def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
         batch, *_, queries, keys = probs_BKGTS.shape
@@ -203,8 +214,9 @@ class _ProbsFn:
         m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
         if not self.info.decode:
             valid_BT = self.info.valid(batch)[:, q_start : q_start + queries]
-            counted_BTS = allowed_BTS & valid_BT[..., None]
-            self.sums.append(_sums(m_BKGTS, applied_BKGTS, counted_BTS[:, None, None]))
+            counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
+            self.sums.append(_sums(m_BKGTS, applied_BKGTS, counted_BKGTS))
+            self.masks.append((applied_BKGTS, counted_BKGTS))
         return probs_BKGTS * applied_BKGTS
 
 
