@@ -56,7 +56,8 @@ MODELS = {
                         "depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3},
     "dropout_embedding": {**ROUTED, "preset": "gpt2", "dropout.kind": "attention",
                           "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3,
-                          "dropout.attention.input": "embedding"},
+                          "dropout.attention.input": "embedding",
+                          "dropout.attention.rounding": "none"},
     # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
