@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from configs import common  # noqa: E402
 from efx import models  # noqa: E402
 from efx.hostmemory import keep_freed_memory  # noqa: E402
-from efx.layers.blocks import Layer  # noqa: E402
+from efx.layers.stack import Layer  # noqa: E402
 from efx.sample import STREAM, Sampler  # noqa: E402
 
 

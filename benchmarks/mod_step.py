@@ -23,8 +23,8 @@ from benchmarks import common
 from configs import mod
 from configs.common import apply
 from efx.layers import routing
-from efx.layers.blocks import Layer
 from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 STEP_TARGET = 0.58  # of the dense step's time

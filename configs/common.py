@@ -22,17 +22,7 @@ def base():
             data=data(),
             init=init(),
             model=decoder(),
-            # Weight of every extra loss, by the name under which a layer sows it. A number, or a
-            # schedule: dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py.
-            losses=dict(
-                z_loss=0.0,
-                router_bce=0.01,
-                predictor_bce=0.01,
-                load_balance=0.01,
-                router_z=0.001,
-                expert_bce=0.01,
-                embedding=1.0,
-            ),
+            losses=losses(),
             train=train(),
             optim=optim(),
             # Devices along each axis of the mesh; one may be -1, "all that are left".
@@ -45,6 +35,30 @@ def base():
             sample=sample(),
         )
     )
+
+
+def losses():
+    """Weight of every extra loss, by the name under which a layer sows it. A number, or a schedule:
+    dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py."""
+    weights = dict(
+        z_loss=0.0,
+        router_bce=0.01,
+        predictor_bce=0.01,
+        load_balance=0.01,
+        router_z=0.001,
+        expert_bce=0.01,
+        embedding=1.0,
+        # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
+        dropout_entropy=0.0,
+        dropout_alternate_entropy=0.0,
+        dropout_l1=0.0,
+        dropout_squared_l1=0.0,
+    )
+    # Without a type, so that a config may put a schedule in a number's place.
+    return {
+        name: config_dict.FieldReference(weight, field_type=object)
+        for name, weight in weights.items()
+    }
 
 
 def data():
@@ -209,9 +223,28 @@ def depth_routing():
 
 def dropout():
     return dict(
-        kind="none",  # "standard"
-        rate=0.1,
+        kind="none",  # "standard"; learned, on at inference too: "elementwise", "attention"
+        rate=0.1,  # standard: share of the elements that are zeroed
+        # Where. kind="attention" has no form for attention_probs.
         sites=("embedding", "attention_probs", "attention_output", "mlp_output"),
+        elementwise=dict(  # m = 0.5 cos(a x + b) + 0.5
+            detach=True,  # the mask passes no gradient on to x
+            a_mean=0.0,  # a and b start from normal distributions
+            a_std=0.02,
+            b_mean=0.0,
+            b_std=0.02,
+            sharpen=False,  # apply sigmoid(60 m - 30)
+        ),
+        attention=dict(  # m = 0.5 cos(u + b) + 0.5, u a causal self-attention
+            # Of what: "hidden", the activations that are masked; "embedding", the model's input
+            # embedding, one pass for all masks and a linear layer for each.
+            input="hidden",
+            num_heads=0,  # 0: as the model
+            shift_init=0.0,  # b starts here, in [0, pi]; 0: everything is kept at first
+            # "stochastic": 0 or 1 by chance in training, by m >= 0.5 at inference; "none";
+            # "sigmoid" (60 m - 30); "sigmoid_straight_through"
+            rounding="stochastic",
+        ),
     )
 
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from efx import losses, sharding
-from efx.layers.blocks import names
+from efx.layers.stack import names
+from efx.mask_changes import MaskChanges
 from efx.step import make_eval_step
 
 # How well a decision agrees with training's selection.
@@ -31,6 +32,8 @@ class Evaluator:
             selections += ("train",)
         if self._routing:
             selections += self._routing.trained[1:]
+        learned = model.dropout.learned
+        self._mask_changes = MaskChanges(model, mesh, rules) if learned else None
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
@@ -56,6 +59,11 @@ class Evaluator:
             "eval/tokens": causal["tokens"],
         }
         result |= _expert_rows(means, bytes_per_token)
+        result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith("dropout/")}
+        if self._mask_changes is not None:
+            batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
+            changes = self._mask_changes(params, variables, next(iter(batches)))
+            result |= {f"eval/{name}": value for name, value in changes.items()}
         if not self._routing:
             return result
         first, *others = self._routing.trained
@@ -153,4 +161,6 @@ def describe(step, metrics):
         )
     if "eval/moe/dropped_fraction" in metrics:
         line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
+    if "eval/dropout/kept" in metrics:
+        line += f"; masks keep {metrics['eval/dropout/kept']:.1%}"
     return line

@@ -236,21 +236,20 @@ def make_eval_step(model, config, *, groups=1):
             model, params, variables, batch, {}, config, train=False, groups=groups, z_loss=0.0
         )
         result = {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights}
-        for name, value in _by_layer(mutated["stats"], model).items():
+        for name, value in by_layer(mutated["stats"], model).items():
             result[name] = value * sums.weights
         return result
 
     return eval_step
 
 
-def _by_layer(stats, model):
+def by_layer(stats, model):
     """Statistics by name: the mean over layers, and each layer's own as `name/block_<i>`."""
     result = losses.collect_sown(stats)
-    if "layers" not in stats:
-        return result
-    layers = stats["layers"]
+    # Masks of the embedding lie outside of the layers.
+    layers = {**stats["layers"]} if "layers" in stats else {}
     if "units" in layers:
-        from efx.layers.blocks import unroll_params
+        from efx.layers.stack import unroll_params
 
         layers = unroll_params(layers, model.specs())
     for block, entries in layers.items():

@@ -36,6 +36,11 @@ class Family:
     def routed(self):
         return "depth_routing.kind" in self.changes or "mlp.kind" in self.changes
 
+    @property
+    def rounds(self):
+        """Whether it computes masks of zeros and ones."""
+        return self.changes.get("dropout.attention.rounding") == "stochastic"
+
 
 def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
     changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24,
@@ -43,14 +48,19 @@ def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
     return Family(changes, looks_ahead, losses)
 
 
+PENALTIES = ("dropout_alternate_entropy", "dropout_entropy", "dropout_l1", "dropout_squared_l1")
+ALL_SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
+NO_PROBS = tuple(site for site in ALL_SITES if site != "attention_probs")
+
+
 def _mod(looks_ahead=True, losses=("router_bce",), **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
     return Family(changes, looks_ahead, losses)
 
 
-def _streams(**changes):
+def _streams(*losses, **changes):
     changes = {"family": "encoder_decoder", "mlp.hidden": 64, **changes}
-    return Family(changes, losses=("embedding",))
+    return Family(changes, losses=(*losses, "embedding"))
 
 
 FAMILIES = {
@@ -101,6 +111,27 @@ FAMILIES = {
     "mode_staged": _moe(("router_bce", "load_balance", "router_z"), looks_ahead=True, **{
         "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
     }),
+    "dropout_elementwise": Family({
+        "attention_chunk": 20, "num_kv_heads": 2, "window": 9, "dropout.kind": "elementwise",
+        "dropout.elementwise.detach": False,
+    }, losses=PENALTIES),
+    "dropout_elementwise_mod": _mod(losses=("router_bce", *PENALTIES), **{
+        "preset": "gpt2", "dropout.kind": "elementwise", "depth_routing.kv_for_skipped": True,
+        "depth_routing.every": 1, "dropout.elementwise.detach": False,
+    }),
+    "dropout_attention": Family({
+        "attention_chunk": 20, "window": 9, "dropout.kind": "attention", "dropout.sites": NO_PROBS,
+        "dropout.attention.num_heads": 2, "dropout.attention.rounding": "none",
+    }, losses=PENALTIES),
+    "dropout_attention_mod": _mod(losses=("router_bce", *PENALTIES), **{
+        "depth_routing.every": 1, "dropout.kind": "attention", "dropout.sites": NO_PROBS,
+        "dropout.attention.rounding": "stochastic",
+    }),
+    "dropout_embedding_moe": _moe(("load_balance", "router_z", *PENALTIES), **{
+        "preset": "gpt2", "dropout.kind": "attention", "dropout.sites": NO_PROBS,
+        "dropout.attention.input": "embedding", "mlp.moe.every": 2,
+        "dropout.attention.rounding": "sigmoid_straight_through",
+    }),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
     "streams_same": _streams(**{
         "cross_source": "same_layer", "cross_heads": 8, "attention_chunk": 20, "use_bias": True,
@@ -114,6 +145,18 @@ FAMILIES = {
     "streams_final": _streams(**{
         "cross_source": "final", "order": "cross_only", "encoder_depth": 3, "norm": "rmsnorm",
         "output_positions": "none", "embedding_loss": "cosine", "mlp.activation": "swiglu",
+    }),
+    "streams_elementwise": _streams(*PENALTIES, **{
+        "cross_source": "same_layer", "attention_chunk": 20, "dropout.kind": "elementwise",
+    }),
+    "streams_masks": _streams(*PENALTIES, **{
+        "cross_source": "previous_layer", "dropout.kind": "attention", "dropout.sites": NO_PROBS,
+        "dropout.attention.rounding": "none",
+    }),
+    "streams_shared_masks": _streams(*PENALTIES, **{
+        "cross_source": "final", "order": "cross_only", "dropout.kind": "attention",
+        "dropout.sites": NO_PROBS, "dropout.attention.input": "embedding",
+        "dropout.attention.rounding": "none",
     }),
     "streams_moe": dataclasses.replace(
         _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
@@ -150,6 +193,11 @@ def params_of(name):
     return random_params(build(name))
 
 
+# Standard deviations of what is not 0.3. Phases so wide that masks open and close.
+STD = {"kernel": 0.2, "embedding": 0.2, "mask_query": 0.2, "mask_key": 0.2, "mask_value": 0.1,
+       "mask_linear": 0.1, "mask_shift": 1.2, "mask_phase": 1.0}
+
+
 def random_params(model, seed=0):
     """Parameters in which nothing is all ones or zeros: matrices N(0, 0.2^2), vectors 0.3 about
     their initial value. Drawn by numpy, because compiling initialisers takes seconds a model."""
@@ -160,8 +208,7 @@ def random_params(model, seed=0):
     def draw(path, leaf):
         kind = path[-1].key
         centre = 1.0 if kind == "scale" else 0.0
-        std = 0.2 if kind in ("kernel", "embedding") else 0.3
-        return jnp.asarray(rng.normal(centre, std, leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(centre, STD.get(kind, 0.3), leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 

@@ -208,8 +208,9 @@ def test_probs_fn_sees_every_chunk():
     factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
     asked = []
 
-    def probs_fn(probs_BKGTS, k_start):
-        start = sum(size for size, _ in asked)
+    def probs_fn(probs_BKGTS, start, k_start, allowed_BTS):
+        assert start == sum(size for size, _ in asked)
+        assert np.all((probs_BKGTS > 0) == allowed_BTS[:, None, None])
         queries, keys = probs_BKGTS.shape[3:]
         asked.append((queries, k_start))
         np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)

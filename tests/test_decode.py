@@ -11,7 +11,7 @@ from families import VOCAB
 from flax import linen as nn
 
 from efx import models
-from efx.layers import attend, blocks, routing
+from efx.layers import attend, blocks, routing, stack
 
 CONTEXT = 24
 LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
@@ -58,6 +58,16 @@ MODELS = {
     "recursion_threshold": {**ROUTED, **RECURSION, "depth_routing.causal": "threshold",
                             "depth_routing.slack": 1.0},
     "recursion_moe": {**EXPERTS, **ROUTED, **RECURSION, "depth_routing.capacity": (0.5, 0.5, 0.2)},
+    "dropout_elementwise": {**ROUTED, **OPTIONS, "dropout.kind": "elementwise",
+                            "depth_routing.capacity": 0.3},
+    "dropout_attention": {**ROUTED, "window": 7, "dropout.kind": "attention",
+                          "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3},
+    "dropout_context": {**ROUTED, "dropout.kind": "attention", "dropout.sites": families.NO_PROBS,
+                        "depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3},
+    "dropout_embedding": {**ROUTED, "preset": "gpt2", "dropout.kind": "attention",
+                          "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3,
+                          "dropout.attention.input": "embedding",
+                          "dropout.attention.rounding": "none"},
     # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
@@ -93,7 +103,7 @@ def forward(name):
         return model.apply(
             {"params": params, **families.random_state(model)},
             tokens_BT,
-            capture_intermediates=lambda module, method: isinstance(module, blocks.Layer),
+            capture_intermediates=lambda module, method: isinstance(module, stack.Layer),
             mutable=["intermediates"],
         )
 
@@ -202,6 +212,11 @@ def routed_caches(name, cache):
         ("mode", 1, 0),
         ("mode", 5, 10),
         ("mode_expert_choice", 5, 10),
+        ("dropout_elementwise", 5, 10),
+        ("dropout_attention", 5, 10),
+        ("dropout_context", 5, 10),
+        ("dropout_embedding", 5, 10),
+        ("dropout_embedding", 1, 0),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -212,7 +227,7 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
 @pytest.mark.parametrize(
     "name",
     ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode", "recursion",
-     "recursion_moe"],
+     "recursion_moe", "dropout_elementwise", "dropout_attention", "dropout_embedding"],
 )
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))

@@ -378,12 +378,17 @@ def test_one_scalar_whatever_the_kind():
 # ---- decoding ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source, order", [
-    ("same_layer", "self_first"), ("previous_layer", "cross_first"), ("final", "cross_only"),
+MASKS = {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS}
+
+
+@pytest.mark.parametrize("source, order, masks", [
+    ("same_layer", "self_first", {"dropout.kind": "elementwise"}),
+    ("previous_layer", "cross_first", {}), ("previous_layer", "self_first", MASKS),
+    ("final", "cross_only", {**MASKS, "dropout.attention.input": "embedding"}),
 ])
-def test_decoding_rows_of_different_lengths(source, order):
+def test_decoding_rows_of_different_lengths(source, order, masks):
     """A padded prefill, then one token at a time; the cache has both streams and the cross keys."""
-    model = make({"cross_source": source, "order": order, "depth": 2})
+    model = make({"cross_source": source, "order": order, "depth": 2, **masks})
     params, lengths, size = families.random_params(model), np.array([9, 4, 1]), 14
     tokens_BT = families.tokens(batch=3, length=size)
     expected_BTV = families.jit(model.apply)({"params": params}, tokens_BT)

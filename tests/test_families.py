@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from efx import flops, models, sharding
 from efx.layers import routing
-from efx.layers.blocks import period, scan_params
+from efx.layers.stack import period, scan_params
 
 every_family = pytest.mark.parametrize("name", NAMES)
 # Places after which tokens are changed, one for each row of a batch.
@@ -46,7 +46,7 @@ def test_bfloat16_is_close(name):
     # A token whose score is next to nothing may be routed in one and not in the other; most
     # tokens, and without routing all, differ by rounding.
     assert np.median(error_BT) < 0.1
-    if not FAMILIES[name].routed:
+    if not FAMILIES[name].routed and not FAMILIES[name].rounds:
         assert error_BT.max() < 0.3
 
 
@@ -185,7 +185,8 @@ def sized(name, depth):
 @pytest.mark.parametrize("name, depth, remat", [
     ("gpt2", 2, "full"), ("llama", 2, "none"), ("mod", 4, "dots"), ("mod_options", 2, "none"),
     ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
-    ("streams_parallel", 5, "full"),
+    ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
+    ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -205,6 +206,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
     ("streams_parallel", "dots"), ("streams_final", "full"),
+    ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -261,9 +263,11 @@ def gathered(compiled):
     ("recursion", "data"), ("recursion", "mixed"),
     *(("streams_same", mesh) for mesh in MESHES), ("streams_parallel", "data"),
     ("streams_parallel", "mixed"), ("streams_final", "mixed"), ("streams_moe", "expert"),
+    ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
+    ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"),
 ])
 def test_eight_devices_are_one(name, mesh):
-    model, params, expected = sized(name, 2 if name == "streams_parallel" else 1)
+    model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
     params = jax.device_put(params, params_sharding)
     block = params["layers"]["block_0"]
@@ -318,10 +322,13 @@ def test_training_costs_three_times_the_forward_pass(name):
     ledger = model.ledger(LENGTH, "train")
     # The backward pass of attention computes the scores (half of this part) once more: overhead.
     extra = BATCH * ledger.parts["attention_scores"] // 2
+    if model.dropout.active("attention_probs"):
+        extra = 0  # attention keeps the probabilities that a mask multiplies
     if FAMILIES[name].changes.get("depth_routing.kv_for_skipped"):
         extra = 0  # all blocks of this row: attention over other tokens keeps its probabilities
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
+    extra += BATCH * ledger.parts.get("mask_scores", 0) // 2
     for spec in model.specs():
         if spec.routing is not None and "predictor" in spec.routing.trained:
             # The predictor passes no gradient on to what it reads.
@@ -358,17 +365,23 @@ def test_sown_values_are_scalars(name):
             families.params_of(name), tokens_BT,
         )
         routed = sum(spec.routing is not None for spec in model.specs())
+        # Every mask has exactly one of these.
+        masks = sum(path[-1].key in ("mask_shift", "mask_phase") for path, _ in
+                    jax.tree_util.tree_leaves_with_path(families.params_of(name)))
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
         counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1}
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {
-            loss: counts.get(loss, experts) for loss in FAMILIES[name].losses
+            loss: masks if loss.startswith("dropout_") else counts.get(loss, experts)
+            for loss in FAMILIES[name].losses
         }
         assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
 
 
-@pytest.mark.parametrize("name", ["mod_options", "moe", "moe_expert_choice"])
+@pytest.mark.parametrize("name", [
+    "mod_options", "moe", "moe_expert_choice", "dropout_elementwise_mod", "dropout_attention_mod",
+])
 def test_sown_values_are_means(name):
     """The same rows twice: nothing that is sown changes."""
     model = families.build(name)

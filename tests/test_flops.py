@@ -133,6 +133,7 @@ WIDE = {
     "llama_gqa": {"num_kv_heads": 2},
     "mod": {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25},
     "moe": {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1},
+    "masks": {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS},
 }
 
 

@@ -14,7 +14,7 @@ from configs import common
 from efx import models
 from efx.errors import UsageError
 from efx.interop import hf
-from efx.layers.blocks import scan_params
+from efx.layers.stack import scan_params
 
 V, T = 45, 24
 GPT2 = dict(vocab_size=V, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2,
@@ -294,6 +294,7 @@ def test_defaults_of_transformers():
     ({"preset": "gpt2", "num_kv_heads": 2}, r"config\.model\.num_kv_heads=2.*gpt2 format has 4"),
     ({"preset": "gpt2", "head_dim": 6}, r"config\.model\.head_dim=6.*= 8"),
     ({"depth_routing.kind": "mod"}, r"config\.model\.depth_routing\.kind='mod'.*routers"),
+    ({"dropout.kind": "elementwise"}, r"config\.model\.dropout\.kind='elementwise'.*masks"),
 ])
 def test_models_that_the_formats_cannot_hold(changes, message, tmp_path):
     model = families.make(changes)

@@ -12,7 +12,7 @@ from flax import linen as nn
 from configs import common
 from efx import models
 from efx.errors import UsageError
-from efx.layers import attend, blocks, norms
+from efx.layers import attend, norms, stack
 from efx.layers.mlp import MLP
 
 # ---- from config to model ----------------------------------------------------------------------
@@ -166,31 +166,31 @@ def test_a_list_of_capacities_must_fit():
 
 
 def test_period():
-    a, b = blocks.LayerSpec(None), blocks.LayerSpec(None, capacity=0.5)
-    assert blocks.period((a, a, a)) == 1
-    assert blocks.period((a, b, a, b)) == 2
-    assert blocks.period((a, a, b, a, a, b)) == 3
+    a, b = stack.LayerSpec(None), stack.LayerSpec(None, capacity=0.5)
+    assert stack.period((a, a, a)) == 1
+    assert stack.period((a, b, a, b)) == 2
+    assert stack.period((a, a, b, a, a, b)) == 3
     for specs in ((a, b), (a, b, a), (a, b, b, a)):
         with pytest.raises(UsageError, match=r"config\.model\.scan_layers=True: the \d layers"):
-            blocks.period(specs)
+            stack.period(specs)
 
 
 def test_scanned_and_unrolled_parameters_are_each_other():
     """Also of stacks whose pattern is longer than one layer, and of other collections."""
     rng = np.random.default_rng(0)
-    a, b = blocks.LayerSpec(None), blocks.LayerSpec(None, capacity=0.5)
+    a, b = stack.LayerSpec(None), stack.LayerSpec(None, capacity=0.5)
     specs = (a, b, a, b, a, b)
     layers = {f"block_{i}": {"w": rng.normal(size=3).astype(np.float32)} for i in range(6)}
     for i in (1, 3, 5):
         layers[f"block_{i}"]["r"] = rng.normal(size=2).astype(np.float32)
-    stacked = blocks.scan_params(layers, specs)
+    stacked = stack.scan_params(layers, specs)
     assert stacked["units"]["block_1"]["r"].shape == (3, 2)
     np.testing.assert_array_equal(stacked["units"]["block_0"]["w"][2], layers["block_4"]["w"])
-    jax.tree.map(np.testing.assert_array_equal, blocks.unroll_params(stacked, specs), layers)
+    jax.tree.map(np.testing.assert_array_equal, stack.unroll_params(stacked, specs), layers)
     only_routed = {name: layer for name, layer in layers.items() if "r" in layer}
-    stacked = blocks.scan_params(only_routed, specs)
+    stacked = stack.scan_params(only_routed, specs)
     assert set(stacked["units"]) == {"block_1"}
-    jax.tree.map(np.testing.assert_array_equal, blocks.unroll_params(stacked, specs), only_routed)
+    jax.tree.map(np.testing.assert_array_equal, stack.unroll_params(stacked, specs), only_routed)
 
 
 def test_unroll_leaves_unrolled_models_alone():

@@ -14,9 +14,10 @@ import optax
 import pytest
 
 from efx.layers import depth, routing
-from efx.layers.blocks import Block, Layer
+from efx.layers.blocks import Block
 from efx.layers.depth import DepthRouted
 from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 
 ROWS, LENGTH, PLACES = 3, 12, 5
 ROUTED = {"depth": 1, "depth_routing.kind": "mod", "depth_routing.every": 1,

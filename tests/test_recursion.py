@@ -13,7 +13,7 @@ from test_routing import np_layer, np_topk
 
 from efx import flops, models
 from efx.errors import UsageError
-from efx.layers import blocks, routing
+from efx.layers import blocks, routing, stack
 from efx.layers.depth import DepthRouted
 from efx.layers.info import TokenInfo
 
@@ -28,7 +28,7 @@ def np_stack(x_TD, params, spec, alive_T):
     """The shared blocks on the tokens that are alive, the others hidden; `np_layer` adds each."""
     for i, block in enumerate(spec.blocks, 1):
         p = {"router": np.zeros(x_TD.shape[1]), **params["layers"][f"block_{i}"]}
-        x_TD = np_layer(x_TD, p, blocks.LayerSpec(block), alive_T, np.arange(len(x_TD)), "one")
+        x_TD = np_layer(x_TD, p, stack.LayerSpec(block), alive_T, np.arange(len(x_TD)), "one")
     return x_TD
 
 
@@ -36,8 +36,8 @@ def np_recursion(model, params, x_TD, selection):
     """(x after the last block, [tokens of each routed pass]) of one row."""
     params = jax.tree.map(np.float64, params)
     everyone_T, alive_T, survivors = np.ones(len(x_TD), bool), np.ones(len(x_TD), bool), []
-    for name, spec in zip(blocks.names(model.specs()), model.specs(), strict=True):
-        if isinstance(spec, blocks.LayerSpec):
+    for name, spec in zip(stack.names(model.specs()), model.specs(), strict=True):
+        if isinstance(spec, stack.LayerSpec):
             p = {"router": np.zeros(model.width), **params["layers"][name]}
             x_TD = np_layer(x_TD, p, spec, everyone_T, np.arange(len(x_TD)), "one")
         elif spec.routing is None:
@@ -81,7 +81,7 @@ def traced(model, params, tokens_BT, segments_BT=None):
         seen.clear()
         with nn.intercept_methods(keep):
             x_BTD = model.bind({"params": params}).embed(tokens_BT)
-            out_BTD = blocks.Stack(model.specs(), False, "none").apply(
+            out_BTD = stack.Stack(model.specs(), False, "none").apply(
                 {"params": params["layers"]}, x_BTD,
                 TokenInfo(jnp.arange(tokens_BT.shape[1])[None], segments_BT,
                           selection=model.selection),

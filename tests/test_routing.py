@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from efx import models
 from efx.layers import routing
-from efx.layers.blocks import Layer
 from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 
 # ---- plans -------------------------------------------------------------------------------------
 

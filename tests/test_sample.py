@@ -12,7 +12,7 @@ from configs import common
 from efx import sample, sharding
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
-from efx.layers import blocks
+from efx.layers import stack
 
 CONTEXT = 24
 MOD = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.4, "depth_routing.slack": 1.0}
@@ -322,7 +322,7 @@ def wanting():
     def scores(tokens_1T):
         _, state = model.apply(
             {"params": params}, tokens_1T, mutable=["intermediates"],
-            capture_intermediates=lambda module, _: isinstance(module, blocks.Layer),
+            capture_intermediates=lambda module, _: isinstance(module, stack.Layer),
         )  # fmt: skip
         below_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
         return below_TD @ params["layers"]["block_1"]["router"] > 0

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from efx import models
 from efx.errors import UsageError
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
-from efx.layers.blocks import scan_params, unroll_params
+from efx.layers.stack import scan_params, unroll_params
 
 # Buffers that some checkpoints carry beside the parameters.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

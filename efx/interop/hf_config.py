@@ -129,6 +129,11 @@ def config_to_hf(model):
             f"config.model.mlp.kind={model.mlp.kind!r}: a Hugging Face {kind} checkpoint has no "
             "place for experts; only dense models can be written"
         )
+    if model.dropout.learned:
+        raise UsageError(
+            f"config.model.dropout.kind={model.dropout.kind!r}: a Hugging Face {kind} checkpoint "
+            "has no place for learned masks"
+        )
     common = dict(
         model_type=kind,
         vocab_size=model.vocab_size,

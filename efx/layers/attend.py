@@ -62,7 +62,8 @@ def attend(
       scale: factor on the scores. softcap: scores <- softcap * tanh(scores / softcap), 0 = off.
       positions_BT: original positions, needed only with a window.
       segment_ids_BT: documents, or None.
-      probs_fn: applied to the probabilities of each chunk, probs_fn(p_BKGTS, k_start).
+      probs_fn: applied to the probabilities of each chunk, in order: probs_fn(p_BKGTS, q_start,
+        k_start, allowed), the latter bool [B or 1, T, S].
     Returns: [B, T, N, H].
     """
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
@@ -81,7 +82,7 @@ def attend(
                 _allowed(static, (q0, q1, k0, k1), positions_BT, segment_ids_BT),
                 softcap,
                 probs_fn,
-                k0,
+                (q0, k0),
             )
             for q0, q1, k0, k1 in static.spans
         ]
@@ -262,7 +263,7 @@ def attend_cache(
 
     if used is None or probs_fn is not None or slots <= _CACHE_BLOCK:
         parts = read(0, slots)
-        out_BKGTH = _softmax_values(q_BKGTH, *parts, softcap, probs_fn, 0)
+        out_BKGTH = _softmax_values(q_BKGTH, *parts, softcap, probs_fn)
     else:
         out_BKGTH = _softmax_blocks(q_BKGTH, read, slots, used, softcap)
     return _join_heads(out_BKGTH)
@@ -333,13 +334,13 @@ def attend_context(
     if q_info.segment_ids_BT is not None:
         same_BTS = q_info.segment_ids_BT[:, :, None] == k_info.segment_ids_BT[:, None, :]
         allowed_BTS = allowed_BTS & same_BTS
-    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, 0)
+    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
     return _join_heads(out_BKGTH)
 
 
-def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, k_start):
+def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, starts=(0, 0)):
     scores_BKGTS = _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap)
     probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     if probs_fn is not None:
-        probs_BKGTS = probs_fn(probs_BKGTS, k_start)
+        probs_BKGTS = probs_fn(probs_BKGTS, *starts, allowed_BTS)
     return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH)

@@ -1,6 +1,10 @@
-"""Variables of the decoding cache."""
+"""The decoding cache: its variables, and attention of new tokens over the tokens before them, whose
+keys and values it holds."""
 
+import jax.numpy as jnp
 from flax import linen as nn
+
+from efx.layers.attend import attend_cache
 
 
 def variables(module, tag, **makers):
@@ -20,3 +24,75 @@ class _Tagged(nn.Module):
     @nn.compact
     def __call__(self, makers):
         return variables(self, "", **makers)
+
+
+def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
+    """Append the new keys and values to the module's cache, then attend over all of it.
+
+    Slots fill in order of arrival and every slot remembers its token's position, so a routed
+    block's cache is as short as the tokens routed through it. Padding (negative positions)
+    is not stored. `info.rows_B` picks rows of the cache when only some rows run.
+
+    Args:
+      module: the linen module, in its compact method, whose variables the cache is.
+      dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
+      options: keywords of `attend_cache`.
+    Returns: [B, T, N, H].
+    """
+    rows, _, heads, width = k_BTKH.shape
+    # The rows of the cache are made when it is initialised, by a full batch.
+    size, dtype = info.cache_size, module.dtype
+    key, value, position, used = variables(
+        module,
+        info.cache_tag,
+        cached_key=lambda: jnp.zeros((rows, heads, width, size), dtype),
+        cached_value=lambda: jnp.zeros((rows, heads, size, width), dtype),
+        position=lambda: jnp.full((rows, size), -1, jnp.int32),
+        used=lambda: jnp.zeros((rows,), jnp.int32),
+    ).values()
+    if module.is_initializing():
+        return q_BTNH
+    if info.kv != "read":
+        _store(k_BTKH, v_BTKH, info, key, value, position, used)
+    probs_fn = None
+    if dropout is not None:
+        position_BS = position.value
+        if info.rows_B is not None:
+            position_BS = position_BS.at[info.rows_B].get(mode="clip")
+        probs_fn = dropout.probs_fn(info, position_BS)
+    return attend_cache(
+        q_BTNH,
+        key.value,
+        value.value,
+        info.full(rows).positions_BT,
+        position.value,
+        used=jnp.max(used.value),
+        rows_B=info.rows_B,
+        probs_fn=probs_fn,
+        **options,
+    )
+
+
+def _store(k_BTKH, v_BTKH, info, key, value, position, used):
+    rows, size = k_BTKH.shape[0], value.value.shape[2]
+    row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
+    positions_BT = info.full(rows).positions_BT
+    valid_BT = positions_BT >= 0
+    used_B = used.value.at[row_B].get(mode="fill", fill_value=0)
+    slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
+    slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
+    # One entry for each new token, and one that is dropped: XLA:CPU makes a slice update of a
+    # scatter of a single entry, fuses it into every reader and so copies the whole cache.
+    row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
+    slot_C, position_C = _and_one(slot_BT, size), _and_one(positions_BT, 0)
+    k_CKH, v_CKH = (_and_one(y.astype(value.value.dtype), 0) for y in (k_BTKH, v_BTKH))
+    key.value = key.value.at[row_C, :, :, slot_C].set(k_CKH, mode="drop")
+    value.value = value.value.at[row_C, :, slot_C].set(v_CKH, mode="drop")
+    position.value = position.value.at[row_C, slot_C].set(position_C, mode="drop")
+    used.value = used.value.at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
+
+
+def _and_one(y, fill):
+    """y [B, T, ...] as [B*T + 1, ...], the last entry `fill`."""
+    y = y.reshape(-1, *y.shape[2:])
+    return jnp.concatenate([y, jnp.full((1, *y.shape[1:]), fill, y.dtype)])

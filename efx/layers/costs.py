@@ -55,3 +55,75 @@ def block_params(b):
         "attention": b.width * (2 * heads + 2 * kv) + bias[0] + norms_qk,
         "mlp": matrices * b.width * b.hidden + bias[1],
     }
+
+
+# ---- learned dropout ---------------------------------------------------------------------------
+
+
+BLOCK_SITES = ("attention_probs", "attention_output", "mlp_output")  # of dropout in a block
+
+
+def mask_attentions(b, sites=BLOCK_SITES):
+    """How many masks at these sites have an attention, with a cache, of their own."""
+    c = b.dropout
+    if c.kind != "attention" or c.shared:
+        return 0
+    return sum(c.active(site) for site in sites)
+
+
+def embedding_mask_attentions(b):
+    """The same for what comes before the blocks: the pass that all share, or that of one mask."""
+    c = b.dropout
+    return int(c.shared or (c.kind == "attention" and c.active("embedding")))
+
+
+def _mask_linears(b, sites):
+    return sum(b.dropout.active(site) for site in sites) if b.dropout.shared else 0
+
+
+def _mask_flops(b, tokens, pairs, attentions, linears):
+    if not attentions + linears:
+        return {}
+    matrices = 3 * attentions + linears
+    heads = b.dropout.attention.num_heads
+    return {
+        "mask_projections": matrices * flops.matmul(tokens, b.width, b.width),
+        "mask_scores": attentions * flops.attention_scores(pairs, heads, b.width // heads),
+    }
+
+
+def mask_flops(b, tokens, pairs, sites=BLOCK_SITES):
+    """{component: FLOPs} of the masks at these sites; {} if they multiply no matrices."""
+    linears = _mask_linears(b, sites)
+    return _mask_flops(b, tokens, pairs, mask_attentions(b, sites), linears)
+
+
+def embedding_mask_flops(b, tokens, pairs):
+    """The same for what comes before the blocks."""
+    linears = _mask_linears(b, ("embedding",))
+    return _mask_flops(b, tokens, pairs, embedding_mask_attentions(b), linears)
+
+
+def _vectors(b, sites):
+    """Parameters of the masks at these sites outside of their matrices."""
+    c = b.dropout
+    count = sum(b.width for site in sites if c.active(site) and site != "attention_probs")
+    if c.kind == "attention":
+        return count
+    return 2 * (count + b.context * ("attention_probs" in sites and c.active("attention_probs")))
+
+
+def _mask_params(b, attentions, sites):
+    if not b.dropout.learned:
+        return {}
+    matrices = 3 * attentions + _mask_linears(b, sites)
+    return {"masks": matrices * b.width**2 + _vectors(b, sites)}
+
+
+def mask_params(b, sites=BLOCK_SITES):
+    """{component: parameters} of the masks at these sites; {} without learned dropout."""
+    return _mask_params(b, mask_attentions(b, sites), sites)
+
+
+def embedding_mask_params(b):
+    return _mask_params(b, embedding_mask_attentions(b), ("embedding",))

@@ -228,10 +228,13 @@ class DepthRouted(nn.Module):
             def take(y, fill=0):
                 return routing.gather(y[None], plan, fill)[0]
 
-            delta = block(
-                take(x_BTD),
-                info.replace(positions_BT=take(info.positions_BT, -1), rows_B=plan.indices_BC[0]),
+            mask_input = info.mask_input_BTD
+            taken = info.replace(
+                positions_BT=take(info.positions_BT, -1),
+                mask_input_BTD=None if mask_input is None else take(mask_input),
+                rows_B=plan.indices_BC[0],
             )
+            delta = block(take(x_BTD), taken)
             delta = _gated(delta, take(gate_BT))
             return done + rows, routing.scatter_add(out_BTD[None], delta[None], plan)[0]
 

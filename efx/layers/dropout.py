@@ -4,7 +4,44 @@ import dataclasses
 
 from flax import linen as nn
 
+KINDS = ("none", "standard", "elementwise", "attention")
 SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseConfig:
+    """`config.model.dropout.elementwise`: m = 0.5 cos(a x + b) + 0.5.
+
+    Attributes:
+      detach: the mask passes no gradient on to the x that it is computed from.
+      a_mean, a_std, b_mean, b_std: of the normal distributions that a and b start from.
+      sharpen: what is applied is sigmoid(60 m - 30).
+    """
+
+    detach: bool
+    a_mean: float
+    a_std: float
+    b_mean: float
+    b_std: float
+    sharpen: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskAttentionConfig:
+    """`config.model.dropout.attention`: m = 0.5 cos(u + b) + 0.5, u an attention over the input.
+
+    Attributes:
+      input: "hidden", the activations that are masked; or "embedding", one pass over the model's
+        input embedding, shared by all masks, and a linear layer for each of them.
+      num_heads: of that attention; 0: as the model.
+      shift_init: where b starts, in [0, pi]. 0: everything is kept at first.
+      rounding: one of `learned_dropout.ROUNDINGS`.
+    """
+
+    input: str
+    num_heads: int
+    shift_init: float
+    rounding: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,17 +49,29 @@ class DropoutConfig:
     """`config.model.dropout`.
 
     Attributes:
-      kind: "none" or "standard".
-      rate: probability of zeroing an element.
+      kind: "none", "standard", or learned: "elementwise" or "attention".
+      rate: standard: probability of zeroing an element.
       sites: which of `SITES` have it.
+      elementwise, attention: settings of the learned kinds.
     """
 
     kind: str
     rate: float
     sites: tuple[str, ...]
+    elementwise: ElementwiseConfig
+    attention: MaskAttentionConfig
 
     def active(self, site):
-        return self.kind != "none" and site in self.sites and self.rate > 0
+        return site in self.sites and (self.learned or (self.kind == "standard" and self.rate > 0))
+
+    @property
+    def learned(self):
+        return self.kind in ("elementwise", "attention")
+
+    @property
+    def shared(self):
+        """Whether the masks read one attention pass over the input embedding."""
+        return self.kind == "attention" and self.attention.input == "embedding" and bool(self.sites)
 
 
 class StandardDropout(nn.Module):
@@ -33,3 +82,10 @@ class StandardDropout(nn.Module):
     @nn.compact
     def __call__(self, x, info):
         return nn.Dropout(self.rate)(x, deterministic=not info.train)
+
+    def probs_fn(self, info, k_positions_BS):
+        """A `probs_fn` for the functions of `attend.py`; `report` it when all chunks are done."""
+        return lambda probs_BKGTS, q_start, k_start, allowed_BTS: self(probs_BKGTS, info)
+
+    def report(self, probs_fn):
+        pass

@@ -16,6 +16,7 @@ class TokenInfo:
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
       rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
+      mask_input_BTD: what learned dropout reads instead of the activations, or None.
       train: dropout is on.
       decode: read and write the `cache` collection.
       selection: how routed blocks choose tokens: "train" as configured for training (top-k looks
@@ -32,6 +33,7 @@ class TokenInfo:
     segment_ids_BT: Any = None
     alive_BT: Any = None
     rows_B: Any = None
+    mask_input_BTD: Any = None
     train: bool = struct.field(pytree_node=False, default=False)
     decode: bool = struct.field(pytree_node=False, default=False)
     selection: str = struct.field(pytree_node=False, default="causal")
@@ -43,3 +45,9 @@ class TokenInfo:
         """The same with positions for every row, so that rows can be gathered one by one."""
         positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
         return self.replace(positions_BT=positions)
+
+    def valid(self, batch):
+        """bool [B, T]: neither padding nor an empty place of a routed block."""
+        info = self.full(batch)
+        valid_BT = info.positions_BT >= 0
+        return valid_BT if info.segment_ids_BT is None else valid_BT & (info.segment_ids_BT > 0)

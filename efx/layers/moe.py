@@ -120,7 +120,7 @@ class MoE(nn.Module):
             router_DE,
             precision=jax.lax.Precision.HIGHEST,
         )
-        valid_BT = _valid(info, x_BTD.shape[0])
+        valid_BT = info.valid(x_BTD.shape[0])
         if c.router == "token_choice":
             best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT)
         else:
@@ -270,13 +270,6 @@ def _compute(x_BTD, weight_BTE, plan, experts):
 def _over_experts(make_plan, values_BTE, size, *rest):
     """A plan for each expert: arrays [E, B, C]."""
     return jax.vmap(lambda values_BT: make_plan(values_BT, size, *rest), in_axes=2)(values_BTE)
-
-
-def _valid(info, batch):
-    """bool [B, T]: neither padding nor an empty place of a plan."""
-    info = info.full(batch)
-    valid_BT = info.positions_BT >= 0
-    return valid_BT if info.segment_ids_BT is None else valid_BT & (info.segment_ids_BT > 0)
 
 
 def _mean_over(valid_BT):

@@ -125,11 +125,12 @@ def gather_info(info, plan, batch):
     All of them are computed: the layers inside ask no more who is alive.
     """
     info = info.full(batch)
-    segments = info.segment_ids_BT
+    segments, mask_input = info.segment_ids_BT, info.mask_input_BTD
     return info.replace(
         positions_BT=gather(info.positions_BT, plan, fill=-1),
         segment_ids_BT=None if segments is None else gather(segments, plan),
         alive_BT=None,
+        mask_input_BTD=None if mask_input is None else gather(mask_input, plan),
     )
 
 

@@ -11,7 +11,6 @@ from efx.layers.blocks import (
     Block,
     BlockConfig,
     apply_dropout,
-    dropout_factory,
     make_attention,
     make_mlp,
     make_norm,
@@ -66,19 +65,18 @@ class DecoderBlock(nn.Module):
 
         def attention(x_BTD):
             y_BTD = make_attention(c, "attention")(make_norm(c, "norm_attention")(x_BTD), info)
-            return apply_dropout(c.dropout, "attention_output", y_BTD, info)
+            return apply_dropout(c, "attention_output", y_BTD, info)
 
         def cross(x_BTD):
             context = make_norm(c, "norm_encoder")(e_BTD), info
             y_BTD = make_attention(self.spec.cross, "cross_attention")(
                 make_norm(c, "norm_cross")(x_BTD), info, context
             )
-            dropout = dropout_factory(c.dropout, "attention_output")
-            return y_BTD if dropout is None else dropout(name="dropout_cross_output")(y_BTD, info)
+            return apply_dropout(c, "attention_output", y_BTD, info, name="dropout_cross_output")
 
         def mlp(x_BTD):
             y_BTD = make_mlp(c, "mlp")(make_norm(c, "norm_mlp")(x_BTD), info)
-            return apply_dropout(c.dropout, "mlp_output", y_BTD, info)
+            return apply_dropout(c, "mlp_output", y_BTD, info)
 
         sublayers = {
             "self_first": (attention, cross, mlp),

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from efx.errors import UsageError, nearest
-from efx.layers.blocks import unroll_params
+from efx.layers.stack import unroll_params
 from efx.models.decoder import Decoder
 from efx.models.encoder_decoder import EncoderDecoder
 

@@ -8,13 +8,14 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend, costs, depth_config, moe_config, norms
-from efx.layers.blocks import BlockConfig, LayerSpec, PassSpec, Stack, dropout_factory
+from efx.layers import attend, costs, depth_config, learned_dropout, moe_config, norms
+from efx.layers.blocks import BlockConfig
 from efx.layers.depth_config import DepthRoutingConfig, routed_blocks
-from efx.layers.dropout import SITES, DropoutConfig
+from efx.layers.dropout import DropoutConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import ACTIVATIONS, MLPConfig
+from efx.layers.stack import LayerSpec, PassSpec, Stack
 from efx.sharding import constrain
 
 # What a preset decides when the config leaves the field at None.
@@ -92,8 +93,10 @@ class Decoder(nn.Module):
             self.positions_embed = Embedding(
                 c.context, c.width, c.init_std, c.dtype, axes=("position", "table")
             )
-        dropout = dropout_factory(c.dropout, "embedding")
-        self.dropout_embedding = dropout() if dropout else None
+        block = c.block()
+        self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
+        if c.dropout.shared:
+            self.mask_attention = learned_dropout.mask_attention(block)
         self.layers = Stack(c.specs(), c.scan_layers, c.remat)
         self.norm_final = norms.make_norm(
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None
@@ -150,6 +153,8 @@ class Decoder(nn.Module):
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
+        if self.dropout.shared:
+            info = info.replace(mask_input_BTD=self.mask_attention(x_BTD, info))
         if self.dropout_embedding is not None:
             x_BTD = self.dropout_embedding(x_BTD, info)
         x_BTD = constrain(x_BTD, "batch", "length", "act_embed")
@@ -189,10 +194,11 @@ class Decoder(nn.Module):
     def padded_vocab(self):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
-    def specs(self):
-        """The layers of the stack, in the order in which they are computed."""
+    @nn.nowrap
+    def block(self):
+        """What the blocks without experts are built from."""
         c = self.resolved()
-        block = BlockConfig(
+        return BlockConfig(
             width=c.width,
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
@@ -212,8 +218,13 @@ class Decoder(nn.Module):
             std_out=c.init_std / (2 * c.depth) ** 0.5,
             dropout=c.dropout,
             dtype=c.dtype,
+            context=c.context,
         )
-        moe = c.mlp.moe
+
+    def specs(self):
+        """The layers of the stack."""
+        c = self.resolved()
+        block, moe = c.block(), c.mlp.moe
         sparse = dataclasses.replace(block, moe=moe, hidden=moe.expert_hidden or block.hidden)
         kinds = [
             sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
@@ -262,13 +273,24 @@ class Decoder(nn.Module):
                     allowed = flops.causal_pairs(tokens, b.window)
                 experts = moe_config.block_flops(b, tokens, selection, nominal=False)
                 parts.append(costs.block_flops(b, tokens, visited, context) | experts)
+                own = attend.visited_pairs(tokens, b.chunk, b.window)
+                parts.append(costs.mask_flops(b, tokens, own))
+                own = flops.causal_pairs(tokens, b.window)
                 if shares and i in shares:
                     token_share, pair_share = shares[i]
                     tokens = token_share * length
                     pairs = flops.causal_pairs(length, b.window)
+                    own = pairs * pair_share
                     allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
                 experts = moe_config.block_flops(b, tokens, selection, nominal=True)
                 nominal.append(costs.block_flops(b, tokens, allowed, context) | experts)
+                nominal.append(costs.mask_flops(b, tokens, own))
+        whole = (
+            attend.visited_pairs(length, c.attention_chunk, c.window),
+            flops.causal_pairs(length, c.window),
+        )
+        for counted, pairs in zip((parts, nominal), whole, strict=True):
+            counted.append(costs.embedding_mask_flops(c.block(), length, pairs))
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
         return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
 
@@ -282,11 +304,11 @@ class Decoder(nn.Module):
             count["positions"] = c.context * c.width
         if not c.tied:
             count["head"] = c.width * c.padded_vocab
-        blocks = []
+        blocks = [costs.embedding_mask_params(c.block())]
         for spec in c.specs():
             for block in spec.new_blocks:
                 blocks.append(costs.block_params(block) | moe_config.block_params(block))
-                blocks.append({"norm": 2 * norm})
+                blocks.append({"norm": 2 * norm} | costs.mask_params(block))
             if spec.routing is not None:
                 blocks.append(costs.routing_params(spec.blocks[0], spec.routing, norm))
         return flops.add([count, *blocks])
@@ -299,9 +321,11 @@ class Decoder(nn.Module):
             slots = cache_size
             if spec.routing is not None and not spec.routing.kv_for_skipped:
                 slots = spec.routing.room(spec.capacity, cache_size)
-            entry = 2 * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
-            total += len(spec.blocks) * slots * entry
-        return total
+            for block in spec.blocks:
+                total += slots * block.num_kv_heads * block.head_dim
+                total += costs.mask_attentions(block) * slots * c.width
+        total += costs.embedding_mask_attentions(c.block()) * cache_size * c.width
+        return 2 * total * jnp.dtype(c.dtype).itemsize
 
 
 def _resolve(model):
@@ -338,7 +362,8 @@ def _resolve(model):
             f"config.model.num_heads={model.num_heads} does not divide by "
             f"config.model.num_kv_heads={kv_heads}"
         )
-    fields.update(mlp=mlp, num_kv_heads=kv_heads, head_dim=head_dim)
+    dropout = learned_dropout.resolved(model.dropout, model.width, model.num_heads)
+    fields.update(mlp=mlp, num_kv_heads=kv_heads, head_dim=head_dim, dropout=dropout)
     model = model.clone(**fields)
     one_of("norm", model.norm, ("layernorm", "rmsnorm"))
     one_of("positions", model.positions, ("learned", "rope", "none"))
@@ -346,11 +371,6 @@ def _resolve(model):
     one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
     moe_config.check(mlp)
     one_of("mlp.activation", mlp.activation, ACTIVATIONS)
-    one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
-    for site in model.dropout.sites:
-        one_of("dropout.sites", site, SITES)
-    if not 0 <= model.dropout.rate < 1:
-        raise UsageError(f"config.model.dropout.rate={model.dropout.rate}: must be in [0, 1)")
     if model.positions == "rope" and head_dim % 2:
         raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
     depth_config.check(model.depth_routing, model.depth)

@@ -21,25 +21,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.errors import UsageError
 from efx.layers import attend, costs, moe_config, norms
-from efx.layers.blocks import BlockConfig, Stack, dropout_factory, period
-from efx.layers.dropout import SITES, DropoutConfig
+from efx.layers.blocks import BlockConfig
+from efx.layers.dropout import DropoutConfig
 from efx.layers.info import TokenInfo
+from efx.layers.learned_dropout import make_dropout, mask_attention
 from efx.layers.linear import Embedding, Linear
-from efx.layers.mlp import ACTIVATIONS, MLPConfig
-from efx.layers.streams import DISTANCES, ORDERS, EmbeddingLoss, PairSpec
+from efx.layers.mlp import MLPConfig
+from efx.layers.stack import Stack
+from efx.layers.streams import EmbeddingLoss, PairSpec
+from efx.models.encoder_decoder_config import resolve
 from efx.sharding import constrain
 
-CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "order": ORDERS,
-    "cross_source": ("same_layer", "previous_layer", "final"),
-    "output_positions": ("none", "subtract", "subtract_norm"),
-    "embedding_loss": ("none", *DISTANCES),
-    "qk_norm": ("none", "head", "width"),
-    "attention_scale": ("sqrt", "mup"),
-}
+# The sites of dropout of an attention, self or cross, and of an MLP.
+ATTENTION_SITES, MLP_SITES = ("attention_probs", "attention_output"), ("mlp_output",)
 
 
 class EncoderDecoder(nn.Module):
@@ -86,7 +81,7 @@ class EncoderDecoder(nn.Module):
 
     def resolved(self):
         """The same module with everything checked and the activation filled in."""
-        return _resolve(self)
+        return resolve(self)
 
     def setup(self):
         c = self.resolved()
@@ -94,15 +89,17 @@ class EncoderDecoder(nn.Module):
         self.positions_embed = Embedding(
             c.num_positions, c.width, c.init_std, c.dtype, axes=("position", "table")
         )
-        dropout = dropout_factory(c.dropout, "embedding")
-        self.dropout_embedding = dropout() if dropout else None
+        block = c.block()
+        self.dropout_embedding = make_dropout(block, "embedding")
+        if c.dropout.shared:
+            self.mask_attention = mask_attention(block)
         norm = dict(use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None)
         if c.decoder_input_norm:
             self.norm_input = norms.make_norm(c.norm, **norm)
         self.decoder_input = Linear(
             c.width, ("embed", "table"), c.init_std, c.use_bias, dtype=c.dtype
         )
-        specs, last = c._all_specs()
+        specs, last = c.all_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat)
         self.last = last and Stack((last,), False, c.remat)
         self.norm_final = norms.make_norm(c.norm, **norm)
@@ -149,6 +146,8 @@ class EncoderDecoder(nn.Module):
         )
         here_BT = jnp.clip(positions_BT, 0, self.context - 1)
         embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
+        if self.dropout.shared:
+            info = info.replace(mask_input_BTD=self.mask_attention(embedded_BTD, info))
         e_BTD = embedded_BTD
         if self.dropout_embedding is not None:
             e_BTD = self.dropout_embedding(e_BTD, info)
@@ -217,15 +216,15 @@ class EncoderDecoder(nn.Module):
 
     def specs(self):
         """The layers of the stack; without the lone decoder block that ends `previous_layer`."""
-        return self.resolved()._all_specs()[0]
+        return self.resolved().all_specs()[0]
 
     @nn.nowrap
-    def _all_specs(self):
+    def all_specs(self):
         """(the layers of the stack, the layer after these or None) of a resolved model."""
         c, reads = self, self.reads()
         parallel = c.cross_source == "previous_layer"
-        encoder = c._block(c.encoder_blocks * 2)
-        decoder = c._block(c.depth * (2 if c.order == "cross_only" else 3))
+        encoder = c.block(c.encoder_blocks * 2)
+        decoder = c.block(c.depth * (2 if c.order == "cross_only" else 3))
         cross = dataclasses.replace(
             decoder,
             num_heads=c.cross_heads,
@@ -246,7 +245,7 @@ class EncoderDecoder(nn.Module):
         return pairs, layer(0, 0, c.depth - 1) if parallel else None
 
     @nn.nowrap
-    def _block(self, additions):
+    def block(self, additions=1):
         """A block of a stream to whose state so many sublayers add."""
         return BlockConfig(
             width=self.width,
@@ -268,12 +267,13 @@ class EncoderDecoder(nn.Module):
             std_out=self.init_std / max(1, additions) ** 0.5,
             dropout=self.dropout,
             dtype=self.dtype,
+            context=self.context,
         )
 
     @nn.nowrap
     def _parts(self):
         """(blocks with an MLP, blocks whose self-attention there is, cross-attentions)."""
-        specs, last = self.resolved()._all_specs()
+        specs, last = self.resolved().all_specs()
         specs = (*specs, *([last] if last else []))
         crosses = [spec.cross for spec in specs if spec.decoder]
         blocks = [block for spec in specs for block in spec.blocks]
@@ -290,7 +290,8 @@ class EncoderDecoder(nn.Module):
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts only."""
-        blocks, selves, crosses = self._parts()
+        c = self.resolved()
+        blocks, selves, crosses = c._parts()
         fixed = {
             "decoder_input": flops.matmul(length, self.width, self.width),
             "head": flops.matmul(length, self.width, self.padded_vocab),
@@ -300,13 +301,15 @@ class EncoderDecoder(nn.Module):
             (attend.visited_pairs(length, self.attention_chunk, self.window), False),
             (flops.causal_pairs(length, self.window), True),
         ):
-            parts = [fixed]
+            parts = [fixed, costs.embedding_mask_flops(c.block(), length, pairs)]
             for b in (*selves, *crosses):
                 part = costs.block_flops(b, length, pairs)
                 parts.append({key: part[key] for key in part if key != "mlp"})
+                parts.append(costs.mask_flops(b, length, pairs, ATTENTION_SITES))
             for b in blocks:
                 dense = {"mlp": costs.block_flops(b, length, 0)["mlp"]}
                 parts.append(dense | moe_config.block_flops(b, length, selection, nominal))
+                parts.append(costs.mask_flops(b, length, pairs, MLP_SITES))
             counts.append(flops.add(parts))
         return flops.Ledger(length, *counts)
 
@@ -327,6 +330,9 @@ class EncoderDecoder(nn.Module):
             count["embedding_loss"] = 4 * c.width
         parts = [{"attention": costs.block_params(b)["attention"]} for b in selves]
         parts += [{"cross_attention": costs.block_params(b)["attention"]} for b in crosses]
+        parts += [costs.mask_params(b, ATTENTION_SITES) for b in (*selves, *crosses)]
+        parts += [costs.mask_params(b, MLP_SITES) for b in blocks]
+        parts.append(costs.embedding_mask_params(c.block()))
         for b in blocks:
             parts.append({"mlp": costs.block_params(b)["mlp"]} | moe_config.block_params(b))
         return flops.add([count, *parts])
@@ -334,66 +340,18 @@ class EncoderDecoder(nn.Module):
     @nn.nowrap
     def cache_bytes(self, cache_size):
         """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps: those
-        of both streams, and those of the encoder states that cross-attention reads."""
-        _, selves, crosses = self._parts()
-        heads = sum(2 * b.num_kv_heads * b.head_dim for b in (*selves, *crosses))
-        return heads * cache_size * jnp.dtype(self.dtype).itemsize
+        of both streams, of the encoder states that cross-attention reads, and of masks."""
+        c = self.resolved()
+        blocks, selves, crosses = c._parts()
+        attentions = (*selves, *crosses)
+        heads = sum(b.num_kv_heads * b.head_dim for b in attentions)
+        masks = sum(costs.mask_attentions(b, ATTENTION_SITES) for b in attentions)
+        masks += sum(costs.mask_attentions(b, MLP_SITES) for b in blocks)
+        masks += costs.embedding_mask_attentions(c.block())
+        return 2 * (heads + masks * c.width) * cache_size * jnp.dtype(c.dtype).itemsize
 
 
 def _with_experts(block, mlp, index):
     if mlp.kind != "moe" or not mlp.moe.in_block(index):
         return block
     return dataclasses.replace(block, moe=mlp.moe, hidden=mlp.moe.expert_hidden or block.hidden)
-
-
-def _resolve(model):
-    """The model with its activation; every bad value is named with its config key."""
-
-    def bad(name, value, message):
-        raise UsageError(f"config.model.{name}={value!r}: {message}")
-
-    def one_of(name, value, choices):
-        if value not in choices:
-            bad(name, value, f"expected one of {', '.join(choices)}")
-
-    for name, choices in CHOICES.items():
-        one_of(name, getattr(model, name), choices)
-    sizes = ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple")
-    for name, least in (*((name, 1) for name in sizes), ("encoder_depth", 0), ("cross_heads", 0)):
-        if getattr(model, name) < least:
-            bad(name, getattr(model, name), f"must be at least {least}")
-    model = model.clone(
-        cross_heads=model.cross_heads or model.num_heads,
-        mlp=dataclasses.replace(model.mlp, activation=model.mlp.activation or "gelu"),
-    )
-    for name in ("num_heads", "cross_heads"):
-        if model.width % getattr(model, name):
-            bad(
-                "width",
-                model.width,
-                f"does not divide by config.model.{name}={getattr(model, name)}",
-            )
-    if model.cross_source == "previous_layer" and model.depth == 1 and model.encoder_depth:
-        bad(
-            "encoder_depth",
-            model.encoder_depth,
-            "the one decoder block of cross_source='previous_layer' reads e_0; set it to 0",
-        )
-    moe_config.check(model.mlp)
-    one_of("mlp.activation", model.mlp.activation, ACTIVATIONS)
-    one_of("dropout.kind", model.dropout.kind, ("none", "standard"))
-    for site in model.dropout.sites:
-        one_of("dropout.sites", site, SITES)
-    if not 0 <= model.dropout.rate < 1:
-        bad("dropout.rate", model.dropout.rate, "must be in [0, 1)")
-    if model.scan_layers:
-        try:
-            period(model._all_specs()[0])
-        except UsageError:
-            bad(
-                "scan_layers",
-                True,
-                f"cross_source={model.cross_source!r} with {model.encoder_blocks} encoder and "
-                f"{model.depth} decoder blocks has layers that do not repeat a pattern",
-            )
-    return model

@@ -1,0 +1,100 @@
+"""Learned dropout: masks that the model computes from its input, in training and at inference.
+
+    python -m efx.main --config configs/learned_dropout.py --workdir runs/learned_dropout
+
+A mask m in [0, 1] multiplies what dropout would have thinned out at random. Here, by default, the
+one of a causal attention of its own, m = 0.5 cos(u + b) + 0.5, rounded to 0 or 1 by chance in
+training and by m >= 0.5 at inference, on the outputs of attention and MLP. The penalty
+mean(m^2 / 2) with weight 0.1 rewards closing. Masks cost what they cost: they multiply values by
+zero and save no FLOPs by themselves.
+
+Knobs, all in `config.model.dropout` (defaults in configs/common.py):
+    kind                    "elementwise": m = 0.5 cos(a x + b) + 0.5, a and b for each feature;
+                            "attention"; "standard" is plain dropout
+    sites                   "embedding", "attention_probs" (elementwise only), "attention_output",
+                            "mlp_output"
+    elementwise.detach      the mask passes no gradient on to x
+    elementwise.a_mean, a_std, b_mean, b_std    where a and b start
+    elementwise.sharpen     apply sigmoid(60 m - 30)
+    attention.input         "hidden": of what is masked; "embedding": one pass over the model's
+                            input embedding for all masks, and a linear layer for each
+    attention.num_heads     of the mask's attention; 0: as the model
+    attention.shift_init    where b starts: 0 keeps everything, pi closes everything
+    attention.rounding      "stochastic", "none", "sigmoid", "sigmoid_straight_through"
+Penalties, in `config.losses`, means over elements and masks of m before rounding; each a number or
+a schedule (efx/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of 1 - m,
+`dropout_l1` m, `dropout_squared_l1` m^2 / 2.
+Statistics: `dropout/near_one` (m > 0.9), `dropout/near_zero` (m < 0.1), `dropout/kept` (share of
+the rounded mask that is 1) and `dropout/entropy`; at each evaluation also layer by layer, and
+`dropout/changed`, the share of the rounded mask that differs from the last evaluation's.
+The masks' parameters are called mask_...: `config.optim.lr_multipliers` gives them, or only the
+frequencies a (".*/mask_frequency"), a learning rate of their own. They are not decayed.
+
+Variants, to be combined with commas:
+    configs/learned_dropout.py:smoke         about a minute on a CPU
+    configs/learned_dropout.py:elementwise   the elementwise form at all four sites
+    configs/learned_dropout.py:embedding     masks from one pass over the input embedding
+    configs/learned_dropout.py:rising        the penalty's weight grows exponentially to 0.1
+    configs/learned_dropout.py:no_penalty    masks are free
+    configs/learned_dropout.py:standard      the twin with plain dropout 0.2
+    configs/learned_dropout.py:none          the twin without dropout
+
+Hardware: 2 CPU cores.
+"""
+
+from configs import common
+
+MASKS = r".*/mask_[a-z]+"
+VARIANTS = {
+    "smoke": common.SMOKE,
+    "elementwise": {
+        "model.dropout.kind": "elementwise",
+        "model.dropout.sites": ("embedding", "attention_probs", "attention_output", "mlp_output"),
+        "losses.dropout_entropy": 0.01,
+        "losses.dropout_l1": 0.01,
+        "losses.dropout_squared_l1": 0.0,
+        "optim.lr_multipliers": ((r".*/mask_frequency", 3.0),),
+    },
+    "embedding": {"model.dropout.attention.input": "embedding"},
+    "rising": {
+        "losses.dropout_squared_l1": dict(schedule="exponential", rate=1e-4, c_min=0.0, c_max=0.1),
+    },
+    "no_penalty": {"losses.dropout_squared_l1": 0.0},
+    "standard": {
+        "model.dropout.kind": "standard",
+        "model.dropout.rate": 0.2,
+        "optim.lr_multipliers": (),
+    },
+    "none": {"model.dropout.kind": "none", "optim.lr_multipliers": ()},
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(
+        config,
+        {
+            "steps": 1000,
+            "data.source": "stdlib",
+            "data.tokenizer": "bytes",
+            "data.seq_len": 256,
+            "data.batch_size": 16,
+            "data.eval_fraction": 0.01,
+            "model.preset": "gpt2",
+            "model.use_bias": False,
+            "model.width": 128,
+            "model.depth": 4,
+            "model.num_heads": 4,
+            "model.dropout.kind": "attention",
+            "model.dropout.sites": ("attention_output", "mlp_output"),
+            "losses.dropout_squared_l1": 0.1,
+            "optim.learning_rate": 2e-3,
+            "optim.lr_multipliers": ((MASKS, 1.0),),
+            "optim.schedule.warmup_steps": 50,
+            "checkpoint.every": 250,
+            "evaluate.every": 250,
+            "sample.every": 250,
+            "sample.prompt": "def ",
+        },
+    )
+    return common.variant(config, arg, **VARIANTS)

@@ -1,0 +1,370 @@
+"""Learned dropout: a mask that the model computes from its input, on at inference too.
+
+A mask m in [0, 1] multiplies x where dropout stood. Two forms:
+    elementwise   m = 0.5 cos(a * sg(x) + b) + 0.5, with learned a and b for each feature
+    attention     m = 0.5 cos(u + b) + 0.5, u a causal self-attention of its own; m may be rounded
+No b need be kept inside [0, pi]: cos is even and periodic, so any b is one in there with u or -u,
+which the value matrix learns.
+
+Every mask sows means over its elements, of the mask before rounding and of valid tokens only:
+losses `dropout_entropy`, `dropout_alternate_entropy`, `dropout_l1`, `dropout_squared_l1`, and the
+stats `dropout/near_one`, `dropout/near_zero`, `dropout/kept`, `dropout/entropy`. Where the
+collection `masks` is asked for, it also sows the rounded mask itself (see efx/mask_changes.py).
+
+All parameters are leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all of them, and weight
+decay, by its default pattern, none. All arithmetic of masks is float32.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx.errors import UsageError
+from efx.layers.attend import attend
+from efx.layers.cache import attend_cached
+from efx.layers.dropout import (
+    KINDS,
+    SITES,
+    DropoutConfig,
+    ElementwiseConfig,
+    MaskAttentionConfig,
+    StandardDropout,
+)
+from efx.sharding import constrain
+
+ROUNDINGS = ("none", "stochastic", "sigmoid", "sigmoid_straight_through")
+INPUTS = ("hidden", "embedding")
+
+
+# ---- masks as functions ------------------------------------------------------------------------
+
+
+def cosine_mask(angle):
+    """0.5 cos(angle) + 0.5 in float32."""
+    return 0.5 * jnp.cos(angle.astype(jnp.float32)) + 0.5
+
+
+def sharpened(m):
+    return jax.nn.sigmoid(60.0 * m - 30.0)
+
+
+def rounded(m, rounding, uniform=None):
+    """The mask that is applied.
+
+    Args:
+      m: float32 in [0, 1].
+      rounding: "none"; "stochastic": 1 with probability m, else 0, and without `uniform` 1 where
+        m >= 0.5; "sigmoid": sigmoid(60 m - 30); "sigmoid_straight_through". The gradient of
+        "stochastic" and "sigmoid_straight_through" is that of m (Bengio et al. 2013,
+        arXiv 1308.3432, section 4).
+      uniform: random numbers in [0, 1) of m's shape, or None.
+    """
+    if rounding == "none":
+        return m
+    if rounding == "sigmoid":
+        return sharpened(m)
+    if rounding == "sigmoid_straight_through":
+        hard = sharpened(m)
+    elif uniform is None:
+        hard = (m >= 0.5).astype(m.dtype)
+    else:
+        hard = (uniform < m).astype(m.dtype)
+    return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
+
+
+def entropy(m):
+    """-m log2 m elementwise, 0 with gradient 0 at m = 0."""
+    positive = m >= jnp.finfo(jnp.float32).tiny
+    safe = jnp.where(positive, m, 1.0)
+    return jnp.where(positive, -safe * jnp.log2(safe), 0.0)
+
+
+def penalties(m):
+    """{loss: its value at each element} of an unrounded mask; their means are what is sown."""
+    return {
+        "dropout_entropy": entropy(m),
+        "dropout_alternate_entropy": entropy(1.0 - m),
+        "dropout_l1": m,
+        "dropout_squared_l1": 0.5 * jnp.square(m),
+    }
+
+
+def statistics(m, applied):
+    """{name: its value at each element}; `kept`: whether the applied mask is nearer 1 than 0."""
+    m, applied = jax.lax.stop_gradient((m, applied))
+    values = {
+        "dropout/near_one": m > 0.9,
+        "dropout/near_zero": m < 0.1,
+        "dropout/kept": applied >= 0.5,
+        "dropout/entropy": entropy(m),
+    }
+    return {name: value.astype(jnp.float32) for name, value in values.items()}
+
+
+def _sums(m, applied, weight):
+    """(sums of penalties, sums of statistics, number of elements); `weight` broadcasts to m."""
+    weight = jnp.broadcast_to(weight.astype(jnp.float32), m.shape)
+
+    def total(values):
+        return {name: jnp.sum(value * weight) for name, value in values.items()}
+
+    return total(penalties(m)), total(statistics(m, applied)), jnp.sum(weight)
+
+
+def _sow(module, sums):
+    """Means of `_sums` into the collections `losses` and `stats`."""
+    losses, stats, count = sums
+    count = jnp.maximum(count, 1.0)
+    for collection, values in (("losses", losses), ("stats", stats)):
+        for name, value in values.items():
+            module.sow(collection, name, value / count)
+
+
+def _report(module, m_BTD, applied_BTD, info):
+    if not info.decode:
+        valid_BT1 = info.valid(m_BTD.shape[0])[..., None]
+        _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
+        _sow_mask(module, applied_BTD, valid_BT1)
+
+
+def _sow_mask(module, applied, counted):
+    """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count."""
+    if module.is_mutable_collection("masks") and not module.is_initializing():
+        kept = jnp.where(counted, applied >= 0.5, -1)
+        module.sow("masks", "dropout/changed", kept.astype(jnp.int8))
+
+
+def _param(module, name, init, axes, *shape):
+    init = nn.with_logical_partitioning(init, axes)
+    return module.param(name, init, shape, jnp.float32)
+
+
+# ---- elementwise -------------------------------------------------------------------------------
+
+
+def _frequency_and_phase(module, c, axes, size):
+    """a and b, each [size]."""
+
+    def normal(mean, std):
+        return lambda key, shape, dtype: mean + std * jax.random.normal(key, shape, dtype)
+
+    return (
+        _param(module, "mask_frequency", normal(c.a_mean, c.a_std), axes, size),
+        _param(module, "mask_phase", normal(c.b_mean, c.b_std), axes, size),
+    )
+
+
+def _elementwise(c, x, a, b):
+    """(m, the mask that is applied) for x, a and b that broadcast."""
+    x = x.astype(jnp.float32)
+    m = cosine_mask(a * (jax.lax.stop_gradient(x) if c.detach else x) + b)
+    return m, sharpened(m) if c.sharpen else m
+
+
+class ElementwiseMask(nn.Module):
+    """x [B, T, D] -> x * m, m = 0.5 cos(a * sg(x) + b) + 0.5 with a, b [D]."""
+
+    config: ElementwiseConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        width = x_BTD.shape[-1]
+        a_D, b_D = _frequency_and_phase(self, self.config, ("norm",), width)
+        m_BTD, applied_BTD = _elementwise(self.config, x_BTD, a_D[None, None], b_D[None, None])
+        _report(self, m_BTD, applied_BTD, info)
+        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+
+
+class ElementwiseProbsMask(nn.Module):
+    """The same for attention probabilities, with a and b for each position of a key: [context].
+
+    By position, not by place, so that a routed or packed subsequence and a cache, whose slots lie
+    in order of arrival, meet the same a and b. Probabilities are not normalised again. Pairs that
+    attention does not allow count in no penalty and no statistic.
+    """
+
+    config: ElementwiseConfig
+    context: int
+
+    @nn.compact
+    def probs_fn(self, info, k_positions_BS):
+        a_S, b_S = _frequency_and_phase(self, self.config, ("position",), self.context)
+        return _ProbsFn(self.config, a_S, b_S, info, k_positions_BS)
+
+    @nn.nowrap
+    def report(self, probs_fn):
+        _sow(self, jax.tree.map(lambda *parts: sum(parts), *probs_fn.sums))
+        for applied_BKGTS, counted_BKGTS in probs_fn.masks:
+            _sow_mask(self, applied_BKGTS, counted_BKGTS)
+
+
+class _ProbsFn:
+    """Masks one chunk of probabilities at a time and remembers what to report of each."""
+
+    def __init__(self, config, a_S, b_S, info, k_positions_BS):
+        place_BS = jnp.clip(k_positions_BS, 0, a_S.shape[0] - 1)
+        self.a_BS, self.b_BS = a_S[place_BS], b_S[place_BS]
+        self.config, self.info, self.sums, self.masks = config, info, [], []
+
+    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
+        batch, *_, queries, keys = probs_BKGTS.shape
+        a, b = (
+            y_BS[:, None, None, None, k_start : k_start + keys] for y_BS in (self.a_BS, self.b_BS)
+        )
+        m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
+        if not self.info.decode:
+            valid_BT = self.info.valid(batch)[:, q_start : q_start + queries]
+            counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
+            self.sums.append(_sums(m_BKGTS, applied_BKGTS, counted_BKGTS))
+            self.masks.append((applied_BKGTS, counted_BKGTS))
+        return probs_BKGTS * applied_BKGTS
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+class MaskAttention(nn.Module):
+    """u [B, T, D]: causal multi-head self-attention without output projection, uncapped, without
+    rotary positions; it sees as far back as the model's own attention."""
+
+    num_heads: int
+    mup: bool
+    window: int
+    chunk: int
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        batch, length, width = x_BTD.shape
+        head_dim = width // self.num_heads
+        x_ND = x_BTD.astype(self.dtype).reshape(batch * length, width)
+
+        def heads(name):
+            init = nn.initializers.normal(self.std)
+            kernel = _param(self, f"mask_{name}", init, ("embed", "heads"), width, width)
+            y_BTNH = jnp.dot(x_ND, kernel.astype(self.dtype)).reshape(
+                batch, length, self.num_heads, head_dim
+            )
+            return constrain(y_BTNH, "batch", "length", "act_heads", None)
+
+        q_BTNH, k_BTNH, v_BTNH = heads("query"), heads("key"), heads("value")
+        options = dict(scale=1.0 / head_dim if self.mup else head_dim**-0.5, window=self.window)
+        if info.decode:
+            # "read" is said to a block whose keys all tokens have written; these masks see only
+            # the tokens that are routed, and write theirs here.
+            info = info.replace(kv="both")
+            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, info, None, options)
+        else:
+            u_BTNH = attend(
+                q_BTNH,
+                k_BTNH,
+                v_BTNH,
+                chunk=self.chunk,
+                positions_BT=info.positions_BT,
+                segment_ids_BT=info.segment_ids_BT,
+                **options,
+            )
+        return u_BTNH.reshape(batch, length, width)
+
+
+class AttentionMask(nn.Module):
+    """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
+
+    u is `attention` of x or, with input "embedding", a linear layer of `info.mask_input_BTD`.
+
+    Attributes:
+      attention: a `MaskAttention` not yet bound to a scope.
+    """
+
+    config: MaskAttentionConfig
+    attention: MaskAttention
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        c, width = self.config, x_BTD.shape[-1]
+        if c.input == "embedding":
+            dtype, std = self.attention.dtype, self.attention.std
+            init = nn.initializers.normal(std)
+            kernel = _param(self, "mask_linear", init, ("heads", "embed"), width, width)
+            input_ND = info.mask_input_BTD.astype(dtype).reshape(-1, width)
+            u_BTD = jnp.dot(input_ND, kernel.astype(dtype)).reshape(x_BTD.shape)
+        else:
+            u_BTD = self.attention(x_BTD, info)
+        shift = nn.initializers.constant(c.shift_init)
+        b_D = _param(self, "mask_shift", shift, ("norm",), width)
+        m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
+        uniform = None
+        if c.rounding == "stochastic" and info.train:
+            uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
+        applied_BTD = rounded(m_BTD, c.rounding, uniform)
+        _report(self, m_BTD, applied_BTD, info)
+        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+
+
+# ---- from the config ---------------------------------------------------------------------------
+
+
+def mask_attention(b, **options):
+    """The attention of one mask of a block `b` (`blocks.BlockConfig`)."""
+    return MaskAttention(
+        b.dropout.attention.num_heads, b.mup, b.window, b.chunk, b.std, b.dtype, **options
+    )
+
+
+def make_dropout(b, site, name=None):
+    """The module at `site` of a model whose blocks are like `b`, or None where there is none."""
+    c = b.dropout
+    if not c.active(site):
+        return None
+    if c.kind == "standard":
+        return StandardDropout(c.rate, name=name)
+    if c.kind == "attention":
+        return AttentionMask(c.attention, mask_attention(b, parent=None), name=name)
+    if site == "attention_probs":
+        return ElementwiseProbsMask(c.elementwise, b.context, name=name)
+    return ElementwiseMask(c.elementwise, name=name)
+
+
+def resolved(c: DropoutConfig, width, num_heads):
+    """`config.model.dropout` of a model so wide with so many heads, checked and filled in.
+
+    Raises UsageError for a bad value.
+    """
+
+    def one_of(name, value, choices):
+        if value not in choices:
+            raise UsageError(
+                f"config.model.dropout.{name}={value!r}: expected one of {', '.join(choices)}"
+            )
+
+    one_of("kind", c.kind, KINDS)
+    for site in c.sites:
+        one_of("sites", site, SITES)
+    if not 0 <= c.rate < 1:
+        raise UsageError(f"config.model.dropout.rate={c.rate}: must be in [0, 1)")
+    a = dataclasses.replace(c.attention, num_heads=c.attention.num_heads or num_heads)
+    one_of("attention.input", a.input, INPUTS)
+    one_of("attention.rounding", a.rounding, ROUNDINGS)
+    for name in ("a_std", "b_std"):
+        value = getattr(c.elementwise, name)
+        if value < 0:
+            raise UsageError(f"config.model.dropout.elementwise.{name}={value}: must be at least 0")
+    if not 0 <= a.shift_init <= 3.1416:
+        raise UsageError(
+            f"config.model.dropout.attention.shift_init={a.shift_init}: must be in [0, pi]"
+        )
+    if c.kind == "attention" and "attention_probs" in c.sites:
+        raise UsageError(
+            "config.model.dropout.sites has 'attention_probs', but the masks of "
+            "config.model.dropout.kind='attention' are as wide as the model: leave that site out, "
+            "or use kind='elementwise'"
+        )
+    if c.kind == "attention" and (a.num_heads < 1 or width % a.num_heads):
+        raise UsageError(
+            f"config.model.width={width} does not divide by "
+            f"config.model.dropout.attention.num_heads={a.num_heads} (0: config.model.num_heads)"
+        )
+    return dataclasses.replace(c, attention=a)

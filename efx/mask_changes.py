@@ -1,0 +1,64 @@
+"""How much of the masks of learned dropout still changes from one evaluation to the next."""
+
+import jax
+import jax.numpy as jnp
+
+from efx import sharding
+from efx.step import by_layer
+
+
+class MaskChanges:
+    """The fraction of rounded entries that differ from those of the call before, on fixed rows.
+
+    Entries of padding, and of places that a routed block left empty either time, do not count. The
+    masks of the last call stay on the devices: one byte an entry, one row for each shard of the
+    batch.
+    """
+
+    def __init__(self, model, mesh, rules):
+        self._mesh, self._rules = mesh, rules
+        self._masks = jax.jit(lambda *arguments: _masks(model, *arguments))
+        self._changes = jax.jit(lambda old, new: by_layer(_changes(model, old, new), model))
+        self._last = None
+
+    def __call__(self, params, variables, batch):
+        """{"dropout/changed": fraction, "dropout/changed/block_<i>": ...}; {} the first time.
+
+        Args:
+          batch: this host's rows of a batch, the same at every call.
+        """
+        shards = sharding.batch_shards(self._mesh, self._rules)
+        rows = max(1, shards // jax.process_count())
+        fixed = {name: values[:rows] for name, values in batch.items()}
+        placed = sharding.batch_sharding(self._mesh, self._rules)
+        masks = self._masks(params, variables, sharding.place_batch(fixed, placed))
+        last, self._last = self._last, masks
+        if last is None:
+            return {}
+        return {name: float(x) for name, x in jax.device_get(self._changes(last, masks)).items()}
+
+
+def _masks(model, params, variables, batch):
+    _, mutated = model.apply(
+        {"params": params, **variables},
+        batch["inputs"],
+        batch.get("positions"),
+        batch.get("segment_ids"),
+        method="features",
+        mutable=("masks",),
+    )
+    return mutated["masks"]
+
+
+def _changes(model, old, new):
+    """The tree of masks with the fraction that changed in the place of each."""
+
+    def one(path, a, b):
+        # Layers of a scanned stack lie along the first axis.
+        first = int(any(getattr(key, "key", None) == "units" for key in path))
+        axes = tuple(range(first, a.ndim))
+        both = (a >= 0) & (b >= 0)
+        changed = jnp.sum(both & (a != b), axis=axes) / jnp.maximum(jnp.sum(both, axis=axes), 1)
+        return changed.astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(one, old, new)
