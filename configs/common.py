@@ -244,6 +244,10 @@ def dropout():
             # "stochastic": 0 or 1 by chance in training, by m >= 0.5 at inference; "none";
             # "sigmoid" (60 m - 30); "sigmoid_straight_through"
             rounding="stochastic",
+            granularity="feature",  # a mask value for each feature; "token": one for a token
+            # At inference MLPs compute only the tokens that are open, so many at a time; 0: all.
+            # Needs input="embedding" and rounding="stochastic"; pays with granularity="token".
+            skip_tile=0,
         ),
     )
 

@@ -5,8 +5,8 @@
 A mask m in [0, 1] multiplies what dropout would have thinned out at random. Here, by default, the
 one of a causal attention of its own, m = 0.5 cos(u + b) + 0.5, rounded to 0 or 1 by chance in
 training and by m >= 0.5 at inference, on the outputs of attention and MLP. The penalty
-mean(m^2 / 2) with weight 0.1 rewards closing. Masks cost what they cost: they multiply values by
-zero and save no FLOPs by themselves.
+mean(m^2 / 2) with weight 0.1 rewards closing. Masks multiply values by zero: that saves no FLOPs,
+unless whole tokens close and are left out, which the variant `skip` does (docs/learned_dropout.md).
 
 Knobs, all in `config.model.dropout` (defaults in configs/common.py):
     kind                    "elementwise": m = 0.5 cos(a x + b) + 0.5, a and b for each feature;
@@ -21,6 +21,8 @@ Knobs, all in `config.model.dropout` (defaults in configs/common.py):
     attention.num_heads     of the mask's attention; 0: as the model
     attention.shift_init    where b starts: 0 keeps everything, pi closes everything
     attention.rounding      "stochastic", "none", "sigmoid", "sigmoid_straight_through"
+    attention.granularity   "feature", or one mask value for a whole "token"
+    attention.skip_tile     at inference MLPs compute only open tokens, so many at a time
 Penalties, in `config.losses`, means over elements and masks of m before rounding; each a number or
 a schedule (efx/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of 1 - m,
 `dropout_l1` m, `dropout_squared_l1` m^2 / 2.
@@ -34,6 +36,8 @@ Variants, to be combined with commas:
     configs/learned_dropout.py:smoke         about a minute on a CPU
     configs/learned_dropout.py:elementwise   the elementwise form at all four sites
     configs/learned_dropout.py:embedding     masks from one pass over the input embedding
+    configs/learned_dropout.py:skip          one mask value a token, from the embedding, and MLPs
+                                             that leave closed tokens out at inference
     configs/learned_dropout.py:rising        the penalty's weight grows exponentially to 0.1
     configs/learned_dropout.py:no_penalty    masks are free
     configs/learned_dropout.py:standard      the twin with plain dropout 0.2
@@ -56,6 +60,12 @@ VARIANTS = {
         "optim.lr_multipliers": ((r".*/mask_frequency", 3.0),),
     },
     "embedding": {"model.dropout.attention.input": "embedding"},
+    "skip": {
+        "model.dropout.attention.input": "embedding",
+        "model.dropout.attention.granularity": "token",
+        "model.dropout.attention.skip_tile": 64,
+        "model.dropout.sites": ("mlp_output",),
+    },
     "rising": {
         "losses.dropout_squared_l1": dict(schedule="exponential", rate=1e-4, c_min=0.0, c_max=0.1),
     },

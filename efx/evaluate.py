@@ -60,6 +60,7 @@ class Evaluator:
         }
         result |= _expert_rows(means, bytes_per_token)
         result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith("dropout/")}
+        result |= self._computed(causal)
         if self._mask_changes is not None:
             batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
             changes = self._mask_changes(params, variables, next(iter(batches)))
@@ -77,6 +78,16 @@ class Evaluator:
             own = means["causal" if decision == first else decision]
             result |= self._decision(prefix, means["train"], own)
         return result
+
+    def _computed(self, causal):
+        """What masks left to be computed; FLOPs where nothing else changes how many tokens are."""
+        key = "mlp/computed_fraction"
+        rows = {f"eval/{name}": x for name, x in causal.items() if name.startswith(key)}
+        if rows and not self._routing:
+            parts = self._model.ledger(self._length).nominal
+            closed = (1.0 - causal[key]) * parts["mlp"]
+            rows["eval/flops_per_token"] = (sum(parts.values()) - closed) / self._length
+        return rows
 
     def _decision(self, prefix, trained, own):
         """Rows about one causal decision.
@@ -163,4 +174,6 @@ def describe(step, metrics):
         line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
     if "eval/dropout/kept" in metrics:
         line += f"; masks keep {metrics['eval/dropout/kept']:.1%}"
+    if "eval/mlp/computed_fraction" in metrics:
+        line += f"; MLPs computed for {metrics['eval/mlp/computed_fraction']:.1%} of the tokens"
     return line

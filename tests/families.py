@@ -132,6 +132,11 @@ FAMILIES = {
         "dropout.attention.input": "embedding", "mlp.moe.every": 2,
         "dropout.attention.rounding": "sigmoid_straight_through",
     }),
+    "dropout_tokens": Family({
+        "dropout.kind": "attention", "dropout.sites": ("attention_output", "mlp_output"),
+        "attention_chunk": 20,
+        "dropout.attention.granularity": "token", "dropout.attention.rounding": "none",
+    }, losses=PENALTIES),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
     "streams_same": _streams(**{
         "cross_source": "same_layer", "cross_heads": 8, "attention_chunk": 20, "use_bias": True,

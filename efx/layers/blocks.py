@@ -6,7 +6,7 @@ from functools import partial
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import norms
+from efx.layers import norms, open_rows
 from efx.layers.attention import Attention
 from efx.layers.dropout import DropoutConfig
 from efx.layers.learned_dropout import make_dropout
@@ -59,7 +59,7 @@ class Block(nn.Module):
     def __call__(self, x_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
         c = self.config
-        attention, mlp = make_attention(c, "attention"), make_mlp(c, "mlp")
+        attention = make_attention(c, "attention")
         norm_attention = make_norm(c, "norm_attention")
         if context is not None:
             context = norm_attention(context[0]), context[1]
@@ -67,9 +67,7 @@ class Block(nn.Module):
         if info.kv == "write":
             return a_BTD
         a_BTD = apply_dropout(c, "attention_output", a_BTD, info)
-        m_BTD = mlp(make_norm(c, "norm_mlp")(x_BTD + a_BTD), info)
-        m_BTD = apply_dropout(c, "mlp_output", m_BTD, info)
-        return a_BTD + m_BTD
+        return a_BTD + masked_mlp(self, c, x_BTD + a_BTD, info)
 
 
 class LightPath(nn.Module):
@@ -118,6 +116,22 @@ def make_mlp(c, name):
     """An MLP, or the experts that stand in its place."""
     mlp = MLP if c.moe is None else partial(MoE, c.moe)
     return mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name=name)
+
+
+def masked_mlp(module, c, x_BTD, info):
+    """Norm, MLP and dropout of a block: [B, T, D]. Where the mask is known before the MLP and the
+    config says so, the MLP leaves closed tokens out; their share is then sown."""
+    mlp, y_BTD = make_mlp(c, "mlp"), make_norm(c, "norm_mlp")(x_BTD)
+    if not c.dropout.skips or c.moe is not None or info.train or module.is_initializing():
+        return apply_dropout(c, "mlp_output", mlp(y_BTD, info), info)
+    mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, info)
+    valid_BT = info.valid(x_BTD.shape[0])
+    open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
+    if not info.decode:
+        computed = jnp.sum(open_BT) / jnp.maximum(jnp.sum(valid_BT), 1)
+        module.sow("stats", "mlp/computed_fraction", computed.astype(jnp.float32))
+    m_BTD = open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile)
+    return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 
 
 def apply_dropout(config, site, x_BTD, info, name=None):

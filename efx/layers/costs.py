@@ -78,16 +78,23 @@ def embedding_mask_attentions(b):
 
 
 def _mask_linears(b, sites):
-    return sum(b.dropout.active(site) for site in sites) if b.dropout.shared else 0
+    """Columns of the linear layers that make masks."""
+    c = b.dropout
+    if c.kind != "attention" or not (c.shared or _mask_width(b) == 1):
+        return 0
+    return _mask_width(b) * sum(c.active(site) for site in sites)
+
+
+def _mask_width(b):
+    return 1 if b.dropout.attention.granularity == "token" else b.width
 
 
 def _mask_flops(b, tokens, pairs, attentions, linears):
     if not attentions + linears:
         return {}
-    matrices = 3 * attentions + linears
     heads = b.dropout.attention.num_heads
     return {
-        "mask_projections": matrices * flops.matmul(tokens, b.width, b.width),
+        "mask_projections": flops.matmul(tokens, b.width, 3 * attentions * b.width + linears),
         "mask_scores": attentions * flops.attention_scores(pairs, heads, b.width // heads),
     }
 
@@ -107,17 +114,18 @@ def embedding_mask_flops(b, tokens, pairs):
 def _vectors(b, sites):
     """Parameters of the masks at these sites outside of their matrices."""
     c = b.dropout
-    count = sum(b.width for site in sites if c.active(site) and site != "attention_probs")
+    count = sum(c.active(site) for site in sites if site != "attention_probs")
     if c.kind == "attention":
-        return count
+        return _mask_width(b) * count
+    count *= b.width
     return 2 * (count + b.context * ("attention_probs" in sites and c.active("attention_probs")))
 
 
 def _mask_params(b, attentions, sites):
     if not b.dropout.learned:
         return {}
-    matrices = 3 * attentions + _mask_linears(b, sites)
-    return {"masks": matrices * b.width**2 + _vectors(b, sites)}
+    columns = 3 * attentions * b.width + _mask_linears(b, sites)
+    return {"masks": columns * b.width + _vectors(b, sites)}
 
 
 def mask_params(b, sites=BLOCK_SITES):

@@ -36,12 +36,18 @@ class MaskAttentionConfig:
       num_heads: of that attention; 0: as the model.
       shift_init: where b starts, in [0, pi]. 0: everything is kept at first.
       rounding: one of `learned_dropout.ROUNDINGS`.
+      granularity: "feature": a mask value for every feature of a token; "token": one for all.
+      skip_tile: at inference an MLP computes only the tokens that the mask of its output leaves
+        open, so many at a time; 0: all. Needs masks that are known before and are exactly 0:
+        input "embedding" and rounding "stochastic".
     """
 
     input: str
     num_heads: int
     shift_init: float
     rounding: str
+    granularity: str
+    skip_tile: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,13 @@ class DropoutConfig:
     @property
     def learned(self):
         return self.kind in ("elementwise", "attention")
+
+    @property
+    def skips(self):
+        """Whether MLPs leave out closed tokens at inference."""
+        return (
+            self.kind == "attention" and self.attention.skip_tile > 0 and self.active("mlp_output")
+        )
 
     @property
     def shared(self):

@@ -36,6 +36,7 @@ from efx.sharding import constrain
 
 ROUNDINGS = ("none", "stochastic", "sigmoid", "sigmoid_straight_through")
 INPUTS = ("hidden", "embedding")
+GRANULARITIES = ("feature", "token")
 
 
 # ---- masks as functions ------------------------------------------------------------------------
@@ -273,7 +274,8 @@ class MaskAttention(nn.Module):
 class AttentionMask(nn.Module):
     """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
 
-    u is `attention` of x or, with input "embedding", a linear layer of `info.mask_input_BTD`.
+    u is `attention` of x or, with input "embedding", a linear layer of `info.mask_input_BTD`. With
+    granularity "token" a linear layer makes one u of every token, and there is one b.
 
     Attributes:
       attention: a `MaskAttention` not yet bound to a scope.
@@ -282,26 +284,33 @@ class AttentionMask(nn.Module):
     config: MaskAttentionConfig
     attention: MaskAttention
 
-    @nn.compact
     def __call__(self, x_BTD, info):
+        applied_BTD = self.mask(x_BTD, info)
+        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+
+    @nn.compact
+    def mask(self, x_BTD, info):
+        """What multiplies x: float32 [B, T, D] or [B, T, 1]. With input "embedding" it does not
+        depend on x."""
         c, width = self.config, x_BTD.shape[-1]
-        if c.input == "embedding":
+        shared = c.input == "embedding"
+        u_BTD = info.mask_input_BTD if shared else self.attention(x_BTD, info)
+        out = 1 if c.granularity == "token" else width
+        if shared or out == 1:
             dtype, std = self.attention.dtype, self.attention.std
-            init = nn.initializers.normal(std)
-            kernel = _param(self, "mask_linear", init, ("heads", "embed"), width, width)
-            input_ND = info.mask_input_BTD.astype(dtype).reshape(-1, width)
-            u_BTD = jnp.dot(input_ND, kernel.astype(dtype)).reshape(x_BTD.shape)
-        else:
-            u_BTD = self.attention(x_BTD, info)
+            axes = ("heads", "embed" if out == width else None)
+            kernel = _param(self, "mask_linear", nn.initializers.normal(std), axes, width, out)
+            input_ND = u_BTD.astype(dtype).reshape(-1, width)
+            u_BTD = jnp.dot(input_ND, kernel.astype(dtype)).reshape(*x_BTD.shape[:2], out)
         shift = nn.initializers.constant(c.shift_init)
-        b_D = _param(self, "mask_shift", shift, ("norm",), width)
+        b_D = _param(self, "mask_shift", shift, ("norm",) if out == width else (None,), out)
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
         if c.rounding == "stochastic" and info.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
         applied_BTD = rounded(m_BTD, c.rounding, uniform)
         _report(self, m_BTD, applied_BTD, info)
-        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+        return applied_BTD
 
 
 # ---- from the config ---------------------------------------------------------------------------
@@ -348,6 +357,17 @@ def resolved(c: DropoutConfig, width, num_heads):
     a = dataclasses.replace(c.attention, num_heads=c.attention.num_heads or num_heads)
     one_of("attention.input", a.input, INPUTS)
     one_of("attention.rounding", a.rounding, ROUNDINGS)
+    one_of("attention.granularity", a.granularity, GRANULARITIES)
+    if a.skip_tile < 0:
+        raise UsageError(
+            f"config.model.dropout.attention.skip_tile={a.skip_tile}: must be at least 0"
+        )
+    if c.skips and (a.input, a.rounding) != ("embedding", "stochastic"):
+        raise UsageError(
+            f"config.model.dropout.attention.skip_tile={a.skip_tile} needs masks that are known "
+            "before the MLP and are exactly 0: attention.input='embedding' (not "
+            f"{a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
+        )
     for name in ("a_std", "b_std"):
         value = getattr(c.elementwise, name)
         if value < 0:

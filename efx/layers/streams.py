@@ -12,8 +12,8 @@ from efx.layers.blocks import (
     BlockConfig,
     apply_dropout,
     make_attention,
-    make_mlp,
     make_norm,
+    masked_mlp,
 )
 from efx.layers.norms import LayerNorm
 from efx.sharding import constrain
@@ -75,8 +75,7 @@ class DecoderBlock(nn.Module):
             return apply_dropout(c, "attention_output", y_BTD, info, name="dropout_cross_output")
 
         def mlp(x_BTD):
-            y_BTD = make_mlp(c, "mlp")(make_norm(c, "norm_mlp")(x_BTD), info)
-            return apply_dropout(c, "mlp_output", y_BTD, info)
+            return masked_mlp(self, c, x_BTD, info)
 
         sublayers = {
             "self_first": (attention, cross, mlp),
