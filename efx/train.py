@@ -332,7 +332,8 @@ class _Run:
         self.timings["other"] = total - sum(self.timings.values())
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
         self.progress.println(f"first step after {total:.1f} s ({parts})")
-        self.writer.write(self.step, {"startup_seconds": total})
+        count = sum(self.experiment.model.parameter_count().values())
+        self.writer.write(self.step, {"startup_seconds": total, "parameters": count})
 
     def _finish(self):
         row = self.last_row

@@ -65,8 +65,8 @@ def test_every_variant_loads(name):
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_names_settings_that_exist(name, tmp_path):
     spec = sweep.load_sweep(f"configs/sweeps/{name}")
-    config = main.load_config(spec["config"])
-    for run in spec["runs"]:
+    for run, changes in spec["runs"].items():
+        config = main.load_config(changes.get("config", spec["config"]))
         for argument in sweep.command(spec, tmp_path, run, 0, {}, [])[1:]:
             key = argument.partition("=")[0].removeprefix("--config.")
             assert key == "--workdir" or key in set(keys(config)), argument

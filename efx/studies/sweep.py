@@ -7,8 +7,10 @@ A sweep file is plain data: `get_sweep()` returns
     dict(config="configs/mod.py",          # the config every run starts from
          seeds=(0, 1, 2),
          equal="flops" | "tokens" | "",    # what every run gets as much of as the first one
-         runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes
-         columns={"title": "metric|other", ...})   # more columns: the first of these metrics
+         runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes; with
+                                                   # "config", it starts from another file
+         columns={"title": "metric|other", ...})   # more columns: the first of these metrics,
+                                                   # or the least value of one: "min:metric"
 
 Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
 interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up
@@ -69,7 +71,7 @@ def command(sweep, workdir, name, seed, budget, extra):
     """
     changes = dict(sweep["runs"][name])
     arguments = [
-        f"--config={sweep['config']}",
+        f"--config={changes.pop('config', sweep['config'])}",
         f"--workdir={folder(workdir, name, seed)}",
         f"--config.seed={seed}",
     ]
@@ -150,10 +152,12 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
 
 
 def final_row(run):
-    """All the last values of a run's metrics in one dict."""
+    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>"."""
     last = {}
     for row in read_metrics(run):
-        last.update(row)
+        for name, value in row.items():
+            last[name] = value
+            last[f"min:{name}"] = min(value, last.get(f"min:{name}", value))
     return last
 
 
@@ -198,7 +202,7 @@ def _cell(title, values):
     if any(value is None for value in values):
         return ""
     mean = statistics.fmean(values)
-    if title in ("training FLOPs", "tokens"):
+    if title in ("training FLOPs", "tokens", "parameters"):
         return quantity(mean).strip()
     if title == "steps":
         return f"{mean:.0f}"
