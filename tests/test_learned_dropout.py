@@ -140,7 +140,7 @@ def test_attention_mask_by_hand():
     params = {"attention": {name: jnp.float32(value) for name, value in names.items()},
               "mask_shift": jnp.float32(b)}
     for rounding, applied in (("none", m), ("stochastic", m >= 0.5)):
-        config = ld.MaskAttentionConfig("hidden", 2, 0.0, rounding)
+        config = ld.MaskAttentionConfig("hidden", 2, 0.0, rounding, "feature", 0)
         mask = ld.AttentionMask(config, attention)
         got, sown = mask.apply({"params": params}, jnp.float32(x), info(3), mutable=["losses"])
         np.testing.assert_allclose(got, x * applied[None], atol=1e-5)

@@ -292,6 +292,21 @@ class AttentionMask(nn.Module):
     def mask(self, x_BTD, info):
         """What multiplies x: float32 [B, T, D] or [B, T, 1]. With input "embedding" it does not
         depend on x."""
+        c = self.config
+        u_BTD = self.angle(x_BTD, info)
+        out = u_BTD.shape[-1]
+        shift = nn.initializers.constant(c.shift_init)
+        b_D = _param(self, "mask_shift", shift, ("norm",) if out > 1 else (None,), out)
+        m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
+        uniform = None
+        if c.rounding == "stochastic" and info.train:
+            uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
+        applied_BTD = rounded(m_BTD, c.rounding, uniform)
+        _report(self, m_BTD, applied_BTD, info)
+        return applied_BTD
+
+    def angle(self, x_BTD, info):
+        """u: float32 or the model's type, [B, T, D] or [B, T, 1]."""
         c, width = self.config, x_BTD.shape[-1]
         shared = c.input == "embedding"
         u_BTD = info.mask_input_BTD if shared else self.attention(x_BTD, info)
@@ -302,15 +317,7 @@ class AttentionMask(nn.Module):
             kernel = _param(self, "mask_linear", nn.initializers.normal(std), axes, width, out)
             input_ND = u_BTD.astype(dtype).reshape(-1, width)
             u_BTD = jnp.dot(input_ND, kernel.astype(dtype)).reshape(*x_BTD.shape[:2], out)
-        shift = nn.initializers.constant(c.shift_init)
-        b_D = _param(self, "mask_shift", shift, ("norm",) if out == width else (None,), out)
-        m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
-        uniform = None
-        if c.rounding == "stochastic" and info.train:
-            uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
-        applied_BTD = rounded(m_BTD, c.rounding, uniform)
-        _report(self, m_BTD, applied_BTD, info)
-        return applied_BTD
+        return u_BTD
 
 
 # ---- from the config ---------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""Learned dropout and the encoder-decoder against the decoder at equal training FLOPs, with more text
+than any of them reads once.
+
+    python -m efx.studies.sweep --sweep configs/sweeps/dropout_flops.py \
+        --workdir runs/dropout_flops --jobs 2
+
+The models of dropout_overfitting.py on the source of Python's standard library.
+"""
+
+import runpy
+
+_OTHER = runpy.run_path(__file__.replace("dropout_flops", "dropout_overfitting"))
+SIZE = _OTHER["SIZE"] | {
+    "data.seq_len": 128,
+    "steps": 0,
+    "train_flops": 1.5e12,
+    "evaluate.every": 0,
+    "sample.every": 0,
+    "checkpoint.every": 0,
+}
+NAMES = (
+    "decoder",
+    "decoder, dropout 0.1",
+    "learned dropout, no penalty, shift 0",
+    "learned dropout, squared L1, shift 0",
+    "encoder-decoder, parallel",
+    "encoder-decoder, same layer",
+    "encoder-decoder, serial",
+)
+
+
+def get_sweep():
+    return dict(
+        config="configs/learned_dropout.py:none",
+        seeds=(0, 1, 2),
+        equal="",  # `train_flops` is the same in all
+        runs={name: SIZE | _OTHER["RUNS"][name] for name in NAMES},
+        columns={"masks keep": "eval/dropout/kept", "parameters": "parameters"},
+    )

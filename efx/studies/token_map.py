@@ -1,0 +1,164 @@
+"""What a model decides for each token of a text, as a picture: tokens across, layers down.
+
+    python -m efx.studies.token_map --workdir runs/learned_dropout --text 'def f(x):' --out map.png
+
+A row for each mask of learned dropout, whose value is the share of the token that the mask keeps,
+and one for each routed block: 1 where it computes the token under the causal decision, else 0. The
+same numbers go to a CSV file beside the picture, a line for each token.
+"""
+
+import argparse
+import csv
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from efx import models, run_config
+from efx.errors import UsageError
+from efx.inference import restore
+from efx.layers.depth import DepthRouted
+from efx.layers.stack import names
+
+LINE = 64  # tokens in a line of the picture
+
+
+def token_map(model, variables, ids):
+    """{row: [T] in [0, 1]} for one text.
+
+    Args:
+      variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
+
+    Raises UsageError if the model decides nothing.
+    """
+    model, variables = (
+        models.unroll(model, variables["params"])[0],
+        models.unroll_variables(model, variables),
+    )
+    _, state = model.apply(
+        variables,
+        jnp.asarray(ids, jnp.int32)[None],
+        mutable=("masks", "intermediates"),
+        capture_intermediates=lambda module, method: (
+            isinstance(module, DepthRouted) and method == "route"
+        ),
+    )
+    rows = {}
+    dense = _dense_layers(model)
+    for path, kept in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
+        keys = [getattr(key, "key", None) for key in path]
+        if keys[0] != "layers" or keys[1] in dense:
+            rows[_name(path)] = _mask_row(np.asarray(kept), len(ids))
+    for path, value in jax.tree_util.tree_leaves_with_path(state.get("intermediates", {})):
+        if value.dtype == bool:
+            rows[_name(path)] = np.asarray(value)[0].astype(np.float64)
+    if not rows:
+        raise UsageError(
+            "this model decides nothing token by token: config.model.dropout.kind is not learned "
+            "and config.model.depth_routing.kind='none'"
+        )
+    return dict(sorted(rows.items(), key=lambda item: _order(item[0])))
+
+
+def _dense_layers(model):
+    """Names of the layers that compute every token: masks of the others have places, not tokens."""
+    specs = model.specs()
+    if not all(hasattr(spec, "block") for spec in specs if spec.routing is not None):
+        return ()  # passes through shared blocks
+    return [name for name, spec in zip(names(specs), specs, strict=True) if spec.routing is None]
+
+
+def _mask_row(kept, length):
+    """Share of what counts (0 or 1, not -1) that is 1, by token."""
+    axis = 1 if kept.ndim == 3 else 3  # [B, T, D] or, of probabilities, [B, K, G, T, S]
+    kept_TX = np.moveaxis(kept, axis, 0).reshape(length, -1)
+    return (kept_TX == 1).sum(axis=1) / np.maximum((kept_TX >= 0).sum(axis=1), 1)
+
+
+def _name(path):
+    """`block_3 mlp_output`, `embedding`, `block_1 routed`."""
+    keys = [str(key.key) for key in path if hasattr(key, "key")]
+    keys = [key for key in keys if key not in ("layers", "attention", "dropout/changed")]
+    if keys[-1] == "route":
+        keys[-1] = "routed"
+    return " ".join(key.removeprefix("dropout_") for key in keys)
+
+
+def _order(name):
+    """Layers in their order, the embedding before them."""
+    return [int(part) if part.isdigit() else part for part in name.replace("_", " ").split()[1:]]
+
+
+def draw(rows, tokens, path):
+    """A picture of `token_map`'s rows over the tokens' texts."""
+    import matplotlib.figure  # takes half a second: only who draws pays
+
+    lines = [slice(start, start + LINE) for start in range(0, len(tokens), LINE)]
+    height = 0.22 * len(rows) + 0.5
+    figure = matplotlib.figure.Figure((14, height * len(lines) + 0.6), layout="constrained")
+    axes = figure.subplots(len(lines), 1, squeeze=False)[:, 0]
+    values = np.stack(list(rows.values()))
+    for axis, line in zip(axes, lines, strict=True):
+        image = axis.imshow(values[:, line], vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        shown = [_visible(token) for token in tokens[line]]
+        axis.set_xticks(range(len(shown)), shown, fontsize=8, family="monospace")
+        axis.set_xlim(-0.5, LINE - 0.5 if len(lines) > 1 else len(shown) - 0.5)
+        axis.set_yticks(range(len(rows)), list(rows), fontsize=7)
+        axis.tick_params(length=0)
+    figure.colorbar(image, ax=list(axes), label="kept or computed", shrink=0.5, pad=0.01)
+    figure.savefig(path, dpi=110)
+
+
+def _visible(text):
+    return repr(text)[1:-1].replace("$", r"\$").replace(" ", "·")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m efx.studies.token_map",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workdir", required=True, help="run folder")
+    parser.add_argument("--text", help="the text (default: the start of the held-out split)")
+    parser.add_argument("--out", help="picture to write (default: WORKDIR/token_map.png)")
+    parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
+    arguments = parser.parse_args(argv)
+    try:
+        out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
+        config = run_config.get_config(arguments.workdir)
+        experiment, step, params, variables = restore(config, arguments.workdir, arguments.step)
+        tokenizer = experiment.data.tokenizer
+        if arguments.text is None:
+            ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
+        else:
+            ids = tokenizer.encode(arguments.text)
+        if not 1 <= len(ids) <= experiment.model.context:
+            raise UsageError(
+                f"--text: {len(ids)} tokens; the model takes 1 to {experiment.model.context}"
+            )
+        rows = token_map(experiment.model, {"params": params, **variables}, ids)
+        tokens = [tokenizer.decode([token]) for token in ids]
+        try:
+            with open(out.with_suffix(".csv"), "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["token", *rows])
+                values = zip(*rows.values(), strict=True)
+                for token, row in zip(tokens, values, strict=True):
+                    writer.writerow([token, *(f"{value:.4f}" for value in row)])
+            draw(rows, tokens, out)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--out={out}: {error}") from error
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    print(f"step {step}, {len(ids)} tokens: {out} and {out.with_suffix('.csv')}")
+    for name, row in rows.items():
+        print(f"  {name:<32} {row.mean():.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
