@@ -1,5 +1,5 @@
-"""Learned dropout and the encoder-decoder against the decoder at equal training FLOPs, with more text
-than any of them reads once.
+"""Learned dropout and the encoder-decoder against the decoder at equal training FLOPs, with more
+text than any of them reads once.
 
     python -m efx.studies.sweep --sweep configs/sweeps/dropout_flops.py \
         --workdir runs/dropout_flops --jobs 2
