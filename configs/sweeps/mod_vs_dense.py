@@ -11,12 +11,16 @@ def get_sweep():
         equal="flops",
         runs={
             "MoD, 12.5% every second block": {},
+            # The same with tokens picked at random: what learned routing adds.
+            "stochastic, 12.5% every second block": {
+                "model.depth_routing.selection": "stochastic",
+            },
             "dense twin": {"model.depth_routing.kind": "none"},
             # A forward pass costs it about what it costs the first: the fair opponent.
             "dense, half as deep": {"model.depth_routing.kind": "none", "model.depth": 4},
         },
         columns={
-            "loss under top-k": "eval/loss_topk",
+            "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
             "decision accuracy": "eval/router/accuracy",
             "fraction routed": "eval/router/routed_fraction",
         },
