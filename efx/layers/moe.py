@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 
 from efx.layers import cache, routing
-from efx.layers.mlp import MLP, activate
+from efx.layers.mlp import MLP, activate, down_axes
 from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
@@ -66,6 +66,7 @@ class Experts(nn.Module):
     std: float
     std_out: float
     dtype: jnp.dtype
+    features: int = 0
 
     @nn.compact
     def __call__(self, x, experts_C=None):
@@ -80,7 +81,8 @@ class Experts(nn.Module):
         h = activate(self.activation, inward)
         if experts_C is None:
             h = constrain(h, "act_expert", "batch", "act_mlp")
-        return linear("down", x.shape[-1], ("mlp", "embed"), self.std_out)(h, experts_C)
+        features = self.features or x.shape[-1]
+        return linear("down", features, down_axes(self.features), self.std_out)(h, experts_C)
 
 
 class MoE(nn.Module):
