@@ -48,6 +48,9 @@ def losses():
         router_z=0.001,
         expert_bce=0.01,
         embedding=1.0,
+        # Of the next latent. The published weight rises over the first fifth of the training:
+        # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
+        latent_prediction=0.003,
         # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
         dropout_entropy=0.0,
         dropout_alternate_entropy=0.0,
@@ -243,6 +246,16 @@ def dense_former():
         on=False,  # blocks read learned averages of all earlier states
         dilation=1,  # of every so manieth of them
         period=1,  # after every so manieth block only
+    )
+
+
+def latent_loss():
+    return dict(
+        # Loss `latent_prediction`, of W x_t as a prediction of the next latent: "cosine",
+        # "siglip" (tell it from the others); "none".
+        kind="none",
+        target_gradient=False,  # it also moves the latent that is predicted
+        candidates="row",  # siglip: the others of the same sequence; "batch": of all sequences
     )
 
 

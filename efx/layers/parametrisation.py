@@ -7,7 +7,7 @@ small width serves a large one. Relative to `base_width`:
     output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
     attention            scores / H in place of / sqrt(H)
     embeddings, vectors  as they are
-The rates are `optim.mup_factor`'s. Routers keep their rate and their start.
+Decoupled weight decay keeps its strength, lr * weight_decay. Routers keep their rate and start.
 """
 
 import dataclasses
@@ -15,6 +15,11 @@ from typing import NamedTuple
 
 from efx.errors import UsageError
 
+# Leaves that are hidden matrices [..., in, out], and modules whose kernels are not hidden.
+MATRICES = frozenset({"kernel", "mask_query", "mask_key", "mask_value", "mask_linear"})
+OUTPUT = "head"
+# Optimisers whose update of an entry does not depend on the size of its gradient.
+MUP_OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
 INITIALISATIONS = ("gpt2", "spike_no_more")
 
 
@@ -64,3 +69,24 @@ def check(initialisation, mup):
         )
     if mup.base_width < 0:
         raise UsageError(f"config.model.mup.base_width={mup.base_width}: must be at least 0")
+
+
+def rate_factor(path, shape, base_width):
+    """Factor of muP on the updates of a parameter; `base_width` 0: 1.
+
+    Args:
+      path: "/"-joined keys of the parameter tree. shape: of the array, [..., in, out] of a matrix.
+    """
+    *modules, leaf = path.split("/")
+    if not base_width or leaf not in MATRICES or OUTPUT in modules:
+        return 1.0
+    return base_width / shape[-2]
+
+
+def check_optimizer(name, base_width):
+    """Raise UsageError where muP's rules are not those of this `config.optim.name`."""
+    if base_width and name not in MUP_OPTIMIZERS:
+        raise UsageError(
+            f"config.optim.name={name!r} with config.model.mup.base_width={base_width}: the rules "
+            f"of muP are for {', '.join(MUP_OPTIMIZERS)}"
+        )
