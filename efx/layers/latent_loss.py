@@ -7,8 +7,8 @@ With p_t = W x_t and z_t = x_{t+1}, over pairs (t, t+1) that are valid and of on
              logits l_ts = exp(a) p_t.z_s + b with learned a and b, and y = 1 for s = t, else -1,
              -sum over s of log sigmoid(y l_ts), averaged over t. The candidates s are the pairs of
              the same row, or of the whole batch; the value grows with how many they are.
-Without gradients into the targets, collapsed latents are not what is asked for but what only the
-cosine form can be satisfied with; the sigmoid form tells latents apart.
+Latents that are all alike have no cosine loss at all, so its weight is small; the sigmoid form
+tells latents apart and is not minimised by that.
 """
 
 import dataclasses

@@ -76,16 +76,8 @@ def activate(activation, inward):
     return gelu(inward("up"))
 
 
-def down_axes(features):
-    """Logical axes of the last matrix; a width of its own is not split over devices."""
-    return "mlp", "norm" if features else "embed"
-
-
 class MLP(nn.Module):
-    """act(x W_up) W_down, or for swiglu (silu(x W_gate) * x W_up) W_down (Shazeer 2020).
-
-    `features` is the width of the result; 0: that of x.
-    """
+    """act(x W_up) W_down, or for swiglu (silu(x W_gate) * x W_up) W_down (Shazeer 2020)."""
 
     hidden: int
     activation: str
@@ -93,19 +85,17 @@ class MLP(nn.Module):
     std: float
     std_out: float
     dtype: jnp.dtype
-    features: int = 0
 
     @nn.compact
     def __call__(self, x_BTD, info=None):
-        """Of x [B, T, D], or of channels [X, B, T, D]. `info` is not used: every token is treated
-        alike."""
-        lead = ("act_expert", "batch", "length")[4 - x_BTD.ndim :]
+        """[B, T, D]. `info` is not used: every token is treated alike."""
 
         def inward(name):
             return Linear(
                 self.hidden, ("embed", "mlp"), self.std, self.use_bias, self.dtype, name=name
             )(x_BTD)
 
-        h_BTF = constrain(activate(self.activation, inward), *lead, "act_mlp")
-        features, axes = self.features or x_BTD.shape[-1], down_axes(self.features)
-        return Linear(features, axes, self.std_out, self.use_bias, self.dtype, name="down")(h_BTF)
+        h_BTF = constrain(activate(self.activation, inward), "batch", "length", "act_mlp")
+        return Linear(
+            x_BTD.shape[-1], ("mlp", "embed"), self.std_out, self.use_bias, self.dtype, name="down"
+        )(h_BTF)

@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 
 from efx.layers import cache, routing
-from efx.layers.mlp import MLP, activate, down_axes
+from efx.layers.mlp import MLP, activate
 from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
@@ -57,7 +57,8 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms."""
+    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms.
+    `features` is the width of the result; 0: that of x."""
 
     num_experts: int
     hidden: int
@@ -82,7 +83,9 @@ class Experts(nn.Module):
         if experts_C is None:
             h = constrain(h, "act_expert", "batch", "act_mlp")
         features = self.features or x.shape[-1]
-        return linear("down", features, down_axes(self.features), self.std_out)(h, experts_C)
+        # A width of its own is not split over devices.
+        axes = "mlp", "norm" if self.features else "embed"
+        return linear("down", features, axes, self.std_out)(h, experts_C)
 
 
 class MoE(nn.Module):

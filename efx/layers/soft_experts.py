@@ -19,8 +19,7 @@ from flax import linen as nn
 
 from efx.layers.attention import Attention
 from efx.layers.blocks import BlockConfig, apply_dropout, make_attention, make_norm
-from efx.layers.linear import Linear
-from efx.layers.mlp import MLP
+from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear, Experts
 from efx.sharding import constrain
 
@@ -90,6 +89,57 @@ class ChannelAttention(Attention):
         return linear(y).reshape(self.channels, batch, length, width)
 
 
+class CommonLinear(nn.Module):
+    """One linear layer for all channels: [X, C, D] -> [X, C, F]. Fields as in `Linear`."""
+
+    features: int
+    axes: tuple
+    std: float
+    use_bias: bool
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_XCD):
+        def param(name, init, axes, *shape):
+            init = nn.with_logical_partitioning(init, axes)
+            return self.param(name, init, shape, jnp.float32).astype(self.dtype)
+
+        channels, _, width = x_XCD.shape
+        init = nn.initializers.normal(self.std)
+        kernel = param("kernel", init, self.axes, width, self.features)
+        # A product a channel: were the rows of all channels one axis, devices that split the batch
+        # would have to gather it.
+        kernel_XDF = jnp.broadcast_to(kernel[None], (channels, width, self.features))
+        y_XCF = jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF)
+        if self.use_bias:
+            bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
+            y_XCF = y_XCF + bias[None, None]
+        return y_XCF
+
+
+class SharedMLP(nn.Module):
+    """One MLP for all channels, [X, C, D] -> [X, C, features]. Fields as in `Experts`."""
+
+    hidden: int
+    activation: str
+    use_bias: bool
+    std: float
+    std_out: float
+    dtype: jnp.dtype
+    features: int
+
+    @nn.compact
+    def __call__(self, x_XCD):
+        def linear(name, features, axes, std):
+            return CommonLinear(features, axes, std, self.use_bias, self.dtype, name=name)
+
+        def inward(name):
+            return linear(name, self.hidden, ("embed", "mlp"), self.std)(x_XCD)
+
+        h_XCF = constrain(activate(self.activation, inward), "act_expert", "batch", "act_mlp")
+        return linear("down", self.features, ("mlp", "norm"), self.std_out)(h_XCF)
+
+
 class SoftMLP(nn.Module):
     """P(MLP_c(h_c) + shared(h_c)) for every channel: [X, B, T, D] -> [X, B, T, D]."""
 
@@ -102,14 +152,15 @@ class SoftMLP(nn.Module):
         features = soft.features(width)
         # The experts' last matrix is not the residual's: P is.
         options = (c.activation, c.use_bias, c.std, c.std, c.dtype, features)
-        experts = Experts(channels, c.hidden, *options, name="experts")
-        y_XBTD = experts(h_XBTD.reshape(channels, batch * length, width))
-        y_XBTD = y_XBTD.reshape(channels, batch, length, features)
+        h_XCD = h_XBTD.reshape(channels, batch * length, width)
+        y_XCD = Experts(channels, c.hidden, *options, name="experts")(h_XCD)
         if soft.shared:
-            y_XBTD = y_XBTD + MLP(soft.shared * c.hidden, *options, name="shared")(h_XBTD)
-        y_XBTD = constrain(y_XBTD, "act_expert", "batch", "length", None)
+            y_XCD = y_XCD + SharedMLP(soft.shared * c.hidden, *options, name="shared")(h_XCD)
+        y_XCD = constrain(y_XCD, "act_expert", "batch", None)
         # So few features that the axis is not split over devices.
-        return Linear(width, ("norm", "embed"), c.std_out, c.use_bias, c.dtype, name="out")(y_XBTD)
+        axes = ("norm", "embed")
+        out = CommonLinear(width, axes, c.std_out, c.use_bias, c.dtype, name="out")
+        return out(y_XCD).reshape(h_XBTD.shape)
 
 
 class SoftBlock(nn.Module):
