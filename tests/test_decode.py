@@ -222,6 +222,9 @@ def routed_caches(name, cache):
         ("dropout_context", 5, 10),
         ("dropout_embedding", 5, 10),
         ("dropout_embedding", 1, 0),
+        ("soft", 5, 10),
+        ("soft_mod", 1, 0),
+        ("soft_mod", 5, 10),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -232,7 +235,8 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
 @pytest.mark.parametrize(
     "name",
     ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode", "recursion",
-     "recursion_moe", "dropout_elementwise", "dropout_attention", "dropout_embedding"],
+     "recursion_moe", "dropout_elementwise", "dropout_attention", "dropout_embedding",
+     "soft_mod"],
 )
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))
