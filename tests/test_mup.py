@@ -122,7 +122,7 @@ def test_other_optimisers_have_other_rules(name):
 
 def arguments(root, **changes):
     given = dict(config=str(root / "configs/gpt2.py:smoke"), widths="32,64,128", steps="4",
-                 context="16", batch="2", vocab="32")
+                 context="16", batch="8", vocab="32")
     argv = [f"--{key}={value}" for key, value in {**given, **changes}.items()]
     return [*argv, "--set=model.depth=1", "--set=model.num_heads=2"]
 
@@ -144,7 +144,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"widths": "32"}, "two or more"), ({"steps": "0"}, "--steps=0"),
+    ({"widths": "32"}, "two or more"), ({"steps": "0"}, "--steps=0"), ({"batch": "3"}, "8 devices"),
     ({"config": "configs/nowhere.py"}, "there is no such file"),
     ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
 ])

@@ -49,6 +49,10 @@ def check(args):
         raise UsageError(f"--widths={args.widths}: give two or more different widths")
     if args.steps < 1:
         raise UsageError(f"--steps={args.steps}: must be at least 1")
+    if args.batch < 1 or args.batch % jax.device_count():
+        raise UsageError(
+            f"--batch={args.batch} does not divide over the {jax.device_count()} devices"
+        )
     table = {}
     for name, base in (("muP", min(args.widths)), ("standard", 0)):
         rows = [activations(_config(args, width, base), args) for width in args.widths]
@@ -164,7 +168,7 @@ def _arguments(argv):
     parser.add_argument("--widths", type=_widths, default=[64, 128, 256, 512])
     parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
