@@ -19,9 +19,9 @@ import sys
 
 import jax
 
+from efx.config_file import load_config
 from efx.errors import UsageError
 from efx.layers.stack import Layer
-from efx.main import load_config
 from efx.studies.step_time import Stepper, random_tokens
 
 LOGITS = "logits"
