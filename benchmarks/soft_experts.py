@@ -26,8 +26,6 @@ from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
 from efx.studies.step_time import take_turns
 
-WITHIN = 1.3  # the clock's ratio of attention over the claim
-
 
 def main(argv=None):
     args = _arguments(argv)
@@ -59,12 +57,13 @@ def main(argv=None):
         args.warmup,
     )
     _report("block", specs, blocks, claims, lambda part: sum(part.values()))
-    if not args.quick:
-        for name, claim in claims.items():
-            if name != "dense":
-                ratio = common.ratio(attention[name], attention["dense"])[1]
-                what = f"{name}: time of attention, over s / m^2 = {claim:.4f}"
-                print(common.verdict(what, ratio / claim, WITHIN, at_least=False))
+    for name, claim in claims.items():
+        ratio = common.ratio(attention[name], attention["dense"])[1]
+        cpu = np.median(attention[name].cpu) / np.median(attention["dense"].cpu)
+        print(
+            f"{name}: attention over dense, clock {ratio:.3f}, CPU time {cpu:.3f}, "
+            f"claim {claim:.3f}"
+        )
     return 0
 
 
