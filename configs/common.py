@@ -48,6 +48,9 @@ def losses():
         router_z=0.001,
         expert_bce=0.01,
         embedding=1.0,
+        # Of the next latent. The published weight rises over the first fifth of the training:
+        # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
+        latent_prediction=0.003,
         # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
         dropout_entropy=0.0,
         dropout_alternate_entropy=0.0,
@@ -114,13 +117,18 @@ def decoder():
         attention_softcap=0.0,
         logit_softcap=0.0,
         attention_chunk=0,  # queries in a chunk of the attention kernel; 0: chosen by length
+        # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
+        initialisation="gpt2",
         init_std=0.02,  # residual outputs: / sqrt(2 depth)
+        mup=mup(),
         vocab_multiple=1,  # the embedding table is padded to a multiple of this
         scan_layers=False,  # one compiled layer for all: compiles faster, runs a little slower
         remat="none",  # "full", "dots": recompute activations in the backward pass
         mlp=mlp(),
         depth_routing=depth_routing(),
         dropout=dropout(),
+        soft_experts=soft_experts(),
+        dense_former=dense_former(),
     )
 
 
@@ -218,6 +226,44 @@ def depth_routing():
         slack=2.0,  # room of the causal decision, as a multiple of the capacity
         kv_for_skipped=False,  # skipped tokens still write keys and values
         light_path=0,  # hidden width of a small MLP for skipped tokens; 0: none
+    )
+
+
+def soft_experts():
+    return dict(
+        num=0,  # channels of a block, each with its own attention and MLP; 0: none
+        every=1,  # blocks every-1, 2*every-1, ... have them
+        shared=0,  # MLPs that are added to every channel's
+        multiple=1,  # an expert's MLP gives multiple * width / num features, rounded up
+        hidden_multiple=4.0,  # its inner width, as a multiple of the model's
+        shared_kv=False,  # all channels read the same keys and values
+        merge="softmax",  # of the channels, elementwise, weighted by themselves; "mean", "max"
+    )
+
+
+def dense_former():
+    return dict(
+        on=False,  # blocks read learned averages of all earlier states
+        dilation=1,  # of every so manieth of them
+        period=1,  # after every so manieth block only
+    )
+
+
+def latent_loss():
+    return dict(
+        # Loss `latent_prediction`, of W x_t as a prediction of the next latent: "cosine",
+        # "siglip" (tell it from the others); "none".
+        kind="none",
+        target_gradient=False,  # it also moves the latent that is predicted
+        candidates="row",  # siglip: the others of the same sequence; "batch": of all sequences
+    )
+
+
+def mup():
+    return dict(
+        # Width at which the learning rate was found: the rate of hidden matrices, their start,
+        # logits and attention scores then follow the width (efx/layers/parametrisation.py). 0: off.
+        base_width=0,
     )
 
 

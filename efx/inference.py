@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from efx import optim, runfolder, sharding
+from efx import models, optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.evaluate import Evaluator, describe
@@ -21,7 +21,8 @@ def restore(config, workdir, step=None):
     experiment = prepare(config, workdir)
     e, c = experiment, config.checkpoint
     shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
-    optimizer, _ = optim.make_optimizer(config.optim, e.steps, shapes)
+    base = models.mup_base(e.model)
+    optimizer, _ = optim.make_optimizer(config.optim, e.steps, shapes, base)
     state = jax.eval_shape(lambda: step_lib.init_state(e.model, optimizer, config.seed))
     placed = step_lib.state_shardings(e.model, optimizer, e.mesh, e.rules)
     abstract = jax.tree.map(

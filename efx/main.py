@@ -12,7 +12,6 @@ import time
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 
 # ruff: noqa: E402
-import importlib.util
 import logging as standard_logging
 import os
 import pathlib
@@ -21,6 +20,7 @@ import sys
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from efx.config_file import load_config
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
@@ -107,27 +107,6 @@ def parse(argv):
         raise UsageError(f"unexpected argument {left[1]!r}: settings are --config.<key>=<value>")
     flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
     return values
-
-
-def load_config(source):
-    """The ConfigDict of "file.py" or "file.py:variant"."""
-    path, _, variant = source.partition(":")
-    if not pathlib.Path(path).is_file():
-        raise UsageError(f"--config={path}: there is no such file")
-    # A config imports `configs.common`, wherever efx is started from.
-    top = str(pathlib.Path(__file__).resolve().parent.parent)
-    if top not in sys.path:
-        sys.path.append(top)
-    try:
-        spec = importlib.util.spec_from_file_location("efx_config", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.get_config(variant) if variant else module.get_config()
-    except UsageError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"--config={source} cannot be loaded: {reason}") from error
 
 
 def _value_of(name, argv):

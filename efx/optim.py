@@ -26,6 +26,7 @@ import optax
 from flax.core import meta
 
 from efx.errors import UsageError, nearest
+from efx.layers import parametrisation
 
 OPTIMIZERS = ("adamw", "lion", "muon", "schedule_free_adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -51,6 +52,7 @@ class Group(NamedTuple):
     multiplier: float
     pattern: str  # the pattern that gave the multiplier, "" if none did
     muon: bool
+    mup: float  # factor of muP on the update, weight decay apart
 
 
 def param_paths(params):
@@ -59,13 +61,14 @@ def param_paths(params):
     return {_path(keys): leaf for keys, leaf in leaves}
 
 
-def make_optimizer(config_optim, total_steps, params_shapes):
+def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     """The gradient transformation and the learning-rate schedule of a run.
 
     Args:
       config_optim: the `config.optim` block.
       total_steps: steps of the run; the length of the schedule where `decay_steps` is 0.
       params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
+      mup_base: `config.model.mup.base_width`, see `models.mup_base`.
 
     Returns:
       (transformation, schedule); schedule(step) is the rate used by the update of zero-based `step`
@@ -76,7 +79,7 @@ def make_optimizer(config_optim, total_steps, params_shapes):
     """
     _check(config_optim)
     schedule = make_schedule(config_optim, total_steps)
-    groups = parameter_groups(config_optim, params_shapes)
+    groups = parameter_groups(config_optim, params_shapes, mup_base)
     shapes = meta.unbox(params_shapes)
 
     def per_leaf(value):
@@ -91,7 +94,8 @@ def make_optimizer(config_optim, total_steps, params_shapes):
         optax.scale_by_learning_rate(schedule),
         *([_scale_leaves(multipliers)] if set(jax.tree.leaves(multipliers)) != {1.0} else []),
     )
-    rule = optax.chain(_direction(config_optim, per_leaf), descend)
+    mup = [_scale_leaves(per_leaf(lambda group: group.mup))] if mup_base else []
+    rule = optax.chain(_direction(config_optim, per_leaf), *mup, descend)
     if config_optim.name == "schedule_free_adamw":
         # optax asks this schedule with a count that starts from 1, the inner one from 0.
         rule = optax.contrib.schedule_free(
@@ -162,9 +166,10 @@ def make_schedule(config_optim, total_steps):
     )
 
 
-def parameter_groups(config_optim, params_shapes):
+def parameter_groups(config_optim, params_shapes, mup_base=0):
     """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
     parameter the first in the config wins."""
+    parametrisation.check_optimizer(config_optim.name, mup_base)
     paths = param_paths(params_shapes)
     frozen = _matching("frozen", config_optim.frozen, paths)
     decayed = _matching("decay", config_optim.decay, paths)
@@ -197,13 +202,15 @@ def parameter_groups(config_optim, params_shapes):
             multiplier=1.0 if still else factor,
             pattern="" if still else pattern,
             muon=not still and config_optim.name == "muon" and _is_hidden_matrix(path, leaf.shape),
+            mup=parametrisation.rate_factor(path, leaf.shape, mup_base),
         )
     return groups
 
 
-def describe(config_optim, params_shapes):
+def describe(config_optim, params_shapes, mup_base=0):
     """A small table for the log: how many tensors and parameters are in which group."""
-    paths, groups = param_paths(params_shapes), parameter_groups(config_optim, params_shapes)
+    paths = param_paths(params_shapes)
+    groups = parameter_groups(config_optim, params_shapes, mup_base)
     rows = []
 
     def add(name, chosen):
@@ -216,6 +223,8 @@ def describe(config_optim, params_shapes):
     add("frozen", lambda group: group.frozen)
     if config_optim.name == "muon":
         add("orthogonalised", lambda group: group.muon)
+    if mup_base:
+        add(f"lr * {mup_base} / fan_in", lambda group: group.mup != 1.0)
     for pattern, factor in config_optim.lr_multipliers:
         add(f"lr * {factor:g}: {pattern}", lambda group, pattern=pattern: group.pattern == pattern)
     width = max(len(name) for name, _, _ in rows)

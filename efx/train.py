@@ -9,7 +9,7 @@ import time
 import jax
 import numpy as np
 
-from efx import optim, runfolder, sharding
+from efx import models, optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer, restore_params
 from efx.evaluate import Evaluator, describe
@@ -67,8 +67,9 @@ class _Run:
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
         shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
-        self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes)
-        self.summary = optim.describe(config.optim, shapes)
+        base = models.mup_base(e.model)
+        self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes, base)
+        self.summary = optim.describe(config.optim, shapes, base)
         self.shardings = step_lib.state_shardings(e.model, self.optimizer, e.mesh, e.rules)
         # Now, so that a bad prompt or setting is told before anything is written.
         c = config.sample

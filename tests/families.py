@@ -138,6 +138,30 @@ FAMILIES = {
         "dropout.attention.granularity": "token", "dropout.attention.rounding": "none",
     }, losses=PENALTIES),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
+    "soft": Family({
+        "soft_experts.num": 4, "soft_experts.shared": 1, "soft_experts.hidden_multiple": 1.5,
+        "attention_chunk": 20,
+    }),
+    "soft_options": Family({
+        "preset": "gpt2", "soft_experts.num": 3, "soft_experts.shared_kv": True, "num_kv_heads": 2,
+        "soft_experts.merge": "max", "soft_experts.multiple": 2, "qk_norm": "width", "window": 9,
+        "attention_scale": "mup", "soft_experts.hidden_multiple": 1.0,
+    }),
+    "soft_mod": _mod(losses=("router_bce", *PENALTIES), **{
+        "soft_experts.num": 2, "soft_experts.every": 2, "soft_experts.merge": "mean", "depth": 4,
+        "dropout.kind": "elementwise", "depth_routing.kv_for_skipped": True,
+        "soft_experts.hidden_multiple": 1.0,
+    }),
+    "soft_masks": _mod(losses=("router_bce", *PENALTIES), **{
+        "soft_experts.num": 2, "dropout.kind": "attention", "dropout.sites": NO_PROBS[1:],
+        "dropout.attention.rounding": "none", "soft_experts.hidden_multiple": 1.0,
+    }),
+    "averages": Family({"dense_former.on": True, "depth": 4, "attention_chunk": 20}),
+    "averages_mod": _mod(**{
+        "preset": "gpt2", "depth": 5, "dense_former.on": True, "dense_former.dilation": 2,
+        "dense_former.period": 2,
+    }),
+    "mup": Family({"mup.base_width": 16, "initialisation": "spike_no_more", "preset": "gpt2"}),
     "streams_same": _streams(**{
         "cross_source": "same_layer", "cross_heads": 8, "attention_chunk": 20, "use_bias": True,
         "output_positions": "subtract_norm", "embedding_loss_gains": True,

@@ -72,6 +72,11 @@ MODELS = {
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
     "moe_expert_choice": {**EXPERTS, "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.2},
+    "soft": {**OPTIONS, "preset": "gpt2", "soft_experts.num": 3, "qk_norm": "width",
+             "dense_former.on": True},
+    "soft_mod": {**ROUTED, **OPTIONS, "soft_experts.num": 2, "soft_experts.shared": 1,
+                 "soft_experts.shared_kv": True, "depth_routing.capacity": 0.3,
+                 "dense_former.on": True},
     "mode": {**EXPERTS, **ROUTED, "depth_routing.capacity": 0.3, "mlp.moe.num_noop": 1},
     "mode_expert_choice": {**EXPERTS, **ROUTED, "mlp.moe.router": "expert_choice",
                            "depth_routing.capacity": 0.3, "depth_routing.every": 1},
@@ -217,6 +222,9 @@ def routed_caches(name, cache):
         ("dropout_context", 5, 10),
         ("dropout_embedding", 5, 10),
         ("dropout_embedding", 1, 0),
+        ("soft", 5, 10),
+        ("soft_mod", 1, 0),
+        ("soft_mod", 5, 10),
     ],
 )
 def test_rows_of_different_lengths(name, chunk, singles_from):
@@ -227,7 +235,8 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
 @pytest.mark.parametrize(
     "name",
     ["llama", "mod", "mod_full", "mod_threshold", "mod_context", "moe", "mode", "recursion",
-     "recursion_moe", "dropout_elementwise", "dropout_attention", "dropout_embedding"],
+     "recursion_moe", "dropout_elementwise", "dropout_attention", "dropout_embedding",
+     "soft_mod"],
 )
 def test_one_row(name):
     logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))

@@ -187,6 +187,7 @@ def sized(name, depth):
     ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
     ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
+    ("soft", 2, "dots"), ("soft_mod", 4, "full"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -207,6 +208,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
     ("streams_parallel", "dots"), ("streams_final", "full"),
     ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
+    ("soft_options", "dots"), ("averages_mod", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -265,6 +267,7 @@ def gathered(compiled):
     ("streams_parallel", "mixed"), ("streams_final", "mixed"), ("streams_moe", "expert"),
     ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
     ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"),
+    *(("soft", mesh) for mesh in MESHES), ("soft_masks", "mixed"), ("averages", "data"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)

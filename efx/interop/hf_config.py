@@ -215,6 +215,16 @@ def kind_of(model):
                 f"config.model.{name}={getattr(model, name)!r}: Hugging Face's {kind} format "
                 f"has {value!r}"
             )
+    absent = {
+        "soft_experts.num": model.soft_experts.num,
+        "dense_former.on": model.dense_former.on,
+        "mup.base_width": model.mup.base_width,
+    }
+    for name, value in absent.items():
+        if value:
+            raise UsageError(
+                f"config.model.{name}={value}: Hugging Face's {kind} format has no place for it"
+            )
     if model.mlp.activation not in _ACTIVATIONS[kind].values():
         raise UsageError(
             f"config.model.mlp.activation={model.mlp.activation!r}: Hugging Face's {kind} format "

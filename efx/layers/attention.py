@@ -112,8 +112,12 @@ class Attention(nn.Module):
     def _heads(self, name, x_BTD, heads, axis):
         y = self._project(name, x_BTD, heads, axis)
         if self.qk_norm == "width":
-            y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
+            norm = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")
+            y = self._norm_width(norm, y, heads)
         y = y.reshape(*y.shape[:-1], heads, self.head_dim)
         if self.qk_norm == "head":
             y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
         return y
+
+    def _norm_width(self, norm, y, heads):
+        return norm(y)

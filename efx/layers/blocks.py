@@ -13,6 +13,7 @@ from efx.layers.learned_dropout import make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.moe_config import MoEConfig
+from efx.layers.soft_experts_config import SoftExpertsConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class BlockConfig:
     """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
 
     `context` is the longest sequence. With `moe` the MLP is a Mixture of Experts, and `hidden` the
-    width of one expert.
+    width of one expert; with `soft` it is a `soft_experts.SoftBlock`, and the numbers of
+    heads and `hidden` are those of one channel.
     """
 
     width: int
@@ -44,6 +46,7 @@ class BlockConfig:
     dtype: jnp.dtype
     context: int = 0
     moe: MoEConfig | None = None
+    soft: SoftExpertsConfig | None = None
 
 
 class Block(nn.Module):
@@ -88,11 +91,12 @@ def make_norm(c, name):
     return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
 
 
-def make_attention(c, name):
+def make_attention(c, name, kind=Attention, **changes):
+    """The attention of the block `c`, of this class and with these fields changed."""
     probs_dropout = None
     if c.dropout.active("attention_probs"):
         probs_dropout = partial(make_dropout, c, "attention_probs")
-    return Attention(
+    fields = dict(
         num_heads=c.num_heads,
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
@@ -110,6 +114,7 @@ def make_attention(c, name):
         dtype=c.dtype,
         name=name,
     )
+    return kind(**{**fields, **changes})
 
 
 def make_mlp(c, name):

@@ -8,14 +8,49 @@ from efx import flops
 
 def block_flops(b, tokens, pairs, context=None):
     """Of a block that computes `tokens` and attends to `context` places (None: to themselves)."""
-    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    heads = channels(b) * b.num_heads
     context = tokens if context is None else context
+    mlp = _matrices(b) * flops.matmul(tokens, b.width, b.hidden)
     return {
-        "attention_projections": flops.matmul(tokens, b.width, 2 * heads)
-        + flops.matmul(context, b.width, 2 * kv),
-        "attention_scores": flops.attention_scores(pairs, b.num_heads, b.head_dim),
-        "mlp": _matrices(b) * flops.matmul(tokens, b.width, b.hidden),
+        "attention_projections": flops.matmul(tokens, b.width, 2 * heads * b.head_dim)
+        + flops.matmul(context, b.width, 2 * kv_width(b)),
+        "attention_scores": flops.attention_scores(pairs, heads, b.head_dim),
+        "mlp": mlp if b.soft is None else _soft_mlp_flops(b, tokens),
     }
+
+
+def channels(b):
+    """How many attentions a block has side by side."""
+    return 1 if b.soft is None else b.soft.num
+
+
+def kv_width(b):
+    """Numbers that the keys of one token are, over all channels; its values are as many."""
+    shared = b.soft is not None and b.soft.shared_kv
+    return (1 if shared else channels(b)) * b.num_kv_heads * b.head_dim
+
+
+def _soft_mlp_flops(b, tokens):
+    """Every channel passes its own expert, the shared MLPs and the common matrix back to D."""
+    rows, features = b.soft.num * tokens, b.soft.features(b.width)
+    hidden = (1 + b.soft.shared) * b.hidden
+    return (
+        flops.matmul(rows, b.width, (_matrices(b) - 1) * hidden)
+        + flops.matmul(rows, hidden, features)
+        + flops.matmul(rows, features, b.width)
+    )
+
+
+def _soft_mlp_params(b):
+    features, inward = b.soft.features(b.width), _matrices(b) - 1
+
+    def mlp(hidden):
+        bias = inward * hidden + features if b.use_bias else 0
+        return inward * b.width * hidden + hidden * features + bias
+
+    shared = mlp(b.soft.shared * b.hidden) if b.soft.shared else 0
+    out = features * b.width + (b.width if b.use_bias else 0)
+    return b.soft.num * mlp(b.hidden) + shared + out
 
 
 def _matrices(b):
@@ -48,12 +83,15 @@ def routing_params(b, r, norm):
 
 def block_params(b):
     heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
-    matrices = _matrices(b)
-    bias = (heads + 2 * kv + b.width, (matrices - 1) * b.hidden + b.width) if b.use_bias else (0, 0)
+    all_heads, all_kv, matrices = channels(b) * heads, kv_width(b), _matrices(b)
+    bias = (0, 0)
+    if b.use_bias:
+        bias = all_heads + 2 * all_kv + channels(b) * b.width, (matrices - 1) * b.hidden + b.width
     norms_qk = {"none": 0, "head": 2 * b.head_dim, "width": heads + kv}[b.qk_norm]
+    mlp = matrices * b.width * b.hidden + bias[1]
     return {
-        "attention": b.width * (2 * heads + 2 * kv) + bias[0] + norms_qk,
-        "mlp": matrices * b.width * b.hidden + bias[1],
+        "attention": b.width * (2 * all_heads + 2 * all_kv) + bias[0] + norms_qk,
+        "mlp": mlp if b.soft is None else _soft_mlp_params(b),
     }
 
 
@@ -63,9 +101,16 @@ def block_params(b):
 BLOCK_SITES = ("attention_probs", "attention_output", "mlp_output")  # of dropout in a block
 
 
-def mask_attentions(b, sites=BLOCK_SITES):
-    """How many masks at these sites have an attention, with a cache, of their own."""
-    c = b.dropout
+def _block_sites(b):
+    """Of a block: what a site of a channel masks, every channel masks for itself."""
+    probs, *others = BLOCK_SITES
+    return (probs, *others * channels(b))
+
+
+def mask_attentions(b, sites=None):
+    """How many masks at these sites (None: those of a block) have an attention, with a cache, of
+    their own."""
+    c, sites = b.dropout, sites or _block_sites(b)
     if c.kind != "attention" or c.shared:
         return 0
     return sum(c.active(site) for site in sites)
@@ -99,8 +144,9 @@ def _mask_flops(b, tokens, pairs, attentions, linears):
     }
 
 
-def mask_flops(b, tokens, pairs, sites=BLOCK_SITES):
+def mask_flops(b, tokens, pairs, sites=None):
     """{component: FLOPs} of the masks at these sites; {} if they multiply no matrices."""
+    sites = sites or _block_sites(b)
     linears = _mask_linears(b, sites)
     return _mask_flops(b, tokens, pairs, mask_attentions(b, sites), linears)
 
@@ -128,8 +174,9 @@ def _mask_params(b, attentions, sites):
     return {"masks": columns * b.width + _vectors(b, sites)}
 
 
-def mask_params(b, sites=BLOCK_SITES):
+def mask_params(b, sites=None):
     """{component: parameters} of the masks at these sites; {} without learned dropout."""
+    sites = sites or _block_sites(b)
     return _mask_params(b, mask_attentions(b, sites), sites)
 
 

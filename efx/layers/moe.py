@@ -57,7 +57,8 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms."""
+    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms.
+    `features` is the width of the result; 0: that of x."""
 
     num_experts: int
     hidden: int
@@ -66,6 +67,7 @@ class Experts(nn.Module):
     std: float
     std_out: float
     dtype: jnp.dtype
+    features: int = 0
 
     @nn.compact
     def __call__(self, x, experts_C=None):
@@ -80,7 +82,10 @@ class Experts(nn.Module):
         h = activate(self.activation, inward)
         if experts_C is None:
             h = constrain(h, "act_expert", "batch", "act_mlp")
-        return linear("down", x.shape[-1], ("mlp", "embed"), self.std_out)(h, experts_C)
+        features = self.features or x.shape[-1]
+        # A width of its own is not split over devices.
+        axes = "mlp", "norm" if self.features else "embed"
+        return linear("down", features, axes, self.std_out)(h, experts_C)
 
 
 class MoE(nn.Module):

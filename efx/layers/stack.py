@@ -9,8 +9,10 @@ from flax import linen as nn
 
 from efx.errors import UsageError
 from efx.layers.blocks import Block, BlockConfig, LightPath
+from efx.layers.dense_former import Averages, DenseFormerConfig
 from efx.layers.depth import DepthRouted
 from efx.layers.depth_config import DepthRoutingConfig
+from efx.layers.soft_experts import SoftBlock
 from efx.sharding import constrain
 
 REMAT_POLICIES = {
@@ -87,7 +89,7 @@ class Layer(nn.Module):
 
     def setup(self):
         spec = self.spec
-        block = partial(Block, spec.block)
+        block = partial(Block if spec.block.soft is None else SoftBlock, spec.block)
         if spec.routing is None:
             self.inner = block()
         else:
@@ -130,11 +132,15 @@ class Stack(nn.Module):
     What goes from layer to layer is whatever the specs' modules take: x_BTD, or two streams.
     Passes through shared blocks (`PassSpec`) leave the parameters of these where a dense stack
     has them, `block_<i>/...`, and have their routers in `pass_<i>/...`.
+
+    With `averages`, which a scan has no place for, layers read averages of all earlier states
+    (DenseFormer); a pass counts as one layer. Their weights are in `average_<i>/alpha`, i from 1.
     """
 
     specs: tuple  # of LayerSpec and PassSpec, or of another family's
     scan: bool
     remat: str
+    averages: DenseFormerConfig | None = None
 
     @nn.compact
     def __call__(self, x_BTD, info):
@@ -157,11 +163,11 @@ class Stack(nn.Module):
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
-        shared, alive_BT = None, None
+        shared, alive_BT, average = None, None, Averages(self.averages, x_BTD)
         for name, spec in zip(names(self.specs), self.specs, strict=True):
             if not isinstance(spec, PassSpec):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
-                x_BTD = layer(x_BTD, info)
+                x_BTD = average(layer(x_BTD, info))
                 continue
             if shared is None:
                 inner = map(LayerSpec, spec.blocks)
@@ -172,6 +178,7 @@ class Stack(nn.Module):
                     )
                 )
             x_BTD, alive_BT = self._pass(spec, shared, x_BTD, info.replace(alive_BT=alive_BT))
+            x_BTD = average(x_BTD)
         return x_BTD
 
     def _pass(self, spec, shared, x_BTD, info):

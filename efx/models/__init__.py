@@ -105,6 +105,12 @@ def _cast(hint, value, where):
     raise UsageError(f"{where}={value!r}: expected {wanted}")
 
 
+def mup_base(model):
+    """`config.model.mup.base_width` of a family that has it, else 0; the optimiser asks for it."""
+    mup = getattr(model, "mup", None)
+    return mup.base_width if mup else 0
+
+
 def init(model, key):
     """Variables of a new model; parameters are boxed with their logical axes."""
     tokens = jnp.zeros((1, min(2, model.context)), jnp.int32)

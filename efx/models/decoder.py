@@ -7,36 +7,19 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.errors import UsageError
 from efx.layers import attend, costs, depth_config, learned_dropout, moe_config, norms
 from efx.layers.blocks import BlockConfig
+from efx.layers.dense_former import DenseFormerConfig
 from efx.layers.depth_config import DepthRoutingConfig, routed_blocks
 from efx.layers.dropout import DropoutConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
-from efx.layers.mlp import ACTIVATIONS, MLPConfig
+from efx.layers.mlp import MLPConfig
+from efx.layers.parametrisation import MuPConfig, deviations
+from efx.layers.soft_experts_config import SoftExpertsConfig, block_kinds
 from efx.layers.stack import LayerSpec, PassSpec, Stack
+from efx.models.decoder_config import resolve
 from efx.sharding import constrain
-
-# What a preset decides when the config leaves the field at None.
-PRESETS = {
-    "gpt2": dict(
-        norm="layernorm",
-        norm_eps=1e-5,
-        use_bias=True,
-        positions="learned",
-        tied=True,
-        activation="gelu",
-    ),
-    "llama": dict(
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        use_bias=False,
-        positions="rope",
-        tied=False,
-        activation="swiglu",
-    ),
-}
 
 
 class Decoder(nn.Module):
@@ -67,13 +50,17 @@ class Decoder(nn.Module):
     attention_softcap: float
     logit_softcap: float
     attention_chunk: int
+    initialisation: str
     init_std: float
+    mup: MuPConfig
     vocab_multiple: int
     scan_layers: bool
     remat: str
     mlp: MLPConfig
     depth_routing: DepthRoutingConfig
     dropout: DropoutConfig
+    soft_experts: SoftExpertsConfig
+    dense_former: DenseFormerConfig
     selection: str = "auto"
 
     # Training looks ahead when tokens compete for places in a sequence; evaluation never does.
@@ -83,26 +70,27 @@ class Decoder(nn.Module):
 
     def resolved(self):
         """The same module with the preset's values filled in and everything checked."""
-        return _resolve(self)
+        return resolve(self)
 
     def setup(self):
         c = self.resolved()
-        self.embed = Embedding(c.padded_vocab, c.width, c.init_std, c.dtype)
+        std = c.deviations
+        self.embed = Embedding(c.padded_vocab, c.width, std.table, c.dtype)
         self.positions_embed = None
         if c.positions == "learned":
             self.positions_embed = Embedding(
-                c.context, c.width, c.init_std, c.dtype, axes=("position", "table")
+                c.context, c.width, std.table, c.dtype, axes=("position", "table")
             )
         block = c.block()
         self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
         if c.dropout.shared:
             self.mask_attention = learned_dropout.mask_attention(block)
-        self.layers = Stack(c.specs(), c.scan_layers, c.remat)
+        self.layers = Stack(c.specs(), c.scan_layers, c.remat, c.dense_former)
         self.norm_final = norms.make_norm(
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None
         )
         if not c.tied:
-            self.head = Linear(c.padded_vocab, ("table", "vocab"), c.init_std, dtype=c.dtype)
+            self.head = Linear(c.padded_vocab, ("table", "vocab"), std.head, dtype=c.dtype)
 
     def __call__(
         self,
@@ -167,6 +155,8 @@ class Decoder(nn.Module):
             logits = self.embed.attend(x)
         else:
             logits = self.head(x).astype(jnp.float32)
+        if c.mup.base_width:
+            logits = logits * c.mup.logit_scale(c.width)
         if c.logit_softcap:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
         if c.padded_vocab > c.vocab_size:
@@ -194,6 +184,10 @@ class Decoder(nn.Module):
     def padded_vocab(self):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    @property
+    def deviations(self):
+        return deviations(self.initialisation, self.init_std, self.mup, self.width)
+
     @nn.nowrap
     def block(self):
         """What the blocks without experts are built from."""
@@ -210,12 +204,12 @@ class Decoder(nn.Module):
             use_bias=c.use_bias,
             rope_theta=c.rope_theta if c.positions == "rope" else 0.0,
             qk_norm=c.qk_norm,
-            mup=c.attention_scale == "mup",
+            mup=c.attention_scale == "mup" or c.mup.base_width > 0,
             window=c.window,
             softcap=c.attention_softcap,
             chunk=c.attention_chunk,
-            std=c.init_std,
-            std_out=c.init_std / (2 * c.depth) ** 0.5,
+            std=c.deviations.hidden,
+            std_out=c.deviations.hidden / (2 * c.depth) ** 0.5,
             dropout=c.dropout,
             dtype=c.dtype,
             context=c.context,
@@ -229,6 +223,7 @@ class Decoder(nn.Module):
         kinds = [
             sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
         ]
+        kinds = block_kinds(c.soft_experts, kinds)
         if c.depth_routing.kind == "recursion":
             return LayerSpec(kinds[0]), *_passes(c.depth_routing, kinds), LayerSpec(kinds[-1])
         routed = routed_blocks(c.depth_routing, c.depth)
@@ -311,6 +306,8 @@ class Decoder(nn.Module):
                 blocks.append({"norm": 2 * norm} | costs.mask_params(block))
             if spec.routing is not None:
                 blocks.append(costs.routing_params(spec.blocks[0], spec.routing, norm))
+        if c.dense_former.on:
+            count["averages"] = c.dense_former.parameter_count(len(c.specs()))
         return flops.add([count, *blocks])
 
     @nn.nowrap
@@ -322,64 +319,10 @@ class Decoder(nn.Module):
             if spec.routing is not None and not spec.routing.kv_for_skipped:
                 slots = spec.routing.room(spec.capacity, cache_size)
             for block in spec.blocks:
-                total += slots * block.num_kv_heads * block.head_dim
+                total += slots * costs.kv_width(block)
                 total += costs.mask_attentions(block) * slots * c.width
         total += costs.embedding_mask_attentions(c.block()) * cache_size * c.width
         return 2 * total * jnp.dtype(c.dtype).itemsize
-
-
-def _resolve(model):
-    """Preset values for the fields left at None; every bad value is named with its config key."""
-
-    def one_of(name, value, choices):
-        if value not in choices:
-            raise UsageError(f"config.model.{name}={value!r}: expected one of {', '.join(choices)}")
-
-    one_of("preset", model.preset, PRESETS)
-    preset = PRESETS[model.preset]
-    fields = {
-        name: preset[name]
-        for name in preset
-        if name != "activation" and getattr(model, name) is None
-    }
-    mlp = model.mlp
-    if mlp.activation is None:
-        mlp = dataclasses.replace(mlp, activation=preset["activation"])
-    kv_heads = model.num_kv_heads or model.num_heads
-    for name in ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple"):
-        if getattr(model, name) < 1:
-            raise UsageError(f"config.model.{name}={getattr(model, name)}: must be at least 1")
-    head_dim = model.head_dim
-    if not head_dim:
-        if model.width % model.num_heads:
-            raise UsageError(
-                f"config.model.width={model.width} does not divide by "
-                f"config.model.num_heads={model.num_heads}"
-            )
-        head_dim = model.width // model.num_heads
-    if model.num_heads % kv_heads:
-        raise UsageError(
-            f"config.model.num_heads={model.num_heads} does not divide by "
-            f"config.model.num_kv_heads={kv_heads}"
-        )
-    dropout = learned_dropout.resolved(model.dropout, model.width, model.num_heads)
-    fields.update(mlp=mlp, num_kv_heads=kv_heads, head_dim=head_dim, dropout=dropout)
-    model = model.clone(**fields)
-    one_of("norm", model.norm, ("layernorm", "rmsnorm"))
-    one_of("positions", model.positions, ("learned", "rope", "none"))
-    one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
-    one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
-    moe_config.check(mlp)
-    one_of("mlp.activation", mlp.activation, ACTIVATIONS)
-    if model.positions == "rope" and head_dim % 2:
-        raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
-    depth_config.check(model.depth_routing, model.depth)
-    if model.scan_layers and model.depth_routing.kind == "recursion":
-        raise UsageError(
-            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
-            "whose layers do not repeat a pattern"
-        )
-    return model
 
 
 def _passes(routing, kinds):

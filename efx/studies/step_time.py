@@ -34,7 +34,8 @@ class Stepper:
         )
         shapes = jax.eval_shape(lambda: step_lib.init_state_params(self.model))
         steps = config.steps or 1000
-        optimizer, schedule = optim.make_optimizer(config.optim, steps, shapes)
+        base = models.mup_base(self.model)
+        optimizer, schedule = optim.make_optimizer(config.optim, steps, shapes, base)
         placed = step_lib.state_shardings(self.model, optimizer, mesh, rules)
         self._placed_batch = sharding.batch_sharding(mesh, rules)
         function = step_lib.make_train_step(

@@ -1,0 +1,178 @@
+"""Soft experts on fewer latents: s (K/m)^2 attention scores in place of K^2, by ledger and clock.
+
+    python -m benchmarks.soft_experts            K = 2048 latents, 256 wide: some minutes
+    python -m benchmarks.soft_experts --quick    tiny sizes, seconds: only to see that it works
+
+For every pair (s channels, shrink m): the attention of one block on K latents against that of s
+channels on K/m latents, which is the claim, then the whole blocks, projections and MLPs included,
+forwards and backwards, in float32. All of them take turns in one run. The ledger's ratios count
+pairs that the mask allows (claim) and blocks that the kernel visits (executed).
+"""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from benchmarks import common
+from configs.common import apply, base
+from efx import flops, models
+from efx.errors import UsageError
+from efx.layers import attend, costs
+from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
+from efx.studies.step_time import take_turns
+
+
+def main(argv=None):
+    args = _arguments(argv)
+    cpus = common.limit_cpus(args.threads)
+    try:
+        specs = {"dense": (_spec(args, 0), args.latents)}
+        for channels, shrink in args.pairs:
+            if args.latents % shrink:
+                raise UsageError(f"--latents={args.latents} does not divide by {shrink}")
+            spec = _spec(args, channels)
+            specs[f"{channels} channels, K/{shrink}"] = spec, args.latents // shrink
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"K = {args.latents} latents, {args.width} wide, {args.heads} heads, batch {args.batch}, "
+        f"float32, {cpus} CPUs; scores and values alone, then whole blocks"
+    )
+    claims = {name: _claim(args, name) for name in specs}
+    attention = take_turns(
+        {name: _attention(spec, length, args) for name, (spec, length) in specs.items()},
+        args.rounds,
+        args.warmup,
+    )
+    _report("attention", specs, attention, claims, lambda part: part["attention_scores"])
+    blocks = take_turns(
+        {name: _block(spec, length, args) for name, (spec, length) in specs.items()},
+        args.rounds,
+        args.warmup,
+    )
+    _report("block", specs, blocks, claims, lambda part: sum(part.values()))
+    for name, claim in claims.items():
+        ratio = common.ratio(attention[name], attention["dense"])[1]
+        cpu = np.median(attention[name].cpu) / np.median(attention["dense"].cpu)
+        print(
+            f"{name}: attention over dense, clock {ratio:.3f}, CPU time {cpu:.3f}, "
+            f"claim {claim:.3f}"
+        )
+    return 0
+
+
+def _report(what, specs, turns, claims, total):
+    def ratios(pairs):
+        counts = {
+            name: total(costs.block_flops(spec.block, length, pairs(length)))
+            for name, (spec, length) in specs.items()
+        }
+        return {name: f"{count / counts['dense']:.4f}" for name, count in counts.items()}
+
+    allowed, executed = ratios(flops.causal_pairs), ratios(attend.visited_pairs)
+    rows = [
+        (
+            name,
+            *common.times(turns[name]),
+            f"{claims[name]:.4f}",
+            allowed[name],
+            executed[name],
+            common.ratio(turns[name], turns["dense"])[0],
+        )
+        for name in specs
+    ]
+    titles = ("scores, s/m^2", "FLOPs, nominal", "FLOPs, executed", "time / dense")
+    print(common.table((what, *common.TIMES, *titles), *rows))
+
+
+def _claim(args, name):
+    for channels, shrink in args.pairs:
+        if name == f"{channels} channels, K/{shrink}":
+            return channels / shrink**2
+    return 1.0
+
+
+def _spec(args, channels):
+    config = apply(
+        base(),
+        {
+            "model.width": args.width,
+            "model.num_heads": args.heads,
+            "model.depth": 1,
+            "model.soft_experts.num": channels,
+            "model.soft_experts.hidden_multiple": args.hidden_multiple,
+        },
+    )
+    model = models.build(config.model, vocab_size=256, context=args.latents, dtype="float32")
+    return model.specs()[0]
+
+
+def _normal(*shape):
+    draw = np.random.default_rng(0)
+    return jnp.asarray(draw.standard_normal(shape, np.float32))
+
+
+def _attention(spec, length, args):
+    """Forwards and backwards through scores and weighted values of all channels."""
+    b = spec.block
+    heads = costs.channels(b) * b.num_heads
+    q_BTNH, k_BTNH, v_BTNH, d_BTNH = (
+        _normal(args.batch, length, heads, b.head_dim) for _ in range(4)
+    )
+
+    @jax.jit
+    def both(q_BTNH, k_BTNH, v_BTNH):
+        out, pullback = jax.vjp(
+            lambda *qkv: attend.attend(*qkv, scale=b.head_dim**-0.5), q_BTNH, k_BTNH, v_BTNH
+        )
+        return out, pullback(d_BTNH)
+
+    return lambda turn: jax.block_until_ready(both(q_BTNH, k_BTNH, v_BTNH))
+
+
+def _block(spec, length, args):
+    layer, x_BTD = Layer(spec), _normal(args.batch, length, args.width)
+    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True)
+    params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
+
+    @jax.jit
+    def both(params, x_BTD):
+        out, pullback = jax.vjp(lambda p, x: layer.apply({"params": p}, x, info), params, x_BTD)
+        return out, pullback(x_BTD)
+
+    return lambda turn: jax.block_until_ready(both(params, x_BTD))
+
+
+def _pairs(text):
+    return [tuple(int(number) for number in pair.split(":")) for pair in text.split(",")]
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = dict(latents=2048, width=256, heads=4, batch=1)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--hidden-multiple", type=float, default=4.0, help="of an expert's MLP")
+    parser.add_argument(
+        "--pairs", type=_pairs, default=[(4, 4), (4, 2), (12, 8)], help="channels:shrink, ..."
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="timed passes of each")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed passes before these")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few passes")
+    quick = dict(latents=128, width=32, heads=2, rounds=3, warmup=1)
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

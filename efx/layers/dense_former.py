@@ -1,0 +1,94 @@
+"""DenseFormer: weighted averages of all earlier states of a stack (arXiv 2402.02622, section 3).
+
+With X_0 what enters the stack, Y_0 = X_0, and for block i = 1..L
+    X_i = block_i(Y_{i-1}),    Y_i = sum over j <= i of alpha_ij X_j.
+At initialisation alpha_ii = 1 and the others are 0: a stack without averages. Averages take place
+in every `period`-th block only (elsewhere Y_i = X_i), over every `dilation`-th state back from i.
+The weights are leaves called `alpha`, which weight decay, by its default pattern, leaves alone.
+Each token is averaged with itself only, so causality and decoding caches are not concerned.
+
+The averages are elementwise work, which the FLOP ledger does not count.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseFormerConfig:
+    """`config.model.dense_former`.
+
+    Attributes:
+      on: whether a stack has averages.
+      dilation: k; X_i, X_{i-k}, X_{i-2k}... are averaged.
+      period: p; blocks p, 2p, ..., counted from one, are followed by an average.
+    """
+
+    on: bool
+    dilation: int
+    period: int
+
+    def states(self, block):
+        """The j of the X_j that are averaged after block i = 1..L, ascending; () for none."""
+        if not self.on or block % self.period:
+            return ()
+        return tuple(range(block % self.dilation, block + 1, self.dilation))
+
+    def parameter_count(self, depth):
+        """Weights in a stack of so many blocks."""
+        return sum(len(self.states(i)) for i in range(1, depth + 1))
+
+
+def check(c, scan_layers):
+    """Raise UsageError for a bad value of `config.model.dense_former`, used or not."""
+    for name in ("dilation", "period"):
+        if getattr(c, name) < 1:
+            raise UsageError(
+                f"config.model.dense_former.{name}={getattr(c, name)}: must be at least 1"
+            )
+    if c.on and scan_layers:
+        raise UsageError(
+            "config.model.scan_layers=True: not with config.model.dense_former.on=True, where "
+            "blocks read the states of all blocks before them"
+        )
+
+
+class StateAverage(nn.Module):
+    """sum over j of alpha_j X_j, of states [B, T, D]; at first the last one has the weight 1."""
+
+    @nn.compact
+    def __call__(self, states):
+        def initial(key, shape, dtype):
+            return jnp.zeros(shape, dtype).at[-1].set(1.0)
+
+        alpha = self.param(
+            "alpha",
+            nn.with_logical_partitioning(initial, ("norm",)),
+            (len(states),),
+            jnp.float32,
+        )
+        # One at a time, so that the compiler makes one pass of it and no copy of all states.
+        mean_BTD = sum(alpha[j] * x_BTD.astype(jnp.float32) for j, x_BTD in enumerate(states))
+        return mean_BTD.astype(states[-1].dtype)
+
+
+class Averages:
+    """The states of one pass through a stack, as a `Stack` goes along."""
+
+    def __init__(self, config, x_BTD):
+        self.config, self.states = config, [x_BTD]
+
+    def __call__(self, x_BTD):
+        """Y_i for the next X_i; inside the compact method of the stack, which owns the weights."""
+        if self.config is None or not self.config.on:
+            return x_BTD
+        self.states.append(x_BTD)
+        block = len(self.states) - 1
+        chosen = self.config.states(block)
+        if not chosen:
+            return x_BTD
+        return StateAverage(name=f"average_{block}")([self.states[j] for j in chosen])

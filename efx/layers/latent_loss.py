@@ -1,0 +1,151 @@
+"""The causal prediction loss of latents: from the latent at t, the one at t + 1.
+
+With p_t = W x_t and z_t = x_{t+1}, over pairs (t, t+1) that are valid and of one document:
+    cosine   1 - cos(p_t, z_t), averaged over pairs (regression of the next latent, as in Mirasol,
+             arXiv 2311.05698, with the cosine as the distance)
+    siglip   the sigmoid loss of Zhai et al. 2023 (arXiv 2303.15343, equation 1): for unit vectors,
+             logits l_ts = exp(a) p_t.z_s + b with learned a and b, and y = 1 for s = t, else -1,
+             -sum over s of log sigmoid(y l_ts), averaged over t. The candidates s are the pairs of
+             the same row, or of the whole batch; the value grows with how many they are.
+Latents that are all alike have no cosine loss at all, so its weight is small; the sigmoid form
+tells latents apart and is not minimised by that.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers.linear import Linear
+
+KINDS = ("none", "cosine", "siglip")
+CANDIDATES = ("row", "batch")
+LOSS = "latent_prediction"
+# Where a and b start (arXiv 2303.15343, section 3.2): most pairs are no match.
+LOG_TEMPERATURE, BIAS = 2.302585092994046, -10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentLossConfig:
+    """`config.model.latent_loss`; its weight is `config.losses.latent_prediction`.
+
+    Attributes:
+      kind: one of `KINDS`.
+      target_gradient: the loss also moves the latents that are predicted.
+      candidates: siglip: "row" (each sequence for itself: neither accumulation nor the number of
+        devices changes the loss) or "batch" (all sequences of a micro-batch, over all devices).
+    """
+
+    kind: str
+    target_gradient: bool
+    candidates: str
+
+
+def check(c):
+    """Raise UsageError for a bad value of `config.model.latent_loss`, used or not."""
+    for name, choices in (("kind", KINDS), ("candidates", CANDIDATES)):
+        if getattr(c, name) not in choices:
+            raise UsageError(
+                f"config.model.latent_loss.{name}={getattr(c, name)!r}: expected one of "
+                + ", ".join(choices)
+            )
+
+
+def pair_validity(length, valid_BT=None, segment_ids_BT=None):
+    """bool [B or 1, T-1]: whether t and t + 1 are both valid and of the same document."""
+    pairs_BT = jnp.ones((1, length - 1), bool)
+    if valid_BT is not None:
+        pairs_BT = pairs_BT & valid_BT[:, :-1] & valid_BT[:, 1:]
+    if segment_ids_BT is not None:
+        same_BT = segment_ids_BT[:, :-1] == segment_ids_BT[:, 1:]
+        pairs_BT = pairs_BT & same_BT & (segment_ids_BT[:, 1:] > 0)
+    return pairs_BT
+
+
+def cosine_loss(p_BTD, z_BTD, pairs_BT):
+    """Mean of 1 - cos(p_t, z_t) over valid pairs."""
+    loss_BT = 1.0 - jnp.sum(_unit(p_BTD) * _unit(z_BTD), axis=-1)
+    return _mean(loss_BT, pairs_BT)
+
+
+def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"):
+    """The sigmoid loss of the module's docstring; `pairs_BT` of full shape."""
+    p_BTD, z_BSD, pairs_BS = _unit(p_BTD), _unit(z_BTD), pairs_BT
+    if candidates == "batch":  # one row of all
+        p_BTD, z_BSD = (y.reshape(1, -1, y.shape[-1]) for y in (p_BTD, z_BSD))
+        pairs_BT = pairs_BS = pairs_BT.reshape(1, -1)
+    cos_BTS = jnp.einsum("BTD,BSD->BTS", p_BTD, z_BSD)
+    logits_BTS = jnp.exp(log_temperature) * cos_BTS + bias
+    sign_BTS = 2.0 * jnp.eye(cos_BTS.shape[-1])[None] - 1.0
+    loss_BTS = -jax.nn.log_sigmoid(sign_BTS * logits_BTS)
+    return _mean(jnp.sum(loss_BTS * pairs_BS[:, None], axis=-1), pairs_BT)
+
+
+def _unit(x_BTD):
+    x_BTD = x_BTD.astype(jnp.float32)
+    square_BT = jnp.sum(jnp.square(x_BTD), axis=-1, keepdims=True)
+    return x_BTD * jax.lax.rsqrt(jnp.maximum(square_BT, 1e-12))
+
+
+def _mean(loss_BT, pairs_BT):
+    pairs_BT = jnp.broadcast_to(pairs_BT, loss_BT.shape)
+    return jnp.sum(jnp.where(pairs_BT, loss_BT, 0.0)) / jnp.maximum(jnp.sum(pairs_BT), 1)
+
+
+class LatentPrediction(nn.Module):
+    """Sows the loss `latent_prediction` of a sequence of latents; returns nothing.
+
+    Attributes:
+      std: initialisation of W.
+    """
+
+    config: LatentLossConfig
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD, valid_BT=None, segment_ids_BT=None):
+        """Of x [B, T, D]. `valid_BT`, bool, and `segment_ids_BT`, 0 for padding, say which pairs
+        count; each may be None. A sequence of one latent has the loss 0."""
+        c, (batch, length, width) = self.config, x_BTD.shape
+        linear = Linear(width, ("embed", "heads"), self.std, dtype=self.dtype, name="predict")
+        p_BTD = linear(x_BTD[:, :-1])
+        z_BTD = x_BTD[:, 1:]
+        if not c.target_gradient:
+            z_BTD = jax.lax.stop_gradient(z_BTD)
+        pairs_BT = pair_validity(length, valid_BT, segment_ids_BT)
+        pairs_BT = jnp.broadcast_to(pairs_BT, (batch, length - 1))
+        if c.kind == "cosine":
+            loss = cosine_loss(p_BTD, z_BTD, pairs_BT)
+        else:
+            a, b = self._scalar("log_temperature", LOG_TEMPERATURE), self._scalar("bias", BIAS)
+            loss = sigmoid_loss(p_BTD, z_BTD, pairs_BT, a, b, c.candidates)
+        self.sow("losses", LOSS, loss)
+
+    def _scalar(self, name, value):
+        init = nn.with_logical_partitioning(nn.initializers.constant(value), ())
+        return self.param(name, init, (), jnp.float32)
+
+
+def loss_flops(c, width, length, batch=1):
+    """{component: FLOPs} for one sequence of `length` latents; {} without the loss.
+
+    With candidates "batch" they grow with the number of sequences in the batch.
+    """
+    if c.kind == "none":
+        return {}
+    pairs = length - 1
+    counted = flops.matmul(pairs, width, width)
+    if c.kind == "siglip":
+        counted += flops.matmul(pairs, width, pairs * (batch if c.candidates == "batch" else 1))
+    return {LOSS: counted}
+
+
+def loss_params(c, width):
+    """{component: parameters}; {} without the loss."""
+    if c.kind == "none":
+        return {}
+    return {LOSS: width * width + (2 if c.kind == "siglip" else 0)}

@@ -1,0 +1,92 @@
+"""How weights start and how that depends on width: initialisations and muP.
+
+muP (Yang et al. 2022, arXiv 2203.03466, table 8, for optimisers of Adam's kind) makes the size of
+activations and of their updates independent of the width, so that a learning rate found at a
+small width serves a large one. Relative to `base_width`:
+    hidden matrices      deviation * sqrt(base_width / width); rate * base_width / fan_in
+    output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
+    attention            scores / H in place of / sqrt(H)
+    embeddings, vectors  as they are
+Decoupled weight decay keeps its strength, lr * weight_decay. Routers keep their rate and start.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from efx.errors import UsageError
+
+# Leaves that are hidden matrices [..., in, out], and modules whose kernels are not hidden.
+MATRICES = frozenset({"kernel", "mask_query", "mask_key", "mask_value", "mask_linear"})
+OUTPUT = "head"
+# Optimisers whose update of an entry does not depend on the size of its gradient.
+MUP_OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
+INITIALISATIONS = ("gpt2", "spike_no_more")
+
+
+@dataclasses.dataclass(frozen=True)
+class MuPConfig:
+    """`config.model.mup`.
+
+    Attributes:
+      base_width: width at which the learning rate was found; 0: no muP.
+    """
+
+    base_width: int
+
+    def logit_scale(self, width):
+        """Factor on the logits of a model so wide."""
+        return self.base_width / width if self.base_width else 1.0
+
+
+class Deviations(NamedTuple):
+    """Standard deviations that weights start with; residual outputs: hidden / sqrt(2 depth)."""
+
+    table: float  # embeddings
+    head: float  # the output layer's own matrix; 0: it starts at 0
+    hidden: float
+
+
+def deviations(initialisation, init_std, mup, width):
+    """`Deviations` of a layer stack of this width.
+
+    "gpt2": `init_std` everywhere. "spike_no_more": sqrt(2 / (5 width)) everywhere (Takase et al.
+    2023, arXiv 2312.16903).
+    """
+    base = mup.base_width
+    if initialisation == "spike_no_more":
+        hidden, table = (2 / (5 * width)) ** 0.5, (2 / (5 * (base or width))) ** 0.5
+    else:
+        hidden, table = init_std * (base / width if base else 1.0) ** 0.5, init_std
+    return Deviations(table, 0.0 if base else table, hidden)
+
+
+def check(initialisation, mup):
+    """Raise UsageError for a bad value of `config.model.initialisation` or `config.model.mup`."""
+    if initialisation not in INITIALISATIONS:
+        raise UsageError(
+            f"config.model.initialisation={initialisation!r}: expected one of "
+            + ", ".join(INITIALISATIONS)
+        )
+    if mup.base_width < 0:
+        raise UsageError(f"config.model.mup.base_width={mup.base_width}: must be at least 0")
+
+
+def rate_factor(path, shape, base_width):
+    """Factor of muP on the updates of a parameter; `base_width` 0: 1.
+
+    Args:
+      path: "/"-joined keys of the parameter tree. shape: of the array, [..., in, out] of a matrix.
+    """
+    *modules, leaf = path.split("/")
+    if not base_width or leaf not in MATRICES or OUTPUT in modules:
+        return 1.0
+    return base_width / shape[-2]
+
+
+def check_optimizer(name, base_width):
+    """Raise UsageError where muP's rules are not those of this `config.optim.name`."""
+    if base_width and name not in MUP_OPTIMIZERS:
+        raise UsageError(
+            f"config.optim.name={name!r} with config.model.mup.base_width={base_width}: the rules "
+            f"of muP are for {', '.join(MUP_OPTIMIZERS)}"
+        )

@@ -1,0 +1,184 @@
+"""Coordinate check: how activations depend on the width, with and without muP.
+
+    python -m efx.studies.coord_check --config configs/gpt2.py:smoke --widths 64,128,256,512 \\
+        --steps 4 --out runs/coord_check
+
+The same model is built at several widths and trained for a few steps, on one batch of random
+tokens, at a constant rate; then the mean |x| of every block's output and of the logits is printed,
+and drawn over the width (Yang et al. 2022, arXiv 2203.03466, appendix D.1). Where these lines are
+flat, the learning rate of one width serves another. The smallest width is the base width of muP.
+
+`--set` changes any key of the config, in Python's notation: `--set model.depth=2`. Heads stay as
+many as the config has: they grow wider.
+"""
+
+import argparse
+import ast
+import pathlib
+import sys
+
+import jax
+
+from efx.config_file import load_config
+from efx.errors import UsageError
+from efx.layers.stack import Layer
+from efx.studies.step_time import Stepper, random_tokens
+
+LOGITS = "logits"
+
+
+def main(argv=None):
+    args = _arguments(argv)
+    try:
+        table = check(args)
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    folder = pathlib.Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = markdown(table, args)
+    print(text)
+    (folder / "coord_check.md").write_text(text + "\n")
+    draw(table, args.widths, folder / "coord_check.png")
+    return 0
+
+
+def check(args):
+    """{"muP" or "standard": {place: [mean |x| after the steps, one for each width]}}."""
+    if min(args.widths) < 1 or len(set(args.widths)) < 2:
+        raise UsageError(f"--widths={args.widths}: give two or more different widths")
+    if args.steps < 1:
+        raise UsageError(f"--steps={args.steps}: must be at least 1")
+    if args.batch < 1 or args.batch % jax.device_count():
+        raise UsageError(
+            f"--batch={args.batch} does not divide over the {jax.device_count()} devices"
+        )
+    table = {}
+    for name, base in (("muP", min(args.widths)), ("standard", 0)):
+        rows = [activations(_config(args, width, base), args) for width in args.widths]
+        table[name] = {place: [row[place] for row in rows] for place in rows[0]}
+    return table
+
+
+def activations(config, args):
+    """{place: mean |x|} of a model of this config after the steps."""
+    step = Stepper(config, args.vocab)
+    batch = random_tokens(config, args.vocab, 1)[0]
+    for _ in range(args.steps):
+        step(batch)
+
+    @jax.jit
+    def run(variables, tokens_BT):
+        logits_BTV, state = step.model.apply(
+            variables,
+            tokens_BT,
+            capture_intermediates=lambda module, method: isinstance(module, Layer),
+            mutable=["intermediates"],
+        )
+        found = jax.tree_util.tree_leaves_with_path(state["intermediates"])
+        sizes = {_place(path): abs(x).mean() for path, x in found}
+        return sizes | {LOGITS: abs(logits_BTV).mean()}
+
+    sizes = run({"params": step.state.params, **step.state.variables}, batch[:, :-1])
+    return {place: float(size) for place, size in sizes.items()}
+
+
+def growth(values):
+    """The last over the first: how much larger activations are at the largest width."""
+    return values[-1] / values[0]
+
+
+def markdown(table, args):
+    """The table: a row for each place, a column for each width and parametrisation."""
+    head = [f"{name} {width}" for name in table for width in args.widths]
+    titles = ["mean of absolute values", *head, *(f"{name}: last / first" for name in table)]
+    rows = [titles, ["---"] * len(titles)]
+    for place in next(iter(table.values())):
+        values = [table[name][place] for name in table]
+        cells = [f"{value:.4g}" for row in values for value in row]
+        rows.append([place, *cells, *(f"{growth(row):.2f}" for row in values)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw(table, widths, path):
+    """A PNG: one panel a parametrisation, one line a place."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(table), figsize=(9, 4), sharey=True)
+    for axes, (name, places) in zip(panels, table.items(), strict=True):
+        for place, values in places.items():
+            axes.plot(widths, values, marker="o", label=place)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.set_title(name)
+        axes.set_xlabel("width")
+    panels[0].set_ylabel("mean |activation|")
+    panels[-1].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _place(path):
+    """layers/block_1/__call__/0 -> layers/block_1"""
+    keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(keys[: keys.index("__call__")])
+
+
+def _config(args, width, base):
+    config = load_config(args.config)
+    if "mup" not in config.model:
+        raise UsageError(f"--config={args.config}: config.model.mup is not a setting of its family")
+    changes = {
+        "steps": args.steps,
+        "train_flops": 0.0,
+        "data.seq_len": args.context,
+        "data.batch_size": args.batch,
+        "model.scan_layers": False,
+        "optim.learning_rate": args.learning_rate,
+        "optim.schedule.kind": "constant",
+        "optim.schedule.warmup_steps": 0,
+        "model.width": width,
+        "model.mup.base_width": base,
+    }
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text}: expected key=value")
+        try:
+            changes[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[key] = value
+    try:
+        config.update_from_flattened_dict(changes)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"--set: {' '.join(str(error).split())}") from None
+    return config
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/gpt2.py:smoke", help="of a family with muP")
+    parser.add_argument("--widths", type=_widths, default=[64, 128, 256, 512])
+    parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", default="runs/coord_check", help="folder for table and figure")
+    return parser.parse_args(argv)
+
+
+def _widths(text):
+    return sorted(int(width) for width in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""muP and initialisations: what starts how, what learns how fast, and flat activations."""
+
+
+import families
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from configs import common
+from efx import models, optim
+from efx.errors import UsageError
+from efx.layers.parametrisation import rate_factor
+from efx.studies import coord_check
+
+SMALL = {"width": 64, "depth": 8, "init_std": 0.02, "mlp.hidden": 256, "preset": "gpt2"}
+
+
+def initial(changes):
+    model = families.make({**SMALL, **changes}, vocab_size=500)
+    params = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    return model, {path: np.asarray(leaf) for path, leaf in optim.param_paths(params).items()}
+
+
+@pytest.mark.parametrize("changes, table, hidden, head", [
+    ({}, 0.02, 0.02, 0.02),
+    ({"initialisation": "spike_no_more"}, (2 / 320) ** 0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5),
+    ({"mup.base_width": 16}, 0.02, 0.01, 0.0),
+    ({"mup.base_width": 16, "initialisation": "spike_no_more"}, (2 / 80) ** 0.5, (2 / 320) ** 0.5,
+     0.0),
+])
+def test_how_weights_start(changes, table, hidden, head):
+    _, params = initial({**changes, "tied": False})
+    for path, value in params.items():
+        expected = {"embedding": table, "kernel": hidden}.get(path.split("/")[-1])
+        if expected is None:
+            continue
+        if "head/" in path:
+            expected = head
+        elif "/out/" in path or "/down/" in path:
+            expected = hidden / 4.0  # sqrt(2 * 8 blocks)
+        assert value.std() == pytest.approx(expected, rel=0.06), path
+
+
+def test_logits_and_scores_follow_the_width():
+    plain, params = (families.make(SMALL), None)
+    params = families.random_params(plain)
+    scaled = families.make({**SMALL, "mup.base_width": 16, "logit_softcap": 3.0})
+    capped = families.make({**SMALL, "attention_scale": "mup"})
+    logits = [np.asarray(families.jit(m.apply)({"params": params}, families.tokens()))
+              for m in (capped, scaled)]
+    np.testing.assert_allclose(logits[1], 3.0 * np.tanh(logits[0] / 4.0 / 3.0), atol=1e-5)
+    assert scaled.block().mup and not plain.block().mup
+
+
+def updates(changes, base, value=0.25):
+    """{path: update of the first step, divided by the rate} of gradients of 1."""
+    model = families.make({**SMALL, "mup.base_width": base, "tied": False})
+    config = common.base()
+    common.apply(config, {"optim.schedule.warmup_steps": 0, "optim.schedule.kind": "constant",
+                          "optim.clip_norm": 0.0, "optim.learning_rate": 0.1, **changes})
+    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
+                            jax.random.key(0))
+    optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, models.mup_base(model))
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
+    ones = jax.tree.map(np.ones_like, params)
+    result, _ = jax.jit(optimizer.update)(ones, optimizer.init(params), params)
+    return {path: -float(leaf.mean()) / 0.1 for path, leaf in optim.param_paths(result).items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_hidden_matrices_learn_by_their_fan_in(name):
+    """lr * base / fan_in of the direction; weight decay keeps its strength."""
+    for decay in (0.0, 0.4):
+        plain = updates({"optim.name": name, "optim.weight_decay": decay}, 0)
+        mup = updates({"optim.name": name, "optim.weight_decay": decay}, 16)
+        assert plain.keys() == mup.keys()
+        for path, update in mup.items():
+            kernel = path.endswith("kernel") and "head" not in path
+            factor = 16 / (256 if "down" in path else 64) if kernel else 1.0
+            decayed = 0.25 * decay if path.endswith(("kernel", "embedding")) else 0.0
+            assert update == pytest.approx(factor * 1.0 + decayed, rel=1e-3), path
+            assert plain[path] == pytest.approx(1.0 + decayed, rel=1e-3), path
+
+
+def test_which_parameters_are_hidden_matrices():
+    assert rate_factor("layers/block_0/mlp/experts/up/kernel", (8, 64, 256), 16) == 1 / 4
+    assert rate_factor("layers/units/block_0/mlp/down/kernel", (3, 256, 64), 16) == 1 / 16
+    assert rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) \
+        == 1 / 4
+    for path in ("head/kernel", "embed/embedding", "layers/block_0/router", "norm_final/scale",
+                 "layers/block_0/dropout_mlp_output/mask_shift"):
+        assert rate_factor(path, (64, 64), 16) == 1.0
+    assert rate_factor("layers/block_0/mlp/up/kernel", (64, 256), 0) == 1.0
+
+
+def test_the_summary_says_so():
+    model = families.make({**SMALL, "mup.base_width": 16})
+    shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    row = next(line for line in optim.describe(common.base().optim, shapes, 16).splitlines()
+               if "fan_in" in line)
+    assert row.split()[:6] == ["lr", "*", "16", "/", "fan_in", "48"]  # 6 matrices, 8 blocks
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"initialisation": "xavier"}, r"initialisation='xavier': expected one of gpt2, spike_no_more"),
+    ({"mup.base_width": -1}, r"mup\.base_width=-1: must be at least 0"),
+])
+def test_bad_values(changes, words):
+    with pytest.raises(UsageError, match=words):
+        families.make(changes)
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_other_optimisers_have_other_rules(name):
+    with pytest.raises(UsageError, match=rf"optim\.name='{name}' with .*base_width=16"):
+        updates({"optim.name": name}, 16)
+
+
+# ---- coordinate check --------------------------------------------------------------------------
+
+
+def arguments(root, **changes):
+    given = dict(config=str(root / "configs/gpt2.py:smoke"), widths="32,128", steps="4",
+                 context="16", batch="8", vocab="32")
+    argv = [f"--{key}={value}" for key, value in {**given, **changes}.items()]
+    return [*argv, "--set=model.depth=1", "--set=model.num_heads=2"]
+
+
+def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys):
+    argv = [*arguments(root), "--out", str(tmp_path)]
+    assert coord_check.main(argv) == 0
+    text = (tmp_path / "coord_check.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["layers/block_0", "logits"]
+    for place, *cells in rows:
+        mup, standard = float(cells[-2]), float(cells[-1])
+        assert 0.5 < mup < 1.5, place
+        assert standard > 2.0, place
+    png = (tmp_path / "coord_check.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"widths": "32"}, "two or more"), ({"steps": "0"}, "--steps=0"), ({"batch": "3"}, "8 devices"),
+    ({"config": "configs/nowhere.py"}, "there is no such file"),
+    ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
+])
+def test_bad_arguments(root, tmp_path, monkeypatch, capsys, changes, words):
+    monkeypatch.chdir(root)
+    assert coord_check.main([*arguments(root, **changes), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("efx: error: ") and words in error and error.count("\n") == 1
