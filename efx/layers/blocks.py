@@ -110,6 +110,7 @@ def make_attention(c, name):
         norm_eps=c.norm_eps,
         probs_dropout=probs_dropout,
         dtype=c.dtype,
+        width=c.width,
         name=name,
     )
 
