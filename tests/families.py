@@ -37,6 +37,11 @@ class Family:
         return "depth_routing.kind" in self.changes or "mlp.kind" in self.changes
 
     @property
+    def packs(self):
+        """Whether it takes packed documents."""
+        return not any(self.changes.get(f"memory_{kind}") for kind in ("local", "global"))
+
+    @property
     def rounds(self):
         """Whether it computes masks of zeros and ones."""
         return self.changes.get("dropout.attention.rounding") == "stochastic"

@@ -15,6 +15,7 @@ from families import BATCH, FAMILIES, LENGTH, NAMES, VOCAB
 from flax import linen as nn
 
 from efx import flops, models, sharding
+from efx.errors import UsageError
 from efx.layers import routing
 from efx.layers.stack import period, scan_params
 
@@ -114,6 +115,10 @@ def test_packed_documents_are_as_if_alone(name):
     positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
     segments = np.repeat([1, 2, 0], [size, size, LENGTH - 2 * size])
     rows = [jnp.asarray(np.tile(row, (BATCH, 1)), jnp.int32) for row in (positions, segments)]
+    if not FAMILIES[name].packs:
+        with pytest.raises(UsageError, match="packed rows"):
+            model.apply(params, tokens_BT, *rows)
+        return
     packed = families.jit(model.apply)(params, tokens_BT, *rows)
     # A document that comes first is alone, as far as its own logits go: models are causal.
     first = families.logits_of(name, tokens_BT)[:, :size]
@@ -187,6 +192,7 @@ def sized(name, depth):
     ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
     ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
+    ("latent", 4, "full"), ("latent_mod", 2, "dots"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -207,6 +213,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
     ("streams_parallel", "dots"), ("streams_final", "full"),
     ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
+    ("latent_levels", "full"), ("latent_memory", "dots"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -265,6 +272,8 @@ def gathered(compiled):
     ("streams_parallel", "mixed"), ("streams_final", "mixed"), ("streams_moe", "expert"),
     ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
     ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"),
+    ("latent", "data"), ("latent_levels", "fsdp"), ("latent_levels", "mixed"),
+    ("latent_moe", "expert"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
@@ -322,6 +331,7 @@ def test_training_costs_three_times_the_forward_pass(name):
     ledger = model.ledger(LENGTH, "train")
     # The backward pass of attention computes the scores (half of this part) once more: overhead.
     extra = BATCH * ledger.parts["attention_scores"] // 2
+    extra += BATCH * ledger.parts.get("level_scores", 0) // 2
     if model.dropout.active("attention_probs"):
         extra = 0  # attention keeps the probabilities that a mask multiplies
     if FAMILIES[name].changes.get("depth_routing.kv_for_skipped"):

@@ -1,8 +1,8 @@
 """What the latent transformer costs, by formula.
 
-Components: `compression` and `upsampling` are what changes the number of latents, `levels` the local
-and global blocks; the others, with the names that the decoder's have, are the latent stack and the
-output layer.
+Components: `compression` and `upsampling` are what changes the number of latents, `levels` the
+local and global blocks; the others, with the names that the decoder's have, are the latent stack
+and the output layer.
 """
 
 import jax.numpy as jnp
