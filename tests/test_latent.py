@@ -205,14 +205,17 @@ def test_repeated_latents_by_hand():
 
 # ---- causality ---------------------------------------------------------------------------------
 
-COMBINATIONS = list(itertools.product(groups.COMPRESSIONS, groups.UPSAMPLINGS, LEVELS, MEMORY))
+COMBINATIONS = list(itertools.product(groups.COMPRESSIONS, groups.UPSAMPLINGS, LEVELS,
+                                      ("none", "both")))
+FEW = {"encoder_global": 0, "decoder_local": 0}  # blocks, which compile faster
 
 
 @functools.cache
 def combination(compression, upsampling, levels, memory):
     """(model, parameters, tokens [T], logits [T + 1, T, V]: of these, and of rows whose tokens
     after 0, 1... are others); T is no whole number of groups."""
-    model = make({"compression": compression, "upsampling": upsampling, **MEMORY[memory]}, levels)
+    changes = {"compression": compression, "upsampling": upsampling, **FEW, **MEMORY[memory]}
+    model = make(changes, levels)
     params, length = families.random_params(model), 3 * model.group_size - 3
     tokens_T = families.tokens(batch=1, length=length)[0]
     later_BT = np.arange(length)[None] > np.arange(length)[:, None]

@@ -122,7 +122,7 @@ class Latent(nn.Module):
         self.layers = Stack(c.specs(), c.scan_layers, c.remat)
 
     def specs(self):
-        """The layers of the latent stack."""
+        """The layers of the latent stack; the one place that chooses its blocks, by their number."""
         c = self.resolved()
         return stack_specs.make(c.stack_block(), c.depth, c.mlp, c.depth_routing)
 
