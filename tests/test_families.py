@@ -331,14 +331,14 @@ def test_training_costs_three_times_the_forward_pass(name):
     ledger = model.ledger(LENGTH, "train")
     # The backward pass of attention computes the scores (half of this part) once more: overhead.
     extra = BATCH * ledger.parts["attention_scores"] // 2
-    extra += BATCH * ledger.parts.get("level_scores", 0) // 2
     if model.dropout.active("attention_probs"):
         extra = 0  # attention keeps the probabilities that a mask multiplies
     if FAMILIES[name].changes.get("depth_routing.kv_for_skipped"):
         extra = 0  # all blocks of this row: attention over other tokens keeps its probabilities
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
-    extra += BATCH * ledger.parts.get("mask_scores", 0) // 2
+    for part in ("mask_scores", "level_scores"):  # neither of these attentions has such a mask
+        extra += BATCH * ledger.parts.get(part, 0) // 2
     for spec in model.specs():
         if spec.routing is not None and "predictor" in spec.routing.trained:
             # The predictor passes no gradient on to what it reads.

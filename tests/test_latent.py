@@ -16,7 +16,7 @@ from families import LENGTH, VOCAB
 from configs import common
 from efx import models
 from efx.errors import UsageError
-from efx.layers import groups
+from efx.layers import group_views, groups
 from efx.layers.info import TokenInfo
 from efx.models import latent_config
 from efx.sample import Sampler
@@ -482,7 +482,7 @@ def test_noise_is_as_large_as_it_says():
 
     def entered(train):
         def run(model, x):
-            views = groups.views(TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4,
+            views = group_views.views(TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4,
                                  model.sizes, 0, 0)
             return model._enter(x, views[0], LENGTH)
 

@@ -23,7 +23,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import attend, groups, learned_dropout, norms, routing, stack_specs
+from efx.layers import (
+    attend,
+    group_views,
+    groups,
+    learned_dropout,
+    norms,
+    routing,
+    stack_specs,
+)
 from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig, StandardDropout
 from efx.layers.info import TokenInfo
@@ -122,7 +130,7 @@ class Latent(nn.Module):
         self.layers = Stack(c.specs(), c.scan_layers, c.remat)
 
     def specs(self):
-        """The layers of the latent stack; the one place that chooses its blocks, by their number."""
+        """The layers of the latent stack; the one place that chooses its blocks, by number."""
         c = self.resolved()
         return stack_specs.make(c.stack_block(), c.depth, c.mlp, c.depth_routing)
 
@@ -183,7 +191,7 @@ class Latent(nn.Module):
             positions_BT=whole_groups(info.positions_BT),
             segment_ids_BT=whole_groups(info.segment_ids_BT),
         )
-        views = groups.views(info, count, c.sizes, c.memory_local, c.memory_global)
+        views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(whole_groups(tokens_BT))
         x = x_BTD.reshape(batch, count, c.group_size, -1)
         x = self._enter(x, views[0], length)
@@ -208,7 +216,7 @@ class Latent(nn.Module):
 
     def _decode(self, tokens_BT, info):
         c = self.resolved()
-        views = groups.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
+        views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self._enter(self.embed(tokens_BT), views[0], tokens_BT.shape[1])
 
         def stack(x_BTD):
@@ -218,7 +226,7 @@ class Latent(nn.Module):
                     self.memory(x_BTD.shape[0]), view.memory_global
                 )
                 groups.if_any(view.begins, self.layers, memory_BCD, entered)
-            plan, x_BCD, taken = groups.compact(x_BTD, view, c.sizes[-1], c.group_size)
+            plan, x_BCD, taken = group_views.compact(x_BTD, view, c.sizes[-1], c.group_size)
             x_BCD, taken = self._enter_stack(x_BCD, taken)
             x_BCD = groups.if_any(jnp.any(plan.mask_BC), self.layers, x_BCD, taken)
             out_BTD = jnp.zeros((x_BTD.shape[0], length, c.width), x_BCD.dtype)
