@@ -175,6 +175,69 @@ def encoder_decoder():
     )
 
 
+def latent():
+    """`config.model` of this family: `config.model = ConfigDict(common.latent())`."""
+
+    def each(number):  # one number for all levels, or one for each
+        return config_dict.FieldReference(number, field_type=object)
+
+    return dict(
+        family="latent",
+        context=0,  # longest sequence; 0: data.seq_len
+        group_size=16,  # P_0, tokens in a group; a sequence is padded to whole groups
+        latents=(4,),  # P_1, P_2...: latents that a group has at each level, fewer and fewer
+        width=128,  # of the last level and of the latent stack
+        depth=4,  # blocks of the latent stack
+        num_heads=4,  # of the latent stack
+        level_widths=(64,),  # D_0, of tokens, and those of the levels before the last
+        level_heads=(),  # of these; (): heads as wide as the latent stack's
+        # "perceiver": the last places of a group attend to all of it; "transformer":
+        # `compression_blocks` blocks inside the group, of whose output the last places are kept.
+        compression="perceiver",
+        compression_blocks=1,
+        # Blocks of each level, inside groups and across all; one number, or one for each of the
+        # levels 1, 2... Decoder level 1 works on tokens: a global block there costs what one of a
+        # dense decoder costs.
+        encoder_local=each(1),
+        encoder_global=each(1),
+        decoder_local=each(1),
+        decoder_global=each(1),
+        block_order="interleaved",  # "sequence": all local blocks, then all global ones
+        upsampling="repeat",  # "attention"
+        # Places for which a group has no latent yet take those of the group before: "tile", all of
+        # them again and again; "in_place", each several times.
+        repeat="tile",
+        skip="sum",  # "lerp": learned shares of what entered the encoder level and of the decoder's
+        # "level": a learned table for the places of a group, one a level, which its encoder and
+        # its decoder share; "rope"; "both".
+        positions="level",
+        rope_theta=10000.0,
+        memory_local=0,  # learned tokens before each group, for local blocks
+        memory_global=0,  # learned tokens before the sequence, for global blocks and the stack
+        embedding_noise=0.0,  # uniform noise of this over sqrt(T D) on embeddings, in training
+        norm_eps=1e-5,
+        use_bias=False,
+        tied=True,  # the output layer is the token embedding
+        qk_norm="width",  # "head", "none"
+        attention_scale="sqrt",  # 1/sqrt(head_dim); "mup": 1/head_dim
+        attention_softcap=0.0,
+        logit_softcap=0.0,
+        attention_chunk=0,  # queries in a chunk of the attention kernel; 0: chosen by length
+        init_std=0.02,  # residual outputs: / sqrt(2 blocks)
+        initialisation="gpt2",  # "spike_no_more": sqrt(2 / (5 D)) of each level in its place
+        mup=mup(),  # logits by D_0, learning rate of a matrix by its fan-in
+        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        scan_layers=False,  # one compiled layer for all of the latent stack
+        remat="none",  # "full", "dots": recompute activations in the backward pass
+        mlp=mlp(),  # kind, hidden: of the latent stack; activation: of all, "gelu" if not given
+        depth_routing=depth_routing(),  # of the latent stack
+        dropout=dropout(),  # learned: in the latent stack, whose input is taken for the embedding
+        soft_experts=soft_experts(),  # of the latent stack
+        dense_former=dense_former(),  # of the latent stack
+        latent_loss=latent_loss(),
+    )
+
+
 def mlp():
     return dict(
         kind="dense",  # "moe": Mixture of Experts

@@ -37,6 +37,11 @@ class Family:
         return "depth_routing.kind" in self.changes or "mlp.kind" in self.changes
 
     @property
+    def packs(self):
+        """Whether it takes packed documents."""
+        return not any(self.changes.get(f"memory_{kind}") for kind in ("local", "global"))
+
+    @property
     def rounds(self):
         """Whether it computes masks of zeros and ones."""
         return self.changes.get("dropout.attention.rounding") == "stochastic"
@@ -61,6 +66,13 @@ def _mod(looks_ahead=True, losses=("router_bce",), **changes):
 def _streams(*losses, **changes):
     changes = {"family": "encoder_decoder", "mlp.hidden": 64, **changes}
     return Family(changes, losses=(*losses, "embedding"))
+
+
+def _latent(row=None, **changes):
+    row = row or Family({})
+    changes = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (24,),
+               "level_heads": (3,), **row.changes, **changes}
+    return dataclasses.replace(row, changes=changes)
 
 
 FAMILIES = {
@@ -191,6 +203,34 @@ FAMILIES = {
         _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
         losses=("embedding", "load_balance", "router_z"),
     ),
+    "latent": _latent(),
+    "latent_levels": _latent(**{
+        "group_size": 12, "latents": (4, 2), "level_widths": (16, 24), "level_heads": (2, 3),
+        "compression": "transformer", "compression_blocks": 2, "upsampling": "attention",
+        "skip": "lerp", "repeat": "in_place", "block_order": "sequence", "attention_chunk": 5,
+        "encoder_local": (2, 1), "encoder_global": (1, 0), "decoder_global": (0, 1),
+        "positions": "both", "qk_norm": "head", "use_bias": True, "tied": False,
+        "logit_softcap": 8.0, "mlp.activation": "swiglu",
+    }),
+    "latent_memory": _latent(**{
+        "group_size": 6, "memory_local": 2, "memory_global": 3, "positions": "rope",
+        "level_heads": (2,), "num_heads": 2, "attention_scale": "mup",
+    }),
+    "latent_mod": _latent(_mod(**{
+        "depth_routing.every": 1, "depth_routing.also_train": ("threshold",), "group_size": 6,
+        "memory_global": 2, "depth_routing.slack": 1.2,
+    })),
+    "latent_moe": _latent(_moe(**{"mlp.moe.every": 2, "level_widths": (16,), "level_heads": ()})),
+    "latent_parts": _latent(Family({
+        "soft_experts.num": 3, "soft_experts.every": 2, "soft_experts.shared": 1,
+        "dense_former.on": True, "latent_loss.kind": "cosine", "mup.base_width": 16,
+        "initialisation": "spike_no_more",
+    }, losses=("latent_prediction",))),
+    "latent_elementwise": _latent(Family({"dropout.kind": "elementwise"}, losses=PENALTIES)),
+    "latent_masks": _latent(Family({
+        "dropout.kind": "attention", "dropout.sites": NO_PROBS, "memory_global": 1,
+        "dropout.attention.input": "embedding", "dropout.attention.rounding": "none",
+    }, losses=PENALTIES)),
 }
 NAMES = tuple(FAMILIES)
 

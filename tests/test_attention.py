@@ -229,7 +229,7 @@ def test_dropout_of_probabilities():
     layer = Attention(
         num_heads=1, num_kv_heads=1, head_dim=H, use_bias=False, rope_theta=0.0, qk_norm="none",
         mup=False, window=0, softcap=0.0, chunk=0, std=0.2, std_out=0.2, norm_eps=1e-5,
-        probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32,
+        probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32, width=8,
     )
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
     variables = layer.init(jax.random.key(0), x_BTD, TokenInfo(jnp.zeros((1, 1), int)))

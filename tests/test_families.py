@@ -15,6 +15,7 @@ from families import BATCH, FAMILIES, LENGTH, NAMES, VOCAB
 from flax import linen as nn
 
 from efx import flops, models, sharding
+from efx.errors import UsageError
 from efx.layers import routing
 from efx.layers.stack import period, scan_params
 
@@ -114,6 +115,10 @@ def test_packed_documents_are_as_if_alone(name):
     positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
     segments = np.repeat([1, 2, 0], [size, size, LENGTH - 2 * size])
     rows = [jnp.asarray(np.tile(row, (BATCH, 1)), jnp.int32) for row in (positions, segments)]
+    if not FAMILIES[name].packs:
+        with pytest.raises(UsageError, match="packed rows"):
+            model.apply(params, tokens_BT, *rows)
+        return
     packed = families.jit(model.apply)(params, tokens_BT, *rows)
     # A document that comes first is alone, as far as its own logits go: models are causal.
     first = families.logits_of(name, tokens_BT)[:, :size]
@@ -188,6 +193,7 @@ def sized(name, depth):
     ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
     ("soft", 2, "dots"), ("soft_mod", 4, "full"),
+    ("latent", 4, "full"), ("latent_mod", 2, "dots"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -209,6 +215,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("streams_parallel", "dots"), ("streams_final", "full"),
     ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
     ("soft_options", "dots"), ("averages_mod", "full"),
+    ("latent_levels", "full"), ("latent_memory", "dots"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -268,6 +275,8 @@ def gathered(compiled):
     ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
     ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"),
     *(("soft", mesh) for mesh in MESHES), ("soft_masks", "mixed"), ("averages", "data"),
+    ("latent", "data"), ("latent_levels", "fsdp"), ("latent_levels", "mixed"),
+    ("latent_moe", "expert"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
@@ -331,7 +340,8 @@ def test_training_costs_three_times_the_forward_pass(name):
         extra = 0  # all blocks of this row: attention over other tokens keeps its probabilities
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         extra += 2 * BATCH * ledger.parts["router"]  # forward, and the gradient of w only
-    extra += BATCH * ledger.parts.get("mask_scores", 0) // 2
+    for part in ("mask_scores", "level_scores"):  # neither of these attentions has such a mask
+        extra += BATCH * ledger.parts.get(part, 0) // 2
     for spec in model.specs():
         if spec.routing is not None and "predictor" in spec.routing.trained:
             # The predictor passes no gradient on to what it reads.
@@ -372,7 +382,8 @@ def test_sown_values_are_scalars(name):
         masks = sum(path[-1].key in ("mask_shift", "mask_phase") for path, _ in
                     jax.tree_util.tree_leaves_with_path(families.params_of(name)))
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
-        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1}
+        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1,
+                  "latent_prediction": 1}
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {

@@ -325,8 +325,6 @@ def attend_context(
     A query sees a key of its own document whose position does not exceed its own (and lies inside
     the window). Every pair is computed; differentiated by JAX.
     """
-    q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
-    k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
     gap_BTS = q_info.positions_BT[:, :, None] - k_info.positions_BT[:, None, :]
     allowed_BTS = gap_BTS >= 0
     if window:
@@ -334,6 +332,15 @@ def attend_context(
     if q_info.segment_ids_BT is not None:
         same_BTS = q_info.segment_ids_BT[:, :, None] == k_info.segment_ids_BT[:, None, :]
         allowed_BTS = allowed_BTS & same_BTS
+    return attend_pairs(
+        q_BTNH, k_BSKH, v_BSKH, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
+    )
+
+
+def attend_pairs(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, probs_fn=None):
+    """Attention of T queries over S places, where a bool [B or 1, T, S] says who sees whom."""
+    q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
+    k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
     out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
     return _join_heads(out_BKGTH)
 

@@ -24,6 +24,7 @@ class Attention(nn.Module):
       window: how many positions back a query sees, its own included; 0 for all.
       std, std_out: initialisation of the input and the output projections.
       probs_dropout: factory of a module applied to the attention probabilities, or None.
+      width: of the output.
     """
 
     num_heads: int
@@ -41,13 +42,14 @@ class Attention(nn.Module):
     norm_eps: float
     probs_dropout: Callable | None
     dtype: jnp.dtype
+    width: int
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
         info). Where the latter is `info` itself, the context is another state of the same tokens
         (S = T), causal in the same order; while decoding it has to be that. See `TokenInfo.kv`."""
-        width = x_BTD.shape[-1]
+        width = self.width
         q_BTNH = self._queries(x_BTD, info)
         k_BSKH, v_BSKH = self._keys_values(*((x_BTD, info) if context is None else context))
         options = dict(

@@ -112,6 +112,7 @@ def make_attention(c, name, kind=Attention, **changes):
         norm_eps=c.norm_eps,
         probs_dropout=probs_dropout,
         dtype=c.dtype,
+        width=c.width,
         name=name,
     )
     return kind(**{**fields, **changes})

@@ -4,7 +4,7 @@ keys and values it holds."""
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers.attend import attend_cache
+from efx.layers.attend import attend_cache, attend_pairs
 
 
 def variables(module, tag, **makers):
@@ -39,6 +39,8 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
       options: keywords of `attend_cache`.
     Returns: [B, T, N, H].
     """
+    if info.grouped:
+        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options)
     rows, _, heads, width = k_BTKH.shape
     # The rows of the cache are made when it is initialised, by a full batch.
     size, dtype = info.cache_size, module.dtype
@@ -96,3 +98,56 @@ def _and_one(y, fill):
     """y [B, T, ...] as [B*T + 1, ...], the last entry `fill`."""
     y = y.reshape(-1, *y.shape[2:])
     return jnp.concatenate([y, jnp.full((1, *y.shape[1:]), fill, y.dtype)])
+
+
+ALL_GROUPS = 0  # number of what the tokens of every group see
+
+
+def attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options):
+    """Attention of new tokens over those of their own group, of which the cache holds the last.
+
+    A slot of the cache is a place in a group. What earlier groups left there is known by their
+    numbers and seen by no query; `ALL_GROUPS` marks what stays (memory tokens, in places of their
+    own). The new tokens may belong to several groups: they also see each other.
+
+    Args:
+      info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of groups,
+        from 1; cache_size places in a group.
+      options: `scale` and `softcap` of `attend_pairs`.
+    Returns: [B, T, N, H].
+    """
+    rows, _, heads, width = k_BTKH.shape
+    size, dtype = info.cache_size, module.dtype
+    key, value, position, group = variables(
+        module,
+        info.cache_tag,
+        cached_key=lambda: jnp.zeros((rows, size, heads, width), dtype),
+        cached_value=lambda: jnp.zeros((rows, size, heads, width), dtype),
+        position=lambda: jnp.full((rows, size), -1, jnp.int32),
+        group=lambda: jnp.zeros((rows, size), jnp.int32),
+    ).values()
+    if module.is_initializing():
+        return q_BTNH
+    place_BT, group_BT = info.positions_BT, info.segment_ids_BT
+    k_BSKH = jnp.concatenate([key.value, k_BTKH.astype(dtype)], axis=1)
+    v_BSKH = jnp.concatenate([value.value, v_BTKH.astype(dtype)], axis=1)
+    place_BS = jnp.concatenate([position.value, place_BT], axis=1)[:, None, :]
+    group_BS = jnp.concatenate([group.value, group_BT], axis=1)[:, None, :]
+    own_BTS = (group_BS == group_BT[:, :, None]) | (group_BS == ALL_GROUPS)
+    allowed_BTS = own_BTS & (place_BS >= 0) & (place_BS <= place_BT[:, :, None])
+    out_BTNH = attend_pairs(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        allowed_BTS,
+        scale=options["scale"],
+        softcap=options["softcap"],
+    )
+    # Of the groups that come in one call only the last may go on.
+    kept_BT = (place_BT >= 0) & (group_BT == jnp.max(group_BT, axis=1, keepdims=True))
+    slot_BT = jnp.where(kept_BT, place_BT, size)
+    row_B1 = jnp.arange(rows)[:, None]
+    for variable, new in ((key, k_BTKH), (value, v_BTKH), (position, place_BT), (group, group_BT)):
+        new = new.astype(variable.value.dtype)
+        variable.value = variable.value.at[row_B1, slot_BT].set(new, mode="drop")
+    return out_BTNH

@@ -25,6 +25,9 @@ class TokenInfo:
       cache_size: decoding only: tokens of context that the cache of a dense block holds.
       kv: decoding only: "both" writes the new keys and values and attends; "write" only writes
         (the result means nothing), "read" only attends.
+      grouped: decoding only: attention stays inside groups of tokens. Positions are places in a
+        group then, segment_ids_BT its number in the sequence, and the cache holds one group, see
+        `cache.attend_group`.
       cache_tag: decoding only: which use this is of a layer that is used several times; each has
         a cache of its own.
     """
@@ -39,6 +42,7 @@ class TokenInfo:
     selection: str = struct.field(pytree_node=False, default="causal")
     cache_size: int = struct.field(pytree_node=False, default=0)
     kv: str = struct.field(pytree_node=False, default="both")
+    grouped: bool = struct.field(pytree_node=False, default=False)
     cache_tag: str = struct.field(pytree_node=False, default="")
 
     def full(self, batch):

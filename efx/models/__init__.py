@@ -27,10 +27,12 @@ from efx.errors import UsageError, nearest
 from efx.layers.stack import unroll_params
 from efx.models.decoder import Decoder
 from efx.models.encoder_decoder import EncoderDecoder
+from efx.models.latent import Latent
 
 FAMILIES = {
     "decoder": Decoder,
     "encoder_decoder": EncoderDecoder,
+    "latent": Latent,
 }
 
 

@@ -1,23 +1,22 @@
 """The decoder: a causal language model, dense or with depth routing. Presets `gpt2` and `llama`."""
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import attend, costs, depth_config, learned_dropout, moe_config, norms
+from efx.layers import attend, costs, learned_dropout, norms, stack_specs
 from efx.layers.blocks import BlockConfig
 from efx.layers.dense_former import DenseFormerConfig
-from efx.layers.depth_config import DepthRoutingConfig, routed_blocks
+from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import MLPConfig
 from efx.layers.parametrisation import MuPConfig, deviations
-from efx.layers.soft_experts_config import SoftExpertsConfig, block_kinds
-from efx.layers.stack import LayerSpec, PassSpec, Stack
+from efx.layers.soft_experts_config import SoftExpertsConfig
+from efx.layers.stack import Stack
 from efx.models.decoder_config import resolve
 from efx.sharding import constrain
 
@@ -218,19 +217,7 @@ class Decoder(nn.Module):
     def specs(self):
         """The layers of the stack."""
         c = self.resolved()
-        block, moe = c.block(), c.mlp.moe
-        sparse = dataclasses.replace(block, moe=moe, hidden=moe.expert_hidden or block.hidden)
-        kinds = [
-            sparse if c.mlp.kind == "moe" and moe.in_block(i) else block for i in range(c.depth)
-        ]
-        kinds = block_kinds(c.soft_experts, kinds)
-        if c.depth_routing.kind == "recursion":
-            return LayerSpec(kinds[0]), *_passes(c.depth_routing, kinds), LayerSpec(kinds[-1])
-        routed = routed_blocks(c.depth_routing, c.depth)
-        return tuple(
-            LayerSpec(kind, c.depth_routing, routed[i]) if i in routed else LayerSpec(kind)
-            for i, kind in enumerate(kinds)
-        )
+        return stack_specs.make(c.block(), c.depth, c.mlp, c.depth_routing, c.soft_experts)
 
     @nn.nowrap
     def unrolled(self):
@@ -248,46 +235,17 @@ class Decoder(nn.Module):
             pairs) that it was measured to route}: `nominal` then counts these, which is what
             decoding costs.
         """
-        c = self.resolved()
-        parts, nominal = [], []
-        for i, spec in enumerate(c.specs()):
-            if spec.routing is not None:
-                added = costs.routing_flops(spec.blocks[0], spec.routing, length)
-                parts.append(added)
-                nominal.append(added)
-            for b in spec.blocks:
-                r, tokens, context = spec.routing, length, None
-                if r is not None:
-                    tokens = r.places(spec.capacity, length, selection)
-                if r is not None and r.kv_for_skipped:
-                    context = length
-                    visited = tokens * length
-                    allowed = flops.causal_pairs(length, b.window) * tokens / length
-                else:
-                    visited = attend.visited_pairs(tokens, b.chunk, b.window)
-                    allowed = flops.causal_pairs(tokens, b.window)
-                experts = moe_config.block_flops(b, tokens, selection, nominal=False)
-                parts.append(costs.block_flops(b, tokens, visited, context) | experts)
-                own = attend.visited_pairs(tokens, b.chunk, b.window)
-                parts.append(costs.mask_flops(b, tokens, own))
-                own = flops.causal_pairs(tokens, b.window)
-                if shares and i in shares:
-                    token_share, pair_share = shares[i]
-                    tokens = token_share * length
-                    pairs = flops.causal_pairs(length, b.window)
-                    own = pairs * pair_share
-                    allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
-                experts = moe_config.block_flops(b, tokens, selection, nominal=True)
-                nominal.append(costs.block_flops(b, tokens, allowed, context) | experts)
-                nominal.append(costs.mask_flops(b, tokens, own))
+        c, counts = self.resolved(), []
+        stack = stack_specs.stack_flops(c.specs(), length, selection, shares)
         whole = (
             attend.visited_pairs(length, c.attention_chunk, c.window),
             flops.causal_pairs(length, c.window),
         )
-        for counted, pairs in zip((parts, nominal), whole, strict=True):
-            counted.append(costs.embedding_mask_flops(c.block(), length, pairs))
         head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
-        return flops.Ledger(length, flops.add(parts + [head]), flops.add(nominal + [head]))
+        for counted, pairs in zip(stack, whole, strict=True):
+            masks = costs.embedding_mask_flops(c.block(), length, pairs)
+            counts.append(flops.add([counted, masks, head]))
+        return flops.Ledger(length, *counts)
 
     @nn.nowrap
     def parameter_count(self):
@@ -299,35 +257,15 @@ class Decoder(nn.Module):
             count["positions"] = c.context * c.width
         if not c.tied:
             count["head"] = c.width * c.padded_vocab
-        blocks = [costs.embedding_mask_params(c.block())]
-        for spec in c.specs():
-            for block in spec.new_blocks:
-                blocks.append(costs.block_params(block) | moe_config.block_params(block))
-                blocks.append({"norm": 2 * norm} | costs.mask_params(block))
-            if spec.routing is not None:
-                blocks.append(costs.routing_params(spec.blocks[0], spec.routing, norm))
         if c.dense_former.on:
             count["averages"] = c.dense_former.parameter_count(len(c.specs()))
-        return flops.add([count, *blocks])
+        masks = costs.embedding_mask_params(c.block())
+        return flops.add([count, masks, stack_specs.stack_params(c.specs(), norm)])
 
     @nn.nowrap
     def cache_bytes(self, cache_size):
         """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
-        c, total = self.resolved(), 0
-        for spec in c.specs():
-            slots = cache_size
-            if spec.routing is not None and not spec.routing.kv_for_skipped:
-                slots = spec.routing.room(spec.capacity, cache_size)
-            for block in spec.blocks:
-                total += slots * costs.kv_width(block)
-                total += costs.mask_attentions(block) * slots * c.width
+        c = self.resolved()
+        total = stack_specs.cached_values(c.specs(), cache_size)
         total += costs.embedding_mask_attentions(c.block()) * cache_size * c.width
         return 2 * total * jnp.dtype(c.dtype).itemsize
-
-
-def _passes(routing, kinds):
-    """The passes of a recursion through all blocks but the first and the last."""
-    before = 1.0
-    for i, share in enumerate(depth_config.passes(routing)):
-        yield PassSpec(i, tuple(kinds[1:-1]), routing if share < 1 else None, share, before)
-        before = share

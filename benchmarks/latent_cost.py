@@ -1,0 +1,164 @@
+"""What the grouped-latent transformer costs against a dense decoder, by the length of the context.
+
+    python -m benchmarks.latent_cost            context 512, 2048 and 8192: about half an hour
+    python -m benchmarks.latent_cost --quick    small models, seconds: only to see that it works
+    python -m benchmarks.latent_cost --contexts 512    one of them
+
+Both models have as many blocks of the same width, the decoder on all tokens, the latent transformer
+(`configs/latent.py`, with `--variant` any of its variants) in its stack, on the latents alone, to
+which its levels come. A step is the whole of it, with embedding, output layer, loss, clipping and
+optimiser, in float32, on the same number of tokens whatever the context. The two take turns.
+Memory is what the compiled step needs: its arguments and its temporary arrays.
+"""
+
+import argparse
+import sys
+
+import numpy as np
+
+from benchmarks import common
+from configs import latent, mod
+from configs.common import apply
+from efx import models
+from efx.studies.step_time import Stepper, random_tokens, take_turns
+
+
+def main(argv=None):
+    args = _arguments(argv)
+    cpus = common.limit_cpus(args.threads)
+    print(
+        f"{args.depth} blocks, {args.heads} heads, {args.width} wide; latent transformer: variant "
+        f"{args.variant or 'default'}, {args.latents} latents for {args.group_size} tokens; "
+        f"{args.tokens} tokens a step, vocabulary {args.vocab}, float32; {cpus} CPUs"
+    )
+    ratios = {context: _compare(args, context) for context in args.contexts}
+    print(
+        common.table(
+            ("latent/dense", "time (quartiles)", "FLOPs", "memory"),
+            *(
+                (context, text, f"{flops:.3f}", f"{memory:.3f}")
+                for context, (text, _, flops, memory) in ratios.items()
+            ),
+        )
+    )
+    print(f"FLOPs are equal at a context of about {_equal_flops(args)}")
+    times = {context: time for context, (_, time, _, _) in ratios.items()}
+    print(f"step times are equal {_crossing(times)}")
+    return 0
+
+
+def _compare(args, context):
+    """(time ratio with quartiles as text, time ratio, of FLOPs, of memory) at one context."""
+    configs = {"dense": _dense(args, context), "latent": _latent(args, context)}
+    steps = {name: Stepper(config, args.vocab) for name, config in configs.items()}
+    batches = random_tokens(configs["dense"], args.vocab, args.warmup + args.steps)
+    turns = take_turns(
+        {name: lambda turn, step=step: step(batches[turn]) for name, step in steps.items()},
+        args.steps,
+        args.warmup,
+    )
+    tokens = configs["dense"].data.batch_size * context
+    flops = {
+        name: step.model.ledger(context).train_flops(tokens, nominal=False)
+        for name, step in steps.items()
+    }
+    print(
+        common.table(
+            (f"context {context}", *common.TIMES, "tokens/s", "GFLOP", "memory, MB", "params, M"),
+            *(
+                (
+                    name,
+                    *common.times(turns[name]),
+                    f"{tokens / turns[name].median:.0f}",
+                    f"{flops[name] / 1e9:.1f}",
+                    f"{step.memory / 1e6:.0f}",
+                    f"{sum(step.model.parameter_count().values()) / 1e6:.2f}",
+                )
+                for name, step in steps.items()
+            ),
+        )
+    )
+    text, time = common.ratio(turns["latent"], turns["dense"])
+    memory = steps["latent"].memory / steps["dense"].memory
+    return text, time, flops["latent"] / flops["dense"], memory
+
+
+def _equal_flops(args):
+    """The least context, in whole groups, at which the latent transformer computes less a token."""
+    for groups in range(1, 65536 // args.group_size + 1):
+        context = groups * args.group_size
+        counts = []
+        for make in (_latent, _dense):
+            config = make(args, context)
+            model = models.build(
+                config.model, vocab_size=args.vocab, context=context, dtype="float32"
+            )
+            counts.append(model.ledger(context).per_token)
+        if counts[0] <= counts[1]:
+            return context
+    return "more than 65536"
+
+
+def _crossing(times):
+    """Where the ratio of times passes 1, between two contexts by a straight line in logarithms."""
+    contexts = sorted(times)
+    if times[contexts[0]] <= 1:
+        return f"below a context of {contexts[0]}"
+    for before, after in zip(contexts, contexts[1:], strict=False):
+        if times[after] <= 1:
+            ends = np.log([times[before], times[after]])
+            share = ends[0] / (ends[0] - ends[1])
+            return f"at a context of about {before * (after / before) ** share:.0f}"
+    return f"above a context of {contexts[-1]}"
+
+
+def _dense(args, context):
+    return _sized(mod.get_config("dense"), args, context)
+
+
+def _latent(args, context):
+    config = latent.get_config(args.variant)
+    changes = {"model.group_size": args.group_size, "model.latents": args.latents}
+    return _sized(apply(config, changes), args, context)
+
+
+def _sized(config, args, context):
+    return apply(
+        config,
+        {
+            "data.seq_len": context,
+            "data.batch_size": max(1, args.tokens // context),
+            "model.width": args.width,
+            "model.depth": args.depth,
+            "model.num_heads": args.heads,
+            "train.loss_chunk": min(context, 512),
+        },
+    )
+
+
+def _arguments(argv):
+    def whole_numbers(text):
+        return tuple(int(part) for part in text.split(","))
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--contexts", type=whole_numbers, default=(512, 2048, 8192))
+    sizes = dict(tokens=8192, width=256, depth=8, heads=8, vocab=257, group_size=8)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--latents", type=whole_numbers, default=(4, 2))
+    parser.add_argument("--variant", default="", help="of configs/latent.py, e.g. local")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each model")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed turns before these")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(
+            contexts=(64, 128), tokens=256, width=64, depth=2, heads=2, steps=3, warmup=1
+        )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

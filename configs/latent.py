@@ -1,0 +1,139 @@
+"""Grouped-latent transformer: most of the compute on a few latents for each group of tokens.
+
+    python -m efx.main --config configs/latent.py --workdir runs/latent
+
+Tokens in a row form groups; encoder levels compress each group to fewer and fewer latents, a stack
+of blocks works on the latents of all groups, and decoder levels spread them over the tokens again.
+All of it is causal. The default: groups of 8 tokens, 4 latents 128 wide, then 2 latents 256 wide,
+of which the stack of 8 blocks computes one position for every 4 tokens.
+
+Knobs, all in `config.model` (defaults in configs/common.py; width, depth, num_heads, mlp,
+depth_routing and learned dropout are the latent stack's):
+    group_size, latents     tokens in a group; latents that a group has at each level
+    level_widths, level_heads   of tokens and of the levels before the last
+    compression, compression_blocks   "perceiver", or "transformer" of so many blocks
+    encoder_local, encoder_global, decoder_local, decoder_global   blocks of each level inside
+                            groups and across; a number, or one for each level
+    block_order             "interleaved", "sequence"
+    upsampling, repeat      "repeat" of latents ("tile", "in_place"), or "attention" over these
+    skip                    "sum", "lerp"
+    positions               "level": tables of places in a group; "rope"; "both"
+    memory_local, memory_global   learned tokens before each group, before the sequence
+    embedding_noise         uniform noise on the embeddings in training
+    qk_norm                 "width", "head", "none"
+    soft_experts            multi-channel attention with soft experts, in every n-th block
+    dense_former            averages of the states of the stack
+    latent_loss             predicts the next latent: "cosine", "siglip"; weight
+                            `config.losses.latent_prediction`, a number or a warm-up
+    mup, initialisation     muP; "spike_no_more"
+
+Variants, to be combined with commas:
+    configs/latent.py:smoke         about half a minute on a CPU
+    configs/latent.py:seed          context 768 in 16 groups of 48 tokens, 16 and then 2 latents,
+                                    widths 64, 128 and 256, 16 blocks in the stack, every fourth
+                                    with 12 soft experts and 1 shared MLP
+    configs/latent.py:soft          4 soft experts and 1 shared MLP in every fourth block
+    configs/latent.py:averages      DenseFormer averages
+    configs/latent.py:prediction    the latent loss, whose weight rises over 200 steps
+    configs/latent.py:spike_no_more initialisation and rates that follow the width: with muP
+    configs/latent.py:one_level     4 latents for 16 tokens, and no level between
+    configs/latent.py:transformer   compression by two blocks inside the group
+    configs/latent.py:attention     upsampling by attention
+    configs/latent.py:in_place      latents of the group before repeated each in its place
+    configs/latent.py:lerp          learned shares of skip connection and decoder
+    configs/latent.py:rope          rotary positions in place of the levels' tables
+    configs/latent.py:both          these and the tables
+    configs/latent.py:sequence      all local blocks of a level before its global ones
+    configs/latent.py:local         levels without global blocks: only the stack crosses groups
+    configs/latent.py:memory        4 learned tokens before the sequence, 2 before each group
+    configs/latent.py:noise         noisy embeddings
+    configs/latent.py:mod           Mixture-of-Depths in the latent stack
+    configs/latent.py:moe           Mixture of Experts in the latent stack
+    configs/latent.py:masks         learned dropout in the latent stack
+
+Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an accelerator.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+VARIANTS = {
+    "smoke": {
+        **common.SMOKE,
+        "model.level_widths": (32, 32),
+    },
+    "seed": {
+        "data.seq_len": 768,
+        "model.group_size": 48,
+        "model.latents": (16, 2),
+        "model.level_widths": (64, 128),
+        "model.width": 256,
+        "model.depth": 16,
+        "model.positions": "level",
+        "model.soft_experts.num": 12,
+        "model.soft_experts.shared": 1,
+        "model.soft_experts.every": 4,
+    },
+    "soft": {
+        "model.soft_experts.num": 4,
+        "model.soft_experts.shared": 1,
+        "model.soft_experts.every": 4,
+    },
+    "averages": {"model.dense_former.on": True},
+    "prediction": {
+        "model.latent_loss.kind": "cosine",
+        "losses.latent_prediction": dict(schedule="linear", c_start=0.0, c_end=0.003, steps=200),
+    },
+    "spike_no_more": {"model.initialisation": "spike_no_more", "model.mup.base_width": 256},
+    "one_level": {
+        "model.group_size": 16,
+        "model.latents": (4,),
+        "model.level_widths": (64,),
+    },
+    "transformer": {"model.compression": "transformer", "model.compression_blocks": 2},
+    "attention": {"model.upsampling": "attention"},
+    "in_place": {"model.repeat": "in_place"},
+    "lerp": {"model.skip": "lerp"},
+    "rope": {"model.positions": "rope"},
+    "both": {"model.positions": "both"},
+    "sequence": {"model.block_order": "sequence"},
+    "local": {"model.encoder_global": 0, "model.decoder_global": 0},
+    "memory": {"model.memory_local": 2, "model.memory_global": 4},
+    "noise": {"model.embedding_noise": 5.0},
+    "mod": {
+        "model.depth_routing.kind": "mod",
+        "model.depth_routing.causal": "threshold",
+    },
+    "moe": {"model.mlp.kind": "moe", "model.mlp.moe.every": 2},
+    "masks": {"model.dropout.kind": "elementwise"},
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    config.model = ConfigDict(common.latent())
+    common.apply(
+        config,
+        {
+            "steps": 1000,
+            "data.source": "stdlib",
+            "data.tokenizer": "bytes",
+            "data.seq_len": 256,
+            "data.batch_size": 16,
+            "data.eval_fraction": 0.01,
+            "model.group_size": 8,
+            "model.latents": (4, 2),
+            "model.level_widths": (64, 128),
+            "model.width": 256,
+            "model.depth": 8,
+            "model.num_heads": 8,
+            "optim.learning_rate": 2e-3,
+            "optim.schedule.warmup_steps": 50,
+            "checkpoint.every": 250,
+            "evaluate.every": 250,
+            "sample.every": 250,
+            "sample.prompt": "def ",
+        },
+    )
+    return common.variant(config, arg, **VARIANTS)

@@ -1,0 +1,123 @@
+"""What the levels of the latent transformer are told about their places; see `groups.py`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from efx.layers import cache, routing
+from efx.layers.info import TokenInfo
+
+
+@struct.dataclass
+class View:
+    """The places of one level, as the attentions of the level see them.
+
+    Attributes:
+      inside: places in a group, [1 or B*M, P]. local, whole: the same with memory tokens before
+        each group, and all places of the sequence, with memory tokens first. While decoding all
+        three are of the new tokens alone, [B, T].
+      documents_BMP: of packed rows, else None.
+      memory_local, memory_global: while decoding: the memory tokens, for rows that begin.
+      begins, place_BT, group_BT: while decoding: whether a row begins; places of the new tokens in
+        this level (negative where it has none) and groups.
+    """
+
+    inside: TokenInfo
+    local: TokenInfo
+    whole: TokenInfo
+    documents_BMP: Any = None
+    memory_local: Any = None
+    memory_global: Any = None
+    begins: Any = None
+    place_BT: Any = None
+    group_BT: Any = None
+
+
+def views(info, groups, sizes, memory_local, memory_global):
+    """[View of each level] of a sequence of whole groups.
+
+    Args:
+      info: of the tokens. With documents, positions start again with each: places in the sequence
+        are counted from the group in which the document starts.
+      groups: M. sizes: P_0, P_1...
+    """
+    group_size, documents = sizes[0], info.segment_ids_BT
+    first_BM = None
+    if documents is not None:
+        documents = documents.reshape(-1, groups, group_size)
+        start_BT = jnp.arange(groups * group_size)[None] - info.positions_BT
+        first_BM = (start_BT // group_size).reshape(-1, groups, group_size)
+    result = []
+    for size in sizes:
+
+        def row(length, documents=None):
+            return info.replace(positions_BT=_range(length), segment_ids_BT=documents)
+
+        inside, local = row(size), row(memory_local + size)
+        whole = row(memory_global + groups * size)
+        here = None
+        if documents is not None:
+            here = documents[:, :, group_size - size :]
+            inside = local = row(size, here.reshape(-1, size))
+            flat = here.reshape(-1, groups * size)
+            skipped_BT = size * first_BM[:, :, group_size - size :].reshape(flat.shape)
+            whole = row(groups * size, flat)
+            whole = whole.replace(positions_BT=whole.positions_BT - skipped_BT)
+        result.append(View(inside, local, whole, here))
+    return result
+
+
+def decoding_views(info, sizes, memory_local, memory_global):
+    """[View of each level] of new tokens; `info.positions_BT` are their positions [B, T]."""
+    group_size, position_BT = sizes[0], info.positions_BT
+    group_BT, token_BT = position_BT // group_size, position_BT % group_size
+    begins_B1 = jnp.any(position_BT == 0, axis=1, keepdims=True)
+    result = []
+    for size in sizes:
+        place_BT = token_BT - (group_size - size)
+        place_BT = jnp.where((position_BT >= 0) & (place_BT >= 0), place_BT, -1)
+
+        def at(position_BT, room, place_BT=place_BT, **changes):
+            position_BT = jnp.where(place_BT >= 0, position_BT, -1)
+            return info.replace(positions_BT=position_BT, cache_size=room, **changes)
+
+        def memory(count, like, group=None):
+            if not count:
+                return None
+            places_BT = jnp.where(begins_B1, _range(count), -1)
+            group_BT = None if group is None else jnp.full(places_BT.shape, group)
+            return like.replace(positions_BT=places_BT, segment_ids_BT=group_BT)
+
+        in_group = dict(grouped=True, segment_ids_BT=group_BT + 1)
+        local = at(memory_local + place_BT, memory_local + size, **in_group)
+        room = memory_global + -(-info.cache_size // group_size) * size
+        whole = at(memory_global + group_BT * size + place_BT, room)
+        result.append(
+            View(
+                inside=at(place_BT, size, **in_group),
+                local=local,
+                whole=whole,
+                memory_local=memory(memory_local, local, cache.ALL_GROUPS),
+                memory_global=memory(memory_global, whole),
+                begins=jnp.any(begins_B1),
+                place_BT=place_BT,
+                group_BT=group_BT,
+            )
+        )
+    return result
+
+
+def _range(length):
+    return jnp.arange(length, dtype=jnp.int32)[None]
+
+
+def compact(x_BTD, view, places, group_size):
+    """(plan, x [B, C, D], info) of the new tokens that a level of so many places a group has.
+
+    Tokens of a call follow each other in their row, so that of T at most C belong to the level.
+    """
+    length = x_BTD.shape[1]
+    size = length // group_size * places + min(places, length % group_size)
+    plan = routing.first_plan(view.place_BT >= 0, size)
+    return plan, routing.gather(x_BTD, plan), routing.gather_info(view.whole, plan, x_BTD.shape[0])

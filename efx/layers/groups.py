@@ -1,0 +1,320 @@
+"""Groups of consecutive tokens: compressing each to fewer latents, working inside groups and across
+them, and spreading latents over tokens again; see `models/latent.py`.
+
+The latents of a level stand for the last tokens of their group: with P of them, latent j for token
+P_0 - P + j of P_0, and it depends on tokens up to that one. So every latent has a time, all
+attention is causal in it, and while decoding a level computes a latent when its token comes, as
+any layer does with a token. Arrays of a level are [B, M, P, D] as a rule; while decoding they are
+[B, T, D] over the T new tokens, of which only those that the level has count.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from efx.layers.blocks import BlockConfig, apply_dropout, make_attention, make_mlp, make_norm
+from efx.layers.linear import Linear
+from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
+
+COMPRESSIONS = ("perceiver", "transformer")
+ORDERS = ("interleaved", "sequence")
+UPSAMPLINGS = ("repeat", "attention")
+REPEATS = ("tile", "in_place")
+SKIPS = ("sum", "lerp")
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelConfig:
+    """One level of the encoder or of the decoder.
+
+    Attributes:
+      block: the level's blocks, D_i wide.
+      group_size: P_0.
+      places: P_i, latents a group has here.
+      inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
+        to the latent stack (decoder): what the level reads.
+      compression, compression_blocks, upsampling, repeat, skip: see `models/latent_config.py`.
+      local_blocks, global_blocks: how many of each; order: one of `ORDERS`.
+      memory_local, memory_global: learned tokens before each group, before all groups.
+    """
+
+    block: BlockConfig
+    group_size: int
+    places: int
+    inner: int
+    inner_width: int
+    compression: str
+    compression_blocks: int
+    upsampling: str
+    repeat: str
+    skip: str
+    local_blocks: int
+    global_blocks: int
+    order: str
+    memory_local: int
+    memory_global: int
+    remat: str
+
+    @property
+    def runs(self):
+        """(("local" or "global", how many in a row), ...) in order."""
+        kinds = ["local"] * self.local_blocks + ["global"] * self.global_blocks
+        if self.order == "interleaved":
+            pairs = itertools.zip_longest(kinds[: self.local_blocks], kinds[self.local_blocks :])
+            kinds = [kind for pair in pairs for kind in pair if kind]
+        return tuple((kind, len(list(run))) for kind, run in itertools.groupby(kinds))
+
+
+# ---- blocks -------------------------------------------------------------------------------------
+
+
+def if_any(wanted, stack, x_BTD, info):
+    """stack(x, info), or x as it is and no work at all where `wanted`, a bool, is false.
+
+    A loop of at most one turn and not a conditional, since XLA copies the caches that a
+    conditional returns.
+    """
+    if stack.is_initializing():
+        return stack(x_BTD, info)
+
+    def more(stack, carry):
+        return carry[0]
+
+    def once(stack, carry):
+        return jnp.zeros_like(wanted), stack(carry[1], info)
+
+    return nn.while_loop(more, once, stack, (wanted, x_BTD), carry_variables="cache")[1]
+
+
+def memory_tokens(module, name, count, c):
+    """Learned tokens [1, count, D] of the module, or None. c: `BlockConfig`."""
+    if not count:
+        return None
+    init = nn.with_logical_partitioning(nn.initializers.normal(c.std), ("position", "table"))
+    memory_CD = module.param(name, init, (count, c.width), jnp.float32)
+    return memory_CD.astype(c.dtype)[None]
+
+
+def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
+    """(x, memory) after a stack over memory tokens and then x.
+
+    Memory comes first and attention is causal, so it never depends on x: while decoding it passes
+    once, when a row begins, and then lies in the caches.
+    """
+    if memory_BCD is None:
+        return stack(x_BTD, info), None
+    memory_BCD = jnp.broadcast_to(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
+    if info.decode:
+        memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
+        return stack(x_BTD, info), memory_BCD
+    both_BTD = stack(jnp.concatenate([memory_BCD, x_BTD], axis=1), info)
+    count = memory_BCD.shape[1]
+    return both_BTD[:, count:], both_BTD[:, :count]
+
+
+class LevelBlocks(nn.Module):
+    """The local and global blocks of a level: [B, M, P, D] -> the same (decoding: [B, T, D])."""
+
+    config: LevelConfig
+
+    @nn.compact
+    def __call__(self, x, view):
+        c, shape = self.config, x.shape
+        counts = {"local": c.memory_local, "global": c.memory_global}
+        infos = {"local": (view.local, view.memory_local)}
+        infos["global"] = (view.whole, view.memory_global)
+        memory = {}
+        for i, (kind, count) in enumerate(c.runs):
+            if kind not in memory:
+                memory[kind] = memory_tokens(self, f"memory_{kind}", counts[kind], c.block)
+            stack = Stack((LayerSpec(c.block),) * count, False, c.remat, name=f"{kind}_{i}")
+            info, memory_info = infos[kind]
+            x_BTD = x.reshape(-1, *shape[2:]) if kind == "local" and not info.decode else x
+            x_BTD = x_BTD.reshape(x_BTD.shape[0], -1, shape[-1])
+            x_BTD, memory[kind] = with_memory(
+                stack, x_BTD, memory[kind], info, memory_info, view.begins
+            )
+            x = x_BTD.reshape(shape)
+        return x
+
+
+# ---- to fewer latents ---------------------------------------------------------------------------
+
+
+class Compress(nn.Module):
+    """[B*M, P_{i-1}, D_{i-1}] -> [B*M, P_i, D_i] (decoding: [B, T, D_{i-1}] -> [B, T, D_i]).
+
+    The first block is h = x W + Attention(norm x), then h + MLP(norm h). `perceiver` computes it
+    for the last P_i places of a group only, whose queries attend to all places up to their own:
+    latent j sees place p iff p <= P_{i-1} - P_i + j. `transformer` computes it, and the blocks
+    after it, for all places, and keeps the last P_i.
+    """
+
+    config: LevelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, info):
+        c, b = self.config, self.config.block
+        kept = slice(None) if info.decode else slice(c.inner - c.places, None)
+        attention = make_attention(b, "attention")
+        n_BTD = make_norm(b, "norm_attention")(x_BTD)
+        if c.compression == "perceiver" and not info.decode:
+            x_BTD, documents = x_BTD[:, kept], info.segment_ids_BT
+            last = info.replace(
+                positions_BT=info.positions_BT[:, kept],
+                segment_ids_BT=None if documents is None else documents[:, kept],
+            )
+            a_BTD = attention(n_BTD[:, kept], last, (n_BTD, info))
+        else:
+            a_BTD = attention(n_BTD, info)
+        h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
+        h_BTD = h_BTD + apply_dropout(b, "attention_output", a_BTD, info)
+        m_BTD = make_mlp(b, "mlp")(make_norm(b, "norm_mlp")(h_BTD), info)
+        h_BTD = h_BTD + apply_dropout(b, "mlp_output", m_BTD, info)
+        if c.compression == "perceiver":
+            return h_BTD
+        more = (LayerSpec(b),) * (c.compression_blocks - 1)
+        if more:
+            h_BTD = Stack(more, False, c.remat, name="blocks")(h_BTD, info)
+        return h_BTD[:, kept]
+
+
+def _wider(b, width, name):
+    """A linear map from another width that keeps the size of what it maps."""
+    return Linear(b.width, ("embed", "table"), width**-0.5, b.use_bias, b.dtype, name=name)
+
+
+def _remat(cls, remat):
+    return cls if remat == "none" else nn.remat(cls, policy=REMAT_POLICIES[remat])
+
+
+class EncoderLevel(nn.Module):
+    """Compression, the level's positions, its blocks: [B, M, P_{i-1}, D_{i-1}] -> [B, M, P_i, D_i].
+
+    `positions` is a function of places, or None.
+    """
+
+    config: LevelConfig
+
+    @nn.compact
+    def __call__(self, x, inner, view, positions):
+        c = self.config
+        compress = _remat(Compress, c.remat)(c, name="compress")
+        if view.inside.decode:
+            x = compress(x, inner.inside)
+        else:
+            batch, groups = x.shape[:2]
+            x = compress(x.reshape(batch * groups, *x.shape[2:]), inner.inside)
+            x = x.reshape(batch, groups, c.places, c.block.width)
+        if positions is not None:
+            x = x + positions(view.place_BT, c.places)
+        return LevelBlocks(c, name="blocks")(x, view)
+
+
+# ---- and back -----------------------------------------------------------------------------------
+
+
+def repeat_index(places, latents, repeat):
+    """For the first places - latents places of a group: which latent of the group before each
+    takes. "tile": the latents again and again, "in_place": each several times; cut at the left."""
+    early = places - latents
+    copies = -(-early // latents)
+    index = np.arange(copies * latents)
+    index = index % latents if repeat == "tile" else index // copies
+    return index[copies * latents - early :]
+
+
+class Upsample(nn.Module):
+    """[B, M, P_i, D_i] -> [B, M, P_{i-1}, D_{i-1}] (decoding: [B, T, D_i] -> [B, T, D_{i-1}]).
+
+    After a linear map, place p of the last P_i takes latent p - (P_{i-1} - P_i) of its own group;
+    an earlier one takes a latent of the group before, which is the last that is complete when its
+    token comes. The first group of a document has learned vectors there.
+    """
+
+    config: LevelConfig
+
+    @nn.compact
+    def __call__(self, y, latents, view):
+        """`latents` and `view` are the views of levels i and i - 1."""
+        c, b = self.config, self.config.block
+        z = _wider(b, c.inner_width, "linear")(y)
+        init = nn.with_logical_partitioning(nn.initializers.normal(b.std), ("position", "table"))
+        early = c.places - c.inner
+        first_PD = self.param("first", init, (early, b.width), jnp.float32).astype(b.dtype)
+        index = repeat_index(c.places, c.inner, c.repeat)
+        if view.inside.decode:
+            return self._decode(z, first_PD, index, latents, view)
+        before = z[:, :-1][:, :, index]
+        if view.documents_BMP is not None:
+            of_latent = latents.documents_BMP[:, :-1][:, :, index]
+            same = view.documents_BMP[:, 1:, :early] == of_latent
+            before = jnp.where(same[..., None], before, first_PD[None, None])
+        start = jnp.broadcast_to(first_PD[None, None], (z.shape[0], 1, *first_PD.shape))
+        return jnp.concatenate([jnp.concatenate([start, before], axis=1), z], axis=2)
+
+    def _decode(self, z_BTD, first_PD, index, latents, view):
+        """The cache holds the latents of two groups: of the last, and of the one that goes on."""
+        c, (batch, length, width) = self.config, z_BTD.shape
+        kept = self.variable(
+            "cache", "latents", jnp.zeros, (batch, 2 * c.inner, width), z_BTD.dtype
+        )
+        if self.is_initializing():
+            return z_BTD
+        place_BT, group_BT, own_BT = view.place_BT, view.group_BT, latents.place_BT >= 0
+        # An early place: from which latent, how many tokens ago, and whether it came in this call.
+        early_BT = jnp.clip(place_BT, 0, len(index) - 1)
+        latent_BT = jnp.asarray(index, jnp.int32)[early_BT]
+        ago_BT = c.group_size - c.places + place_BT + c.inner - latent_BT
+        came_BT = jnp.arange(length)[None] - ago_BT
+        slot_BT = ((group_BT - 1) % 2) * c.inner + latent_BT
+        source_BT = jnp.where(came_BT >= 0, 2 * c.inner + came_BT, slot_BT)
+        all_BSD = jnp.concatenate([kept.value, z_BTD], axis=1)
+        taken_BTD = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(all_BSD, source_BT)
+        taken_BTD = jnp.where((group_BT > 0)[..., None], taken_BTD, first_PD[early_BT])
+        last_B1 = jnp.max(group_BT, axis=1, keepdims=True)
+        stored_BT = own_BT & (group_BT >= last_B1 - 1)
+        slot_BT = jnp.where(stored_BT, (group_BT % 2) * c.inner + latents.place_BT, 2 * c.inner)
+        kept.value = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(
+            kept.value, slot_BT, z_BTD
+        )
+        return jnp.where(own_BT[..., None], z_BTD, taken_BTD)
+
+
+class DecoderLevel(nn.Module):
+    """Upsampling, the level's positions, its blocks and the skip connection.
+
+    `upsampling="attention"` (Nawrot et al. 2021, arXiv 2110.13711, section 3.2.2): x <- skip + x +
+    Attention(q = norm(skip + x), k and v = norm(x)), inside a group. `skip="lerp"`: the blocks'
+    output x becomes a skip + (1 - a) x with learned a [D], 0.5 at first; "sum": x + skip.
+    """
+
+    config: LevelConfig
+
+    @nn.compact
+    def __call__(self, y, skip, latents, view, positions):
+        c, b = self.config, self.config.block
+        x = Upsample(c, name="upsample")(y, latents, view)
+        if positions is not None:
+            x = x + positions(view.place_BT, c.places)
+        if c.upsampling == "attention":
+
+            def inside(x):
+                return x if view.inside.decode else x.reshape(-1, *x.shape[2:])
+
+            read = make_norm(b, "norm_latents")(inside(x)), view.inside
+            q = make_norm(b, "norm_queries")(inside(skip + x))
+            a = make_attention(b, "attention")(q, view.inside, read)
+            a = apply_dropout(b, "attention_output", a, view.inside)
+            x = skip + x + a.reshape(x.shape)
+        x = LevelBlocks(c, name="blocks")(x, view)
+        if c.skip == "sum":
+            return x + skip
+        init = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("norm",))
+        share_D = self.param("skip", init, (b.width,), jnp.float32).astype(x.dtype)
+        share = share_D.reshape((1,) * (x.ndim - 1) + share_D.shape)
+        return share * skip + (1 - share) * x

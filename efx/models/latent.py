@@ -1,0 +1,399 @@
+"""The grouped-latent transformer: a causal U-net over groups of consecutive tokens.
+
+P_0 tokens in a row are a group; boundaries depend on the place of a token in its row only. Encoder
+level i = 1..n compresses every group on its own to P_i < P_{i-1} latents of width D_i and works on
+them, inside groups and across. The latent stack, most of the compute, is an ordinary stack of
+blocks over the M * P_n latents of the sequence. Decoder level i spreads latents over the P_{i-1}
+places of a group again and adds what entered encoder level i. See `layers/groups.py` for the
+levels, and for why all of it is causal.
+
+Packed documents: all attention stays inside documents, also in groups that hold several, and where
+the group before belongs to another document its latents are not used. A document that begins with
+a group is computed as if alone; one that begins inside a group has its groups cut where the row
+has them, while alone its first group is whole.
+
+While decoding, finished groups keep keys and values of their latents only (and of the places of
+global blocks elsewhere, if there are any); attentions inside groups keep those of one group.
+"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx.errors import UsageError
+from efx.layers import (
+    attend,
+    group_views,
+    groups,
+    learned_dropout,
+    norms,
+    routing,
+    stack_specs,
+)
+from efx.layers.dense_former import DenseFormerConfig
+from efx.layers.depth_config import DepthRoutingConfig
+from efx.layers.dropout import DropoutConfig, StandardDropout
+from efx.layers.info import TokenInfo
+from efx.layers.latent_loss import LatentLossConfig, LatentPrediction
+from efx.layers.linear import Embedding, Linear
+from efx.layers.mlp import MLPConfig
+from efx.layers.parametrisation import MuPConfig
+from efx.layers.soft_experts_config import SoftExpertsConfig
+from efx.layers.stack import Stack
+from efx.models import latent_config, latent_costs
+from efx.sharding import constrain
+
+
+class Latent(nn.Module):
+    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+
+    `width`, `depth` and `num_heads` are those of the latent stack.
+    """
+
+    vocab_size: int
+    context: int
+    dtype: jnp.dtype
+    group_size: int
+    latents: tuple[int, ...]
+    width: int
+    depth: int
+    num_heads: int
+    level_widths: tuple[int, ...]
+    level_heads: tuple[int, ...]
+    compression: str
+    compression_blocks: int
+    encoder_local: int | tuple[int, ...]
+    encoder_global: int | tuple[int, ...]
+    decoder_local: int | tuple[int, ...]
+    decoder_global: int | tuple[int, ...]
+    block_order: str
+    upsampling: str
+    repeat: str
+    skip: str
+    positions: str
+    rope_theta: float
+    memory_local: int
+    memory_global: int
+    embedding_noise: float
+    norm_eps: float
+    use_bias: bool
+    tied: bool
+    qk_norm: str
+    attention_scale: str
+    attention_softcap: float
+    logit_softcap: float
+    attention_chunk: int
+    init_std: float
+    initialisation: str
+    mup: MuPConfig
+    vocab_multiple: int
+    scan_layers: bool
+    remat: str
+    mlp: MLPConfig
+    depth_routing: DepthRoutingConfig
+    dropout: DropoutConfig
+    soft_experts: SoftExpertsConfig
+    dense_former: DenseFormerConfig
+    latent_loss: LatentLossConfig
+    selection: str = "auto"
+
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
+
+    def resolved(self):
+        """The same module with everything checked and what follows from other fields filled in."""
+        return latent_config.resolve(self)
+
+    def setup(self):
+        c = self.resolved()
+        width, sizes, std = c.level_widths[0], c.sizes, latent_config.deviations(c, 0)
+        self.embed = Embedding(c.padded_vocab, width, std.table, c.dtype)
+        tables = zip(sizes, c.level_widths, strict=True) if c.positions != "rope" else ()
+        self.positions_embed = [
+            Embedding(size, width, std.table, c.dtype, axes=("position", "table"))
+            for size, width in tables
+        ]
+        self.token_dropout = None
+        if c.dropout.kind == "standard" and c.dropout.active("embedding"):
+            self.token_dropout = StandardDropout(c.dropout.rate)
+        self.encoder = [groups.EncoderLevel(level) for level in c.encoder_levels()]
+        self.decoder = [groups.DecoderLevel(level) for level in c.decoder_levels()]
+        self.make_stack(c)
+        self.norm_final = norms.RMSNorm(c.norm_eps, dtype=c.dtype)
+        if not c.tied:
+            self.head = Linear(c.padded_vocab, ("table", "vocab"), std.head, dtype=c.dtype)
+
+    @nn.nowrap
+    def make_stack(self, c):
+        """The latent stack of a resolved model, and what stands before it."""
+        block = c.stack_block()
+        self.memory = LatentMemory(block, c.memory_global) if c.memory_global else None
+        self.dropout_embedding = None
+        if c.dropout.learned:
+            self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
+        if c.dropout.shared:
+            self.mask_attention = learned_dropout.mask_attention(block)
+        self.layers = Stack(c.specs(), c.scan_layers, c.remat, c.dense_former)
+        if c.latent_loss.kind != "none":
+            self.prediction = LatentPrediction(c.latent_loss, block.std, c.dtype)
+
+    def specs(self):
+        """The layers of the latent stack; the one place that chooses its blocks, by number."""
+        c = self.resolved()
+        return stack_specs.make(c.stack_block(), c.depth, c.mlp, c.depth_routing, c.soft_experts)
+
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """Logits [B, T, V] in float32. See `features` for the arguments."""
+        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+        return self.logits(x_BTD)[..., : self.vocab_size]
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The normalised state [B, T, D_0] that the output layer reads.
+
+        Arguments as in `Decoder.features`, but that positions need documents (`segment_ids_BT`):
+        otherwise a token's position is its place in the row. While decoding, the tokens of a call
+        follow each other in their row, padding after them.
+        """
+        selection = self.selection
+        if selection == "auto":
+            selection = "train" if train else "causal"
+        info = TokenInfo(
+            positions_BT,
+            segment_ids_BT,
+            train=train,
+            decode=decode,
+            selection=selection,
+            cache_size=cache_size,
+        )
+        if decode:
+            return self._decode(tokens_BT, info)
+        return self._forward(tokens_BT, info)
+
+    def _forward(self, tokens_BT, info):
+        c, (batch, length) = self.resolved(), tokens_BT.shape
+        info = _check_documents(c, info, length)
+        count = -(-length // c.group_size)
+        rest = count * c.group_size - length
+
+        def whole_groups(y_BT):
+            # Padding comes last, so nothing that counts can depend on it.
+            return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, rest)))
+
+        info = info.replace(
+            positions_BT=whole_groups(info.positions_BT),
+            segment_ids_BT=whole_groups(info.segment_ids_BT),
+        )
+        views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
+        x_BTD = self.embed(whole_groups(tokens_BT))
+        x = x_BTD.reshape(batch, count, c.group_size, -1)
+        x = self._enter(x, views[0], length)
+        stack_info = views[-1].whole
+        if rest and stack_info.segment_ids_BT is None:
+            # Latents of padding take no room in routed blocks and count in no mean.
+            time_MP = jnp.arange(count * c.group_size).reshape(count, -1)[:, -c.sizes[-1] :]
+            real_BT = (time_MP.reshape(1, -1) < length).astype(jnp.int32)
+            real_BT = jnp.pad(real_BT, ((0, 0), (c.memory_global, 0)), constant_values=1)
+            real_BT = jnp.broadcast_to(real_BT, (batch, real_BT.shape[1]))
+            stack_info = stack_info.replace(segment_ids_BT=real_BT)
+
+        def stack(x):
+            x_BTD = x.reshape(batch, -1, c.width)
+            if self.memory is not None:
+                x_BTD = jnp.concatenate([self.memory(batch), x_BTD], axis=1)
+            x_BTD, entered = self._enter_stack(x_BTD, stack_info)
+            x_BTD = self.layers(x_BTD, entered)[:, c.memory_global :]
+            if c.latent_loss.kind != "none":
+                segments_BT = stack_info.segment_ids_BT
+                real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
+                self.prediction(x_BTD, segment_ids_BT=real_BT)
+            return x_BTD.reshape(x.shape)
+
+        x = self._levels(x, views, stack)
+        return self.norm_final(x.reshape(batch, -1, x.shape[-1])[:, :length])
+
+    def _decode(self, tokens_BT, info):
+        c = self.resolved()
+        views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
+        x_BTD = self._enter(self.embed(tokens_BT), views[0], tokens_BT.shape[1])
+
+        def stack(x_BTD):
+            view, length = views[-1], x_BTD.shape[1]
+            if self.memory is not None:
+                memory_BCD, entered = self._enter_stack(
+                    self.memory(x_BTD.shape[0]), view.memory_global
+                )
+                groups.if_any(view.begins, self.layers, memory_BCD, entered)
+            plan, x_BCD, taken = group_views.compact(x_BTD, view, c.sizes[-1], c.group_size)
+            x_BCD, taken = self._enter_stack(x_BCD, taken)
+            x_BCD = groups.if_any(jnp.any(plan.mask_BC), self.layers, x_BCD, taken)
+            out_BTD = jnp.zeros((x_BTD.shape[0], length, c.width), x_BCD.dtype)
+            return routing.scatter_add(out_BTD, x_BCD, plan)
+
+        return self.norm_final(self._levels(x_BTD, views, stack))
+
+    def _enter(self, x, view, length):
+        """Embedded tokens of so many as the state of level 0."""
+        if self.positions_embed:
+            x = x + self._positions(0)(view.place_BT, self.group_size)
+        if self.embedding_noise and view.inside.train:
+            # Jain et al. 2023, arXiv 2310.05914, section 3.
+            bound = self.embedding_noise / (length * x.shape[-1]) ** 0.5
+            noise = jax.random.uniform(self.make_rng("dropout"), x.shape, x.dtype, -bound, bound)
+            x = x + noise
+        if self.token_dropout is not None:
+            x = self.token_dropout(x, view.inside)
+        return constrain(x, "batch", *("length", None)[: x.ndim - 2], "act_embed")
+
+    def _enter_stack(self, x_BTD, info):
+        """(x, info) of the first layer: learned dropout takes the latents for the embedding."""
+        if self.dropout.shared:
+            info = info.replace(mask_input_BTD=self.mask_attention(x_BTD, info))
+        if self.dropout_embedding is not None:
+            x_BTD = self.dropout_embedding(x_BTD, info)
+        return constrain(x_BTD, "batch", "length", "act_embed"), info
+
+    def _levels(self, x, views, stack):
+        """Level 0 to level 0, down through the encoder, the stack and up through the decoder."""
+        skips = []
+        for i, level in enumerate(self.encoder):
+            skips.append(x)
+            x = level(x, views[i], views[i + 1], self._positions(i + 1))
+        x = stack(x)
+        for i, level in reversed(list(enumerate(self.decoder))):
+            x = level(x, skips[i], views[i + 1], views[i], self._positions(i))
+        return x
+
+    def _positions(self, level):
+        """A function of places in a group and their number, or None where there is no table."""
+        if not self.positions_embed:
+            return None
+        table = self.positions_embed[level]
+
+        def embed(place_BT, size):
+            if place_BT is None:
+                return table(jnp.arange(size)[None, None])
+            return table(jnp.clip(place_BT, 0, size - 1))
+
+        return embed
+
+    def logits(self, x):
+        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
+        c = self.resolved()
+        logits = self.embed.attend(x) if c.tied else self.head(x).astype(jnp.float32)
+        logits = logits * c.mup.logit_scale(c.level_widths[0])
+        if c.logit_softcap:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        if c.padded_vocab > c.vocab_size:
+            real = jnp.arange(c.padded_vocab) < c.vocab_size
+            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
+            logits = jnp.where(real, logits, attend.MASKED)
+        return logits
+
+    @nn.nowrap
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
+        if self.tied:
+            table_VD = params["embed"]["embedding"]
+            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
+        kernel_DV = params["head"]["kernel"]
+        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
+        return self.apply({"params": head_params}, x_ND, method="logits")
+
+    @property
+    def padded_vocab(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def sizes(self):
+        """(P_0, P_1, ..., P_n)."""
+        return (self.group_size, *self.latents)
+
+    @nn.nowrap
+    def encoder_levels(self):
+        """Encoder levels 1..n of a resolved model."""
+        return latent_config.levels(self, self.encoder_local, self.encoder_global, encoder=True)
+
+    @nn.nowrap
+    def decoder_levels(self):
+        """Decoder levels 1..n of a resolved model."""
+        return latent_config.levels(self, self.decoder_local, self.decoder_global, encoder=False)
+
+    @nn.nowrap
+    def stack_block(self):
+        """A block of the latent stack, without experts."""
+        return latent_config.stack_block(self)
+
+    @nn.nowrap
+    def unrolled(self):
+        """The same model with unrolled layers; `models.unroll` converts the parameters."""
+        return self.clone(scan_layers=False, remat="none")
+
+    @nn.nowrap
+    def ledger(self, length, selection="train", shares=None):
+        """FLOPs of one sequence, see `flops.Ledger`; arguments as in `Decoder.ledger`."""
+        return latent_costs.ledger(self.resolved(), length, selection, shares)
+
+    @nn.nowrap
+    def parameter_count(self):
+        """{component: parameters}, by formula."""
+        return latent_costs.parameter_count(self.resolved())
+
+    @nn.nowrap
+    def cache_bytes(self, cache_size):
+        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
+        return latent_costs.cache_bytes(self.resolved(), cache_size)
+
+
+class LatentMemory(nn.Module):
+    """[B, C, D]: the memory tokens that come before the latents."""
+
+    block: object
+    count: int
+
+    @nn.compact
+    def __call__(self, batch):
+        memory_BCD = groups.memory_tokens(self, "memory_global", self.count, self.block)
+        return jnp.broadcast_to(memory_BCD, (batch, *memory_BCD.shape[1:]))
+
+
+def _check_documents(c, info, length):
+    """The info with positions where it has documents; what cannot be computed is refused."""
+    if info.segment_ids_BT is None:
+        if info.positions_BT is not None:
+            raise UsageError(
+                "positions without documents: the latent family takes a token's position from its "
+                "place in the row; leave positions_BT out, or give segment_ids_BT too"
+            )
+        return info
+    if c.memory_local or c.memory_global:
+        name = "memory_local" if c.memory_local else "memory_global"
+        raise UsageError(
+            f"config.model.{name}={getattr(c, name)}: memory tokens belong to no document, which "
+            "packed rows do not allow; set it to 0 or config.data.packing=False"
+        )
+    if info.positions_BT is None:
+        info = info.replace(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
+    return info.full(info.segment_ids_BT.shape[0])

@@ -1,0 +1,175 @@
+"""What the latent transformer costs, by formula.
+
+Components: `compression` and `upsampling` are what changes the number of latents, `levels` the
+local and global blocks; the others, with the names that the decoder's have, are the latent stack
+and the output layer.
+"""
+
+import jax.numpy as jnp
+
+from efx import flops
+from efx.layers import attend, costs, latent_loss, stack_specs
+
+
+def ledger(c, length, selection, shares):
+    """FLOPs of one sequence of a resolved model; see `Decoder.ledger`."""
+    groups = -(-length // c.group_size)
+    places = c.memory_global + groups * c.latents[-1]
+    stack = stack_specs.stack_flops(c.specs(), places, selection, shares)
+    head = {"head": flops.matmul(length, c.level_widths[0], c.padded_vocab)}
+    counts = []
+    for i, nominal in enumerate((False, True)):
+
+        def pairs(length, nominal=nominal):
+            if nominal:
+                return flops.causal_pairs(length)
+            return attend.visited_pairs(length, c.attention_chunk)
+
+        parts = [head, stack[i], costs.embedding_mask_flops(c.stack_block(), places, pairs(places))]
+        latents = groups * c.latents[-1]
+        parts.append(latent_loss.loss_flops(c.latent_loss, c.width, latents))
+        for level in c.encoder_levels():
+            parts += [_compression(level, groups, pairs, nominal), _blocks(level, groups, pairs)]
+        for level in c.decoder_levels():
+            parts += [_upsampling(level, groups, pairs), _blocks(level, groups, pairs)]
+        counts.append(flops.add(parts))
+    return flops.Ledger(length, *counts)
+
+
+def _blocks(level, groups, pairs):
+    """The local and global blocks of a level."""
+    b, parts = level.block, []
+    for number, rows, length in (
+        (level.local_blocks, groups, level.memory_local + level.places),
+        (level.global_blocks, 1, level.memory_global + groups * level.places),
+    ):
+        block = costs.block_flops(b, rows * length, rows * pairs(length))
+        parts.append(
+            {
+                "levels": number * (block["attention_projections"] + block["mlp"]),
+                "level_scores": number * block["attention_scores"],
+            }
+        )
+    return flops.add(parts)
+
+
+def _compression(level, groups, pairs, nominal):
+    b, read = level.block, groups * level.inner
+    heads = b.num_heads * b.head_dim
+    if level.compression == "perceiver":
+        computed, scores = groups * level.places, "compression_scores"
+        allowed = flops.causal_pairs(level.inner) - flops.causal_pairs(level.inner - level.places)
+        seen = groups * (allowed if nominal else level.places * level.inner)
+    else:
+        computed, scores = read, "level_scores"
+        seen = groups * pairs(level.inner)
+    # Queries and the residual are as wide as what is read, and so are keys and values.
+    work = flops.matmul(computed, level.inner_width, heads + b.width)
+    work += flops.matmul(read, level.inner_width, 2 * heads)
+    work += flops.matmul(computed, heads, b.width)
+    work += costs.block_flops(b, computed, 0)["mlp"]
+    parts = [{"compression": work, scores: flops.attention_scores(seen, b.num_heads, b.head_dim)}]
+    if level.compression == "transformer":
+        block = costs.block_flops(b, read, seen)
+        more = level.compression_blocks - 1
+        work = more * (block["attention_projections"] + block["mlp"])
+        parts.append({"compression": work, "level_scores": more * block["attention_scores"]})
+    return flops.add(parts)
+
+
+def _upsampling(level, groups, pairs):
+    b = level.block
+    part = {"upsampling": flops.matmul(groups * level.inner, level.inner_width, b.width)}
+    if level.upsampling == "repeat":
+        return part
+    block = costs.block_flops(b, groups * level.places, groups * pairs(level.places))
+    attention = {
+        "upsampling": block["attention_projections"],
+        "level_scores": block["attention_scores"],
+    }
+    return flops.add([part, attention])
+
+
+def parameter_count(c):
+    """{component: parameters} of a resolved model."""
+    stack = c.stack_block()
+    count = {
+        "embedding": c.padded_vocab * c.level_widths[0],
+        "norm": c.level_widths[0],
+        "memory": c.memory_global * c.width,
+    }
+    if c.positions != "rope":
+        tables = zip(c.sizes, c.level_widths, strict=True)
+        count["positions"] = sum(size * width for size, width in tables)
+    if not c.tied:
+        count["head"] = c.level_widths[0] * c.padded_vocab
+    parts = [count, stack_specs.stack_params(c.specs(), c.width)]
+    parts.append(costs.embedding_mask_params(stack))
+    parts.append(latent_loss.loss_params(c.latent_loss, c.width))
+    if c.dense_former.on:
+        count["averages"] = c.dense_former.parameter_count(len(c.specs()))
+    for level in c.encoder_levels():
+        parts += [_compression_params(level), _block_params(level)]
+    for level in c.decoder_levels():
+        parts += [_upsampling_params(level), _block_params(level)]
+    return flops.add(parts)
+
+
+def _block_params(level):
+    b, number = level.block, level.local_blocks + level.global_blocks
+    memory = level.memory_local * (level.local_blocks > 0)
+    memory += level.memory_global * (level.global_blocks > 0)
+    count = {"levels": number * sum(costs.block_params(b).values()), "norm": number * 2 * b.width}
+    return count | {"memory": memory * b.width}
+
+
+def _linear_params(level):
+    b = level.block
+    return level.inner_width * b.width + b.width * b.use_bias
+
+
+def _compression_params(level):
+    b, more = level.block, level.compression_blocks - 1
+    block = costs.block_params(b)
+    # The first block reads another width: its queries, keys and values, and its first norm.
+    first = sum(block.values()) + 3 * (level.inner_width - b.width) * b.num_heads * b.head_dim
+    blocks = more * (level.compression == "transformer")
+    return {
+        "compression": first + _linear_params(level) + blocks * sum(block.values()),
+        "norm": level.inner_width + b.width + 2 * blocks * b.width,
+    }
+
+
+def _upsampling_params(level):
+    b = level.block
+    count = {"upsampling": _linear_params(level) + (level.places - level.inner) * b.width}
+    if level.skip == "lerp":
+        count["upsampling"] += b.width
+    if level.upsampling == "attention":
+        count["upsampling"] += costs.block_params(b)["attention"]
+        count["norm"] = 2 * b.width
+    return count
+
+
+def cache_bytes(c, cache_size):
+    """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps.
+
+    The other things it keeps, a few latents a level for upsampling, do not grow with the sequence.
+    """
+    groups = -(-cache_size // c.group_size)
+    places = c.memory_global + groups * c.latents[-1]
+    total = stack_specs.cached_values(c.specs(), places)
+    total += costs.embedding_mask_attentions(c.stack_block()) * places * c.width
+    for level in c.encoder_levels():
+        blocks = level.compression_blocks if level.compression == "transformer" else 1
+        total += blocks * level.inner * level.block.width + _cached(level, groups)
+    for level in c.decoder_levels():
+        attention = level.upsampling == "attention"
+        total += attention * level.places * level.block.width + _cached(level, groups)
+    return 2 * total * jnp.dtype(c.dtype).itemsize
+
+
+def _cached(level, groups):
+    local = level.local_blocks * (level.memory_local + level.places)
+    whole = level.global_blocks * (level.memory_global + groups * level.places)
+    return (local + whole) * level.block.width
