@@ -1,7 +1,8 @@
 """Command line: `python -m efx.main --config configs/mod.py --workdir runs/mod`.
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=evaluate and
---mode=sample read config and tokenizer from the run folder and need no --config. Any setting can be
+--mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
+clusters the documents of the config's corpus, for cBTM. Any setting can be
 changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file.
 
 Kept short on purpose: notebooks import `efx.train` and friends instead.
@@ -24,7 +25,7 @@ from ml_collections import ConfigDict, config_flags
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
-MODES = ("train", "evaluate", "sample")
+MODES = ("train", "evaluate", "sample", "cluster")
 
 
 def _define(config, argv):
@@ -36,7 +37,7 @@ def _define(config, argv):
         kind(name, default, text, flag_values=values)
 
     define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(flags.DEFINE_string, "mode", "train", "train, evaluate or sample.")
+    define(flags.DEFINE_string, "mode", "train", "train, evaluate, sample or cluster.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
     define(
@@ -69,8 +70,12 @@ def run(argv):
         from efx import train
 
         train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
+    elif values.mode == "cluster":
+        from efx.studies import cluster
+
+        cluster.run(config, values.workdir, command_line=argv)
     else:
-        from efx import inference
+        from efx.compose import inference
 
         if values.prompt is not None:
             config.sample.prompt = values.prompt

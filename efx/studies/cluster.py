@@ -1,0 +1,194 @@
+"""`--mode=cluster`: cluster a corpus, write the clustering into the run folder, say what it is like.
+
+    python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
+
+WORKDIR/clusters then holds the clustering (`clustering.safetensors`, `clustering.json`), the
+cluster of each training document (`documents.json`), the table (`table.md`) and a picture
+(`clusters.png`). It is a function of the documents, `config.cluster` and `config.seed`.
+"""
+
+import pathlib
+import shutil
+import tempfile
+
+import numpy as np
+
+from efx import runfolder
+from efx.compose import clustering as clustering_lib
+from efx.data import clusters, corpus, sources
+from efx.data.cache import cache_root
+from efx.errors import UsageError
+
+FOLDER = "clusters"
+# What may change without another clustering: nothing that the documents or their clusters come of.
+FIXED = r"(seed|data\.(source|split|eval_fraction|max_bytes|document_bytes|text_key)|cluster\..*)"
+
+
+class Corpus:
+    """The different documents of a corpus, training and held out, read once.
+
+    Attributes:
+      train, eval: lists of (digest, text, part of the mixture, bytes).
+      key: `clusters.corpus_key`.
+    """
+
+    def __init__(self, config_data):
+        corpus.check_split(config_data.split, config_data.eval_fraction)
+        clusters.check(config_data)
+        if config_data.split != "documents":
+            raise UsageError(
+                f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
+                " takes config.data.split=documents"
+            )
+        if sources.parse(config_data.source)[0] == "tokens":
+            raise UsageError(f"config.data.source={config_data.source!r}: clustering needs text")
+        source = sources.open_source(config_data, cache_root(config_data.cache_dir))
+        self.key = clusters.corpus_key(source.identity(), config_data)
+        digest = sources.document_digest
+        parts = {digest(d.data): d.part for d in source.documents()}
+        self.train, self.eval, seen = [], [], set()
+        for split, _, data in corpus.split_documents(
+            source, "documents", config_data.eval_fraction
+        ):
+            key = digest(data)
+            if key not in seen:
+                seen.add(key)
+                entry = (key, data.decode("utf-8", "replace"), parts[key], len(data))
+                (self.train if split == "train" else self.eval).append(entry)
+
+
+def run(config, workdir, command_line=()):
+    """Cluster, write, print; returns the facts of the table. Done already: prints them again."""
+    clustering_lib.check(config.cluster)
+    workdir = pathlib.Path(workdir)
+    read = Corpus(config.data)
+    folder = workdir / FOLDER
+    if not (folder / clusters.FILE).is_file():
+        texts = [text for _, text, _, _ in read.train]
+        found, labels = clustering_lib.fit(texts, config.cluster, config.seed)
+        found.about = {"corpus": read.key, **found.about}
+        _open(config, workdir, command_line)
+        _write(folder, read, found, labels, config.cluster)
+    else:
+        _open(config, workdir, command_line)
+        if clusters.Documents.load(folder).corpus != read.key:
+            raise UsageError(
+                f"{folder} is a clustering of documents that config.data no longer names (have the"
+                " files changed?); use another --workdir"
+            )
+    print((folder / "table.md").read_text())
+    print(f"clusters: {folder}, picture: {folder / 'clusters.png'}")
+    return clustering_lib.Clustering.load(folder).about
+
+
+def _open(config, workdir, command_line):
+    may_differ = [rf"(?!{FIXED}$).*"]
+    runfolder.open_run(
+        workdir, config.to_dict(), command_line=list(command_line), may_differ=may_differ
+    )
+
+
+def _write(folder, read, found, labels, config):
+    """All files of a clustering, there at once or not at all."""
+    distances = found.distances([text for _, text, _, _ in read.eval])
+    heldout = distances.argmin(1)
+    facts = describe(read, labels, heldout, found.count)
+    found.about |= {"method": config.method, **facts}
+    documents = clusters.Documents(
+        folder,
+        found.fingerprint,
+        read.key,
+        found.count,
+        {key.hex(): int(j) for (key, *_), j in zip(read.train, labels, strict=True)},
+    )
+    with runfolder.writing(folder):
+        part = pathlib.Path(tempfile.mkdtemp(prefix=".clusters-", dir=folder.parent))
+        try:
+            found.save(part)
+            (part / clusters.FILE).write_text(documents.to_json())
+            (part / "table.md").write_text(markdown(facts, config.method))
+            _draw(part / "clusters.png", found, read, labels)
+            part.chmod(0o755)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def describe(read, labels, heldout, count):
+    """{"clusters": [{"documents", "bytes", "held_out", "parts": {part: documents}}], ...}"""
+    rows, parts = [], sorted({part for _, _, part, _ in read.train} - {""})
+    for j in range(count):
+        own = [entry for entry, label in zip(read.train, labels, strict=True) if label == j]
+        rows.append({
+            "documents": len(own),
+            "bytes": sum(size for *_, size in own),
+            "held_out": int((heldout == j).sum()),
+            "parts": {part: sum(p == part for _, _, p, _ in own) for part in parts},
+        })  # fmt: skip
+    sizes = [row["documents"] for row in rows]
+    facts = {"clusters": rows, "balance": min(sizes) / max(sizes)}
+    if parts:
+        of = [part for _, _, part, _ in read.train]
+        facts["purity"] = clustering_lib.purity(labels, of)
+        facts["purity_of_one_cluster"] = clustering_lib.purity(np.zeros(len(of)), of)
+    return facts
+
+
+def markdown(facts, method):
+    """The table of a clustering."""
+    parts = list(facts["clusters"][0]["parts"])
+    titles = ["cluster", "documents", "bytes", "held out", *parts]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for j, row in enumerate(facts["clusters"]):
+        cells = [j, row["documents"], row["bytes"], row["held_out"], *row["parts"].values()]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    line = f"{method} clusters; balance {facts['balance']:.3f} (smallest over largest)"
+    if parts:
+        line += (
+            f"; purity {facts['purity']:.3f} (all in one cluster: "
+            f"{facts['purity_of_one_cluster']:.3f})"
+        )
+    return "\n".join([*lines, "", line]) + "\n"
+
+
+def _draw(path, found, read, labels, most=3000):
+    """Documents in the plane of their two principal components, coloured by cluster; a marker for
+    each part of a mixture."""
+    import matplotlib
+    from sklearn.decomposition import PCA
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    picked = np.linspace(0, len(read.train) - 1, min(len(read.train), most)).astype(int)
+    embedded = found.embed([read.train[i][1] for i in picked])
+    both = np.concatenate([embedded, found.centres])
+    dimensions = min(2, *both.shape)
+    flat = PCA(dimensions, random_state=0).fit(embedded).transform(both)
+    flat = np.pad(flat, ((0, 0), (0, 2 - dimensions)))
+    of = np.array([read.train[i][2] for i in picked])
+    figure, axes = pyplot.subplots(figsize=(7, 5.5))
+    colours = pyplot.get_cmap("tab10" if found.count <= 10 else "tab20")
+    for part, marker in zip(sorted(set(of)), "ox^sv*PD" * len(of), strict=False):
+        here = of == part
+        axes.scatter(
+            *flat[: len(picked)][here].T,
+            s=14,
+            marker=marker,
+            linewidths=0.8,
+            alpha=0.6,
+            color=[colours(int(j) % colours.N) for j in labels[picked][here]],
+        )
+        if part:
+            axes.scatter([], [], s=24, marker=marker, color="grey", label=part)
+    for j, (x, y) in enumerate(flat[len(picked) :]):
+        box = dict(boxstyle="round", facecolor="white", edgecolor=colours(j % colours.N))
+        axes.annotate(str(j), (x, y), ha="center", va="center", bbox=box)
+    if len(set(of)) > 1:
+        axes.legend(loc="best", fontsize=8)
+    axes.set_xlabel("first principal component")
+    axes.set_ylabel("second")
+    axes.set_title(f"{len(labels)} training documents in {found.count} clusters")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
