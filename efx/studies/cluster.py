@@ -1,4 +1,4 @@
-"""`--mode=cluster`: cluster a corpus, write the clustering into the run folder, say what it is like.
+"""`--mode=cluster`: cluster a corpus, write the clustering into the run folder, describe it.
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
 
@@ -15,46 +15,13 @@ import numpy as np
 
 from efx import runfolder
 from efx.compose import clustering as clustering_lib
-from efx.data import clusters, corpus, sources
-from efx.data.cache import cache_root
+from efx.compose.corpus import Corpus
+from efx.compose.members import FOLDER
+from efx.data import clusters
 from efx.errors import UsageError
 
-FOLDER = "clusters"
 # What may change without another clustering: nothing that the documents or their clusters come of.
 FIXED = r"(seed|data\.(source|split|eval_fraction|max_bytes|document_bytes|text_key)|cluster\..*)"
-
-
-class Corpus:
-    """The different documents of a corpus, training and held out, read once.
-
-    Attributes:
-      train, eval: lists of (digest, text, part of the mixture, bytes).
-      key: `clusters.corpus_key`.
-    """
-
-    def __init__(self, config_data):
-        corpus.check_split(config_data.split, config_data.eval_fraction)
-        clusters.check(config_data)
-        if config_data.split != "documents":
-            raise UsageError(
-                f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
-                " takes config.data.split=documents"
-            )
-        if sources.parse(config_data.source)[0] == "tokens":
-            raise UsageError(f"config.data.source={config_data.source!r}: clustering needs text")
-        source = sources.open_source(config_data, cache_root(config_data.cache_dir))
-        self.key = clusters.corpus_key(source.identity(), config_data)
-        digest = sources.document_digest
-        parts = {digest(d.data): d.part for d in source.documents()}
-        self.train, self.eval, seen = [], [], set()
-        for split, _, data in corpus.split_documents(
-            source, "documents", config_data.eval_fraction
-        ):
-            key = digest(data)
-            if key not in seen:
-                seen.add(key)
-                entry = (key, data.decode("utf-8", "replace"), parts[key], len(data))
-                (self.train if split == "train" else self.eval).append(entry)
 
 
 def run(config, workdir, command_line=()):
@@ -64,7 +31,7 @@ def run(config, workdir, command_line=()):
     read = Corpus(config.data)
     folder = workdir / FOLDER
     if not (folder / clusters.FILE).is_file():
-        texts = [text for _, text, _, _ in read.train]
+        texts = [document.text for document in read.train]
         found, labels = clustering_lib.fit(texts, config.cluster, config.seed)
         found.about = {"corpus": read.key, **found.about}
         _open(config, workdir, command_line)
@@ -90,8 +57,7 @@ def _open(config, workdir, command_line):
 
 def _write(folder, read, found, labels, config):
     """All files of a clustering, there at once or not at all."""
-    distances = found.distances([text for _, text, _, _ in read.eval])
-    heldout = distances.argmin(1)
+    heldout = found.distances(document.text for document in read.eval).argmin(1)
     facts = describe(read, labels, heldout, found.count)
     found.about |= {"method": config.method, **facts}
     documents = clusters.Documents(
@@ -99,7 +65,7 @@ def _write(folder, read, found, labels, config):
         found.fingerprint,
         read.key,
         found.count,
-        {key.hex(): int(j) for (key, *_), j in zip(read.train, labels, strict=True)},
+        {text.digest.hex(): int(j) for text, j in zip(read.train, labels, strict=True)},
     )
     with runfolder.writing(folder):
         part = pathlib.Path(tempfile.mkdtemp(prefix=".clusters-", dir=folder.parent))
@@ -108,27 +74,28 @@ def _write(folder, read, found, labels, config):
             (part / clusters.FILE).write_text(documents.to_json())
             (part / "table.md").write_text(markdown(facts, config.method))
             _draw(part / "clusters.png", found, read, labels)
-            part.chmod(0o755)
+            part.chmod(0o755)  # a temporary folder is its owner's alone
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
 
 def describe(read, labels, heldout, count):
-    """{"clusters": [{"documents", "bytes", "held_out", "parts": {part: documents}}], ...}"""
-    rows, parts = [], sorted({part for _, _, part, _ in read.train} - {""})
+    """{"clusters": [{"documents", "bytes", "held_out", "parts": {part: documents}}], ...}; the
+    purity that all documents in one cluster would have stands beside that of the clusters."""
+    rows = []
     for j in range(count):
-        own = [entry for entry, label in zip(read.train, labels, strict=True) if label == j]
+        own = [text for text, label in zip(read.train, labels, strict=True) if label == j]
         rows.append({
             "documents": len(own),
-            "bytes": sum(size for *_, size in own),
+            "bytes": sum(len(text.data) for text in own),
             "held_out": int((heldout == j).sum()),
-            "parts": {part: sum(p == part for _, _, p, _ in own) for part in parts},
+            "parts": {part: sum(text.part == part for text in own) for part in read.parts},
         })  # fmt: skip
     sizes = [row["documents"] for row in rows]
     facts = {"clusters": rows, "balance": min(sizes) / max(sizes)}
-    if parts:
-        of = [part for _, _, part, _ in read.train]
+    if read.parts:
+        of = [text.part for text in read.train]
         facts["purity"] = clustering_lib.purity(labels, of)
         facts["purity_of_one_cluster"] = clustering_lib.purity(np.zeros(len(of)), of)
     return facts
@@ -161,12 +128,12 @@ def _draw(path, found, read, labels, most=3000):
     from matplotlib import pyplot
 
     picked = np.linspace(0, len(read.train) - 1, min(len(read.train), most)).astype(int)
-    embedded = found.embed([read.train[i][1] for i in picked])
+    embedded = found.embed(read.train[i].text for i in picked)
     both = np.concatenate([embedded, found.centres])
     dimensions = min(2, *both.shape)
     flat = PCA(dimensions, random_state=0).fit(embedded).transform(both)
     flat = np.pad(flat, ((0, 0), (0, 2 - dimensions)))
-    of = np.array([read.train[i][2] for i in picked])
+    of = np.array([read.train[i].part for i in picked])
     figure, axes = pyplot.subplots(figsize=(7, 5.5))
     colours = pyplot.get_cmap("tab10" if found.count <= 10 else "tab20")
     for part, marker in zip(sorted(set(of)), "ox^sv*PD" * len(of), strict=False):
