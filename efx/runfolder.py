@@ -175,6 +175,12 @@ def _open_run(workdir, config, command_line, may_differ):
     return Run(folder, is_new)
 
 
+def check_config(workdir, config, may_differ=()):
+    """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`."""
+    config = json.loads(json.dumps(config, default=_plain))
+    _check_same(workdir, load_config(workdir), config, may_differ)
+
+
 def recorded(workdir):
     """run.json as a dict: `launches`, and what else was put there by `record`; {} without one."""
     path = pathlib.Path(workdir) / RUN_FILE
