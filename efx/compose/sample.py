@@ -49,6 +49,10 @@ class EnsembleSampler(Sampler):
         (prompt,), (seed,) = prompts, seeds
         self.check_prompt(prompt)
         run = _Run(self, variables, list(map(int, prompt)), np.uint32(seed % 2**32))
+        with sharding.single_device():
+            run.choose_experts()
+            run.decode(0)  # compiles, if need be
+        run.seconds["compile"] = run.seconds.pop("decode")
         while run.made < max_new_tokens and not run.done and 0 not in ended:
             # Not around the yield: in between, the caller's code runs.
             with sharding.single_device():
@@ -64,7 +68,7 @@ class _Run:
     def __init__(self, sampler, variables, text, seed):
         self.sampler, self.variables, self.text, self.seed = sampler, variables, text, seed
         self.made = self.begin = self.due = 0  # tokens; of the text, where the caches begin
-        self.done, self.experts = False, {}
+        self.done, self.experts, self.in_use = False, {}, []
         self.used, self.seconds = collections.Counter(), collections.Counter()
         self.counts = collections.Counter(prompt_tokens=len(text))
 
@@ -75,12 +79,12 @@ class _Run:
             self._leave(list(self.experts))
             self.begin = len(self.text) - max(1, sampler.cache_size // 2)
             self.counts["slides"] += 1
-        if self.made == self.due:
+        if self.made == self.due:  # before the first token, and then every so many
             log_w = sampler.weights(self.text)
             self.due += sampler._settings.every
             in_use = np.flatnonzero(np.isfinite(log_w)).tolist()
+            self.counts["switches"] += len(set(in_use) - set(self.in_use)) if self.made else 0
             self.log_weights_E, self.in_use = log_w[in_use], in_use
-            self.counts["switches"] += len(set(in_use) - set(self.experts)) if self.made else 0
             self._leave([j for j in self.experts if j not in in_use])
         for j in self.in_use:
             if j not in self.experts:
@@ -127,7 +131,7 @@ class _Run:
         names = ("prompt_tokens", "new_tokens", "slides", "switches", "expert_overflow")
         return {
             **{name: self.counts[name] for name in names},
-            **{f"{name}_seconds": self.seconds[name] for name in ("prefill", "decode")},
+            **{f"{name}_seconds": self.seconds[name] for name in ("compile", "prefill", "decode")},
             "tokens_per_second": self.counts["new_tokens"] / max(self.seconds["decode"], 1e-9),
             "cache_bytes": size,
             "experts": dict(self.used),

@@ -53,6 +53,11 @@ def read_config(source, workdir, extra):
     return main_lib.parse(["efx", f"--config={source}", f"--workdir={workdir}", *extra]).config
 
 
+def read_config_of(job):
+    """The config of a job."""
+    return main_lib.parse(["efx", *job.arguments]).config
+
+
 def make_plan(source, workdir, extra=(), seed_run=""):
     """The Plan of a config file and overrides.
 
@@ -70,33 +75,39 @@ def make_plan(source, workdir, extra=(), seed_run=""):
             f"{first} and {each} of them"
         )
 
-    def job(title, folder, *own, mode="", steps=0):
-        arguments = [f"--config={source}", f"--workdir={folder}", *extra]
-        arguments[1:1] = [f"--mode={mode}"] if mode else []
-        if steps:
-            warmup = min(config.optim.schedule.warmup_steps, max(1, steps // 10))
-            own += (f"--config.steps={steps}", "--config.train_flops=0.0")
-            own += (f"--config.optim.schedule.warmup_steps={warmup}",)
-        return Job(title, pathlib.Path(folder), (*arguments, *own), steps)
+    def job(title, mode):
+        own = [f"--config={source}", f"--mode={mode}", f"--workdir={workdir}"]
+        return Job(title, workdir, (*own, *extra))
 
     seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
     experts = tuple(
-        job(
+        train_job(
             f"expert {j} of {count}",
+            source,
             expert_folder(workdir, j),
+            extra,
+            each,
             f"--config.init.run={seed}",
             f"--config.data.clusters={workdir / FOLDER}",
             f"--config.data.cluster={j}",
-            steps=each,
         )
         for j in range(count)
     )
     return Plan(
-        job("clusters", workdir, mode="cluster"),
-        None if seed_run else job("seed model", seed, steps=first),
+        job("clusters", "cluster"),
+        None if seed_run else train_job("seed model", source, seed, extra, first),
         experts,
-        job("evaluation", workdir, mode="evaluate"),
+        job("evaluation", "evaluate"),
     )
+
+
+def train_job(title, source, folder, extra, steps, *own):
+    """A Job that trains for so many steps, a tenth of them at most warming up."""
+    warmup = read_config(source, folder, extra).optim.schedule.warmup_steps
+    arguments = [f"--config={source}", f"--workdir={folder}", *extra, *own]
+    arguments += [f"--config.steps={steps}", "--config.train_flops=0.0"]
+    arguments += [f"--config.optim.schedule.warmup_steps={min(warmup, max(1, steps // 10))}"]
+    return Job(title, pathlib.Path(folder), tuple(arguments), steps)
 
 
 def total_steps(config):
@@ -115,8 +126,7 @@ def finished(job):
 
     if not (job.folder / runfolder.CONFIG_FILE).is_file():
         return False
-    config = main_lib.parse(["efx", *job.arguments]).config
-    runfolder.check_config(job.folder, config.to_dict(), MAY_DIFFER)
+    runfolder.check_config(job.folder, read_config_of(job).to_dict(), MAY_DIFFER)
     steps = files.finished_steps(files.as_root(job.folder / runfolder.CHECKPOINTS))
     return max(steps, default=0) >= job.steps
 
