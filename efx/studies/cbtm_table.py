@@ -99,7 +99,8 @@ def evaluate(found):
                     title = f"{name}, {mixture}" if ensemble.count > 1 else name
                     _add(table, title, row, flops)
             others = []  # asked once a seed
-    return table
+    models = {name: table.pop(name) for name in (DENSE, SEED_MODEL)}
+    return {**models, **table}
 
 
 def _flops(*folders):
