@@ -17,8 +17,7 @@ import pathlib
 import shlex
 import sys
 
-from efx import main as main_lib
-from efx import runfolder
+from efx import command_line, runfolder
 from efx.compose.clustering import check
 from efx.compose.members import FOLDER, SEED, expert_folder
 from efx.errors import UsageError
@@ -50,12 +49,12 @@ class Plan:
 
 def read_config(source, workdir, extra):
     """The config that a command line comes to."""
-    return main_lib.parse(["efx", f"--config={source}", f"--workdir={workdir}", *extra]).config
+    return command_line.parse(["efx", f"--config={source}", f"--workdir={workdir}", *extra]).config
 
 
 def read_config_of(job):
     """The config of a job."""
-    return main_lib.parse(["efx", *job.arguments]).config
+    return command_line.parse(["efx", *job.arguments]).config
 
 
 def make_plan(source, workdir, extra=(), seed_run=""):
