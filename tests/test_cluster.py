@@ -203,6 +203,9 @@ def test_the_command_writes_a_clustering_and_repeats_itself(root, source, tmp_pa
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert command(root, source, workdir) == 0  # done already
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert main_lib.main(["efx", f"--workdir={workdir}"]) == 2  # which would train
+    assert "holds a clustering" in capsys.readouterr().err
+    assert not (workdir / "checkpoints").exists()
     assert command(root, source, tmp_path / "other") == 0
     others = {p.name: p.read_bytes() for p in (tmp_path / "other" / FOLDER).iterdir()}
     assert {k: v for k, v in others.items() if k != "clusters.png"} == {

@@ -6,7 +6,6 @@ one; k-means whose clusters have one size while it is fitted. A new text belongs
 centre. What is stored is arrays (safetensors) and JSON.
 """
 
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -216,8 +215,7 @@ def _balanced(embedded, config, state):
         random_state=state % 2**31,
         n_jobs=1,
     )
-    with contextlib.redirect_stdout(None):
-        return model.fit_predict(embedded.astype(np.float64)).astype(np.int64)
+    return model.fit_predict(embedded.astype(np.float64)).astype(np.int64)
 
 
 def purity(labels, parts):
