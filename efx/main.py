@@ -47,8 +47,8 @@ def run(argv):
 
         if (pathlib.Path(values.workdir) / "clusters" / clusters.FILE).exists():
             raise UsageError(
-                f"--workdir={values.workdir} holds a clustering, and its runs have folders of their "
-                "own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
+                f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
+                "their own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
             )
         train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
     elif values.mode == "cluster":
