@@ -210,6 +210,28 @@ def test_a_stop_token_ends_the_text():
     assert ids == free[: free.index(stop, 5)]
 
 
+def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from efx.checkpoint import fingerprint
+
+    value = np.arange(16, dtype=np.float32).reshape(8, 2)
+    params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
+    first = fingerprint(params)
+    mesh = Mesh(np.array(jax.devices()), "x")
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+    assert fingerprint(placed) == first
+    swapped = value.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]  # the same numbers in another order
+    for other in (
+        {"a": {"kernel": swapped}, "b": params["b"]},
+        {"a": params["b"], "b": params["a"]},
+        {"a": {"kernel": value.reshape(2, 8)}, "b": params["b"]},
+        {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
+    ):
+        assert fingerprint(other) != first
+
+
 # ---- from documents to an ensemble -------------------------------------------------------------
 
 CONFIG = """
