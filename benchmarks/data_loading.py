@@ -39,6 +39,9 @@ def config_for(source, cache, arguments, **changes):
             cache_dir=cache,
             text_key="",
             max_bytes=0,
+            document_bytes=0,
+            clusters="",
+            cluster=-1,
         )
         | changes
     )

@@ -33,6 +33,8 @@ def base():
             log=log(),
             evaluate=evaluate(),
             sample=sample(),
+            cluster=cluster(),
+            ensemble=ensemble(),
         )
     )
 
@@ -67,7 +69,8 @@ def losses():
 def data():
     return dict(
         # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
-        # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME".
+        # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME"; "pydoc",
+        # Python's language reference; "mix:stdlib,text:PATH", the documents of several of these.
         source="stdlib",
         # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), or the
         # path of a tokenizer.json.
@@ -80,7 +83,10 @@ def data():
         packing=False,  # rows of whole documents: segment ids, restarted positions
         # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
         text_key="text",
-        max_bytes=0,  # read at most so much of the source; 0: all
+        max_bytes=0,  # read at most so much of the source (of each part of a mixture); 0: all
+        document_bytes=0,  # cut documents into pieces of at most so many bytes; 0: whole
+        clusters="",  # folder of a clustering (--mode=cluster), with split="documents"
+        cluster=-1,  # train on the documents of this cluster alone; -1: on all
         cache_dir="",  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
     )
 
@@ -433,6 +439,30 @@ def sample():
         stop="",  # stop after this text
         num_samples=1,
         seed=0,
+    )
+
+
+def cluster():
+    return dict(
+        # Clusters, and experts, one for each. With python -m efx.studies.cbtm, `config.steps` (or
+        # `config.train_flops`) is the budget of the seed model and all experts together.
+        count=4,
+        method="balanced",  # k-means with clusters of one size; "random": the control
+        features=50_000,  # words of the tf-idf vectors: the most frequent
+        min_documents=2,  # in which a word has to occur
+        dimensions=100,  # of the truncated SVD
+        iterations=20,  # of k-means, at most
+        restarts=3,  # of k-means; the best is taken
+        fit_documents=20_000,  # fit on so many of the documents, the others go to the nearest
+        seed_fraction=0.25,  # of the budget: the seed model's training on everything
+    )
+
+
+def ensemble():
+    return dict(
+        tau=0.1,  # an expert's weight: exp(-(distance of context and cluster centre)^2 / tau)
+        top_k=2,  # experts in use for a token, their weights renormalised
+        every=32,  # tokens after which the weights are computed anew
     )
 
 

@@ -1,7 +1,8 @@
 """Command line: `python -m efx.main --config configs/mod.py --workdir runs/mod`.
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=evaluate and
---mode=sample read config and tokenizer from the run folder and need no --config. Any setting can be
+--mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
+clusters the documents of the config's corpus, for cBTM. Any setting can be
 changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file.
 
 Kept short on purpose: notebooks import `efx.train` and friends instead.
@@ -17,44 +18,19 @@ import os
 import pathlib
 import sys
 
-from absl import flags, logging
-from ml_collections import ConfigDict, config_flags
+from absl import logging
 
-from efx.config_file import load_config
+from efx.command_line import load_config, parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
-MODES = ("train", "evaluate", "sample")
-
-
-def _define(config, argv):
-    """The flags, in a set of their own: parsing twice in one process starts afresh."""
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
-
-    def define(kind, name, default, text):
-        kind(name, default, text, flag_values=values)
-
-    define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(flags.DEFINE_string, "mode", "train", "train, evaluate or sample.")
-    define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
-    define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
-    define(
-        flags.DEFINE_bool,
-        "distributed",
-        False,
-        "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE).",
-    )
-    define(flags.DEFINE_string, "coordinator_address", None, "host:port of process 0.")
-    define(flags.DEFINE_integer, "num_processes", None, "Number of processes.")
-    define(flags.DEFINE_integer, "process_id", None, "Number of this process, from 0.")
-    define(flags.DEFINE_integer, "cpu_devices", 0, "Pretend that a CPU is so many devices.")
-    return values
+__all__ = ["load_config", "main", "parse", "run", "start_jax"]
+MODES = ("train", "evaluate", "sample", "cluster")
 
 
 def run(argv):
     """Parse the command line and do what it says; UsageError for anything wrong with it."""
-    values = parse(argv)
+    values = parse(argv, usage=__doc__)
     if values is None:
         return
     if values.mode not in MODES:
@@ -67,81 +43,25 @@ def run(argv):
     config = values.config
     if values.mode == "train":
         from efx import train
+        from efx.data import clusters
 
+        if (pathlib.Path(values.workdir) / "clusters" / clusters.FILE).exists():
+            raise UsageError(
+                f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
+                "their own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
+            )
         train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
+    elif values.mode == "cluster":
+        from efx.studies import cluster
+
+        cluster.run(config, values.workdir, command_line=argv)
     else:
-        from efx import inference
+        from efx.compose import inference
 
         if values.prompt is not None:
             config.sample.prompt = values.prompt
         action = inference.evaluate if values.mode == "evaluate" else inference.sample
         action(config, values.workdir, step=values.step)
-
-
-def parse(argv):
-    """Parsed flags; the run folder's own config where no --config is given. None after --help."""
-    names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
-    if names & {"help", "helpfull", "h"}:
-        print(__doc__ + "\nFlags:\n" + _define(ConfigDict(), argv[:1]).get_help("  "))
-        return None
-    source, rest = _take_config(argv)
-    if source is None:
-        folder = _value_of("workdir", argv)[0]
-        if folder is None:
-            raise UsageError(
-                "--config is missing: a config file, e.g. --config configs/mod.py "
-                "(or --workdir of an existing run)"
-            )
-        source = f"{pathlib.Path(__file__).parent / 'run_config.py'}:{folder}"
-    config = load_config(source)
-    for arg in rest[1:]:
-        name = arg.partition("=")[0].lstrip("-")
-        if arg.startswith("-") and name.startswith("config."):
-            _check_key(config, name.split(".")[1:])
-    values = _define(config, rest)
-    try:
-        left = values(rest)
-    except Exception as error:
-        raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
-    if len(left) > 1:
-        raise UsageError(f"unexpected argument {left[1]!r}: settings are --config.<key>=<value>")
-    flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
-    return values
-
-
-def _value_of(name, argv):
-    """(value of --name=x or --name x, its indices in argv); (None, []) when absent."""
-    for i, arg in enumerate(argv):
-        key, equals, value = arg.partition("=")
-        if key in (f"-{name}", f"--{name}"):
-            if equals:
-                return value, [i]
-            if i + 1 < len(argv):
-                return argv[i + 1], [i, i + 1]
-            raise UsageError(f"--{name} needs a value")
-    return None, []
-
-
-def _take_config(argv):
-    value, where = _value_of("config", argv)
-    return value, [arg for i, arg in enumerate(argv) if i not in where]
-
-
-def _check_key(config, keys):
-    """UsageError unless the dotted key names a setting (not a block) of the config."""
-    block = config
-    for depth, key in enumerate(keys):
-        name = ".".join(["config", *keys[: depth + 1]])
-        if not hasattr(block, "keys"):
-            above = ".".join(["config", *keys[:depth]])
-            raise UsageError(f"--{name}: {above} is a value, not a block of settings")
-        if key not in block:
-            raise UsageError(f"--{name} is not a setting{nearest(key, block.keys())}")
-        block = block[key]
-    if hasattr(block, "keys"):
-        raise UsageError(
-            f"--{name} is a block of settings; set one of {', '.join(block.keys())} in it"
-        )
 
 
 def start_jax(values):

@@ -1,7 +1,8 @@
 """The run folder: one directory that holds everything about a run and can be read without JAX.
 
     config.json      every key of the config, sorted
-    run.json         one record per launch: versions, git revision, devices, command line, time
+    run.json         one record per launch: versions, git revision, devices, command line, time;
+                     of a run that starts from another or trains on a cluster: which
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
     samples/         text samples                      (efx.metrics)
@@ -165,15 +166,31 @@ def _open_run(workdir, config, command_line, may_differ):
                 )
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        launches = []
     else:
         launch["changed"] = _check_same(workdir, load_config(workdir), config, may_differ)
-        record = folder / RUN_FILE
-        launches = _read_json(record)["launches"] if record.is_file() else []
     if is_new or launch["changed"]:
         write_atomic(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_atomic(folder / RUN_FILE, json.dumps({"launches": [*launches, launch]}, indent=2) + "\n")
+    earlier = [] if is_new else recorded(folder).get("launches", [])
+    record(folder, launches=[*earlier, launch])
     return Run(folder, is_new)
+
+
+def check_config(workdir, config, may_differ=()):
+    """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`."""
+    config = json.loads(json.dumps(config, default=_plain))
+    _check_same(workdir, load_config(workdir), config, may_differ)
+
+
+def recorded(workdir):
+    """run.json as a dict: `launches`, and what else was put there by `record`; {} without one."""
+    path = pathlib.Path(workdir) / RUN_FILE
+    return _read_json(path) if path.is_file() else {}
+
+
+def record(workdir, **entries):
+    """Puts entries into run.json, which every launch keeps."""
+    text = json.dumps({**recorded(workdir), **entries}, indent=2) + "\n"
+    write_atomic(pathlib.Path(workdir) / RUN_FILE, text)
 
 
 def _plain(value):

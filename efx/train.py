@@ -11,7 +11,8 @@ import numpy as np
 
 from efx import models, optim, runfolder, sharding
 from efx import step as step_lib
-from efx.checkpoint import Checkpointer, restore_params
+from efx.checkpoint import Checkpointer, fingerprint, restore_params
+from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
@@ -30,6 +31,9 @@ MAY_DIFFER = (
     r"mesh\..*",
     r"rules",
     r"data\.cache_dir",
+    r"data\.clusters",
+    r"cluster\..*",
+    r"ensemble\..*",
     r"train\.max_nonfinite",
     r"train\.loss_chunk",
     r"model\.remat",
@@ -76,10 +80,13 @@ class _Run:
         self.sampler = c.every and TextSampler(
             e.model, e.data.tokenizer, c, batch_size=c.num_samples
         )
+        self._check_cluster()
         run = runfolder.open_run(
             workdir, config.to_dict(), command_line=list(command_line), may_differ=MAY_DIFFER
         )
         self.resumed = not run.is_new
+        if jax.process_index() == 0 and e.data.members:
+            runfolder.record(self.workdir, members=e.data.members.origin)
         if jax.process_index() == 0 and not (self.workdir / TOKENIZER_FILE).exists():
             with runfolder.writing(self.workdir / TOKENIZER_FILE):
                 e.data.tokenizer.save(self.workdir / TOKENIZER_FILE)
@@ -89,6 +96,15 @@ class _Run:
         self.last_row = {}
         self.step = 0
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
+
+    def _check_cluster(self):
+        """A run on a cluster stays on it: the folder of a clustering may hold another one now."""
+        here, before = self.data.members, runfolder.recorded(self.workdir).get("members")
+        if here and before and here.origin != before:
+            raise UsageError(
+                f"--workdir={self.workdir} was trained on another clustering than that in "
+                f"config.data.clusters={self.config.data.clusters!r}; use another --workdir"
+            )
 
     @contextlib.contextmanager
     def _timed(self, name):
@@ -167,7 +183,7 @@ class _Run:
         c = self.config.init
         if not c.run:
             return state
-        params, _ = restore_params(
+        params, diff = restore_params(
             pathlib.Path(c.run) / runfolder.CHECKPOINTS,
             state.params,
             allow_missing=c.missing,
@@ -175,6 +191,9 @@ class _Run:
             rename=c.rename,
             report=lambda diff: self.progress.println(f"starting from {c.run}: {diff}"),
         )
+        origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params)}
+        if jax.process_index() == 0:
+            runfolder.record(self.workdir, origin=origin)
         return state.replace(params=params)
 
     def _banner(self):

@@ -28,6 +28,9 @@ def make_config(source, tmp_path, **changes):
         cache_dir=str(tmp_path / "cache"),
         text_key="",
         max_bytes=0,
+        document_bytes=0,
+        clusters="",
+        cluster=-1,
     )
     assert set(changes) <= set(values)
     return ConfigDict(values | changes)

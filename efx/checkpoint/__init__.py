@@ -2,6 +2,13 @@
 
 from efx.checkpoint.files import CheckpointError
 from efx.checkpoint.manager import Checkpointer, Restored
-from efx.checkpoint.params import ParamsDiff, restore_params
+from efx.checkpoint.params import ParamsDiff, fingerprint, restore_params
 
-__all__ = ["CheckpointError", "Checkpointer", "ParamsDiff", "Restored", "restore_params"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "ParamsDiff",
+    "Restored",
+    "fingerprint",
+    "restore_params",
+]

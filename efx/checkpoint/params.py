@@ -5,9 +5,11 @@ composition, upcycling, conversions and sampling.
 """
 
 import dataclasses
+import hashlib
 import re
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from efx.checkpoint import files
@@ -115,6 +117,28 @@ def restore_params(
     if report is not None and differs and jax.process_index() == 0:
         report(str(diff))
     return result, diff
+
+
+def fingerprint(params):
+    """A hash of the names, shapes and values of parameters, the same for every way to shard them.
+
+    Each array is reduced to two sums of its bits, modulo 2^32, the second one weighted by position:
+    integer sums do not depend on their order.
+    """
+
+    @jax.jit
+    def sums(params):
+        def of(x):
+            bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+            place = jnp.arange(bits.size, dtype=jnp.uint32)
+            return jnp.stack([bits.sum(), (bits * (2 * place + 1)).sum()])
+
+        return jax.tree.map(of, params)
+
+    flat = {"/".join(path): x for path, x in files.flatten(params).items()}
+    found = jax.device_get(sums(flat))
+    parts = [f"{path} {flat[path].shape} {found[path].tolist()}" for path in sorted(flat)]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def _verify(name, folder):

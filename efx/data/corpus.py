@@ -90,13 +90,18 @@ def _texts(documents, kind):
             raise UsageError(f"{name}: {error}") from error
 
 
-def load_corpus(source, identity, tokenizer, split, eval_fraction, root):
-    """(Corpus, key): the tokens of `source`, made on the first call and read back after that."""
-    key = content_key("tokens", _VERSION, identity, split, eval_fraction, tokenizer.fingerprint)
+def load_corpus(source, identity, tokenizer, split, eval_fraction, root, members=None):
+    """(Corpus, key): the tokens of `source`, made on the first call and read back after that.
+
+    members: `clusters.Members`, the training documents to take; None: all.
+    """
+    parts = ["tokens", _VERSION, identity, split, eval_fraction, tokenizer.fingerprint]
+    key = content_key(*parts, *([members.key] if members else []))
 
     def build(folder):
         log.info("tokenising %s", source.name)
         pieces = split_documents(source, split, eval_fraction)
+        pieces = members.pick(pieces) if members else pieces
         _tokenise(folder, source.name, pieces, tokenizer)
 
     return Corpus(entry(root, "tokens", key, build)), key

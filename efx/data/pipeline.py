@@ -5,7 +5,7 @@ import operator
 
 import numpy as np
 
-from efx.data import corpus, shards, sources, tokenizers
+from efx.data import clusters, corpus, shards, sources, tokenizers
 from efx.data.cache import cache_root, content_key
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
@@ -41,6 +41,7 @@ def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_cou
         train, heldout = source.split(c.split, c.eval_fraction)
         key = content_key(source.identity(), c.split, c.eval_fraction, tokenizer.fingerprint)
         streams, spans, text_bytes = {"train": train, "eval": heldout}, None, None
+        members = None
     else:
         source = sources.open_source(c, root)
         identity, settings = source.identity(), (c.split, c.eval_fraction, root)
@@ -48,7 +49,8 @@ def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_cou
             tokenizer = tokenizers.load_tokenizer(tokenizer_path)
         else:
             tokenizer = corpus.make_tokenizer(c.tokenizer, source, identity, *settings)
-        text, key = corpus.load_corpus(source, identity, tokenizer, *settings)
+        members = clusters.members(c, identity)
+        text, key = corpus.load_corpus(source, identity, tokenizer, *settings, members)
         streams, spans = {"train": text.train, "eval": text.eval}, text.spans
         text_bytes = text.text_bytes
     for split, stream in streams.items():
@@ -58,7 +60,9 @@ def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_cou
                 f" {corpus.PART_NAMES[split]} of {source.name} has {len(stream)} tokens, and a row"
                 " takes one more than seq_len"
             )
-    return Data(c, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count)
+    data = Data(c, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count)
+    data.members = members
+    return data
 
 
 def _check(c, process_count):
@@ -68,6 +72,7 @@ def _check(c, process_count):
     if c.max_bytes < 0:
         raise UsageError(f"config.data.max_bytes={c.max_bytes} should be 0 (no limit) or more")
     corpus.check_split(c.split, c.eval_fraction)
+    clusters.check(c)
     if c.shuffle not in SHUFFLES:
         hint = nearest(c.shuffle, SHUFFLES)
         raise UsageError(f"config.data.shuffle={c.shuffle!r} is not one of windows, random{hint}")
@@ -124,7 +129,10 @@ class Data:
       vocab_size: number of token ids.
       train_tokens, eval_tokens: tokens in the two splits, which have no text in common.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
+      members: `clusters.Members` that the training split is limited to, or None.
     """
+
+    members = None
 
     def __init__(
         self, config, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count

@@ -2,8 +2,10 @@
 
     text:PATH          a file, a folder (every file below it) or a glob; each file is a document
     stdlib             the source code of the running Python's standard library
+    pydoc              the language reference that comes with Python; each topic is a document
     arrayrecord:GLOB   ArrayRecord files; each record is a document
     hf:NAME[:CONFIG]   the train split of a Hugging Face dataset; each row is a document
+    mix:A,B,...        the documents of several of these, one after another (`mixture.py`)
 
 (`tokens:DIR`, text that is already tokenised, is in `shards.py`.)
 """
@@ -19,7 +21,8 @@ from pathlib import Path
 from efx.data.cache import content_key, file_digest
 from efx.errors import UsageError, nearest
 
-KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf")
+KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
+_WITHOUT_ARGUMENT = ("stdlib", "pydoc")
 
 # Left out of the standard library: what is installed into it, its tests (a third of it and more,
 # absent on some systems) and files that the build of this Python generated.
@@ -31,10 +34,11 @@ _RECORDS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` for messages, `data` its bytes."""
+    """One text: `name` for messages, `data` its bytes, `part` of a mixture that it is from."""
 
     name: str
     data: bytes
+    part: str = ""
 
 
 def parse(source):
@@ -49,22 +53,45 @@ def parse(source):
         if os.path.exists(str(source)):
             hint = f" (a file or folder is 'text:{source}')"
         raise UsageError(
-            f"config.data.source={source!r} is of an unknown kind{hint}; use stdlib, text:PATH,"
-            " tokens:DIR, arrayrecord:GLOB or hf:NAME"
+            f"config.data.source={source!r} is of an unknown kind{hint}; use stdlib, pydoc,"
+            " text:PATH, tokens:DIR, arrayrecord:GLOB, hf:NAME or mix:A,B"
         )
-    if (kind == "stdlib") == bool(argument) or (kind == "stdlib" and colon):
-        form = {"stdlib": "stdlib", "tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB"}
+    bare = kind in _WITHOUT_ARGUMENT
+    if bare == bool(argument) or (bare and colon):
+        form = {"tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
+        form |= {name: name for name in _WITHOUT_ARGUMENT}
         wanted = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
         raise UsageError(f"config.data.source={source!r} should read {wanted}")
     return kind, argument
 
 
 def open_source(config_data, root):
-    """The source of documents that `config_data` names; `root` is the cache folder."""
-    kind, argument = parse(config_data.source)
-    name, limit = f"config.data.source={config_data.source!r}", config_data.max_bytes
+    """The source of documents that `config_data` names; `root` is the cache folder.
+
+    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0.
+    """
+    from efx.data.mixture import Pieces
+
+    source = _open(config_data, config_data.source, root)
+    size = config_data.document_bytes
+    return Pieces(source, size) if size else source
+
+
+def _open(config_data, wanted, root, skip=()):
+    from efx.data import mixture
+
+    kind, argument = parse(wanted)
+    name, limit = f"config.data.source={wanted!r}", config_data.max_bytes
+    if kind == "mix":
+        parts = mixture.parse(name, argument)
+        # The standard library's source has the language reference in it: once is enough.
+        skip = {"pydoc_data"} if "pydoc" in parts else set()
+        opened = [(part, _open(config_data, part, root, skip)) for part in parts]
+        return mixture.Mixture(name, opened)
+    if kind == "pydoc":
+        return mixture.Topics(name, limit)
     if kind == "stdlib":
-        return TextFiles(name, _stdlib_files(name), limit, root, skip_binary=True)
+        return TextFiles(name, _stdlib_files(name, skip), limit, root, skip_binary=True)
     if kind == "text":
         return TextFiles(name, _text_files(name, argument), limit, root)
     if kind == "arrayrecord":
@@ -99,13 +126,11 @@ def _text_files(name, argument):
     return sorted(found, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
 
 
-def _stdlib_files(name):
-    root = sysconfig.get_paths()["stdlib"]
+def _stdlib_files(name, skip=()):
+    root, skip = sysconfig.get_paths()["stdlib"], _STDLIB_SKIP_FOLDERS | set(skip)
     found = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [
-            f for f in folders if f not in _STDLIB_SKIP_FOLDERS and not f.startswith("config-")
-        ]
+        folders[:] = [f for f in folders if f not in skip and not f.startswith("config-")]
         found += [
             os.path.join(folder, f)
             for f in files
@@ -175,7 +200,7 @@ class ArrayRecords:
 
     def documents(self):
         """Yields a Document a record. Raises UsageError on a file or record of another kind."""
-        return _limited(self._all(), self._max_bytes)
+        return limited(self._all(), self._max_bytes)
 
     def _all(self):
         from array_record.python.array_record_module import ArrayRecordReader
@@ -250,7 +275,7 @@ class HuggingFace:
             Document(f"row {i}", row[self._key].encode("utf-8", "surrogatepass"))
             for i, row in enumerate(self._rows)
         )
-        return _limited(rows, self._max_bytes)
+        return limited(rows, self._max_bytes)
 
 
 def _fields(record):
@@ -266,7 +291,7 @@ def _fields(record):
             return None
 
 
-def _limited(documents, max_bytes):
+def limited(documents, max_bytes):
     """The documents up to `max_bytes` in all (0: all of them); the last is cut, empty ones go."""
     left = max_bytes or float("inf")
     for document in documents:

@@ -19,7 +19,7 @@ import sys
 
 import jax
 
-from efx.config_file import load_config
+from efx.command_line import load_config
 from efx.errors import UsageError
 from efx.layers.stack import Layer
 from efx.studies.step_time import Stepper, random_tokens

@@ -19,21 +19,18 @@ needs no JAX.
 """
 
 import argparse
-import concurrent.futures
 import importlib.util
 import json
-import os
 import pathlib
-import queue
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity, read_metrics
 from efx.runfolder import write_atomic, writing
+from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
@@ -96,57 +93,21 @@ def run_all(sweep, workdir, extra=(), jobs=1):
         last = final_row(folder(workdir, name, seed))
         budget = {sweep["equal"]: last[sweep["equal"]]}
 
-    def one(item):
+    def one(item, cpus):
         name, seed = item
-        own = {} if name == first else budget
-        if jobs == 1:
-            return _run(sweep, workdir, name, seed, own, extra)
-        cpus = shares.get()
-        try:
-            return _run(sweep, workdir, name, seed, own, extra, cpus)
-        finally:
-            shares.put(cpus)
+        _run(sweep, workdir, name, seed, {} if name == first else budget, extra, cpus)
 
-    shares = queue.SimpleQueue()
-    for share in _split_cpus(jobs):
-        shares.put(share)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, item) for item in todo]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _split_cpus(jobs):
-    """A set of CPUs for each of `jobs`, where the system lets a process choose its CPUs."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [set()] * jobs
-    cpus = sorted(os.sched_getaffinity(0))
-    return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
+    jobs_lib.run_all(one, todo, jobs)
 
 
 def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
     arguments = command(sweep, workdir, name, seed, budget, extra)
-    print(f"== {name}, seed {seed}: python -m efx.main {shlex.join(arguments)}", flush=True)
-    run = [sys.executable, "-m", "efx.main", *arguments]
-    if cpus is None:
-        done, where = subprocess.run(run, check=False), "its last line"
-    else:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cpus)  # of this thread, and of what it starts
-        log = pathlib.Path(f"{folder(workdir, name, seed)}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        where = str(log)
-        with open(log, "a") as file:
-            done = subprocess.run(run, check=False, stdout=file, stderr=subprocess.STDOUT)
-        ended = [line for line in log.read_text().splitlines() if line.startswith("finished")]
-        print(f"-- {name}, seed {seed}: {' '.join(ended[-1:])}", flush=True)
-    if done.returncode:
+    status, where = jobs_lib.run_main(
+        f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
+    )
+    if status:
         raise UsageError(
-            f"the run {name!r} with seed {seed} ended with status {done.returncode}; "
+            f"the run {name!r} with seed {seed} ended with status {status}; "
             f"{where} says why. Start the sweep again to go on from here"
         )
 

@@ -1,0 +1,73 @@
+"""cBTM: clusters of a corpus, one expert for each trained on its own, a sparse ensemble of them.
+
+    python -m efx.studies.cbtm --config configs/cbtm.py --workdir runs/cbtm
+
+does all of it: it clusters the documents, trains a seed model on everything and then, from the
+seed model, an expert on each cluster, and evaluates. The same by hand, the experts on as many
+machines as there are, without a word between them:
+
+    python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
+    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=...
+    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/expert_0 --config.steps=... \
+        --config.init.run=runs/cbtm/seed --config.data.clusters=runs/cbtm/clusters \
+        --config.data.cluster=0
+    python -m efx.main --mode=evaluate --workdir runs/cbtm
+    python -m efx.main --mode=sample --workdir runs/cbtm --prompt 'def '
+
+Scaling Expert Language Models with Unsupervised Domain Discovery (Gururangan et al. 2023, arXiv
+2303.14177). The corpus is two kinds of real text that come with every Python, unlabelled: the
+source of the standard library and the language reference. Any other text in its place or beside
+it: `--config.data.source=mix:stdlib,text:input.txt`.
+
+Knobs: `config.cluster` (how many clusters, how they are found, the seed model's share of the
+budget), `config.ensemble` (tau, top_k, how often the weights are computed), in configs/common.py.
+`config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
+
+Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
+of `python -m efx.studies.cbtm_table`. Hardware: 2 CPU cores.
+"""
+
+from configs import common
+
+VARIANTS = {
+    "smoke": {
+        **common.SMOKE,
+        "steps": 60,
+        "data.max_bytes": 200_000,
+        "data.document_bytes": 1024,
+        "model.width": 32,
+        "model.depth": 2,
+        "model.num_heads": 2,
+        "cluster.count": 2,
+        "checkpoint.every": 10,
+    },
+    "table": {
+        "steps": 2400,
+        "data.seq_len": 128,
+        "model.width": 64,
+        "model.depth": 4,
+        "evaluate.every": 0,
+        "sample.every": 0,
+        "checkpoint.every": 0,
+        "log.tensorboard": False,
+    },
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(
+        config,
+        {
+            **common.STDLIB,
+            "steps": 3000,
+            "data.source": "mix:stdlib,pydoc",
+            "data.max_bytes": 2_000_000,
+            "data.document_bytes": 2048,
+            "data.split": "documents",
+            "data.packing": True,
+            "data.eval_fraction": 0.05,
+            "model.depth": 4,
+        },
+    )
+    return common.variant(config, arg, **VARIANTS)

@@ -1,0 +1,97 @@
+"""Sources made of sources: a mixture of several, and documents cut into pieces."""
+
+from efx.data import sources
+from efx.data.cache import content_key
+from efx.errors import UsageError
+
+
+def parse(name, argument):
+    """The parts of `mix:A,B,...`, each a source of its own; raises UsageError on what cannot be."""
+    parts = argument.split(",")
+    for part in parts:
+        kind = sources.parse(part)[0]
+        if kind in ("mix", "tokens"):
+            raise UsageError(f"{name}: {part!r} cannot be a part of a mixture; use text sources")
+    if len(set(parts)) < len(parts) or len(parts) < 2:
+        raise UsageError(f"{name}: a mixture has two or more different parts, divided by commas")
+    return parts
+
+
+class Mixture:
+    """The documents of several sources, one source after another.
+
+    Each document tells its part, which is for reports only: nothing that trains reads it.
+    """
+
+    def __init__(self, name, parts):
+        self.name, self._parts = name, parts
+
+    def identity(self):
+        """Hash of the content of all parts."""
+        return content_key("mix", [source.identity() for _, source in self._parts])
+
+    def documents(self):
+        """Yields the Documents of every part."""
+        for part, source in self._parts:
+            for document in source.documents():
+                yield sources.Document(document.name, document.data, part)
+
+
+class Topics:
+    """Python's language reference, as `help()` shows it: prose with a little code in it."""
+
+    def __init__(self, name, max_bytes):
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise UsageError(
+                f"{name}: this Python comes without its language reference; use text:PATH"
+            ) from error
+        self.name, self._topics, self._max_bytes = name, topics, max_bytes
+
+    def identity(self):
+        """Hash of the texts."""
+        return content_key("pydoc", [d.data.decode() for d in self.documents()])
+
+    def documents(self):
+        """Yields a Document a topic, by name."""
+        whole = (
+            sources.Document(f"topic {topic}", self._topics[topic].encode())
+            for topic in sorted(self._topics)
+        )
+        return sources.limited(whole, self._max_bytes)
+
+
+class Pieces:
+    """The documents of a source, each cut into pieces of at most `size` bytes.
+
+    A piece ends after a line where there is one in its second half, and never inside a character.
+    """
+
+    def __init__(self, source, size):
+        if size < 16:
+            raise UsageError(f"config.data.document_bytes={size} should be 0 (whole) or 16 or more")
+        self.name, self._source, self._size = source.name, source, size
+
+    def identity(self):
+        """Hash of the content and of where it is cut."""
+        return content_key("pieces", self._size, self._source.identity())
+
+    def documents(self):
+        """Yields the pieces as Documents."""
+        for document in self._source.documents():
+            start = 0
+            while start < len(document.data):
+                piece = self._piece(document.data[start : start + self._size + 1])
+                name = document.name if not start else f"{document.name} from byte {start}"
+                yield sources.Document(name, piece, document.part)
+                start += len(piece)
+
+    def _piece(self, data):
+        """The beginning of `data`, which is one byte longer than a piece where more follows."""
+        if len(data) <= self._size:
+            return data
+        line = data.rfind(b"\n", self._size // 2, self._size)
+        if line >= 0:
+            return data[: line + 1]
+        return sources.whole_characters(data[: self._size])

@@ -1,0 +1,563 @@
+"""cBTM: the mixture by hand, experts that really train, evaluation, sampling, bad input."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data_helpers import same
+
+from efx import main as main_lib
+from efx import models, run_config, runfolder
+from efx.compose.corpus import Text
+from efx.compose.sample import EnsembleSampler
+from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+from efx.models import ensemble as mixtures
+
+# ---- the mixture -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_weights_by_hand(top_k):
+    distances = np.array([[0.1, 0.4, 0.2], [0.5, 0.5, 0.9], [0.0, 40.0, 0.0]], np.float32)
+    got = np.exp(np.asarray(mixtures.log_weights(jnp.asarray(distances), 0.3, top_k)))
+    for row, weights in zip(distances, got, strict=True):
+        order = np.argsort(row, kind="stable")[:top_k]
+        expected = np.zeros(3)
+        expected[order] = np.exp(-row[order] / 0.3) / np.exp(-row[order] / 0.3).sum()
+        np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-30)
+
+
+def test_weights_of_extreme_temperatures_stay_finite():
+    distances = jnp.array([[1.0, 1.5, 2.0]])
+    cold = mixtures.log_weights(distances, 1e-6, 2)
+    assert np.isfinite(np.asarray(cold)[0, :2]).all() and cold[0, 2] == -jnp.inf
+    np.testing.assert_allclose(np.exp(np.asarray(cold)), [[1, 0, 0]])
+    hot = mixtures.log_weights(distances, 1e6, 3)
+    np.testing.assert_allclose(np.exp(np.asarray(hot)), np.full((1, 3), 1 / 3), rtol=1e-5)
+
+
+def test_the_mixture_by_hand():
+    rng = np.random.default_rng(0)
+    logits_BEV = rng.normal(size=(2, 3, 5)).astype(np.float32) * 4
+    probs_BEV = np.exp(logits_BEV) / np.exp(logits_BEV).sum(-1, keepdims=True)
+    weights_BE = np.array([[0.2, 0.0, 0.8], [1.0, 0.0, 0.0]])
+    with np.errstate(divide="ignore"):
+        log_w = np.log(weights_BE).astype(np.float32)
+    expected = np.einsum("BEV,BE->BV", probs_BEV, weights_BE)
+    got = np.exp(np.asarray(mixtures.mix_logits(jnp.asarray(logits_BEV), jnp.asarray(log_w))))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_allclose(got.sum(-1), 1, rtol=1e-5)
+    one = mixtures.mix(jnp.log(probs_BEV[:, :, 3]), jnp.asarray(log_w))
+    np.testing.assert_allclose(np.exp(np.asarray(one)), expected[:, 3], rtol=1e-5)
+
+
+# ---- sampling ----------------------------------------------------------------------------------
+
+CONTEXT, EXPERTS = 24, 4
+LETTERS = CharTokenizer("\nabcdefghijklmnopqrstuvwxyz")
+
+
+@functools.cache
+def experts(**changes):
+    """(model, variables of each of the experts): one small architecture, several parameters."""
+    changes = changes or {"width": 32}
+    model = families.make(changes, vocab_size=LETTERS.vocab_size, context=CONTEXT)
+    return model, [{"params": families.random_params(model, seed=j)} for j in range(EXPERTS)]
+
+
+# With room for every token, whatever the length of the text.
+MOD = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.slack": 2.0}
+
+
+class Wandering:
+    """Distances that change with the text, so that experts come and go."""
+
+    def __init__(self):
+        self.seen = []
+
+    def distances(self, texts):
+        found = []
+        for text in texts:
+            self.seen.append(text)
+            rng = np.random.default_rng(list(text.encode()))
+            found.append(rng.random(EXPERTS))
+        return np.array(found, np.float32)
+
+
+class Settings:
+    tau, top_k, every = 0.2, 2, 5
+
+
+def settings(**changes):
+    block = Settings()
+    vars(block).update(changes)
+    return block
+
+
+def sampled(prompt="abcab", n=40, seed=0, options=None, model_changes=None, **changes):
+    """(ids of prompt and continuation, sampler, clustering)."""
+    model, variables = experts(**(model_changes or {}))
+    clustering = Wandering()
+    sampler = EnsembleSampler(
+        model, clustering, LETTERS, settings(**changes), **({"temperature": 0.0} | (options or {}))
+    )
+    ids = LETTERS.encode(prompt).tolist()
+    for (new,) in sampler.tokens(variables, [ids], max_new_tokens=n, seeds=[seed]):
+        ids = ids + new
+    return ids, sampler, clustering
+
+
+@functools.cache
+def full_forward(model):
+    return jax.jit(model.apply)
+
+
+def mixture_logits(model, variables, text, log_w):
+    """log p of the next token by the full forward pass of every expert, over a padded text."""
+    padded = jnp.asarray([text + [0] * (CONTEXT - len(text))], jnp.int32)
+    logits = [full_forward(model)(own, padded)[0, len(text) - 1] for own in variables]
+    logits = np.stack(logits)[:, : model.vocab_size]
+    with np.errstate(divide="ignore"):
+        probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return np.log(np.exp(log_w) @ probs)
+
+
+@pytest.mark.parametrize("changes", [{}, MOD])
+def test_cached_decoding_is_the_full_forward_pass(changes):
+    """Greedy tokens of the caches against those of every expert reading the text anew, while
+    experts come and go."""
+    start, n, every = "abcab", 18, 4
+    ids, sampler, clustering = sampled(start, n, every=every, model_changes=changes)
+    model, variables = experts(**changes)
+    text = ids[: len(start)]
+    if changes:  # whatever a sampler does at every step
+        model = model.clone(selection="causal")
+    for made in range(n):
+        if made % every == 0:
+            log_w = sampler.weights(text)
+        expected = mixture_logits(model, variables, text, log_w)
+        taken = ids[len(text)]
+        assert expected[taken] > expected.max() - 1e-4, made
+        text.append(taken)
+    assert sampler.stats["switches"] > 0 and sampler.stats["new_tokens"] == n
+    assert len(set(ids)) > 3  # not one token over and over
+
+
+def test_weights_are_computed_from_the_text_so_far_every_so_many_tokens():
+    ids, sampler, clustering = sampled("abcab", 12, every=5)
+    text = LETTERS.decode(ids)
+    assert clustering.seen == [text[:5], text[:10], text[:15]]
+    assert sum(sampler.stats["experts"].values()) == 2 * 12
+
+
+def test_only_the_experts_in_use_have_a_cache():
+    model, _ = experts()
+    one = sum(x.nbytes for x in jax.tree.leaves(models.init_cache(model, 1, CONTEXT)))
+    for top_k in (1, 2, 3):
+        _, sampler, _ = sampled(top_k=top_k)
+        assert sampler.stats["cache_bytes"] == top_k * one
+        assert len(sampler.stats["experts"]) > top_k or sampler.stats["switches"] == 0
+
+
+def test_one_expert_in_use_is_that_model_alone():
+    """With top_k=1 and one choice for the whole text: what an ordinary sampler makes."""
+    from efx.sample import Sampler
+
+    model, variables = experts()
+    options = dict(temperature=0.9, top_p=0.95)
+    ids, sampler, _ = sampled(n=15, seed=3, options=options, top_k=1, every=100)
+    (j,) = sampler.stats["experts"]
+    plain, prompt = Sampler(model, **options), LETTERS.encode("abcab").tolist()
+    expected = list(prompt)
+    for (new,) in plain.tokens(variables[j], [prompt], max_new_tokens=15, seeds=[3]):
+        expected += new
+    assert ids == expected
+
+
+def test_a_text_that_outgrows_the_context_goes_on():
+    ids, sampler, _ = sampled("abcab", 50, every=7)
+    assert len(ids) == 55 and sampler.stats["slides"] >= 2
+    # From the slide on, the text is read again from position 0 with its last half of the context.
+    model, variables = experts()
+    made, begin = 0, 0
+    text = ids[:5]
+    for made in range(50):
+        if len(text) - begin > CONTEXT:
+            begin = len(text) - CONTEXT // 2
+        if made % 7 == 0:
+            log_w = sampler.weights(text)
+        expected = mixture_logits(model, variables, text[begin:], log_w)
+        assert expected[ids[len(text)]] > expected.max() - 1e-4, made
+        text.append(ids[len(text)])
+
+
+def test_the_same_seed_samples_the_same_and_another_does_not():
+    options = dict(temperature=1.0)
+    first, again = (sampled(seed=7, options=options)[0] for _ in range(2))
+    assert first == again and first != sampled(seed=8, options=options)[0]
+
+
+def test_a_stop_token_ends_the_text():
+    free, _, _ = sampled(n=20)
+    stop = free[12]
+    ids, sampler, _ = sampled(n=20, options={"stop_ids": (stop,)})
+    assert ids == free[: free.index(stop, 5)]
+
+
+def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from efx.checkpoint import fingerprint
+
+    value = np.arange(16, dtype=np.float32).reshape(8, 2)
+    params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
+    first = fingerprint(params)
+    mesh = Mesh(np.array(jax.devices()), "x")
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+    assert fingerprint(placed) == first
+    swapped = value.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]  # the same numbers in another order
+    for other in (
+        {"a": {"kernel": swapped}, "b": params["b"]},
+        {"a": params["b"], "b": params["a"]},
+        {"a": {"kernel": value.reshape(2, 8)}, "b": params["b"]},
+        {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
+    ):
+        assert fingerprint(other) != first
+
+
+# ---- from documents to an ensemble -------------------------------------------------------------
+
+CONFIG = """
+from configs import cbtm, common
+
+def get_config(arg=""):
+    config = cbtm.get_config("smoke")
+    return common.apply(config, {changes})
+"""
+TINY = {
+    "steps": 24,
+    "data.source": "mix:stdlib,pydoc",
+    "data.max_bytes": 40_000,
+    "data.document_bytes": 512,
+    "data.eval_fraction": 0.1,
+    "data.seq_len": 64,
+    "data.batch_size": 8,
+    "cluster.seed_fraction": 0.5,
+    "ensemble.every": 16,
+    "evaluate.every": 0,
+    "evaluate.max_batches": 0,
+    "sample.every": 0,
+    "checkpoint.every": 3,
+    "checkpoint.keep_last": 3,
+    "log.tensorboard": False,
+    "log.every": 1,
+}
+
+
+def libraries():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra compose)")
+    pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
+
+
+def run(job, *more):
+    return main_lib.main(["efx", *job.arguments, *more])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    libraries()
+    path = tmp_path_factory.mktemp("config") / "tiny_cbtm.py"
+    path.write_text(CONFIG.replace("{changes}", repr(TINY)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, tmp_path_factory):
+    """(folder, Plan) after every command of the driver, each of them run for real."""
+    from efx.studies import cbtm
+
+    folder = tmp_path_factory.mktemp("cbtm") / "all"
+    plan = cbtm.make_plan(recipe, folder)
+    for job in (plan.cluster, plan.seed, *plan.experts, plan.evaluate):
+        assert run(job) == 0, job.title
+    return folder, plan
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A folder of one's own to spoil. Experts name it by contents, not by path."""
+    shutil.copytree(trained[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def evaluation(folder):
+    return json.loads((pathlib.Path(folder) / "evaluation.json").read_text())
+
+
+def last_params(folder):
+    from efx import inference
+
+    return inference.restore(run_config.get_config(folder), folder)[2]
+
+
+@pytest.mark.slow
+def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
+    folder, plan = trained
+    assert (plan.seed.steps, [job.steps for job in plan.experts]) == (12, [6, 6])
+    record = [runfolder.recorded(job.folder) for job in plan.experts]
+    assert record[0]["origin"] == record[1]["origin"]
+    assert record[0]["origin"]["step"] == 12
+    assert [r["members"]["cluster"] for r in record] == [0, 1]
+    for job in plan.experts:
+        command = job.command()
+        assert f"--config.init.run={folder}/seed" in command and "--config.data.cluster=" in command
+
+
+@pytest.mark.slow
+def test_evaluation_agrees_with_the_ordinary_one_and_with_its_parts(trained):
+    from efx import inference
+
+    folder, plan = trained
+    result = evaluation(folder)
+    for name, run_folder in (("expert 1", folder / "expert_1"), ("seed model", folder / "seed")):
+        ordinary = inference.evaluate(run_config.get_config(run_folder), run_folder)
+        np.testing.assert_allclose(result[name]["loss"], ordinary["eval/loss"], rtol=1e-5)
+        np.testing.assert_allclose(
+            result[name]["bits_per_byte"], ordinary["eval/bits_per_byte"], rtol=1e-5
+        )
+        assert result[name]["tokens"] == ordinary["eval/tokens"]
+    # Every expert is better at its own cluster than the other one, and the oracle is made of that.
+    own = [result[f"expert {j}"]["clusters"][j] for j in range(2)]
+    assert own[0] < result["expert 1"]["clusters"][0] and own[1] < result["expert 0"]["clusters"][1]
+    np.testing.assert_allclose(result["oracle cluster"]["clusters"], own, rtol=1e-6)
+    assert result["top 2"]["experts"] == 2 and result["top 1"]["experts"] == 1
+    assert result["uniform"]["loss"] <= np.mean([result[f"expert {j}"]["loss"] for j in range(2)])
+    assert set(result["top 2"]["parts"]) == {"stdlib", "pydoc"}
+    text = (folder / "evaluation.md").read_text()
+    assert f"| top 2 | 2 | {result['top 2']['loss']:.4f} |" in text
+
+
+@pytest.mark.slow
+def test_the_ensemble_of_one_is_the_single_model(recipe, tmp_path):
+    from efx.studies import cbtm
+
+    plan = cbtm.make_plan(
+        recipe, tmp_path / "one", ["--config.cluster.count=1", "--config.ensemble.top_k=1"]
+    )
+    for job in (plan.cluster, plan.seed, *plan.experts, plan.evaluate):
+        assert run(job) == 0, job.title
+    result = evaluation(tmp_path / "one")
+    for name in ("uniform", "oracle cluster", "oracle domain", "expert 0"):
+        np.testing.assert_allclose(result[name]["loss"], result["top 1"]["loss"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_no_probability_depends_on_later_text(trained):
+    """Held-out text is changed from one byte on, in the middle of a block and of a piece."""
+    from efx.compose import evaluate
+    from efx.compose.members import Ensemble
+
+    folder, _ = trained
+    config = run_config.get_config(folder)
+    ensemble = Ensemble(config, folder)
+    rng = np.random.default_rng(0)
+    data = (b"import os\ndef parse(self, argument): return self.argument\n" * 6)[:300]
+    place, rows = 201, config.evaluate.batch_size
+    later = bytes(rng.choice(list(b"the expression is evaluated "), len(data) - place).tolist())
+    restored = [ensemble.restore(j) for j in range(2)]
+
+    def log_probs(data):
+        held = evaluate.held_out([Text(b"", "x", data, "")], ByteTokenizer(), 64, 16, rows)
+        weights, _ = evaluate.document_weights(
+            held, ensemble.clustering, ensemble.documents, [], config.ensemble
+        )
+        each = np.stack([evaluate.log_probs(r, held.batch, rows) for r in restored], -1)
+        each = each[: len(held.document_R)]
+        valid = held.batch["weights"][: len(held.document_R)] > 0
+        log_w = weights["top 2"][0][held.block_RT]
+        mixed = np.log(np.sum(np.exp(each + log_w), -1))
+        return mixed[valid], log_w[valid]
+
+    (first, weights), (second, others) = log_probs(data), log_probs(data[:place] + later)
+    assert len(first) == len(data) + 1  # the end of the document is scored too
+    np.testing.assert_allclose(first[:place], second[:place], atol=1e-5)
+    # Weights are those of the last multiple of 16: token 208 is the first to see the change.
+    np.testing.assert_array_equal(weights[:208], others[:208])
+    assert np.abs(weights[208:] - others[208:]).max() > 1e-3
+    assert np.abs(first[place:] - second[place:]).max() > 1e-3
+    assert np.unique(weights[:, 0]).size > 5  # they do follow the text
+
+
+@pytest.mark.slow
+def test_an_interrupted_expert_goes_on_to_the_same_parameters(trained, copy, recipe):
+    """Expert 1 is back at step 3, and expert 0 has not begun: neither needs the other."""
+    from efx.studies import cbtm
+
+    folder, _ = trained
+    plan = cbtm.make_plan(recipe, copy)
+    shutil.rmtree(copy / "expert_0")
+    shutil.rmtree(copy / "expert_1/checkpoints/6")
+    # The copy was told to start from the copied seed model; a run keeps the config that it has.
+    text = (copy / "expert_1/config.json").read_text()
+    (copy / "expert_1/config.json").write_text(text.replace(str(folder), str(copy)))
+    for job in reversed(plan.experts):
+        assert not cbtm.finished(job)
+        assert run(job) == 0
+        assert cbtm.finished(job)
+        same_tree(last_params(job.folder), last_params(folder / job.folder.name))
+    assert run(plan.evaluate) == 0
+    assert evaluation(copy) == evaluation(folder)
+
+
+def same_tree(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    same(*({str(i): x for i, x in enumerate(side)} for side in zip(*leaves, strict=True)))
+
+
+@pytest.mark.slow
+def test_the_driver_does_it_all_and_passes_over_what_is_finished(
+    trained, recipe, tmp_path, root, monkeypatch, capfd
+):
+    from efx.studies import cbtm
+
+    monkeypatch.chdir(root)
+    folder = tmp_path / "driven"
+    arguments = ["--config", recipe, "--workdir", str(folder), "--jobs", "2"]
+    assert cbtm.main([*arguments, "--commands"]) == 0
+    commands = capfd.readouterr().out
+    assert commands.count("python -m efx.main") == 5 and not folder.exists()
+    assert cbtm.main(arguments) == 0, capfd.readouterr()
+    out = capfd.readouterr().out
+    assert all(line in out for line in commands.splitlines() if line.startswith("python"))
+    # Processes of one device against one process of eight: the same up to rounding.
+    ours, theirs = evaluation(folder), evaluation(trained[0])
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name]["loss"], theirs[name]["loss"], rtol=1e-3)
+    assert cbtm.main(arguments) == 0
+    out = capfd.readouterr().out
+    assert out.count("finished already") == 3
+
+
+@pytest.mark.slow
+def test_sampling_from_the_command_line(trained, capsys):
+    folder, _ = trained
+    command = ["efx", "--mode=sample", f"--workdir={folder}", "--prompt=def parse(self):"]
+    command += ["--config.sample.max_new_tokens=40", "--config.ensemble.every=8"]
+    assert main_lib.main(command) == 0
+    first = capsys.readouterr()
+    assert first.out.startswith("def parse(self):") and len(first.out) > 30
+    assert "experts of 2 in use: 0 for 100%, 1 for 100%" in first.err
+    assert main_lib.main(command) == 0
+    assert capsys.readouterr().out == first.out
+    assert main_lib.main([*command, "--config.ensemble.top_k=1"]) == 0
+    assert "0 for 100%, 1 for 100%" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_does_not_belong_together_is_one_line(trained, copy, recipe, capsys):
+    folder, plan = trained
+    others = [arg.replace(str(folder), str(copy)) for arg in plan.experts[1].arguments]
+    evaluate = ["efx", "--mode=evaluate", f"--workdir={copy}"]
+
+    def refuse(*words, command=evaluate, more=()):
+        capsys.readouterr()
+        assert main_lib.main([*command, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words), error
+
+    refuse("config.ensemble.top_k=3", "at most 2", more=["--config.ensemble.top_k=3"])
+    refuse("config.ensemble.top_k=0", more=["--config.ensemble.top_k=0"])
+    refuse("config.ensemble.tau=0.0", more=["--config.ensemble.tau=0.0"])
+    refuse("config.ensemble.every=0", more=["--config.ensemble.every=0"])
+    refuse("--step=3", more=["--step=3"])
+    refuse("of other documents", more=["--config.data.max_bytes=30000"])
+    shutil.move(copy / "expert_1", copy / "away")
+    refuse("expert 1 of 2 is missing", "efx.studies.cbtm")
+    # The other expert in its place.
+    shutil.copytree(copy / "expert_0", copy / "expert_1")
+    refuse("expert 1 of 2", "was not trained on cluster 1")
+    shutil.rmtree(copy / "expert_1")
+    # One that was started from scratch.
+    scratch = [arg for arg in others if "init.run" not in arg]
+    assert main_lib.main(["efx", *scratch, "--config.steps=2"]) == 0
+    refuse("was not started from a seed model")
+    shutil.rmtree(copy / "expert_1")
+    # One of another seed model, and of another vocabulary.
+    seed = [arg.replace(str(folder), str(copy)) for arg in plan.seed.arguments]
+    seed = [arg.replace("/seed", "/other_seed") for arg in seed]
+    assert main_lib.main(["efx", *seed, "--config.seed=1", "--config.steps=2"]) == 0
+    foreign = [arg.replace("init.run=" + str(copy) + "/seed", f"init.run={copy}/other_seed")
+               for arg in others]  # fmt: skip
+    assert main_lib.main(["efx", *foreign, "--config.steps=2"]) == 0
+    refuse("expert 1 of 2", "started from another seed model", "other_seed at step 2")
+    tokenizer = CharTokenizer("ab")
+    tokenizer.save(copy / "expert_1/tokenizer.json")
+    refuse("has another vocabulary than expert 0")
+    shutil.rmtree(copy / "expert_1")
+    shutil.move(copy / "away", copy / "expert_1")
+    # The right experts, and another seed model beside them.
+    shutil.rmtree(copy / "seed")
+    shutil.move(copy / "other_seed", copy / "seed")
+    refuse("is not the seed model that the experts were started from")
+    shutil.rmtree(copy / "seed")
+    assert main_lib.main(evaluate) == 0
+
+
+@pytest.mark.slow
+def test_a_run_stays_on_its_clustering(trained, copy, recipe, capsys):
+    folder, plan = trained
+    shutil.rmtree(copy / "clusters")
+    command = [arg.replace(str(folder), str(copy)) for arg in plan.cluster.arguments]
+    assert main_lib.main(["efx", *command, "--config.cluster.method=random"]) == 2
+    assert "config.cluster.method" in capsys.readouterr().err
+    for name in ("config.json", "run.json"):
+        (copy / name).unlink()
+    assert main_lib.main(["efx", *command, "--config.cluster.method=random"]) == 0
+    text = (copy / "expert_1/config.json").read_text()
+    (copy / "expert_1/config.json").write_text(text.replace(str(folder), str(copy)))
+    capsys.readouterr()
+    expert = [arg.replace(str(folder), str(copy)) for arg in plan.experts[1].arguments]
+    assert main_lib.main(["efx", *expert]) == 2
+    assert "was trained on another clustering" in capsys.readouterr().err
+
+
+def test_bad_budgets_and_commands(tmp_path, root, monkeypatch, capsys):
+    from efx.studies import cbtm, cbtm_table
+
+    monkeypatch.chdir(root)
+    base = ["--config", "configs/cbtm.py:smoke", "--workdir", str(tmp_path / "w")]
+
+    def refuse(words, *arguments, main=cbtm.main):
+        assert main([*base, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, error
+        assert not (tmp_path / "w").exists()
+
+    refuse("--jobs=0", "--jobs", "0")
+    refuse("config.steps=4: too few", "--", "--config.steps=4", "--config.cluster.count=8")
+    refuse("config.cluster.seed_fraction=1.5", "--", "--config.cluster.seed_fraction=1.5")
+    refuse("did you mean 'count'", "--", "--config.cluster.coun=2")
+    refuse("--clusters and --seeds", "--seeds", ",", main=cbtm_table.main)
+
+
+@pytest.mark.parametrize(
+    "steps, fraction, count, expected", [(100, 0.25, 4, (25, 18)), (60, 0.25, 1, (15, 45))]
+)
+def test_any_number_of_experts_costs_the_same(tmp_path, root, steps, fraction, count, expected):
+    from efx.studies import cbtm
+
+    extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
+    extra += [f"--config.cluster.seed_fraction={fraction}"]
+    plan = cbtm.make_plan(f"{root}/configs/cbtm.py:smoke", tmp_path, extra)
+    assert (plan.seed.steps, plan.experts[0].steps) == expected
+    assert plan.seed.steps + sum(job.steps for job in plan.experts) <= steps
+    # What the driver decides comes after what the user says: the last one wins.
+    assert cbtm.read_config_of(plan.experts[0]).steps == expected[1]
