@@ -22,6 +22,7 @@ def base():
             data=data(),
             init=init(),
             model=decoder(),
+            adapter=adapter(),
             losses=losses(),
             train=train(),
             optim=optim(),
@@ -48,6 +49,7 @@ def losses():
         router_z=0.001,
         expert_bce=0.01,
         embedding=1.0,
+        inclusion_bce=0.1,
         # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
         dropout_entropy=0.0,
         dropout_alternate_entropy=0.0,
@@ -245,6 +247,26 @@ def dropout():
             # "sigmoid" (60 m - 30); "sigmoid_straight_through"
             rounding="stochastic",
         ),
+    )
+
+
+def adapter():
+    """Small additions to linear layers of a finished model of any family, configs/phatgoose.py."""
+    return dict(
+        kind="none",  # "lora": u A B; "mlp": gelu(u A) B
+        rank=16,
+        scale=1.0,
+        # Regex (whole path) of the linear layers that have one.
+        sites=r".*/(query|key|value|out|gate|up|down)",
+        gate=False,  # one adapter: times sigmoid(v.u), v trained when the adapter is
+        # Run folders of experts, adapters of one base model (init.run), to be composed.
+        experts=(),
+        # Of several experts: "topk" for each token and layer, by their gates; "uniform": the mean
+        # of all; "inclusion": an entrance of each expert may leave it out.
+        routing="topk",
+        top_k=2,
+        capacity=0.5,  # inclusion: share of a sequence that an expert takes
+        slack=1.5,  # inclusion: room of the causal decision, as a multiple of the capacity
     )
 
 

@@ -79,6 +79,7 @@ def prepare(config, workdir=None):
         vocab_size=data.vocab_size,
         context=config.data.seq_len,
         dtype=config.train.dtype,
+        adapter=config.adapter,
     )
     if model.context < config.data.seq_len:
         raise UsageError(

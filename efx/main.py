@@ -1,6 +1,7 @@
 """Command line: `python -m efx.main --config configs/mod.py --workdir runs/mod`.
 
---mode=train (default) trains, or goes on with the run in --workdir; --mode=evaluate and
+--mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
+folder of a model put together from other runs and does not train it; --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. Any setting can be
 changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file.
 
@@ -24,7 +25,7 @@ from ml_collections import ConfigDict, config_flags
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
-MODES = ("train", "evaluate", "sample")
+MODES = ("train", "compose", "evaluate", "sample")
 
 
 def _define(config, argv):
@@ -36,7 +37,7 @@ def _define(config, argv):
         kind(name, default, text, flag_values=values)
 
     define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(flags.DEFINE_string, "mode", "train", "train, evaluate or sample.")
+    define(flags.DEFINE_string, "mode", "train", "train, compose, evaluate or sample.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
     define(
@@ -65,10 +66,11 @@ def run(argv):
         raise UsageError("--workdir is missing: the folder of the run, e.g. --workdir runs/mod")
     start_jax(values)
     config = values.config
-    if values.mode == "train":
+    if values.mode in ("train", "compose"):
         from efx import train
 
-        train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
+        action = train.train_and_evaluate if values.mode == "train" else train.compose
+        action(config, values.workdir, command_line=argv, started=_STARTED)
     else:
         from efx import inference
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from efx import optim, runfolder, sharding
 from efx import step as step_lib
-from efx.checkpoint import Checkpointer, restore_params
+from efx.checkpoint import Checkpointer, start_from
 from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
@@ -55,6 +55,13 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     return _Run(config, workdir, command_line, started or time.monotonic()).train()
 
 
+def compose(config, workdir, *, command_line=(), started=None):
+    """Make the run folder of a model that is put together from other runs, at step 0: it can be
+    evaluated, sampled from, and trained further. Arguments, result and errors as above."""
+    run = _Run(config, workdir, command_line, started or time.monotonic())
+    return run.train(untrained=True)
+
+
 class _Run:
     """One launch of a run."""
 
@@ -95,7 +102,7 @@ class _Run:
         yield
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - start
 
-    def train(self):
+    def train(self, untrained=False):
         e, config = self.experiment, self.config
         c = config.checkpoint
         peak = device_peak(config.train.dtype) or 0.0
@@ -121,6 +128,8 @@ class _Run:
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
             iterator = self._restore()
             self.progress.println(self._banner())
+            if untrained:
+                return self._save_untrained(iterator)
             if self.step >= e.steps:
                 self.progress.println(
                     f"finished already: {self.workdir} is at step {self.step} of {e.steps}"
@@ -128,6 +137,13 @@ class _Run:
                 return self._finish()
             self._loop(iterator)
             return self._finish()
+
+    def _save_untrained(self, iterator):
+        if self.checkpoints.latest_step() is None:
+            self._pause(["evaluate"], True, iterator.get_state())
+        else:
+            self.progress.println(f"composed already: {self.workdir} is at step {self.step}")
+        return self._finish()
 
     def _restore(self):
         """Order: the newest undamaged checkpoint gives the state, then the position of the data,
@@ -140,7 +156,7 @@ class _Run:
                     lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
                     out_shardings=self.shardings,
                 )
-                self.state = self._start_from(init(self.seed))
+                self.state = start_from(init(self.seed), self.config, self.progress.println)
                 self.writer.truncate_after(-1 if self.resumed else 0)
             else:
                 shapes = jax.eval_shape(
@@ -160,21 +176,6 @@ class _Run:
                 self.seconds = restored.meta["seconds"]
                 self.writer.truncate_after(restored.step)
         return iterator
-
-    def _start_from(self, state):
-        """The state with the parameters of `config.init.run`, if that is set."""
-        c = self.config.init
-        if not c.run:
-            return state
-        params, _ = restore_params(
-            pathlib.Path(c.run) / runfolder.CHECKPOINTS,
-            state.params,
-            allow_missing=c.missing,
-            allow_unexpected=c.unexpected,
-            rename=c.rename,
-            report=lambda diff: self.progress.println(f"starting from {c.run}: {diff}"),
-        )
-        return state.replace(params=params)
 
     def _banner(self):
         e = self.experiment

@@ -102,6 +102,8 @@ def roomy(model):
     changes = dict(mlp=dataclasses.replace(model.mlp, moe=moe))
     if hasattr(model, "depth_routing"):
         changes["depth_routing"] = dataclasses.replace(model.depth_routing, slack=100.0)
+    if hasattr(model, "adapter"):
+        changes["adapter"] = dataclasses.replace(model.adapter, slack=100.0)
     return model.clone(**changes)
 
 
@@ -187,6 +189,7 @@ def sized(name, depth):
     ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
     ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
+    ("adapter_mod", 2, "full"), ("adapter_inclusion", 2, "dots"), ("adapter_streams", 3, "none"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -207,6 +210,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
     ("streams_parallel", "dots"), ("streams_final", "full"),
     ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
+    ("adapter_mod", "dots"), ("adapter_inclusion", "full"), ("adapter_recursion", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -264,7 +268,8 @@ def gathered(compiled):
     *(("streams_same", mesh) for mesh in MESHES), ("streams_parallel", "data"),
     ("streams_parallel", "mixed"), ("streams_final", "mixed"), ("streams_moe", "expert"),
     ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
-    ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"),
+    ("dropout_embedding_moe", "expert"), ("streams_masks", "mixed"), ("adapter_mod", "mixed"),
+    ("adapter_inclusion", "mixed"), ("adapter_inclusion", "data"), ("adapter", "tensor"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
@@ -369,7 +374,10 @@ def test_sown_values_are_scalars(name):
         masks = sum(path[-1].key in ("mask_shift", "mask_phase") for path, _ in
                     jax.tree_util.tree_leaves_with_path(families.params_of(name)))
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
-        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1}
+        entrances = sum(path[-1].key == "entrance" for path, _ in
+                        jax.tree_util.tree_leaves_with_path(families.params_of(name)))
+        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1,
+                  "inclusion_bce": entrances}
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {
@@ -381,6 +389,7 @@ def test_sown_values_are_scalars(name):
 
 @pytest.mark.parametrize("name", [
     "mod_options", "moe", "moe_expert_choice", "dropout_elementwise_mod", "dropout_attention_mod",
+    "adapter_mod", "adapter_inclusion",
 ])
 def test_sown_values_are_means(name):
     """The same rows twice: nothing that is sown changes."""

@@ -3,5 +3,13 @@
 from efx.checkpoint.files import CheckpointError
 from efx.checkpoint.manager import Checkpointer, Restored
 from efx.checkpoint.params import ParamsDiff, restore_params
+from efx.checkpoint.start import start_from
 
-__all__ = ["CheckpointError", "Checkpointer", "ParamsDiff", "Restored", "restore_params"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "ParamsDiff",
+    "Restored",
+    "restore_params",
+    "start_from",
+]

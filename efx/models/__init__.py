@@ -24,9 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from efx.errors import UsageError, nearest
+from efx.layers.adapters import AdapterConfig
 from efx.layers.stack import unroll_params
 from efx.models.decoder import Decoder
 from efx.models.encoder_decoder import EncoderDecoder
+from efx.models.gated import adapt
 
 FAMILIES = {
     "decoder": Decoder,
@@ -34,7 +36,7 @@ FAMILIES = {
 }
 
 
-def build(model_config, *, vocab_size, context, dtype):
+def build(model_config, *, vocab_size, context, dtype, adapter=None):
     """The module of a config's `model` block.
 
     Args:
@@ -42,6 +44,7 @@ def build(model_config, *, vocab_size, context, dtype):
       vocab_size: V of the tokenizer.
       context: longest sequence; `config.model.context` when that is not 0.
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
+      adapter: mapping, a config's `adapter` block; None: no adapters.
     Raises:
       UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
         fit each other.
@@ -59,7 +62,10 @@ def build(model_config, *, vocab_size, context, dtype):
     given["context"] = fields.pop("context", 0) or context
     cls = FAMILIES[family]
     values = _typed(cls, fields, "config.model", given)
-    return cls(**values).resolved()
+    model = cls(**values).resolved()
+    if adapter is None:
+        return model
+    return adapt(model, AdapterConfig(**_typed(AdapterConfig, dict(adapter), "config.adapter")))
 
 
 def _typed(cls, mapping, where, given=None):
