@@ -169,6 +169,20 @@ def encoder_decoder():
     )
 
 
+def bridged():
+    """`config.model` of this family, configs/calm.py: finished runs with bridges between them."""
+    return dict(
+        family="bridged",
+        context=0,  # longest sequence; 0: data.seq_len
+        anchor="",  # run folder of the model that predicts
+        augment=("",),  # run folders of those that it reads, of the same tokenizer
+        pairs=2,  # layers of each, evenly spaced, that a bridge connects
+        num_heads=4,  # of the bridges' cross-attention
+        norm="none",  # of what a bridge reads, from both sides: "rmsnorm", "layernorm"
+        init_std=0.02,
+    )
+
+
 def mlp():
     return dict(
         kind="dense",  # "moe": Mixture of Experts

@@ -156,7 +156,9 @@ class _Run:
                     lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
                     out_shardings=self.shardings,
                 )
-                self.state = start_from(init(self.seed), self.config, self.progress.println)
+                self.state = start_from(
+                    init(self.seed), self.config, e.model, self.progress.println
+                )
                 self.writer.truncate_after(-1 if self.resumed else 0)
             else:
                 shapes = jax.eval_shape(

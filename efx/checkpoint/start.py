@@ -1,6 +1,7 @@
 """What a run starts from: the parameters of other runs, put together as its config says.
 
-A plain run starts from one (`config.init`); composed adapters from a base and an expert each.
+A plain run starts from one (`config.init`); composed adapters from a base and an expert each, a
+bridged model from its members.
 """
 
 import pathlib
@@ -13,16 +14,17 @@ from efx import runfolder
 from efx.checkpoint import files
 from efx.checkpoint.params import restore_params
 from efx.errors import UsageError
+from efx.layers.stack import scan_params, unroll_params
 
 # Settings that experts have to share with the run that composes them.
 EXPERT_KEYS = ("kind", "rank", "scale", "sites")
 
 
-def start_from(state, config, report):
+def start_from(state, config, model, report):
     """The fresh state with the parameters of the runs that the config names, if it names any.
 
     Args:
-      state: a `TrainState` of step 0. report: called with lines about what was loaded.
+      state: a `TrainState` of step 0. model: what it is the state of. report: called with lines about what was loaded.
     Raises: UsageError (CheckpointError for what is wrong inside a run).
     """
     c = config.init
@@ -31,6 +33,8 @@ def start_from(state, config, report):
             "config.init.run is empty: config.adapter.experts needs there the run folder of the "
             "base model that the experts were trained on"
         )
+    if config.model.family == "bridged":
+        state = _with_members(state, config.model, model)
     if not c.run:
         return state
     root = _checkpoints(c.run, "config.init.run")
@@ -59,6 +63,38 @@ def _checkpoints(run, key):
     if not folder.is_dir():
         raise UsageError(f"{key}={run}: there is no such run folder")
     return folder / runfolder.CHECKPOINTS
+
+
+def _with_members(state, model_config, model):
+    """The state of a bridged model with the parameters and running averages of its members."""
+    runs = [("anchor", model_config.anchor, "anchor_model", model.anchor_model)]
+    for i, run in enumerate(model_config.augment):
+        runs.append(("augment", run, f"augment_models_{i}", model.augment_models[i]))
+    params, averages = dict(state.params), dict(state.variables.get("state", {}))
+    for key, run, name, member in runs:
+        root = _checkpoints(run, f"config.model.{key}")
+        scanned = runfolder.load_config(run)["model"]["scan_layers"]
+        # The output layer of a model that augments another is not used.
+        left_out = "head/.*" if key == "augment" else ""
+        params[name] = _member(root, params[name], member, scanned, ("params",), left_out)
+        if name in averages:
+            at = ("variables", "state")
+            averages[name] = _member(root, averages[name], member, scanned, at, "")
+    variables = {**state.variables, **({"state": averages} if averages else {})}
+    return state.replace(params=params, variables=variables)
+
+
+def _member(root, fresh, member, scanned, collection, left_out):
+    """A tree of an unrolled member from its run, whose layers may be scanned."""
+    wanted = fresh
+    if scanned:
+        wanted = {**fresh, "layers": scan_params(fresh["layers"], member.specs())}
+    tree, _ = restore_params(
+        root, wanted, collection=collection, allow_unexpected=left_out, report=None
+    )
+    if scanned:
+        tree = {**tree, "layers": unroll_params(tree["layers"], member.specs())}
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), tree, fresh)
 
 
 def with_experts(params, adapter, base):

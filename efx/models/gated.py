@@ -2,8 +2,8 @@
 
 `adapt(model, config)` gives the same model of the same family, with the same parameters at the same
 paths and an adapter's beside each layer that has one; see `efx.layers.adapters`. It is a subclass
-that `features` of the family runs in, so whatever works on a family works on it: training, sharding,
-evaluation, decoding with caches, scanned and unrolled layers.
+that `features` of the family runs in, so whatever works on a family works on it: training,
+sharding, evaluation, decoding with caches, scanned and unrolled layers.
 """
 
 import dataclasses

@@ -159,28 +159,26 @@ class Study:
             row["experts a token"] = statistics.fmean(used)
         return row
 
-    def mixture(self):
-        """Source with the training parts of all domains, in turns, as a text file of the study."""
+    def mixture(self, runs):
+        """Source with the training parts of all domains, in turns, as a text file of the study.
+
+        Args:
+          runs: {domain: name of a run on it}, which says how much is read and what is held out.
+        """
         from efx.data import corpus, sources
         from efx.data.cache import cache_root
+        from efx.run_config import get_config
 
         path = self.folder / "mixture.txt"
         if not path.exists():
             texts = []
-            for name, source in self.domains.items():
-                # The newest run of each domain says how much of the source is read and held out.
-                data = self._data_of(name)
-                data.source = source
+            for name in self.domains:
+                data = get_config(str(self.path(runs[name]))).data
                 opened = sources.open_source(data, cache_root(data.cache_dir))
                 parts = corpus.split_documents(opened, data.split, data.eval_fraction)
                 texts.append(b"".join(text for part, _, text in parts if part == "train"))
             write_atomic(path, interleaved(texts).decode(errors="replace"))
         return f"text:{path}"
-
-    def _data_of(self, name):
-        from efx.run_config import get_config
-
-        return get_config(str(self.path(f"adapter_{name}"))).data
 
 
 def interleaved(texts, piece=_PIECE):

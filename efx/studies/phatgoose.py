@@ -24,7 +24,7 @@ def run(study):
     for name, source in study.domains.items():
         adapter = study.run(f"adapter_{name}", "adapter", source, **{"init.run": base})
         experts.append(study.run(f"gate_{name}", "gate", source, **{"init.run": adapter}))
-    mixture = study.mixture()
+    mixture = study.mixture({name: f"adapter_{name}" for name in study.domains})
     composed = {"init.run": base, "adapter.experts": tuple(experts)}
     composed["adapter.top_k"] = min(2, len(experts))
     study.run("compose", "compose", mixture, mode="compose", **composed)
