@@ -24,7 +24,8 @@ def start_from(state, config, model, report):
     """The fresh state with the parameters of the runs that the config names, if it names any.
 
     Args:
-      state: a `TrainState` of step 0. model: what it is the state of. report: called with lines about what was loaded.
+      state: a `TrainState` of step 0. model: what it is the state of.
+      report: called with lines about what was loaded.
     Raises: UsageError (CheckpointError for what is wrong inside a run).
     """
     c = config.init
