@@ -55,6 +55,7 @@ VARIANTS = {
     "finetune": _FURTHER,
     "bridge": {
         **_FURTHER,
+        "optim.learning_rate": 3e-3,
         "optim.frozen": r"(anchor_model|augment_models_\d+)/.*",
     },
 }
