@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from test_adapters import params_at
-from test_families import CUTS, changed_after_cuts
+from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
 
 from configs import calm, common
 from efx import checkpoint, flops, inference, models, train
@@ -25,7 +25,9 @@ CASES = {
     "decoder_reads_two": (DECODER, STREAMS, MOD),
     "streams_read": (STREAMS, DECODER),
     "mod_reads": (MOD, DECODER),
-    "adapted_read": (DECODER, {**MOD, "adapter.kind": "lora"}),
+    "adapted_read": (
+        {**DECODER, "adapter.kind": "lora"}, {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
+    ),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -174,6 +176,17 @@ def test_what_it_says_about_itself(name):
     kept = ("cached_key", "cached_value")
     size = sum(leaf.nbytes for path, leaf in leaves if path[-1].key in kept)
     assert model.cache_bytes(24) == size
+
+
+@pytest.mark.parametrize("mesh", ["data", "mixed"])
+def test_eight_devices_are_one(mesh):
+    model, variables = case("streams_read")
+    loss = families.jit(jax.value_and_grad(families.loss_fn(model)))
+    expected = jax.device_get(loss(variables["params"], families.tokens()))
+    step, params_sharding, tokens_sharding = compiled_on(mesh, model)
+    params = jax.device_put(variables["params"], params_sharding)
+    result = step(params, jax.device_put(families.tokens(), tokens_sharding))
+    same_loss_and_grads(expected, jax.device_get(result))
 
 
 def test_documents_of_a_row_do_not_mix():

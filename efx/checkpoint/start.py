@@ -118,16 +118,16 @@ def with_experts(params, adapter, base):
     for run in adapter.experts:
         expert = _expert(run, adapter, base_paths, inherited, values)
         for path in base_paths:
-            if not np.array_equal(np.asarray(expert[path]), np.asarray(values[path])):
+            if not jnp.array_equal(expert[path], values[path]):
                 raise UsageError(
                     f"config.adapter.experts: {run} was trained on another base model than "
                     f"config.init.run={base} (they differ in {path})"
                 )
         for path in inherited:
-            stacks[path].append(expert[path])
+            stacks[path].append(np.asarray(expert[path]))
     for path, stack in stacks.items():
-        stacked = jnp.stack(stack, axis=_axis(path)).astype(values[path].dtype)
-        values[path] = jax.device_put(stacked, values[path].sharding)
+        # Stacked on the host: how they lie on a mesh is decided by what they make together.
+        values[path] = jax.device_put(np.stack(stack, axis=_axis(path)), values[path].sharding)
     return structure.unflatten(values[path] for path in paths)
 
 
@@ -155,10 +155,11 @@ def _expert(run, adapter, base, inherited, values):
         )
     wanted = {}
     for path in sorted([*base, *inherited]):
-        shape = list(values[path].shape)
+        leaf = values[path]
         if path in inherited:
+            shape = list(leaf.shape)
             del shape[_axis(path)]
-        leaf = jax.ShapeDtypeStruct(tuple(shape), values[path].dtype)
+            leaf = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
         wanted[tuple(path.split("/"))] = leaf
     params, _ = restore_params(
         root, files.nest(wanted), allow_unexpected=r".*/adapter/gate", report=None

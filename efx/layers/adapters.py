@@ -83,6 +83,9 @@ def check(c):
             raise UsageError(f"config.adapter.{name}={getattr(c, name)!r}: {rule}")
 
     require(c.kind in KINDS, "kind", f"expected one of {', '.join(KINDS)}")
+    if c.kind == "none":
+        require(not c.experts, "experts", "needs the config.adapter.kind that these experts have")
+        require(not c.gate, "gate", "needs a config.adapter.kind other than 'none'")
     require(c.routing in ROUTINGS, "routing", f"expected one of {', '.join(ROUTINGS)}")
     require(c.rank >= 1, "rank", "must be at least 1")
     require(math.isfinite(c.scale) and c.scale != 0, "scale", "must be a finite number but 0")
@@ -96,9 +99,6 @@ def check(c):
         re.compile(c.sites)
     except re.error as error:
         require(False, "sites", f"is not a regular expression: {error}")
-    if c.kind == "none":
-        require(not c.experts, "experts", "needs the config.adapter.kind that these experts have")
-        require(not c.gate, "gate", "needs a config.adapter.kind other than 'none'")
 
 
 def standardise(x):
@@ -309,11 +309,11 @@ class Interceptor:
     given none: that of the innermost call.
 
     Args:
-      config: an `AdapterConfig`. depth: length of the path of that module.
+      config: an `AdapterConfig`. path: that module's.
     """
 
-    def __init__(self, config, depth):
-        self._config, self._depth = config, depth
+    def __init__(self, config, path):
+        self._config, self._path = config, path
         self._infos = []
 
     def __call__(self, next_fun, args, kwargs, context):
@@ -322,7 +322,10 @@ class Interceptor:
             return next_fun(*args, **kwargs)
         if isinstance(module, Linear):
             y = next_fun(*args, **kwargs)
-            if not re.fullmatch(self._config.sites, site(module, self._depth)):
+            # Whoever watches the same calls may run layers of its own in between, as bridges do.
+            size = len(self._path)
+            below = module.path[:size] == self._path
+            if not (below and re.fullmatch(self._config.sites, "/".join(module.path[size:]))):
                 return y
             adapter = Adapter(
                 self._config, module.features, module.axes, module.dtype, name="adapter"
@@ -355,11 +358,6 @@ def _is_context(value):
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], TokenInfo)
 
 
-def site(module, depth):
-    """Path of a linear layer below a module whose own path has so many names."""
-    return "/".join(module.path[depth:])
-
-
 @dataclasses.dataclass(frozen=True)
 class Site:
     """One adapted linear layer: D to F for so many tokens of a sequence."""
@@ -371,17 +369,12 @@ class Site:
 
     def flops(self, c, selection, rows=None):
         """Of the adapters of a sequence; `rows` in place of the site's own."""
-        rows = self.rows if rows is None else rows
         experts = c.choices or 1
-        gates = bool(c.experts) and c.routing != "uniform" or (not c.experts and c.gate)
-        tokens = rows
-        if c.looks_ahead:
-            tokens = c.places(self.rows, selection) * rows / self.rows
-            tokens = int(tokens) if rows == self.rows else tokens
-        pair = flops.matmul(tokens, self.width, c.rank) + flops.matmul(
-            tokens, c.rank, self.features
-        )
-        return experts * pair + gates * flops.matmul(rows, self.width, experts)
+        tokens = c.places(self.rows, selection) if c.looks_ahead else self.rows
+        total = experts * flops.matmul(tokens, c.rank, self.width + self.features)
+        if c.routing != "uniform" if c.experts else c.gate:
+            total += flops.matmul(self.rows, self.width, experts)
+        return total if rows is None else total * rows / self.rows
 
     def params(self, c):
         experts = c.choices or 1

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers.adapters import Adapter, AdapterConfig, Interceptor, Site, check, site
+from efx.layers.adapters import Adapter, AdapterConfig, Interceptor, Site, check
 from efx.layers.linear import Linear
 from efx.layers.stack import names
 
@@ -63,7 +63,7 @@ def adapted_family(cls):
 
         def features(self, *args, **kwargs):
             """See the family; adapters are added to every layer that it calls."""
-            with nn.intercept_methods(Interceptor(self.adapter, len(self.path))):
+            with nn.intercept_methods(Interceptor(self.adapter, self.path)):
                 return super().features(*args, **kwargs)
 
         @nn.nowrap
@@ -132,7 +132,7 @@ def _linears(model):
 
     def watch(next_fun, args, kwargs, context):
         if isinstance(context.module, Linear) and context.method_name == "__call__":
-            found.append(site(context.module, 0))
+            found.append("/".join(context.module.path))
         return next_fun(*args, **kwargs)
 
     _trace(model, 1, watch)
