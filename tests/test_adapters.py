@@ -399,6 +399,13 @@ def test_bad_settings_are_one_line(changes, words):
                      adapter=adapter)
 
 
+def test_an_adapted_model_is_not_written_as_its_base():
+    from efx.interop.hf_config import config_to_hf
+
+    with pytest.raises(UsageError, match=r"config\.adapter\.kind='lora'.*no place for adapters"):
+        config_to_hf(families.make({"adapter.kind": "lora"}))
+
+
 def test_inclusion_and_depth_routing_do_not_mix():
     with pytest.raises(UsageError, match=r"routing='inclusion'.*depth_routing\.kind='mod'"):
         families.make({"depth_routing.kind": "mod", "adapter.kind": "lora",
