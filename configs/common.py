@@ -22,6 +22,7 @@ def base():
             data=data(),
             init=init(),
             model=decoder(),
+            adapter=adapter(),
             losses=losses(),
             train=train(),
             optim=optim(),
@@ -53,6 +54,7 @@ def losses():
         # Of the next latent. The published weight rises over the first fifth of the training:
         # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
         latent_prediction=0.003,
+        inclusion_bce=0.1,
         # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
         dropout_entropy=0.0,
         dropout_alternate_entropy=0.0,
@@ -244,6 +246,20 @@ def latent():
     )
 
 
+def bridged():
+    """`config.model` of this family, configs/calm.py: finished runs with bridges between them."""
+    return dict(
+        family="bridged",
+        context=0,  # longest sequence; 0: data.seq_len
+        anchor="",  # run folder of the model that predicts
+        augment=("",),  # run folders of those that it reads, of the same tokenizer
+        pairs=2,  # layers of each, evenly spaced, that a bridge connects
+        num_heads=4,  # of the bridges' cross-attention
+        norm="none",  # of what a bridge reads, from both sides: "rmsnorm", "layernorm"
+        init_std=0.02,
+    )
+
+
 def mlp():
     return dict(
         kind="dense",  # "moe": Mixture of Experts
@@ -364,6 +380,26 @@ def dropout():
             # Needs input="embedding" and rounding="stochastic"; pays with granularity="token".
             skip_tile=0,
         ),
+    )
+
+
+def adapter():
+    """Small additions to linear layers of a finished model of any family, configs/phatgoose.py."""
+    return dict(
+        kind="none",  # "lora": u A B; "mlp": gelu(u A) B
+        rank=16,
+        scale=1.0,
+        # Regex (whole path) of the linear layers that have one.
+        sites=r".*/(query|key|value|out|gate|up|down)",
+        gate=False,  # one adapter: times sigmoid(v.u), v trained when the adapter is
+        # Run folders of experts, adapters of one base model (init.run), to be composed.
+        experts=(),
+        # Of several experts: "topk" for each token and layer, by their gates; "uniform": the mean
+        # of all; "inclusion": an entrance of each expert may leave it out.
+        routing="topk",
+        top_k=2,
+        capacity=0.5,  # inclusion: share of a sequence that an expert takes
+        slack=1.5,  # inclusion: room of the causal decision, as a multiple of the capacity
     )
 
 

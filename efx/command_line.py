@@ -19,7 +19,7 @@ def _define(config, argv):
         kind(name, default, text, flag_values=values)
 
     define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(flags.DEFINE_string, "mode", "train", "train, evaluate, sample or cluster.")
+    define(flags.DEFINE_string, "mode", "train", "train, compose, evaluate, sample or cluster.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
     define(

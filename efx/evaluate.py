@@ -59,7 +59,8 @@ class Evaluator:
             "eval/tokens": causal["tokens"],
         }
         result |= _expert_rows(means, bytes_per_token)
-        result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith("dropout/")}
+        kinds = ("dropout/", "adapter/")
+        result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith(kinds)}
         result |= self._computed(causal)
         if self._mask_changes is not None:
             batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
@@ -172,6 +173,8 @@ def describe(step, metrics):
         )
     if "eval/moe/dropped_fraction" in metrics:
         line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
+    if "eval/adapter/experts_per_token" in metrics:
+        line += f"; {metrics['eval/adapter/experts_per_token']:.2f} experts a token"
     if "eval/dropout/kept" in metrics:
         line += f"; masks keep {metrics['eval/dropout/kept']:.1%}"
     if "eval/mlp/computed_fraction" in metrics:

@@ -5,8 +5,9 @@ import pathlib
 
 import jax
 
-from efx import models, sharding
+from efx import models, runfolder, sharding
 from efx.data import load
+from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -65,7 +66,9 @@ def prepare(config, workdir=None):
     mesh = sharding.make_mesh(config.mesh)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
-    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run) if folder]
+    runs = _member_runs(config.model)
+    anchor = runs[0][1] if runs else ""
+    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, anchor) if folder]
     saved = [folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).exists()]
     data = load(
         config.data,
@@ -79,6 +82,8 @@ def prepare(config, workdir=None):
         vocab_size=data.vocab_size,
         context=config.data.seq_len,
         dtype=config.train.dtype,
+        adapter=config.adapter,
+        members=[_member(key, run, data, config) for key, run in runs],
     )
     if model.context < config.data.seq_len:
         raise UsageError(
@@ -90,6 +95,38 @@ def prepare(config, workdir=None):
     steps = _total_steps(config, parts)
     stages = tuple(Stage(round(start * steps), *part) for start, *part in parts)
     return Experiment(config, data, model, mesh, rules, steps, stages)
+
+
+def _member_runs(model_config):
+    """[(key, run folder)] that a bridged model is made from, the anchor first."""
+    if model_config["family"] != "bridged":
+        return []
+    runs = [("anchor", model_config.anchor), *(("augment", run) for run in model_config.augment)]
+    for key, run in runs:
+        if not run or not pathlib.Path(run).is_dir():
+            raise UsageError(f"config.model.{key}={run!r}: there is no such run folder")
+    return runs
+
+
+def _member(key, run, data, config):
+    """The model of a run, for the tokens of `data`."""
+    there = runfolder.load_config(run)
+    if there["model"]["family"] == "bridged":
+        raise UsageError(f"config.model.{key}={run} is a bridged model itself")
+    tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
+    if tokenizer.fingerprint != data.tokenizer.fingerprint:
+        raise UsageError(
+            f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
+            f"of config.model.anchor={config.model.anchor}; models with one tokenizer can be "
+            "bridged"
+        )
+    return models.build(
+        there["model"],
+        vocab_size=data.vocab_size,
+        context=there["data"]["seq_len"],
+        dtype=config.train.dtype,
+        adapter=there["adapter"],
+    )
 
 
 def _capacity_stages(model, length):

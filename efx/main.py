@@ -1,6 +1,7 @@
 """Command line: `python -m efx.main --config configs/mod.py --workdir runs/mod`.
 
---mode=train (default) trains, or goes on with the run in --workdir; --mode=evaluate and
+--mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
+folder of a model put together from other runs and does not train it; --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. Any setting can be
 changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file.
@@ -25,7 +26,7 @@ from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
 __all__ = ["load_config", "main", "parse", "run", "start_jax"]
-MODES = ("train", "evaluate", "sample", "cluster")
+MODES = ("train", "compose", "evaluate", "sample", "cluster")
 
 
 def run(argv):
@@ -41,7 +42,7 @@ def run(argv):
         raise UsageError("--workdir is missing: the folder of the run, e.g. --workdir runs/mod")
     start_jax(values)
     config = values.config
-    if values.mode == "train":
+    if values.mode in ("train", "compose"):
         from efx import train
         from efx.data import clusters
 
@@ -50,7 +51,8 @@ def run(argv):
                 f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
                 "their own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
             )
-        train.train_and_evaluate(config, values.workdir, command_line=argv, started=_STARTED)
+        action = train.train_and_evaluate if values.mode == "train" else train.compose
+        action(config, values.workdir, command_line=argv, started=_STARTED)
     elif values.mode == "cluster":
         from efx.studies import cluster
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from efx import models, optim, runfolder, sharding
 from efx import step as step_lib
-from efx.checkpoint import Checkpointer, fingerprint, restore_params
+from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
@@ -57,6 +57,13 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     Raises: UsageError for bad input; RunStopped when training cannot go on.
     """
     return _Run(config, workdir, command_line, started or time.monotonic()).train()
+
+
+def compose(config, workdir, *, command_line=(), started=None):
+    """Make the run folder of a model that is put together from other runs, at step 0: it can be
+    evaluated, sampled from, and trained further. Arguments, result and errors as above."""
+    run = _Run(config, workdir, command_line, started or time.monotonic())
+    return run.train(untrained=True)
 
 
 class _Run:
@@ -112,7 +119,7 @@ class _Run:
         yield
         self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - start
 
-    def train(self):
+    def train(self, untrained=False):
         e, config = self.experiment, self.config
         c = config.checkpoint
         peak = device_peak(config.train.dtype) or 0.0
@@ -138,6 +145,8 @@ class _Run:
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
             iterator = self._restore()
             self.progress.println(self._banner())
+            if untrained:
+                return self._save_untrained(iterator)
             if self.step >= e.steps:
                 self.progress.println(
                     f"finished already: {self.workdir} is at step {self.step} of {e.steps}"
@@ -145,6 +154,13 @@ class _Run:
                 return self._finish()
             self._loop(iterator)
             return self._finish()
+
+    def _save_untrained(self, iterator):
+        if self.checkpoints.latest_step() is None:
+            self._pause(["evaluate"], True, iterator.get_state())
+        else:
+            self.progress.println(f"composed already: {self.workdir} is at step {self.step}")
+        return self._finish()
 
     def _restore(self):
         """Order: the newest undamaged checkpoint gives the state, then the position of the data,
@@ -157,7 +173,11 @@ class _Run:
                     lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
                     out_shardings=self.shardings,
                 )
-                self.state = self._start_from(init(self.seed))
+                self.state, origin = start_from(
+                    init(self.seed), self.config, e.model, self.progress.println
+                )
+                if origin and jax.process_index() == 0:
+                    runfolder.record(self.workdir, origin=origin)
                 self.writer.truncate_after(-1 if self.resumed else 0)
             else:
                 shapes = jax.eval_shape(
@@ -177,24 +197,6 @@ class _Run:
                 self.seconds = restored.meta["seconds"]
                 self.writer.truncate_after(restored.step)
         return iterator
-
-    def _start_from(self, state):
-        """The state with the parameters of `config.init.run`, if that is set."""
-        c = self.config.init
-        if not c.run:
-            return state
-        params, diff = restore_params(
-            pathlib.Path(c.run) / runfolder.CHECKPOINTS,
-            state.params,
-            allow_missing=c.missing,
-            allow_unexpected=c.unexpected,
-            rename=c.rename,
-            report=lambda diff: self.progress.println(f"starting from {c.run}: {diff}"),
-        )
-        origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params)}
-        if jax.process_index() == 0:
-            runfolder.record(self.workdir, origin=origin)
-        return state.replace(params=params)
 
     def _banner(self):
         e = self.experiment

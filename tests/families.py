@@ -23,7 +23,7 @@ class Family:
     """One row.
 
     Attributes:
-      changes: of `config.model`, dotted.
+      changes: of `config.model`, dotted; those of `config.adapter` begin with "adapter.".
       looks_ahead: its selection in training depends on later tokens.
       losses: names of the losses that it sows.
     """
@@ -34,7 +34,8 @@ class Family:
 
     @property
     def routed(self):
-        return "depth_routing.kind" in self.changes or "mlp.kind" in self.changes
+        kinds = ("depth_routing.kind", "mlp.kind", "adapter.routing")
+        return any(kind in self.changes for kind in kinds)
 
     @property
     def packs(self):
@@ -60,6 +61,12 @@ NO_PROBS = tuple(site for site in ALL_SITES if site != "attention_probs")
 
 def _mod(looks_ahead=True, losses=("router_bce",), **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
+    return Family(changes, looks_ahead, losses)
+
+
+def _adapted(looks_ahead=False, losses=(), kind="lora", experts=0, **changes):
+    changes = {"adapter.kind": kind, "adapter.rank": 3, "adapter.scale": 1.5, **changes,
+               "adapter.experts": tuple(f"expert_{i}" for i in range(experts))}
     return Family(changes, looks_ahead, losses)
 
 
@@ -231,23 +238,51 @@ FAMILIES = {
         "dropout.kind": "attention", "dropout.sites": NO_PROBS, "memory_global": 1,
         "dropout.attention.input": "embedding", "dropout.attention.rounding": "none",
     }, losses=PENALTIES)),
+    "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
+    "adapter_mod": _adapted(experts=3, looks_ahead=True, losses=("router_bce",), **{
+        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "adapter.routing": "topk",
+        "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16,
+        "depth_routing.every": 1,
+    }),
+    "adapter_recursion": _adapted(experts=2, looks_ahead=True, losses=("router_bce",), **{
+        "depth": 4, "depth_routing.kind": "recursion", "depth_routing.recursions": 2,
+        "depth_routing.capacity": 0.5, "adapter.routing": "uniform",
+    }),
+    "adapter_streams": _adapted(experts=3, losses=("embedding",), **{
+        "family": "encoder_decoder", "mlp.hidden": 64, "adapter.routing": "topk",
+        "adapter.sites": ".*/(query|up|out)",
+    }),
+    "adapter_inclusion": _adapted(
+        experts=3, kind="mlp", looks_ahead=True, losses=("inclusion_bce",), **{
+            "adapter.routing": "inclusion", "adapter.capacity": 0.4, "adapter.slack": 1.0,
+            "num_kv_heads": 2, "attention_chunk": 20,
+        }),
 }
 NAMES = tuple(FAMILIES)
 
 
-def model_config(changes):
-    """A `config.model` block: two layers, 32 wide, large weights so that everything matters."""
+def small_config(changes):
+    """A config: two layers, 32 wide, large weights so that everything matters."""
     config = common.base()
     config.model = ConfigDict(getattr(common, changes.get("family", "decoder"))())
     small = {"width": 32, "depth": 2, "num_heads": 4, "init_std": 0.2, "vocab_multiple": 16,
              "mlp.multiple_of": 16}
-    common.apply(config, {f"model.{key}": value for key, value in {**small, **changes}.items()})
-    return config.model
+    for key, value in {**small, **changes}.items():
+        key = key if key.startswith("adapter.") else f"model.{key}"
+        common.apply(config, {key: value})
+    return config
+
+
+def model_config(changes):
+    """The `config.model` of it."""
+    return small_config(changes).model
 
 
 def make(changes, dtype="float32", vocab_size=VOCAB, context=LENGTH):
-    """A small model with `config.model` changed so."""
-    return models.build(model_config(changes), vocab_size=vocab_size, context=context, dtype=dtype)
+    """A small model with `config.model` and `config.adapter` changed so."""
+    config = small_config(changes)
+    return models.build(config.model, vocab_size=vocab_size, context=context, dtype=dtype,
+                        adapter=config.adapter)
 
 
 @functools.cache

@@ -103,6 +103,8 @@ def roomy(model):
     changes = dict(mlp=dataclasses.replace(model.mlp, moe=moe))
     if hasattr(model, "depth_routing"):
         changes["depth_routing"] = dataclasses.replace(model.depth_routing, slack=100.0)
+    if hasattr(model, "adapter"):
+        changes["adapter"] = dataclasses.replace(model.adapter, slack=100.0)
     return model.clone(**changes)
 
 
@@ -179,7 +181,7 @@ def test_every_parameter_has_a_gradient(name):
 @functools.cache
 def sized(name, depth):
     """(a row's model with so many layers, parameters, loss and gradients on one device)."""
-    if name == "recursion":
+    if "recursion" in name:
         depth = max(depth, 3)  # it has no fewer
     model = families.build(name).clone(depth=depth)
     params = families.random_params(model)
@@ -194,6 +196,7 @@ def sized(name, depth):
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
     ("soft", 2, "dots"), ("soft_mod", 4, "full"),
     ("latent", 4, "full"), ("latent_mod", 2, "dots"),
+    ("adapter_mod", 2, "full"), ("adapter_inclusion", 2, "dots"), ("adapter_streams", 3, "none"),
 ])
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
@@ -216,6 +219,7 @@ def test_scan_is_the_loop(name, depth, remat):
     ("dropout_elementwise_mod", "full"), ("dropout_attention", "dots"), ("streams_masks", "full"),
     ("soft_options", "dots"), ("averages_mod", "full"),
     ("latent_levels", "full"), ("latent_memory", "dots"),
+    ("adapter_mod", "dots"), ("adapter_inclusion", "full"), ("adapter_recursion", "full"),
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
@@ -277,6 +281,8 @@ def gathered(compiled):
     *(("soft", mesh) for mesh in MESHES), ("soft_masks", "mixed"), ("averages", "data"),
     ("latent", "data"), ("latent_levels", "fsdp"), ("latent_levels", "mixed"),
     ("latent_moe", "expert"),
+    ("adapter_mod", "mixed"), ("adapter_inclusion", "mixed"), ("adapter_inclusion", "data"),
+    ("adapter", "tensor"),
 ])
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
@@ -292,8 +298,8 @@ def test_eight_devices_are_one(name, mesh):
     if mesh == "data":
         # Routing included, a device needs no other's tokens. Scores [B, T] are let pass: XLA's
         # TopK on CPU does not split over rows. In expert choice every expert has its scores.
-        routers = model.mlp.moe.num_experts if name == "moe_expert_choice" else 1
-        assert gathered(step) <= BATCH * LENGTH * routers
+        routers = {"moe_expert_choice": model.mlp.moe.num_experts, "adapter_inclusion": 3}
+        assert gathered(step) <= BATCH * LENGTH * routers.get(name, 1)
 
 
 def test_careless_routing_would_gather_the_batch(monkeypatch):
@@ -382,8 +388,10 @@ def test_sown_values_are_scalars(name):
         masks = sum(path[-1].key in ("mask_shift", "mask_phase") for path, _ in
                     jax.tree_util.tree_leaves_with_path(families.params_of(name)))
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
+        entrances = sum(path[-1].key == "entrance" for path, _ in
+                        jax.tree_util.tree_leaves_with_path(families.params_of(name)))
         counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1,
-                  "latent_prediction": 1}
+                  "inclusion_bce": entrances, "latent_prediction": 1}
         names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
             sown.get("losses", {}))]
         assert collections.Counter(names) == {
@@ -395,6 +403,7 @@ def test_sown_values_are_scalars(name):
 
 @pytest.mark.parametrize("name", [
     "mod_options", "moe", "moe_expert_choice", "dropout_elementwise_mod", "dropout_attention_mod",
+    "adapter_mod", "adapter_inclusion",
 ])
 def test_sown_values_are_means(name):
     """The same rows twice: nothing that is sown changes."""

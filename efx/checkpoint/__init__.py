@@ -3,6 +3,7 @@
 from efx.checkpoint.files import CheckpointError
 from efx.checkpoint.manager import Checkpointer, Restored
 from efx.checkpoint.params import ParamsDiff, fingerprint, restore_params
+from efx.checkpoint.start import start_from
 
 __all__ = [
     "CheckpointError",
@@ -11,4 +12,5 @@ __all__ = [
     "Restored",
     "fingerprint",
     "restore_params",
+    "start_from",
 ]

@@ -48,6 +48,7 @@ def restore_params(
     allow_missing="",
     allow_unexpected="",
     rename=(),
+    collection=("params",),
     report=print,
 ):
     """Loads parameters alone, verified against the checksums.
@@ -63,6 +64,7 @@ def restore_params(
       rename: sequence of (regex, replacement); the first that matches a path of `params` in full
         gives the path to read instead. One array may be read into several places, so
         ("(block_\\\\d+)/expert_\\\\d+/(.*)", "\\\\1/mlp/\\\\2") copies one MLP into each expert.
+      collection: path of the tree inside the saved state: its parameters, or ("variables",).
       report: called with the ParamsDiff on process 0 if anything differs; None: not.
 
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
@@ -83,7 +85,10 @@ def restore_params(
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
-    stored = {"/".join(path[1:]): leaf for path, leaf in stored.items() if path[0] == "params"}
+    depth = len(collection)
+    stored = {
+        "/".join(path[depth:]): leaf for path, leaf in stored.items() if path[:depth] == collection
+    }
     wanted = {"/".join(path): leaf for path, leaf in files.flatten(params).items()}
     source = {path: _renamed(path, rename) for path in wanted}
 
@@ -101,7 +106,8 @@ def restore_params(
             )
 
     values = dict(wanted)
-    values.update(_load(name, folder, {path: source[path] for path in loaded}, wanted))
+    sources = {path: source[path] for path in loaded}
+    values.update(_load(name, folder, sources, wanted, collection))
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     result = structure.unflatten(values["/".join(files.parts(path))] for path, _ in paths)
     dtypes = {p: (stored[source[p]].dtype, wanted[p].dtype) for p in loaded}
@@ -186,14 +192,14 @@ def _check_shapes(name, pairs, source):
         )
 
 
-def _load(name, folder, sources, wanted):
+def _load(name, folder, sources, wanted, collection):
     """{path in the model: array}, each array of the checkpoint read once."""
     first = {}  # path in the checkpoint -> the first target that wants it
     for path, source in sources.items():
         first.setdefault(source, files.with_sharding(wanted[path]))
     if not first:
         return {}
-    item = files.nest({("params", *path.split("/")): leaf for path, leaf in first.items()})
+    item = files.nest({(*collection, *path.split("/")): leaf for path, leaf in first.items()})
     try:
         read = files.read_items(
             folder,
@@ -207,7 +213,8 @@ def _load(name, folder, sources, wanted):
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
-    read = {"/".join(path[1:]): leaf for path, leaf in files.flatten(read.state).items()}
+    depth = len(collection)
+    read = {"/".join(path[depth:]): leaf for path, leaf in files.flatten(read.state).items()}
     values = {}
     for path, source in sources.items():
         target = files.with_sharding(wanted[path])

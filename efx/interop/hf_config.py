@@ -134,6 +134,11 @@ def config_to_hf(model):
             f"config.model.dropout.kind={model.dropout.kind!r}: a Hugging Face {kind} checkpoint "
             "has no place for learned masks"
         )
+    if hasattr(model, "adapter"):
+        raise UsageError(
+            f"config.adapter.kind={model.adapter.kind!r}: a Hugging Face {kind} checkpoint has no "
+            "place for adapters; write their base"
+        )
     common = dict(
         model_type=kind,
         vocab_size=model.vocab_size,

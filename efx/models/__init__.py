@@ -24,19 +24,23 @@ import jax
 import jax.numpy as jnp
 
 from efx.errors import UsageError, nearest
+from efx.layers.adapters import AdapterConfig
 from efx.layers.stack import unroll_params
+from efx.models.bridged import Bridged
 from efx.models.decoder import Decoder
 from efx.models.encoder_decoder import EncoderDecoder
+from efx.models.gated import adapt
 from efx.models.latent import Latent
 
 FAMILIES = {
     "decoder": Decoder,
     "encoder_decoder": EncoderDecoder,
     "latent": Latent,
+    "bridged": Bridged,
 }
 
 
-def build(model_config, *, vocab_size, context, dtype):
+def build(model_config, *, vocab_size, context, dtype, adapter=None, members=()):
     """The module of a config's `model` block.
 
     Args:
@@ -44,6 +48,8 @@ def build(model_config, *, vocab_size, context, dtype):
       vocab_size: V of the tokenizer.
       context: longest sequence; `config.model.context` when that is not 0.
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
+      adapter: mapping, a config's `adapter` block; None: no adapters.
+      members: family "bridged": the models of its anchor and of those that augment it.
     Raises:
       UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
         fit each other.
@@ -60,8 +66,25 @@ def build(model_config, *, vocab_size, context, dtype):
     given = dict(vocab_size=vocab_size, dtype=jnp.dtype(dtype), selection="auto")
     given["context"] = fields.pop("context", 0) or context
     cls = FAMILIES[family]
+    if cls is Bridged:
+        if len(members) != 1 + len(fields["augment"]):
+            raise UsageError(
+                "config.model.family='bridged' is made from run folders: config.model.anchor and "
+                "config.model.augment"
+            )
+        given.update(anchor_model=members[0], augment_models=tuple(members[1:]))
+    elif members:
+        raise ValueError(f"a model of the family {family!r} has no members")
     values = _typed(cls, fields, "config.model", given)
-    return cls(**values).resolved()
+    model = cls(**values).resolved()
+    if adapter is None:
+        return model
+    if cls is Bridged and adapter["kind"] != "none":
+        raise UsageError(
+            f"config.adapter.kind={adapter['kind']!r}: not with config.model.family='bridged'; "
+            "bridge a run that has adapters instead"
+        )
+    return adapt(model, AdapterConfig(**_typed(AdapterConfig, dict(adapter), "config.adapter")))
 
 
 def _typed(cls, mapping, where, given=None):

@@ -1,0 +1,75 @@
+"""CALM: a finished model reads the layers of others, which know what it does not.
+
+All of it, three seeds, one table of held-out losses (about an hour on 2 CPU cores):
+
+    python -m efx.studies.calm --config configs/calm.py --workdir runs/calm
+
+Step by step, each an ordinary run:
+
+    python -m efx.main --config configs/calm.py --workdir runs/anchor
+    python -m efx.main --config configs/calm.py:augment --workdir runs/a \
+        --config.data.source=text:a.txt
+    python -m efx.main --config configs/calm.py:bridge --workdir runs/bridged \
+        --config.model.anchor=runs/anchor "--config.model.augment=('runs/a',)" \
+        --config.data.source=text:mixture.txt
+    python -m efx.main --mode=sample --workdir runs/bridged
+
+LLM Augmented LLMs: Expanding Capabilities through Composition (Bansal et al. 2024, arXiv
+2401.02412). Anchor and augmenting models are finished runs of any family whose layers follow each
+other, of any widths and depths, with one tokenizer. Their parameters do not move; what trains are
+the bridges, and at their start the whole is the anchor (look at it with --mode=compose).
+
+Knobs of variant `bridge`, all in `config.model` (defaults in configs/common.py):
+    anchor, augment         run folders: the model that predicts, those that it reads
+    pairs                   layers of each, evenly spaced, that a bridge connects
+    num_heads               of the bridges' cross-attention
+    norm                    of what a bridge reads: "none" (the paper), "rmsnorm", "layernorm"
+
+Variants, to be combined with commas:
+    configs/calm.py:smoke       half a minute on a CPU
+    configs/calm.py:augment     a smaller model, narrower and less deep than the anchor
+    configs/calm.py:finetune    the anchor trained on: add --config.init.run=runs/anchor
+    configs/calm.py:bridge      the bridges between finished runs
+
+Hardware: 2 CPU cores.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+_FURTHER = {
+    "steps": 300,
+    "optim.learning_rate": 1e-3,
+    "optim.schedule.warmup_steps": 18,
+    "sample.every": 0,
+}
+
+VARIANTS = {
+    "smoke": common.SMOKE,
+    "augment": {
+        "model.width": 96,
+        "model.depth": 3,
+        "sample.every": 0,
+    },
+    "finetune": _FURTHER,
+    "bridge": {
+        **_FURTHER,
+        "optim.learning_rate": 3e-3,
+        "optim.frozen": r"(anchor_model|augment_models_\d+)/.*",
+    },
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(config, {**common.STDLIB, "data.eval_fraction": 0.1, "model.depth": 4})
+    variants = VARIANTS
+    if "bridge" in arg.split(","):
+        config.model = ConfigDict(common.bridged())
+        # Sizes are those of the runs.
+        variants = {
+            name: {key: value for key, value in changes.items() if not key.startswith("model.")}
+            for name, changes in VARIANTS.items()
+        }
+    return common.variant(config, arg, **variants)

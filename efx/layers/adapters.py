@@ -1,0 +1,386 @@
+"""Adapters: small additions to the linear layers of a finished model, one or several composed.
+
+They reach the layers through an interceptor of method calls and not through the layers' own code:
+`Linear` is the one place where matrices are multiplied, so whoever watches its calls can add to any
+of them, in any family. The interceptor runs inside the call, where the module may declare
+parameters: an adapter's lie in the tree of its layer, `<path of the layer>/adapter/...`. Stacking
+by scan, recomputation, the loop that decodes a routed block and sharding so treat them like the
+parameters beside them, and a base checkpoint fits an adapted model but for what is named `adapter`.
+
+    kind "lora"  adapter(u) = u A B                 (Hu et al. 2021, arXiv 2106.09685)
+    kind "mlp"   adapter(u) = gelu(u A) B           (Houlsby et al. 2019, arXiv 1902.00751)
+
+B starts at zero, so an adapted model starts as its base. For the gates and for what several
+experts come to, see `Adapter`.
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers import cache, routing
+from efx.layers.info import TokenInfo
+from efx.layers.linear import Linear
+from efx.layers.mlp import exact_gelu
+
+KINDS = ("none", "lora", "mlp")
+ROUTINGS = ("topk", "uniform", "inclusion")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """`config.adapter`.
+
+    Attributes:
+      kind: one of `KINDS`.
+      rank: R. scale: what adapter(u) is multiplied by.
+      sites: regex (whole path) of the linear layers that have one.
+      gate: a single adapter is multiplied by sigmoid(v.u).
+      experts: run folders whose adapters are composed; none: a single adapter of this run's own.
+      routing: one of `ROUTINGS`. top_k: experts for a token and layer.
+      capacity, slack: inclusion: share of a sequence that an expert takes in training, and room of
+        the causal decision as a multiple of it.
+    """
+
+    kind: str
+    rank: int
+    scale: float
+    sites: str
+    gate: bool
+    experts: tuple[str, ...]
+    routing: str
+    top_k: int
+    capacity: float
+    slack: float
+
+    @property
+    def choices(self):
+        """Of the several experts: how many; 0 for a single adapter."""
+        return len(self.experts)
+
+    @property
+    def looks_ahead(self):
+        return bool(self.experts) and self.routing == "inclusion"
+
+    def places(self, length, selection):
+        """Inclusion: tokens of a sequence that an expert has room for."""
+        c = self.capacity if selection == "train" else self.capacity * self.slack
+        return routing.capacity(min(1.0, c), length)
+
+
+def check(c):
+    """Raises UsageError, naming the key, for the first value that makes no sense."""
+
+    def require(holds, name, rule):
+        if not holds:
+            raise UsageError(f"config.adapter.{name}={getattr(c, name)!r}: {rule}")
+
+    require(c.kind in KINDS, "kind", f"expected one of {', '.join(KINDS)}")
+    if c.kind == "none":
+        require(not c.experts, "experts", "needs the config.adapter.kind that these experts have")
+        require(not c.gate, "gate", "needs a config.adapter.kind other than 'none'")
+    require(c.routing in ROUTINGS, "routing", f"expected one of {', '.join(ROUTINGS)}")
+    require(c.rank >= 1, "rank", "must be at least 1")
+    require(math.isfinite(c.scale) and c.scale != 0, "scale", "must be a finite number but 0")
+    require(0 < c.capacity <= 1, "capacity", "must be in (0, 1]")
+    require(c.slack >= 1, "slack", "must be at least 1")
+    require(len(set(c.experts)) == len(c.experts), "experts", "names a run twice")
+    if c.experts and c.routing == "topk":
+        rule = f"must be from 1 to the number of config.adapter.experts, {c.choices}"
+        require(1 <= c.top_k <= c.choices, "top_k", rule)
+    try:
+        re.compile(c.sites)
+    except re.error as error:
+        require(False, "sites", f"is not a regular expression: {error}")
+
+
+def standardise(x):
+    """Zero mean and unit variance over the last axis; a constant vector becomes 0."""
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
+
+
+def affinities(u_CD, gate_ED):
+    """Of each token for each expert: the product of both, standardised; float32 [C, E]."""
+    return _product(standardise(u_CD), standardise(gate_ED))
+
+
+def _product(u_CD, gate_ED):
+    return jnp.einsum(
+        "CD,ED->CE", u_CD.astype(jnp.float32), gate_ED, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def topk_weights(affinity_CE, top_k, width):
+    """softmax(affinity / sqrt(D)) over the k experts of largest affinity, 0 for the others."""
+    best = routing.best(jax.lax.stop_gradient(affinity_CE), top_k)
+    chosen_CE = jnp.any(jax.nn.one_hot(best, affinity_CE.shape[-1], dtype=bool), axis=-2)
+    return jax.nn.softmax(jnp.where(chosen_CE, affinity_CE / width**0.5, -jnp.inf), axis=-1)
+
+
+class Adapter(nn.Module):
+    """What is added to one linear layer y = W u.
+
+    One adapter: adapter(u), or with a gate sigmoid(v.u) adapter(u), v starting at 0 (PHATGOOSE,
+    Muqeeth et al. 2024, arXiv 2402.05859, section 3).
+
+    Several experts: sum over e of w_e adapter_e(u).
+      `topk`: standardise v and u over features; with the affinities v.u, w is the softmax of
+        affinity / sqrt(D) over the k experts of largest affinity (same paper).
+      `uniform`: w_e = 1 / E.
+      `inclusion`: an expert's entrance, a linear layer and a sigmoid, may leave it out, so that
+        the number of experts differs from token to token. It is the routing of
+        Mixture-of-Depths (arXiv 2404.02258): with r = v.u + b, an expert computes the C tokens of
+        a sequence with the largest r in training, and those with r > 0, at most `slack` times as
+        many in order of time, in evaluation and sampling; w_e = sigmoid(r). The loss
+        `inclusion_bce` makes the two agree.
+
+    Sows into `stats`: experts_per_token, usage of each expert (share of the tokens), and for
+    `topk` effective_experts = exp(entropy of w), for `inclusion` dropped_fraction, the choices of
+    an expert that found no room; the weights [B, T, E] into `choices`, where that is asked for.
+
+    Attributes:
+      features, axes, dtype: those of the linear layer.
+    """
+
+    config: AdapterConfig
+    features: int
+    axes: tuple
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, info):
+        """[..., D] -> [..., F]; `info` is the TokenInfo of these tokens, or None if not known."""
+        c, width = self.config, x.shape[-1]
+        stack = (c.choices,) if c.experts else ()
+        down = self._param("down", width**-0.5, (*stack, width, c.rank), (self.axes[0], None))
+        up = self._param("up", 0.0, (*stack, c.rank, self.features), (None, self.axes[1]))
+        down, up = down.astype(self.dtype), up.astype(self.dtype)
+        x = x.astype(self.dtype)
+        if not c.experts:
+            y = self._one(x.reshape(-1, width), down, up)
+        elif c.routing == "inclusion":
+            y = self._included(x, info, down, up)
+        else:
+            y = self._all(x.reshape(-1, width), self._weights(x, info), down, up)
+        return (c.scale * y).reshape(*x.shape[:-1], self.features).astype(self.dtype)
+
+    def _param(self, name, std, shape, axes):
+        init = nn.initializers.normal(std) if std else nn.initializers.zeros
+        axes = (None,) * (len(shape) - len(axes)) + axes
+        return self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+
+    def _gates(self, name, std, width):
+        return self._param(name, std, (self.config.choices, width), (self.axes[0],))
+
+    def _inner(self, h):
+        return exact_gelu(h) if self.config.kind == "mlp" else h
+
+    def _one(self, u_CD, down_DR, up_RF):
+        y_CF = self._inner(u_CD @ down_DR) @ up_RF
+        if self.config.gate:
+            gate_D = self._param("gate", 0.0, u_CD.shape[-1:], (self.axes[0],))
+            y_CF = y_CF * jax.nn.sigmoid(_product(u_CD, gate_D[None])).astype(y_CF.dtype)
+        return y_CF
+
+    def _all(self, u_CD, weight_CE, down_EDR, up_ERF):
+        """Every expert on every token: so low a rank costs less than gathering the tokens would."""
+        h_CER = self._inner(jnp.einsum("CD,EDR->CER", u_CD, down_EDR))
+        h_CER = h_CER * weight_CE[..., None].astype(h_CER.dtype)
+        return jnp.einsum("CER,ERF->CF", h_CER, up_ERF)
+
+    def _weights(self, x, info):
+        c, width = self.config, x.shape[-1]
+        u_CD = x.reshape(-1, width)
+        if c.routing == "uniform":
+            return jnp.full((len(u_CD), c.choices), 1.0 / c.choices)
+        affinity_CE = affinities(u_CD, self._gates("gate", 0.0, width))
+        weight_CE = topk_weights(affinity_CE, c.top_k, width)
+        self._report(weight_CE.reshape(*x.shape[:-1], c.choices), _valid(x, info))
+        return weight_CE
+
+    def _report(self, weight_BTE, valid_BT):
+        mean = _mean_over(valid_BT)
+        used_BTE = (weight_BTE > 0).astype(jnp.float32)
+        self.sow("choices", "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0))
+        self.sow("stats", "adapter/experts_per_token", mean(jnp.sum(used_BTE, axis=-1)))
+        for e in range(self.config.choices):
+            self.sow("stats", f"adapter/usage/expert_{e}", mean(used_BTE[..., e]))
+        if self.config.routing == "topk":
+            # w log w, 0 at 0.
+            entropy_BT = -jnp.sum(jax.scipy.special.xlogy(weight_BTE, weight_BTE), axis=-1)
+            self.sow("stats", "adapter/effective_experts", mean(jnp.exp(entropy_BT)))
+
+    def _included(self, x_BTD, info, down_EDR, up_ERF):
+        c, (batch, length, width) = self.config, x_BTD.shape
+        # Starting at zero would make the first selection the first C tokens, for every expert.
+        entrance_ED = self._gates("entrance", 0.02, width)
+        bias_E = self._param("entrance_bias", 0.0, (c.choices,), (None,))
+        logits_CE = _product(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
+        logits_BTE = logits_CE.reshape(batch, length, c.choices)
+        valid_BT = _valid(x_BTD, info)
+        wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
+        weight_BTE = jax.nn.sigmoid(logits_BTE)
+        if info.decode:
+            run_BTE = self._fits(wanted_BTE, info)
+            weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
+            weight_CE = weight_BTE.reshape(-1, c.choices)
+            return self._all(x_BTD.reshape(-1, width), weight_CE, down_EDR, up_ERF)
+
+        def plans(make, values_BTE, *rest):
+            return jax.vmap(lambda values_BT: make(values_BT, *rest), in_axes=2)(values_BTE)
+
+        def selected(plan):
+            return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
+
+        size = c.places(length, "train")
+        top = plans(routing.topk_plan, jax.lax.stop_gradient(logits_BTE), size, valid_BT)
+        plan = plans(routing.first_plan, wanted_BTE, c.places(length, "causal"))
+        target_BTE = selected(top).astype(jnp.float32)
+        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
+        self.sow("losses", "inclusion_bce", _mean_over(valid_BT)(jnp.mean(bce_BTE, axis=-1)))
+        plan = top if info.selection == "train" else plan
+        run_BTE = selected(plan)
+        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT)
+        wanted = jnp.maximum(jnp.sum(wanted_BTE), 1)
+        lost = jnp.sum(wanted_BTE & ~run_BTE) / wanted
+        self.sow("stats", "adapter/dropped_fraction", lost)
+        return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
+
+    def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
+        """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
+        length, width = x_BTD.shape[1:]
+        experts, batch, places = plan.indices_BC.shape
+        x_EBCD = jax.vmap(routing.gather, in_axes=(None, 0))(x_BTD, plan)
+        weight_EBC = jax.vmap(routing.gather, in_axes=(2, 0))(weight_BTE, plan)
+        x_ECD = x_EBCD.reshape(experts, batch * places, width)
+        h_ECR = self._inner(jnp.einsum("ECD,EDR->ECR", x_ECD, down_EDR))
+        h_ECR = h_ECR * weight_EBC.reshape(experts, -1, 1).astype(h_ECR.dtype)
+        y_ECF = jnp.einsum("ECR,ERF->ECF", h_ECR, up_ERF)
+        y_EBCF = y_ECF.reshape(experts, batch, places, self.features)
+        sum_over = jax.vmap(routing.scatter_sum, in_axes=(1, 1, None))
+        return sum_over(plan.indices_BC, y_EBCF, length)
+
+    def _fits(self, wanted_BTE, info):
+        """Decoding: what is wanted and finds room, by how many tokens each expert has computed of
+        the row before. The full forward pass of length `info.cache_size` computes the same."""
+        c, rows = self.config, wanted_BTE.shape[0]
+        taken, dropped = cache.variables(
+            self,
+            info.cache_tag,
+            taken=lambda: jnp.zeros((rows, c.choices), jnp.int32),
+            dropped=lambda: jnp.zeros((rows,), jnp.int32),
+        ).values()
+        if self.is_initializing():
+            return wanted_BTE
+        before_BE = taken.value
+        ahead_BTE = before_BE[:, None] + jnp.cumsum(wanted_BTE, axis=1)
+        run_BTE = wanted_BTE & (ahead_BTE <= c.places(info.cache_size, "causal"))
+        taken.value = before_BE + jnp.sum(run_BTE, axis=1)
+        dropped.value = dropped.value + jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
+        return run_BTE
+
+
+def _valid(x, info):
+    """bool [B, T]: which tokens count."""
+    if info is None:
+        return jnp.ones(x.shape[:-1], bool)
+    return info.valid(x.shape[0])
+
+
+def _mean_over(valid_BT):
+    weight_BT = valid_BT.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weight_BT), 1.0)
+    return lambda value_BT: jnp.sum(value_BT * weight_BT) / total
+
+
+class Interceptor:
+    """Adds adapters to the linear layers below a module; for `flax.linen.intercept_methods`.
+
+    It also remembers which TokenInfo the layers around have been given, because linear layers are
+    given none: that of the innermost call.
+
+    Args:
+      config: an `AdapterConfig`. path: that module's.
+    """
+
+    def __init__(self, config, path):
+        self._config, self._path = config, path
+        self._infos = []
+
+    def __call__(self, next_fun, args, kwargs, context):
+        module = context.module
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        if isinstance(module, Linear):
+            y = next_fun(*args, **kwargs)
+            # Whoever watches the same calls may run layers of its own in between, as bridges do.
+            size = len(self._path)
+            below = module.path[:size] == self._path
+            if not (below and re.fullmatch(self._config.sites, "/".join(module.path[size:]))):
+                return y
+            adapter = Adapter(
+                self._config, module.features, module.axes, module.dtype, name="adapter"
+            )
+            return y + adapter(args[0], self._info(module))
+        infos = [value for value in args if isinstance(value, TokenInfo)]
+        contexts = [value[1] for value in args if _is_context(value)]
+        if not infos:
+            return next_fun(*args, **kwargs)
+        self._infos.append((infos[0], *contexts))
+        try:
+            return next_fun(*args, **kwargs)
+        finally:
+            self._infos.pop()
+
+    def _info(self, module):
+        if not self._infos:
+            if self._config.looks_ahead:
+                raise UsageError(
+                    f"config.adapter.sites={self._config.sites!r} matches {module.name}, which is "
+                    "outside of the layers: config.adapter.routing='inclusion' needs to know there "
+                    "which tokens are padding"
+                )
+            return None
+        # Keys and values are made of the context, where attention is over other tokens.
+        return self._infos[-1][-1 if module.name in ("key", "value") else 0]
+
+
+def _is_context(value):
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], TokenInfo)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One adapted linear layer: D to F for so many tokens of a sequence."""
+
+    path: str
+    rows: int
+    width: int
+    features: int
+
+    def flops(self, c, selection, rows=None):
+        """Of the adapters of a sequence; `rows` in place of the site's own."""
+        experts = c.choices or 1
+        tokens = c.places(self.rows, selection) if c.looks_ahead else self.rows
+        total = experts * flops.matmul(tokens, c.rank, self.width + self.features)
+        if c.routing != "uniform" if c.experts else c.gate:
+            total += flops.matmul(self.rows, self.width, experts)
+        return total if rows is None else total * rows / self.rows
+
+    def params(self, c):
+        experts = c.choices or 1
+        count = experts * c.rank * (self.width + self.features)
+        if c.experts and c.routing == "topk" or not c.experts and c.gate:
+            count += experts * self.width
+        if c.looks_ahead:
+            count += experts * (self.width + 1)
+        return count

@@ -1,0 +1,308 @@
+"""CALM: a finished model that reads the layers of others through bridges, all of them frozen.
+
+Composition to Augment Language Models (Bansal et al. 2024, arXiv 2401.02412, section 3): anchor m_B
+and augmenting models m_A read the same tokens. At n evenly spaced pairs of layers (i of A, j of B)
+    H_B,j <- H_B,j + CrossAttn(q = H_B,j, kv = H_A,i W_proj),
+which layer j + 1 of B then reads. Only the bridges train. Their output projections start at zero,
+so that the whole starts as the anchor. Query t sees the states of A at tokens <= t.
+
+The members are models of any family whose layers are called one after another, `layers/block_<i>`;
+an interceptor of method calls reads the states that leave the layers of A and adds to those that
+leave the layers of B, so that no family knows of it. Of a family with two streams that is the last
+one, the decoder's. Members run unrolled, nothing recomputed, as in evaluation.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers import attend, norms
+from efx.layers.attention import Attention
+from efx.layers.info import TokenInfo
+from efx.layers.linear import Linear
+
+NORMS = ("none", "rmsnorm", "layernorm")
+
+
+class Bridge(nn.Module):
+    """What one layer of the anchor gets from one layer of an augmenting model: [B, T, D]."""
+
+    num_heads: int
+    norm: str
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, h_BTD, a_BTD, info):
+        """h: the anchor's state, q; a: the other's, of its own width, k and v."""
+        width = h_BTD.shape[-1]
+        if self.norm != "none":
+            options = dict(use_bias=True, eps=1e-5, dtype=self.dtype)
+            h_BTD = norms.make_norm(self.norm, **options, name="norm_query")(h_BTD)
+            a_BTD = norms.make_norm(self.norm, **options, name="norm_context")(a_BTD)
+        project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
+        attention = Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=width // self.num_heads,
+            use_bias=False,
+            rope_theta=0.0,
+            qk_norm="none",
+            mup=False,
+            window=0,
+            softcap=0.0,
+            chunk=0,
+            std=self.std,
+            std_out=0.0,  # the anchor as it was, to begin with
+            norm_eps=1e-5,
+            probs_dropout=None,
+            dtype=self.dtype,
+            name="attention",
+        )
+        return attention(h_BTD, info, (project(a_BTD), info))
+
+
+class Bridged(nn.Module):
+    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+
+    `anchor` and `augment` are the run folders that `anchor_model` and `augment_models` were made
+    from; whoever builds the model reads those, and `efx.checkpoint.start_from` their parameters.
+    """
+
+    vocab_size: int
+    context: int
+    dtype: jnp.dtype
+    anchor: str
+    augment: tuple[str, ...]
+    pairs: int
+    num_heads: int
+    norm: str
+    init_std: float
+    anchor_model: nn.Module
+    augment_models: tuple
+    selection: str = "auto"
+
+    causal_in_training: ClassVar[str] = "always"
+    scan_layers: ClassVar[bool] = False
+
+    def resolved(self):
+        """The same module, unrolled and checked."""
+        model = self.clone(
+            anchor_model=self.anchor_model.unrolled(),
+            augment_models=tuple(each.unrolled() for each in self.augment_models),
+        )
+        _check(model)
+        return model
+
+    def setup(self):
+        # bridges_<a * pairs + k>: of augmenting model a at pair k.
+        self.bridges = [
+            Bridge(self.num_heads, self.norm, self.init_std, self.dtype)
+            for _ in range(len(self.augment_models) * self.pairs)
+        ]
+
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """Logits [B, T, V] in float32. See `features` for the arguments."""
+        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+        return self.logits(x_BTD)[..., : self.vocab_size]
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The anchor's normalised state [B, T, D]; arguments as in `Decoder.features`, but that
+        `train` changes nothing: the members are what they are in evaluation."""
+        given = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
+        read = []  # [augmenting model][pair]
+        for model in self.augment_models:
+            states = {}
+            with nn.intercept_methods(_AtLayers(model.path, states.__setitem__)):
+                model.features(*given)
+            read.append([states[i][0] for i in spaced(self.pairs, depth_of(model))])
+        places = spaced(self.pairs, depth_of(self.anchor_model))
+
+        def add(layer, state):
+            if layer not in places:
+                return None
+            h_BTD, info = state
+            pair = places.index(layer)
+            delta_BTD = jnp.zeros_like(h_BTD)
+            for a, states in enumerate(read):
+                bridge = self.bridges[a * self.pairs + pair]
+                delta_BTD = delta_BTD + bridge(h_BTD, states[pair], info)
+            return h_BTD + delta_BTD
+
+        with nn.intercept_methods(_AtLayers(self.anchor_model.path, add)):
+            return self.anchor_model.features(*given)
+
+    def logits(self, x):
+        """The anchor's."""
+        return self.anchor_model.logits(x)
+
+    @nn.nowrap
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs."""
+        return self.anchor_model.head_params(params["anchor_model"])
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
+        return self.anchor_model.head_fn(head_params, x_ND)
+
+    @property
+    def dropout(self):
+        """None that changes in training."""
+        return dataclasses.replace(self.anchor_model.dropout, kind="none")
+
+    @nn.nowrap
+    def specs(self):
+        """None that decide anything of their own: the members' layers are the members'."""
+        return ()
+
+    @nn.nowrap
+    def unrolled(self):
+        return self
+
+    @nn.nowrap
+    def ledger(self, length, selection="causal", shares=None):
+        """FLOPs of one sequence, see `flops.Ledger`. Members compute what they do in evaluation.
+
+        Training costs less than three times as much: frozen parameters need no gradients."""
+        width = self.anchor_model.width
+        counts = []
+        for kind, pairs in (
+            ("parts", attend.visited_pairs(length)),
+            ("nominal", flops.causal_pairs(length)),
+        ):
+            added = [getattr(self.anchor_model.ledger(length, "causal"), kind)]
+            for model in self.augment_models:
+                own = getattr(model.ledger(length, "causal"), kind)
+                added.append({name: own[name] for name in own if name != "head"})
+                bridge = flops.matmul(length, model.width, width)
+                bridge += 4 * flops.matmul(length, width, width)
+                scores = flops.attention_scores(pairs, self.num_heads, width // self.num_heads)
+                added += [{"bridges": bridge, "attention_scores": scores}] * self.pairs
+            counts.append(flops.add(added))
+        return flops.Ledger(length, *counts)
+
+    @nn.nowrap
+    def parameter_count(self):
+        """{component: parameters}, by formula."""
+        width = self.anchor_model.width
+        counts = [self.anchor_model.parameter_count()]
+        each = {"none": 0, "rmsnorm": 1, "layernorm": 2}[self.norm]
+        for model in self.augment_models:
+            own = model.parameter_count()
+            counts.append({name: own[name] for name in own if name != "head"})
+            bridge = model.width * width + 4 * width * width + each * (width + model.width)
+            counts.append({"bridges": self.pairs * bridge})
+        return flops.add(counts)
+
+    @nn.nowrap
+    def cache_bytes(self, cache_size):
+        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
+        members = (self.anchor_model, *self.augment_models)
+        bridges = len(self.augment_models) * self.pairs * 2 * cache_size * self.anchor_model.width
+        own = sum(model.cache_bytes(cache_size) for model in members)
+        return own + bridges * jnp.dtype(self.dtype).itemsize
+
+
+def depth_of(model):
+    """How many layers there are to bridge."""
+    return len(model.specs())
+
+
+def spaced(pairs, depth):
+    """Layers (from 0), `pairs` of them, after which a bridge stands; the last is always one."""
+    return [-(-(k + 1) * depth // pairs) - 1 for k in range(pairs)]
+
+
+class _AtLayers:
+    """Interceptor that shows what leaves each layer of a member to `visit(layer, (x, info))`, and
+    puts what that returns, unless None, in its place."""
+
+    def __init__(self, path, visit):
+        self._start, self._visit, self._inside = path, visit, False
+
+    def __call__(self, next_fun, args, kwargs, context):
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        path, size = context.module.path, len(self._start)
+        here = path[size:]
+        # A layer shares its scope with the block in it: the outer call is the layer's.
+        layer = len(here) == 2 and here[0] == "layers" and here[1].startswith("block_")
+        if path[:size] != self._start or not layer or self._inside:
+            return next_fun(*args, **kwargs)
+        self._inside = True
+        try:
+            out = next_fun(*args, **kwargs)
+        finally:
+            self._inside = False
+        info = next(value for value in args if isinstance(value, TokenInfo))
+        streams = out if isinstance(out, tuple) else (out,)
+        new = self._visit(int(here[1].removeprefix("block_")), (streams[-1], info))
+        if new is None:
+            return out
+        return (*streams[:-1], new) if isinstance(out, tuple) else new
+
+
+def _check(c):
+    if not c.augment_models:
+        raise UsageError("config.model.augment=(): needs the run folder of at least one model")
+    if c.norm not in NORMS:
+        raise UsageError(f"config.model.norm={c.norm!r}: expected one of {', '.join(NORMS)}")
+    width = c.anchor_model.width
+    if c.num_heads < 1 or width % c.num_heads:
+        raise UsageError(
+            f"config.model.num_heads={c.num_heads} does not divide the anchor's width of {width}"
+        )
+    members = [("anchor", c.anchor, c.anchor_model)]
+    members += [("augment", *pair) for pair in zip(c.augment, c.augment_models, strict=True)]
+    for key, run, model in members:
+        if model.context < c.context:
+            raise UsageError(
+                f"config.model.{key}={run} was made for sequences of up to {model.context} tokens, "
+                f"and these have up to {c.context}; lower config.data.seq_len"
+            )
+        if not _has_layers(model):
+            raise UsageError(
+                f"config.model.{key}={run} is a {type(model).__name__} whose layers are not each "
+                "called once in a row, which a bridge needs"
+            )
+        if not 1 <= c.pairs <= depth_of(model):
+            raise UsageError(
+                f"config.model.pairs={c.pairs}: must be from 1 to {depth_of(model)}, the layers of "
+                f"config.model.{key}={run}"
+            )
+
+
+def _has_layers(model):
+    """Whether every layer is called exactly once and gives a state for each token."""
+    states = []
+
+    def run(key):
+        tokens_BT = jnp.zeros((1, 2), jnp.int32)
+        with nn.intercept_methods(_AtLayers((), lambda i, state: states.append((i, state[0])))):
+            return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
+
+    jax.eval_shape(run, jax.random.key(0))
+    shapes = {(i, x.ndim, x.shape[1]) for i, x in states}
+    return len(states) == depth_of(model) and shapes == {(i, 3, 2) for i in range(len(states))}

@@ -1,0 +1,139 @@
+"""Any family with adapters on its linear layers, and several adapted experts composed (PHATGOOSE).
+
+`adapt(model, config)` gives the same model of the same family, with the same parameters at the same
+paths and an adapter's beside each layer that has one; see `efx.layers.adapters`. It is a subclass
+that `features` of the family runs in, so whatever works on a family works on it: training,
+sharding, evaluation, decoding with caches, scanned and unrolled layers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops
+from efx.errors import UsageError
+from efx.layers.adapters import Adapter, AdapterConfig, Interceptor, Site, check
+from efx.layers.linear import Linear
+from efx.layers.stack import names
+
+
+def adapt(model, config):
+    """The model with adapters, or itself where `config.kind` is "none".
+
+    Args:
+      model: a resolved model of any family.
+      config: an `AdapterConfig`.
+    Raises: UsageError, e.g. where no layer matches `config.sites`.
+    """
+    check(config)
+    if config.kind == "none":
+        return model
+    routing = getattr(model, "depth_routing", None)
+    if config.looks_ahead and routing is not None and routing.kind != "none":
+        raise UsageError(
+            "config.adapter.routing='inclusion': not with "
+            f"config.model.depth_routing.kind={routing.kind!r}; the two would decide about the "
+            "same tokens twice"
+        )
+    fields = {
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(model)
+        if f.init and f.name not in ("parent", "name")
+    }
+    adapted = adapted_family(type(model))(**fields, adapter=config)
+    if not adapted.sites(1, "causal"):
+        paths = _linears(model)
+        raise UsageError(
+            f"config.adapter.sites={config.sites!r} matches none of the {len(paths)} linear layers "
+            f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
+            "it must match a whole path"
+        )
+    return adapted
+
+
+@functools.cache
+def adapted_family(cls):
+    """The family `cls` with a field `adapter`, an `AdapterConfig`."""
+
+    class Adapted(cls):
+        adapter: AdapterConfig | None = None
+
+        def features(self, *args, **kwargs):
+            """See the family; adapters are added to every layer that it calls."""
+            with nn.intercept_methods(Interceptor(self.adapter, self.path)):
+                return super().features(*args, **kwargs)
+
+        @nn.nowrap
+        def sites(self, length, selection):
+            """The adapted layers of the unrolled model, for one sequence of so many tokens."""
+            return _sites(self.unrolled().clone(selection=selection), length)
+
+        @nn.nowrap
+        def ledger(self, length, selection="train", shares=None):
+            """That of the family, and what the adapters add."""
+            base, c = super().ledger(length, selection, shares), self.adapter
+            routed = {}
+            if shares:
+                blocks = names(self.specs())
+                routed = {blocks[i]: share[0] * length for i, share in shares.items()}
+            parts = nominal = 0
+            for s in self.sites(length, selection):
+                inside = [rows for block, rows in routed.items() if f"/{block}/" in s.path]
+                parts += s.flops(c, selection)
+                nominal += s.flops(c, selection, *inside)
+            return flops.Ledger(
+                length,
+                flops.add([base.parts, {"adapters": parts}]),
+                flops.add([base.nominal, {"adapters": nominal}]),
+            )
+
+        @nn.nowrap
+        def parameter_count(self):
+            """{component: parameters}, by formula."""
+            sizes = {s.path: s.params(self.adapter) for s in self.sites(1, "causal")}
+            return flops.add([super().parameter_count(), {"adapters": sum(sizes.values())}])
+
+    Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
+    return Adapted
+
+
+def _trace(model, length, interceptor):
+    """Run the model's initialisation on shapes alone, under an interceptor of its calls."""
+
+    def run(key):
+        with nn.intercept_methods(interceptor):
+            tokens_BT = jnp.zeros((1, length), jnp.int32)
+            return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
+
+    jax.eval_shape(run, jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=64)
+def _sites(model, length):
+    found = []
+
+    def watch(next_fun, args, kwargs, context):
+        module = context.module
+        if isinstance(module, Adapter) and context.method_name == "__call__":
+            width = args[0].shape[-1]
+            rows = args[0].size // width
+            found.append(Site("/".join(module.path[:-1]), rows, width, module.features))
+        return next_fun(*args, **kwargs)
+
+    _trace(model, length, watch)
+    return tuple(found)
+
+
+def _linears(model):
+    found = []
+
+    def watch(next_fun, args, kwargs, context):
+        if isinstance(context.module, Linear) and context.method_name == "__call__":
+            found.append("/".join(context.module.path))
+        return next_fun(*args, **kwargs)
+
+    _trace(model, 1, watch)
+    return sorted(set(found) - {"head"})

@@ -1,0 +1,219 @@
+"""What the studies of composition share: domains, runs of `efx.main`, evaluations, a table.
+
+Nothing here is drawn anew when it is there already: a study that was interrupted goes on.
+"""
+
+import argparse
+import json
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+import sysconfig
+
+from efx.errors import UsageError
+from efx.runfolder import write_atomic, writing
+
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+# Of Python's own library, so that they are on every machine: code for the base, and what it is not.
+BASE = f"text:{_LIBRARY}/*.py"
+DOMAINS = {
+    "prose": f"text:{_LIBRARY}/pydoc_data/topics.py",
+    "tables": f"text:{_LIBRARY}/encodings/cp*.py",
+    "network": f"text:{_LIBRARY}/asyncio/*.py",
+}
+_PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
+
+
+def arguments(name, description, argv):
+    """(parsed flags, arguments for the runs: those after `--`)."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m efx.studies.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", default=f"configs/{name}.py", help="file.py or file.py:variant")
+    parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
+    parser.add_argument("--base", default=BASE, help="config.data.source of the base or anchor")
+    parser.add_argument(
+        "--domain",
+        action="append",
+        default=[],
+        metavar="NAME=SOURCE",
+        help="a domain and its config.data.source; again for each. Default: parts of Python's "
+        "library",
+    )
+    argv = sys.argv[1:] if argv is None else list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    return parser.parse_args(argv[:at]), argv[at + 1 :]
+
+
+def main(name, description, run, argv=None):
+    """The command line of a study; `run(study)` does one seed. Returns the exit status."""
+    flags, extra = arguments(name, description, argv)
+    try:
+        domains = dict(DOMAINS)
+        if flags.domain:
+            pairs = [text.partition("=") for text in flags.domain]
+            bad = [text for text, (key, _, source) in zip(flags.domain, pairs, strict=True)
+                   if not (key.isidentifier() and source)]  # fmt: skip
+            if bad:
+                raise UsageError(f"--domain={bad[0]}: expected NAME=SOURCE, e.g. plays=text:a.txt")
+            domains = {key: source for key, _, source in pairs}
+        if len(domains) < 2:
+            raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
+        seeds = flags.seeds.split(",")
+        if not all(seed.isdigit() for seed in seeds):
+            raise UsageError(f"--seeds={flags.seeds}: expected numbers, e.g. 0,1,2")
+        results = {}
+        for seed in map(int, seeds):
+            study = Study(flags, extra, domains, seed)
+            for row, values in run(study).items():
+                results.setdefault(row, []).append(values)
+        command = f"python -m efx.studies.{name} " + shlex.join(argv or sys.argv[1:])
+        text = markdown(results, seeds, flags.config, command)
+        workdir = pathlib.Path(flags.workdir)
+        with writing(workdir):
+            write_atomic(workdir / "table.md", text)
+            write_atomic(workdir / "table.json", json.dumps(results, indent=2) + "\n")
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+class Study:
+    """One seed: its runs lie in WORKDIR/seed<n>/<name>.
+
+    Attributes:
+      domains: {name: config.data.source}. base: source of the base model.
+    """
+
+    def __init__(self, flags, extra, domains, seed):
+        self.domains, self.base, self.seed = domains, flags.base, seed
+        self.folder = pathlib.Path(flags.workdir) / f"seed{seed}"
+        self._config, self._extra = flags.config, extra
+
+    def path(self, name):
+        return self.folder / name
+
+    def run(self, name, variant, source, mode="train", **changes):
+        """A run of the config's variant. `--` arguments "stage:--config.x=1" go to the runs whose
+        name begins so, the others to all. Returns its folder, as text."""
+        file, _, given = self._config.partition(":")
+        variants = ",".join(filter(None, (variant, given)))
+        command = [
+            f"--config={file}:{variants}" if variants else f"--config={file}",
+            f"--mode={mode}",
+            f"--workdir={self.path(name)}",
+            f"--config.seed={self.seed}",
+            f"--config.data.source={source}",
+            *(f"--config.{key}={value}" for key, value in changes.items()),
+        ]
+        for argument in self._extra:
+            stage, colon, rest = argument.partition(":--")
+            if not colon:
+                command.append(argument)
+            elif name.startswith(stage):
+                command.append(f"--{rest}")
+        print(f"== seed {self.seed}, {name}: python -m efx.main {shlex.join(command)}", flush=True)
+        done = subprocess.run([sys.executable, "-m", "efx.main", *command], check=False)
+        if done.returncode:
+            raise UsageError(
+                f"the run {name!r} with seed {self.seed} ended with status {done.returncode}; its "
+                "last line says why. Start the study again to go on from here"
+            )
+        return str(self.path(name))
+
+    def evaluate(self, name):
+        """{domain: evaluation} of a run's newest checkpoint, on the held-out part of each."""
+        from efx import inference
+        from efx.checkpoint import files
+        from efx.run_config import get_config
+        from efx.runfolder import CHECKPOINTS
+
+        store = self.folder / "evaluations.json"
+        known = json.loads(store.read_text()) if store.exists() else {}
+        newest = files.finished_steps(files.as_root(self.path(name) / CHECKPOINTS))[-1]
+        for domain, source in self.domains.items():
+            key = f"{name} step {newest} on {domain}: {source}"
+            if key not in known:
+                config = get_config(str(self.path(name)))
+                config.data.source = source
+                known[key] = inference.evaluate(config, self.path(name))
+                write_atomic(store, json.dumps(known, indent=1) + "\n")
+        return {
+            domain: known[f"{name} step {newest} on {domain}: {source}"]
+            for domain, source in self.domains.items()
+        }
+
+    def row(self, name):
+        """One row of the table: held-out loss of each domain, their mean, experts a token."""
+        found = self.evaluate(name)
+        row = losses({domain: found[domain]["eval/loss"] for domain in self.domains})
+        used = [each.get("eval/adapter/experts_per_token") for each in found.values()]
+        if None not in used:
+            row["experts a token"] = statistics.fmean(used)
+        return row
+
+    def mixture(self, runs):
+        """Source with the training parts of all domains, in turns, as a text file of the study.
+
+        Args:
+          runs: {domain: name of a run on it}, which says how much is read and what is held out.
+        """
+        from efx.data import corpus, sources
+        from efx.data.cache import cache_root
+        from efx.run_config import get_config
+
+        path = self.folder / "mixture.txt"
+        if not path.exists():
+            texts = []
+            for name in self.domains:
+                data = get_config(str(self.path(runs[name]))).data
+                opened = sources.open_source(data, cache_root(data.cache_dir))
+                parts = corpus.split_documents(opened, data.split, data.eval_fraction)
+                texts.append(b"".join(text for part, _, text in parts if part == "train"))
+            write_atomic(path, interleaved(texts).decode(errors="replace"))
+        return f"text:{path}"
+
+
+def interleaved(texts, piece=_PIECE):
+    """Pieces of the texts in turns, cut at line ends, as long as the shortest lasts."""
+    found, starts = [], [0] * len(texts)
+    while all(start < len(text) for start, text in zip(starts, texts, strict=True)):
+        for i, text in enumerate(texts):
+            end = text.find(b"\n", starts[i] + piece) + 1 or len(text)
+            found.append(text[starts[i] : end])
+            starts[i] = end
+    return b"".join(found)
+
+
+def losses(by_domain):
+    """{column: loss} of each domain, and the mean over domains."""
+    return {**by_domain, "mean": statistics.fmean(by_domain.values())}
+
+
+def markdown(results, seeds, config, command):
+    """The table; {row: [{column: value} of each seed]}."""
+    titles = list(dict.fromkeys(title for rows in results.values() for title in rows[0]))
+    lines = ["| held-out loss (nats) | " + " | ".join(titles) + " |"]
+    lines.append("|---" * (len(titles) + 1) + "|")
+    for name, rows in results.items():
+        cells = [
+            _cell([row[title] for row in rows]) if title in rows[0] else "" for title in titles
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed"
+    lines += ["", f"`{config}`; seeds {', '.join(seeds)}: {spread}. Command: `{command}`"]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(values):
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.4f}"
+    return f"{mean:.4f} ± {statistics.stdev(values):.4f}"

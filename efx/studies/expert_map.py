@@ -1,0 +1,118 @@
+"""A picture of which experts each token of a text gets, layer by layer.
+
+    python -m efx.studies.expert_map --workdir runs/both [--text "def f(x):"] [--out map.png]
+
+For a run of composed experts (configs/phatgoose.py: compose, joint, inclusion). Without --text, the
+text is the beginning of the held-out part. Above: how many experts a token gets at each adapted
+linear layer; below: which has the largest weight, blank where there is none. Written to
+WORKDIR/report/experts.png.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from efx.errors import UsageError
+from efx.runfolder import writing
+
+
+def weights_of(model, variables, tokens_BT):
+    """{site: weights [B, T, E]}, in the order in which the layers are called."""
+    from efx import models
+
+    variables = models.unroll_variables(model, variables)
+    model = model.unrolled()
+    _, sown = model.apply(variables, tokens_BT, method="features", mutable=["choices"])
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(sown.get("choices", {})):
+        names = [str(key.key) for key in path if hasattr(key, "key")]
+        if leaf.shape[1] == tokens_BT.shape[1]:  # not the places of a routed block
+            found["/".join(names[:-2])] = np.asarray(leaf)
+    order = [s.path for s in model.sites(tokens_BT.shape[1], "causal")]
+    return {path: found[path] for path in dict.fromkeys(order) if path in found}
+
+
+def draw(weights, labels, path):
+    """The picture of one sequence; weights: {site: [T, E]}, labels: text of each token."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    stacked = np.stack(list(weights.values()))  # [sites, T, E]
+    count, experts = (stacked > 0).sum(-1), stacked.shape[-1]
+    heaviest = np.where(count > 0, stacked.argmax(-1), np.nan)
+    size = (max(6.0, 0.16 * len(labels)), max(4.0, 0.3 * len(weights) + 2))
+    figure, axes = pyplot.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
+    title = f"experts a token: {count.mean():.2f} of {experts} on average"
+    for axis, values, colours, top, name in (
+        (axes[0], count, pyplot.get_cmap("viridis", experts + 1), experts, title),
+        (axes[1], heaviest, "tab20", 19, "the expert of the largest weight"),
+    ):
+        image = axis.imshow(
+            values, aspect="auto", interpolation="nearest", cmap=colours, vmin=-0.5, vmax=top + 0.5
+        )
+        axis.set_title(name)
+        axis.set_yticks(range(len(weights)), list(weights), fontsize=5)
+        axis.set_xticks(range(len(labels)), labels, fontsize=6, family="monospace")
+        figure.colorbar(image, ax=axis, ticks=range(experts + (axis is axes[0])))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def expert_map(workdir, text=None, out=None, tokens=96):
+    """Draws the picture; returns its path and {site: weights [T, E]}."""
+    from efx import inference, sharding
+    from efx.run_config import get_config
+
+    config = get_config(str(workdir))
+    if not config.adapter.experts or config.adapter.routing == "uniform":
+        raise UsageError(
+            f"--workdir={workdir}: its experts choose nothing (config.adapter.experts="
+            f"{config.adapter.experts!r}, routing={config.adapter.routing!r})"
+        )
+    e, _, params, variables = inference.restore(config, workdir)
+    if text is None:
+        ids = next(iter(e.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
+    else:
+        ids = e.data.tokenizer.encode(text)
+    ids = np.asarray(ids, np.int32)[: min(tokens, e.model.context)]
+    if not len(ids):
+        raise UsageError("--text is empty: there is nothing to draw")
+    found = weights_of(e.model, sharding.local({"params": params, **variables}), ids[None])
+    labels = [repr(e.data.tokenizer.decode([int(i)]))[1:-1] for i in ids]
+    path = pathlib.Path(out or pathlib.Path(workdir) / "report" / "experts.png")
+    weights = {site: weights_BTE[0] for site, weights_BTE in found.items()}
+    draw(weights, labels, path)
+    return path, weights
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m efx.studies.expert_map",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workdir", required=True, help="run folder of composed experts")
+    parser.add_argument("--text", help="text to look at")
+    parser.add_argument("--out", help="picture to write")
+    parser.add_argument("--tokens", type=int, default=96, help="of the text, at most")
+    flags = parser.parse_args(argv)
+    try:
+        path, weights = expert_map(flags.workdir, flags.text, flags.out, flags.tokens)
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    for site, weights_TE in weights.items():
+        print(f"{site:<48} {np.mean(np.sum(weights_TE > 0, axis=-1)):.2f} experts a token")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
