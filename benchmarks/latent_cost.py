@@ -118,7 +118,8 @@ def _dense(args, context):
 
 def _latent(args, context):
     config = latent.get_config(args.variant)
-    changes = {"model.group_size": args.group_size, "model.latents": args.latents}
+    changes = {name: getattr(args, name) for name in ("group_size", "latents", "level_widths")}
+    changes = {f"model.{name}": value for name, value in changes.items()}
     return _sized(apply(config, changes), args, context)
 
 
@@ -148,6 +149,7 @@ def _arguments(argv):
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--latents", type=whole_numbers, default=(4, 2))
+    parser.add_argument("--level-widths", type=whole_numbers, default=(64, 128))
     parser.add_argument("--variant", default="", help="of configs/latent.py, e.g. local")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each model")
     parser.add_argument("--warmup", type=int, default=2, help="untimed turns before these")
@@ -155,7 +157,15 @@ def _arguments(argv):
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
     if parser.parse_args(argv).quick:
         parser.set_defaults(
-            contexts=(64, 128), tokens=256, width=64, depth=2, heads=2, steps=3, warmup=1
+            contexts=(64,),
+            tokens=256,
+            width=64,
+            depth=2,
+            heads=4,
+            latents=(4,),
+            level_widths=(32,),
+            steps=3,
+            warmup=1,
         )
     return parser.parse_args(argv)
 
