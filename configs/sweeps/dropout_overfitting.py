@@ -20,8 +20,8 @@ TEXT = {
     "data.max_bytes": 24_000,
     "data.eval_fraction": 0.25,
     "data.split": "tail",
-    "steps": 1500,
-    "evaluate.every": 125,
+    "steps": 1000,
+    "evaluate.every": 100,
     "sample.every": 0,
     "checkpoint.every": 0,
 }
