@@ -1,0 +1,54 @@
+"""The grouped-latent transformer and its options against the decoder, at equal training FLOPs.
+
+    python -m efx.studies.sweep --sweep configs/sweeps/latent_table.py \\
+        --workdir runs/latent_table --jobs 2
+
+Small enough for an hour or so on 2 CPU cores; `-- --config.data.source=text:input.txt` takes other
+text, and the same command scales up by overrides with `train_flops` below raised to match.
+"""
+
+SIZE = {
+    "data.seq_len": 256,
+    "steps": 0,
+    "train_flops": 2e12,
+    "evaluate.every": 0,
+    "sample.every": 0,
+    "checkpoint.every": 0,
+}
+DECODER = {
+    "config": "configs/mod.py:dense",
+    "model.width": 48,
+    "model.depth": 6,
+    "model.num_heads": 3,
+}
+# Groups of 8 tokens 32 wide, 4 latents 48 wide, then 2 latents 64 wide, which the stack works on.
+LATENT = {
+    "model.level_widths": "(32,48)",
+    "model.level_heads": "(2,3)",
+    "model.width": 64,
+    "model.num_heads": 4,
+    "model.depth": 4,
+}
+SOFT = {"model.soft_experts.num": 4, "model.soft_experts.every": 4}
+RUNS = {
+    "decoder": DECODER,
+    "latent: repeat, perceiver": LATENT,
+    "latent: attention, perceiver": LATENT | {"model.upsampling": "attention"},
+    "latent: repeat, transformer": LATENT | {"model.compression": "transformer"},
+    "latent: attention, transformer": LATENT
+    | {"model.upsampling": "attention", "model.compression": "transformer"},
+    "latent with 4 soft experts": LATENT | SOFT,
+    "latent with 4 soft experts and 1 shared": LATENT | SOFT | {"model.soft_experts.shared": 1},
+    "latent with DenseFormer averages": LATENT | {"model.dense_former.on": True},
+    "latent with the latent loss": LATENT | {"model.latent_loss.kind": "cosine"},
+}
+
+
+def get_sweep():
+    return dict(
+        config="configs/latent.py",
+        seeds=(0, 1, 2),
+        equal="",  # `train_flops` is the same in all
+        runs={name: SIZE | changes for name, changes in RUNS.items()},
+        columns={"parameters": "parameters"},
+    )
