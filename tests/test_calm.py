@@ -14,6 +14,8 @@ from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_g
 from configs import calm, common
 from efx import checkpoint, flops, inference, models, train
 from efx.errors import UsageError
+from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 from efx.models.bridged import spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
@@ -89,10 +91,10 @@ def attention(q_TD, a_SD, params, heads):
 
 
 def layer_states(model, variables, tokens_BT):
-    """What leaves each layer of a model, and a function that goes on from a changed state."""
+    """What leaves each layer of a model."""
     _, seen = model.apply(
-        variables, tokens_BT, capture_intermediates=lambda m, _: m.path[:1] == ("layers",),
-        mutable=["intermediates"],
+        variables, tokens_BT, capture_intermediates=lambda m, _: isinstance(m, Layer),
+        mutable=["intermediates"], method="features",
     )
     layers = seen["intermediates"]["layers"]
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
@@ -109,9 +111,6 @@ def test_the_formula():
     a_states = layer_states(a_model, {"params": a_params}, tokens_BT)
     h = layer_states(b_model, {"params": b_params}, tokens_BT)[0]
     h = h + attention(h[0], a_states[0][0], params["bridges_0"], 4)[None]
-
-    from efx.layers.info import TokenInfo
-    from efx.layers.stack import Layer
 
     info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
     layer = Layer(b_model.specs()[1])
