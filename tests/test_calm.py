@@ -154,13 +154,17 @@ def test_cached_decoding_is_the_full_forward(name):
         )
         return logits_BTV, state["cache"]
 
+    # Bridges read states that no norm has made small, so that rounding grows in their scores: a
+    # few entries differ by 2e-4, where the logits of a wrong cache differ by 0.1 and more.
+    tolerance = 5e-4 if name == "mod_reads" else 1e-4
     cache, start = models.init_cache(model, BATCH, LENGTH), 0
     assert any(key.startswith("bridges_") for key in cache)
     for length in [7] + [1] * (LENGTH - 7):
         positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
         logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
         np.testing.assert_allclose(
-            logits_BTV, expected_BTV[:, start : start + length], atol=1e-4, err_msg=f"at {start}"
+            logits_BTV, expected_BTV[:, start : start + length], atol=tolerance,
+            err_msg=f"at {start}",
         )
         start += length
 
