@@ -14,6 +14,8 @@ from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_g
 from configs import calm, common
 from efx import checkpoint, flops, inference, models, train
 from efx.errors import UsageError
+from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 from efx.models.bridged import spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
@@ -89,10 +91,10 @@ def attention(q_TD, a_SD, params, heads):
 
 
 def layer_states(model, variables, tokens_BT):
-    """What leaves each layer of a model, and a function that goes on from a changed state."""
+    """What leaves each layer of a model."""
     _, seen = model.apply(
-        variables, tokens_BT, capture_intermediates=lambda m, _: m.path[:1] == ("layers",),
-        mutable=["intermediates"],
+        variables, tokens_BT, capture_intermediates=lambda m, _: isinstance(m, Layer),
+        mutable=["intermediates"], method="features",
     )
     layers = seen["intermediates"]["layers"]
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
@@ -109,9 +111,6 @@ def test_the_formula():
     a_states = layer_states(a_model, {"params": a_params}, tokens_BT)
     h = layer_states(b_model, {"params": b_params}, tokens_BT)[0]
     h = h + attention(h[0], a_states[0][0], params["bridges_0"], 4)[None]
-
-    from efx.layers.info import TokenInfo
-    from efx.layers.stack import Layer
 
     info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
     layer = Layer(b_model.specs()[1])
@@ -155,13 +154,17 @@ def test_cached_decoding_is_the_full_forward(name):
         )
         return logits_BTV, state["cache"]
 
+    # Bridges read states that no norm has made small, so that rounding grows in their scores: a
+    # few entries differ by 2e-4, where the logits of a wrong cache differ by 0.1 and more.
+    tolerance = 5e-4 if name == "mod_reads" else 1e-4
     cache, start = models.init_cache(model, BATCH, LENGTH), 0
     assert any(key.startswith("bridges_") for key in cache)
     for length in [7] + [1] * (LENGTH - 7):
         positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
         logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
         np.testing.assert_allclose(
-            logits_BTV, expected_BTV[:, start : start + length], atol=1e-4, err_msg=f"at {start}"
+            logits_BTV, expected_BTV[:, start : start + length], atol=tolerance,
+            err_msg=f"at {start}",
         )
         start += length
 
