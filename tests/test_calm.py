@@ -245,6 +245,7 @@ def between(folder, **changes):
             "model.num_heads": 2, **changes}  # fmt: skip
 
 
+@pytest.mark.long
 def test_only_bridges_train(runs):
     trained, anchor = params_at(runs / "bridged"), params_at(runs / "anchor")
     other = checkpoint.files.flatten(models.unroll_variables(*scanned_variables(runs / "other")))
@@ -269,6 +270,7 @@ def scanned_variables(run):
     return e.model, {"params": params, **variables}
 
 
+@pytest.mark.long
 def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path, capsys):
     from efx.run_config import get_config
 
@@ -282,6 +284,7 @@ def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path,
     assert inference.sample(config, runs / "bridged")["new_tokens"] == 12
 
 
+@pytest.mark.long
 def test_resume_is_exact(runs, tmp_path):
     for steps in (2, 4):
         config = config_of("bridge", runs / "b.txt", **between(runs, steps=steps))
@@ -315,6 +318,7 @@ def test_members_that_cannot_be_bridged():
         bridged({}, short)
 
 
+@pytest.mark.long
 def test_bad_runs_are_one_line(runs, tmp_path):
     text = runs / "b.txt"
     chars = {**OTHER, "data.tokenizer": "chars"}

@@ -421,7 +421,7 @@ def same_tree(a, b):
     same(*({str(i): x for i, x in enumerate(side)} for side in zip(*leaves, strict=True)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_driver_does_it_all_and_passes_over_what_is_finished(
     trained, recipe, tmp_path, root, monkeypatch, capfd
 ):

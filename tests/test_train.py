@@ -28,6 +28,7 @@ TINY = {
     "model.num_heads": 2,
     "model.depth_routing.kind": "mod",
     "model.depth_routing.capacity": 0.25,
+    "model.depth_routing.causal": "aux_loss",
     "optim.schedule.warmup_steps": 1,
     "optim.schedule.decay_steps": 6,  # the same rates, however many steps a run is started for
     "checkpoint.every": 3,

@@ -223,7 +223,7 @@ class Adapter(nn.Module):
         c, (batch, length, width) = self.config, x_BTD.shape
         # Starting at zero would make the first selection the first C tokens, for every expert.
         entrance_ED = self._gates("entrance", 0.02, width)
-        bias_E = self._param("entrance_bias", 0.0, (c.choices,), (None,))
+        bias_E = self._param("entrance_bias", 0.0, (c.choices,), ("norm",))
         logits_CE = _product(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
         logits_BTE = logits_CE.reshape(batch, length, c.choices)
         valid_BT = _valid(x_BTD, info)

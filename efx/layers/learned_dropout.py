@@ -296,7 +296,7 @@ class AttentionMask(nn.Module):
         u_BTD = self.angle(x_BTD, info)
         out = u_BTD.shape[-1]
         shift = nn.initializers.constant(c.shift_init)
-        b_D = _param(self, "mask_shift", shift, ("norm",) if out > 1 else (None,), out)
+        b_D = _param(self, "mask_shift", shift, ("norm",), out)
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
         if c.rounding == "stochastic" and info.train:

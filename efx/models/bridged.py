@@ -62,6 +62,7 @@ class Bridge(nn.Module):
             norm_eps=1e-5,
             probs_dropout=None,
             dtype=self.dtype,
+            width=width,
             name="attention",
         )
         return attention(h_BTD, info, (project(a_BTD), info))
