@@ -19,7 +19,16 @@ from efx.errors import UsageError
 from efx.layers import routing
 from efx.layers.stack import period, scan_params
 
-every_family = pytest.mark.parametrize("name", NAMES)
+# Further combinations of what other rows have: run by launch/test.sh --all.
+LONG = {
+    "mod_capacity_list", "mod_stochastic", "moe_switch", "dropout_tokens", "dropout_elementwise",
+    "soft_options", "soft_masks", "averages", "adapter", "adapter_recursion", "adapter_streams",
+    "streams_elementwise", "streams_shared_masks", "streams_same", "latent_elementwise",
+    "latent_masks", "latent_moe", "mod_predictor", "latent_levels",
+}
+every_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in NAMES]
+)
 # Places after which tokens are changed, one for each row of a batch.
 CUTS = (0, 1, 4, 11, 12, 17, 25, 30)
 
