@@ -18,6 +18,8 @@ from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
 from efx.models.bridged import spaced
 
+pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
+
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "num_kv_heads": 2}
 STREAMS = {"family": "encoder_decoder", "width": 24, "depth": 3, "cross_source": "same_layer"}

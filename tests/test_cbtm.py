@@ -19,6 +19,8 @@ from efx.compose.sample import EnsembleSampler
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.models import ensemble as mixtures
 
+pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
+
 # ---- the mixture -------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from efx.models import latent_config
 from efx.sample import Sampler
 from efx.step import make_eval_step
 
+pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
+
 LEVELS = {  # group size, latents, widths and heads of the levels below the stack's
     1: {"group_size": 6, "latents": (3,), "level_widths": (8,), "level_heads": (2,)},
     2: {"group_size": 8, "latents": (4, 2), "level_widths": (8, 12), "level_heads": (1, 2)},

@@ -13,6 +13,8 @@ from efx.errors import UsageError
 from efx.layers.stack import scan_params
 from efx.studies import token_map
 
+pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
+
 MASKS = {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS}
 
 
