@@ -522,23 +522,29 @@ def variant(config, arg, **variants):
     return config
 
 
-# Some minutes on 2 CPU cores: bytes of Python's standard library, 128 wide, 1000 steps.
-STDLIB = {
+# Data, optimiser and evaluation of the small configs, whatever their model: 1000 steps on bytes of
+# Python's standard library.
+RECIPE = {
     "steps": 1000,
     "data.source": "stdlib",
     "data.tokenizer": "bytes",
     "data.seq_len": 256,
     "data.batch_size": 16,
     "data.eval_fraction": 0.01,
-    "model.preset": "llama",
-    "model.width": 128,
-    "model.num_heads": 4,
     "optim.learning_rate": 2e-3,
     "optim.schedule.warmup_steps": 50,
     "checkpoint.every": 250,
     "evaluate.every": 250,
     "sample.every": 250,
     "sample.prompt": "def ",
+}
+
+# The same with a decoder, 128 wide: some minutes on 2 CPU cores.
+STDLIB = {
+    **RECIPE,
+    "model.preset": "llama",
+    "model.width": 128,
+    "model.num_heads": 4,
 }
 
 SMOKE = {
@@ -556,4 +562,25 @@ SMOKE = {
     "evaluate.max_batches": 8,
     "sample.every": 30,
     "sample.max_new_tokens": 64,
+}
+
+# What the configs for accelerators share, and the smoke run that takes it back.
+ACCELERATOR = {
+    "data.source": "stdlib",
+    "data.eval_fraction": 0.01,
+    "model.scan_layers": True,
+    "model.remat": "dots",
+    "train.dtype": "bfloat16",
+    "train.loss_chunk": 256,
+    "optim.b2": 0.95,
+}
+
+ACCELERATOR_SMOKE = {
+    **SMOKE,
+    "data.tokenizer": "bytes",
+    "model.scan_layers": False,
+    "model.remat": "none",
+    "train.dtype": "float32",
+    "train.accumulation": 1,
+    "train.loss_chunk": 0,
 }

@@ -71,21 +71,10 @@ def get_config(arg=""):
     common.apply(
         config,
         {
-            "steps": 1000,
-            "data.source": "stdlib",
-            "data.tokenizer": "bytes",
-            "data.seq_len": 256,
-            "data.batch_size": 16,
-            "data.eval_fraction": 0.01,
+            **common.RECIPE,
             "model.width": 128,
             "model.depth": 4,
             "model.num_heads": 4,
-            "optim.learning_rate": 2e-3,
-            "optim.schedule.warmup_steps": 50,
-            "checkpoint.every": 250,
-            "evaluate.every": 250,
-            "sample.every": 250,
-            "sample.prompt": "def ",
         },
     )
     return common.variant(config, arg, **VARIANTS)

@@ -11,18 +11,7 @@ steps (8 x A100, about 4 days). `configs/gpt2.py:smoke` is a one-minute CPU run 
 
 from configs import common
 
-VARIANTS = {
-    "smoke": {
-        **common.SMOKE,
-        "data.source": "stdlib",
-        "data.tokenizer": "bytes",
-        "train.accumulation": 1,
-        "train.dtype": "float32",
-        "train.loss_chunk": 0,
-        "model.scan_layers": False,
-        "model.remat": "none",
-    },
-}
+VARIANTS = {"smoke": common.ACCELERATOR_SMOKE}
 
 
 def get_config(arg=""):
@@ -30,24 +19,18 @@ def get_config(arg=""):
     common.apply(
         config,
         {
+            **common.ACCELERATOR,
             "steps": 600_000,
-            "data.source": "stdlib",
             "data.tokenizer": "bpe:50257",
             "data.seq_len": 1024,
             "data.batch_size": 480,
-            "data.eval_fraction": 0.01,
             "model.preset": "gpt2",
             "model.width": 768,
             "model.depth": 12,
             "model.num_heads": 12,
             "model.vocab_multiple": 64,
-            "model.scan_layers": True,
-            "model.remat": "dots",
-            "train.dtype": "bfloat16",
             "train.accumulation": 20,
-            "train.loss_chunk": 256,
             "optim.learning_rate": 6e-4,
-            "optim.b2": 0.95,
             "optim.schedule.warmup_steps": 2000,
             "checkpoint.every": 2000,
             "evaluate.every": 2000,

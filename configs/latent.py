@@ -116,24 +116,13 @@ def get_config(arg=""):
     common.apply(
         config,
         {
-            "steps": 1000,
-            "data.source": "stdlib",
-            "data.tokenizer": "bytes",
-            "data.seq_len": 256,
-            "data.batch_size": 16,
-            "data.eval_fraction": 0.01,
+            **common.RECIPE,
             "model.group_size": 8,
             "model.latents": (4, 2),
             "model.level_widths": (64, 128),
             "model.width": 256,
             "model.depth": 8,
             "model.num_heads": 8,
-            "optim.learning_rate": 2e-3,
-            "optim.schedule.warmup_steps": 50,
-            "checkpoint.every": 250,
-            "evaluate.every": 250,
-            "sample.every": 250,
-            "sample.prompt": "def ",
         },
     )
     return common.variant(config, arg, **VARIANTS)

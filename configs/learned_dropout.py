@@ -84,27 +84,14 @@ def get_config(arg=""):
     common.apply(
         config,
         {
-            "steps": 1000,
-            "data.source": "stdlib",
-            "data.tokenizer": "bytes",
-            "data.seq_len": 256,
-            "data.batch_size": 16,
-            "data.eval_fraction": 0.01,
+            **common.STDLIB,
             "model.preset": "gpt2",
             "model.use_bias": False,
-            "model.width": 128,
             "model.depth": 4,
-            "model.num_heads": 4,
             "model.dropout.kind": "attention",
             "model.dropout.sites": ("attention_output", "mlp_output"),
             "losses.dropout_squared_l1": 0.1,
-            "optim.learning_rate": 2e-3,
             "optim.lr_multipliers": ((MASKS, 1.0),),
-            "optim.schedule.warmup_steps": 50,
-            "checkpoint.every": 250,
-            "evaluate.every": 250,
-            "sample.every": 250,
-            "sample.prompt": "def ",
         },
     )
     return common.variant(config, arg, **VARIANTS)

@@ -11,15 +11,8 @@ from configs import common
 
 VARIANTS = {
     "smoke": {
-        **common.SMOKE,
-        "data.source": "stdlib",
-        "data.tokenizer": "bytes",
-        "train.accumulation": 1,
-        "train.dtype": "float32",
-        "train.loss_chunk": 0,
+        **common.ACCELERATOR_SMOKE,
         "model.num_kv_heads": 2,
-        "model.scan_layers": False,
-        "model.remat": "none",
     },
 }
 
@@ -29,24 +22,18 @@ def get_config(arg=""):
     common.apply(
         config,
         {
+            **common.ACCELERATOR,
             "steps": 100_000,
-            "data.source": "stdlib",
             "data.tokenizer": "bpe:32000",
             "data.seq_len": 2048,
             "data.batch_size": 128,
-            "data.eval_fraction": 0.01,
             "model.preset": "llama",
             "model.width": 768,
             "model.depth": 12,
             "model.num_heads": 12,
             "model.num_kv_heads": 4,
-            "model.scan_layers": True,
-            "model.remat": "dots",
-            "train.dtype": "bfloat16",
             "train.accumulation": 8,
-            "train.loss_chunk": 256,
             "optim.learning_rate": 1e-3,
-            "optim.b2": 0.95,
             "optim.schedule.warmup_steps": 1000,
             "checkpoint.every": 1000,
             "evaluate.every": 1000,

@@ -90,6 +90,8 @@ def prepare(config, workdir=None):
             f"config.model.context={model.context} is shorter than "
             f"config.data.seq_len={config.data.seq_len}"
         )
+    if config.data.packing:
+        model.check_packing()
     _check_batch(config, sharding.batch_shards(mesh, rules))
     parts = _capacity_stages(model, config.data.seq_len)
     steps = _total_steps(config, parts)

@@ -25,6 +25,7 @@ from efx.layers import attend, norms
 from efx.layers.attention import Attention
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
+from efx.models.language_model import LanguageModel
 
 NORMS = ("none", "rmsnorm", "layernorm")
 
@@ -68,7 +69,7 @@ class Bridge(nn.Module):
         return attention(h_BTD, info, (project(a_BTD), info))
 
 
-class Bridged(nn.Module):
+class Bridged(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
 
     `anchor` and `augment` are the run folders that `anchor_model` and `augment_models` were made
@@ -106,19 +107,6 @@ class Bridged(nn.Module):
             Bridge(self.num_heads, self.norm, self.init_std, self.dtype)
             for _ in range(len(self.augment_models) * self.pairs)
         ]
-
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        """Logits [B, T, V] in float32. See `features` for the arguments."""
-        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
-        return self.logits(x_BTD)[..., : self.vocab_size]
 
     def features(
         self,

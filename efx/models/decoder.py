@@ -11,17 +11,17 @@ from efx.layers.blocks import BlockConfig
 from efx.layers.dense_former import DenseFormerConfig
 from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig
-from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import MLPConfig
 from efx.layers.parametrisation import MuPConfig, deviations
 from efx.layers.soft_experts_config import SoftExpertsConfig
 from efx.layers.stack import Stack
 from efx.models.decoder_config import resolve
+from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
 
     The fields from `vocab_size` to `dtype` come from the data and the training block of a config,
@@ -91,19 +91,6 @@ class Decoder(nn.Module):
         if not c.tied:
             self.head = Linear(c.padded_vocab, ("table", "vocab"), std.head, dtype=c.dtype)
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        """Logits [B, T, V] in float32. See `features` for the arguments."""
-        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
-        return self.logits(x_BTD)[..., : self.vocab_size]
-
     def features(
         self,
         tokens_BT,
@@ -124,19 +111,9 @@ class Decoder(nn.Module):
           decode: append to the `cache` collection and attend over it.
           cache_size: tokens of context of that cache.
         """
-        selection = self.selection
-        if selection == "auto":
-            selection = "train" if train else "causal"
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = TokenInfo(
-            positions_BT,
-            segment_ids_BT,
-            train=train,
-            decode=decode,
-            selection=selection,
-            cache_size=cache_size,
-        )
+        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
@@ -147,41 +124,9 @@ class Decoder(nn.Module):
         x_BTD = constrain(x_BTD, "batch", "length", "act_embed")
         return self.norm_final(self.layers(x_BTD, info))
 
-    def logits(self, x):
-        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
-        c = self.resolved()
-        if c.tied:
-            logits = self.embed.attend(x)
-        else:
-            logits = self.head(x).astype(jnp.float32)
-        if c.mup.base_width:
-            logits = logits * c.mup.logit_scale(c.width)
-        if c.logit_softcap:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        if c.padded_vocab > c.vocab_size:
-            real = jnp.arange(c.padded_vocab) < c.vocab_size
-            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
-            logits = jnp.where(real, logits, attend.MASKED)
-        return logits
-
-    @nn.nowrap
-    def head_params(self, params):
-        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes:
-        a loss that goes over slices of the sequence would otherwise gather it in every slice."""
-        if self.resolved().tied:
-            table_VD = params["embed"]["embedding"]
-            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
-        kernel_DV = params["head"]["kernel"]
-        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
-
-    @nn.nowrap
-    def head_fn(self, head_params, x_ND):
-        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
-        return self.apply({"params": head_params}, x_ND, method="logits")
-
     @property
-    def padded_vocab(self):
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    def logit_scale(self):
+        return self.mup.logit_scale(self.width)
 
     @property
     def deviations(self):

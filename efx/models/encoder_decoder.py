@@ -24,20 +24,20 @@ from efx import flops
 from efx.layers import attend, costs, moe_config, norms
 from efx.layers.blocks import BlockConfig
 from efx.layers.dropout import DropoutConfig
-from efx.layers.info import TokenInfo
 from efx.layers.learned_dropout import make_dropout, mask_attention
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import MLPConfig
 from efx.layers.stack import Stack
 from efx.layers.streams import EmbeddingLoss, PairSpec
 from efx.models.encoder_decoder_config import resolve
+from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
 
 # The sites of dropout of an attention, self or cross, and of an MLP.
 ATTENTION_SITES, MLP_SITES = ("attention_probs", "attention_output"), ("mlp_output",)
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
 
     e_0 = tok + pos; d_0 = Linear(e_0), optionally of LN(e_0), optionally + the position embedding
@@ -77,6 +77,8 @@ class EncoderDecoder(nn.Module):
     dropout: DropoutConfig
     selection: str = "auto"
 
+    tied: ClassVar[bool] = True  # the output layer is the token embedding
+
     causal_in_training: ClassVar[str] = "unless mlp.moe routes by expert_choice"
 
     def resolved(self):
@@ -108,19 +110,6 @@ class EncoderDecoder(nn.Module):
         if c.embedding_loss != "none":
             self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        """Logits [B, T, V] in float32. See `features` for the arguments."""
-        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
-        return self.logits(x_BTD)[..., : self.vocab_size]
-
     def features(
         self,
         tokens_BT,
@@ -131,19 +120,9 @@ class EncoderDecoder(nn.Module):
         cache_size=0,
     ):
         """The state [B, T, D] that the output layer reads; arguments as in `Decoder.features`."""
-        selection = self.selection
-        if selection == "auto":
-            selection = "train" if train else "causal"
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = TokenInfo(
-            positions_BT,
-            segment_ids_BT,
-            train=train,
-            decode=decode,
-            selection=selection,
-            cache_size=cache_size,
-        )
+        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         here_BT = jnp.clip(positions_BT, 0, self.context - 1)
         embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
         if self.dropout.shared:
@@ -166,33 +145,6 @@ class EncoderDecoder(nn.Module):
         if self.output_positions == "subtract_norm":
             x_BTD = self.norm_output(x_BTD)
         return x_BTD
-
-    def logits(self, x):
-        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
-        c = self.resolved()
-        logits = self.embed.attend(x)
-        if c.logit_softcap:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        if c.padded_vocab > c.vocab_size:
-            real = jnp.arange(c.padded_vocab) < c.vocab_size
-            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
-            logits = jnp.where(real, logits, attend.MASKED)
-        return logits
-
-    @nn.nowrap
-    def head_params(self, params):
-        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
-        table_VD = params["embed"]["embedding"]
-        return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
-
-    @nn.nowrap
-    def head_fn(self, head_params, x_ND):
-        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
-        return self.apply({"params": head_params}, x_ND, method="logits")
-
-    @property
-    def padded_vocab(self):
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def num_positions(self):

@@ -24,7 +24,6 @@ from flax import linen as nn
 
 from efx.errors import UsageError
 from efx.layers import (
-    attend,
     group_views,
     groups,
     learned_dropout,
@@ -35,7 +34,6 @@ from efx.layers import (
 from efx.layers.dense_former import DenseFormerConfig
 from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig, StandardDropout
-from efx.layers.info import TokenInfo
 from efx.layers.latent_loss import LatentLossConfig, LatentPrediction
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import MLPConfig
@@ -43,10 +41,11 @@ from efx.layers.parametrisation import MuPConfig
 from efx.layers.soft_experts_config import SoftExpertsConfig
 from efx.layers.stack import Stack
 from efx.models import latent_config, latent_costs
+from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
 
 
-class Latent(nn.Module):
+class Latent(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
 
     `width`, `depth` and `num_heads` are those of the latent stack.
@@ -145,19 +144,6 @@ class Latent(nn.Module):
         c = self.resolved()
         return stack_specs.make(c.stack_block(), c.depth, c.mlp, c.depth_routing, c.soft_experts)
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        """Logits [B, T, V] in float32. See `features` for the arguments."""
-        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
-        return self.logits(x_BTD)[..., : self.vocab_size]
-
     def features(
         self,
         tokens_BT,
@@ -173,17 +159,7 @@ class Latent(nn.Module):
         otherwise a token's position is its place in the row. While decoding, the tokens of a call
         follow each other in their row, padding after them.
         """
-        selection = self.selection
-        if selection == "auto":
-            selection = "train" if train else "causal"
-        info = TokenInfo(
-            positions_BT,
-            segment_ids_BT,
-            train=train,
-            decode=decode,
-            selection=selection,
-            cache_size=cache_size,
-        )
+        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
             return self._decode(tokens_BT, info)
         return self._forward(tokens_BT, info)
@@ -295,36 +271,20 @@ class Latent(nn.Module):
 
         return embed
 
-    def logits(self, x):
-        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
-        c = self.resolved()
-        logits = self.embed.attend(x) if c.tied else self.head(x).astype(jnp.float32)
-        logits = logits * c.mup.logit_scale(c.level_widths[0])
-        if c.logit_softcap:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        if c.padded_vocab > c.vocab_size:
-            real = jnp.arange(c.padded_vocab) < c.vocab_size
-            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
-            logits = jnp.where(real, logits, attend.MASKED)
-        return logits
-
     @nn.nowrap
-    def head_params(self, params):
-        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
-        if self.tied:
-            table_VD = params["embed"]["embedding"]
-            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
-        kernel_DV = params["head"]["kernel"]
-        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
-
-    @nn.nowrap
-    def head_fn(self, head_params, x_ND):
-        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
-        return self.apply({"params": head_params}, x_ND, method="logits")
+    def check_packing(self):
+        """Raise UsageError if the model has memory tokens, which belong to no document."""
+        for name in ("memory_local", "memory_global"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"config.model.{name}={getattr(self, name)}: memory tokens belong to no "
+                    "document, which packed rows do not allow; set it to 0 or "
+                    "config.data.packing=False"
+                )
 
     @property
-    def padded_vocab(self):
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+    def logit_scale(self):
+        return self.mup.logit_scale(self.level_widths[0])
 
     @property
     def sizes(self):
@@ -388,12 +348,7 @@ def _check_documents(c, info, length):
                 "place in the row; leave positions_BT out, or give segment_ids_BT too"
             )
         return info
-    if c.memory_local or c.memory_global:
-        name = "memory_local" if c.memory_local else "memory_global"
-        raise UsageError(
-            f"config.model.{name}={getattr(c, name)}: memory tokens belong to no document, which "
-            "packed rows do not allow; set it to 0 or config.data.packing=False"
-        )
+    c.check_packing()
     if info.positions_BT is None:
         info = info.replace(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
     return info.full(info.segment_ids_BT.shape[0])

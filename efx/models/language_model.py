@@ -1,0 +1,86 @@
+"""What families have in common: the call, what layers are told, and the output layer."""
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx.layers import attend
+from efx.layers.info import TokenInfo
+from efx.sharding import constrain
+
+
+class LanguageModel(nn.Module):
+    """Base of the families, without fields.
+
+    A family has `features`, `resolved`, `vocab_size`, `selection`, and, if it does not bring an
+    output layer of its own, `vocab_multiple`, `logit_softcap`, `tied`, `embed` and, untied, `head`.
+    """
+
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """Logits [B, T, V] in float32. See `features` for the arguments."""
+        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+        return self.logits(x_BTD)[..., : self.vocab_size]
+
+    @nn.nowrap
+    def token_info(self, positions_BT, segment_ids_BT, train, decode, cache_size):
+        """What the layers are told about the tokens, with `selection` made out."""
+        selection = self.selection
+        if selection == "auto":
+            selection = "train" if train else "causal"
+        return TokenInfo(
+            positions_BT,
+            segment_ids_BT,
+            train=train,
+            decode=decode,
+            selection=selection,
+            cache_size=cache_size,
+        )
+
+    @nn.nowrap
+    def check_packing(self):
+        """Raise UsageError if the model cannot compute rows of several documents."""
+
+    @property
+    def logit_scale(self):
+        """Factor on the logits, as muP has one."""
+        return 1.0
+
+    def logits(self, x):
+        """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
+        c = self.resolved()
+        logits = self.embed.attend(x) if c.tied else self.head(x).astype(jnp.float32)
+        if c.logit_scale != 1.0:
+            logits = logits * c.logit_scale
+        if c.logit_softcap:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        if c.padded_vocab > c.vocab_size:
+            real = jnp.arange(c.padded_vocab) < c.vocab_size
+            real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
+            logits = jnp.where(real, logits, attend.MASKED)
+        return logits
+
+    @nn.nowrap
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes:
+        a loss that goes over slices of the sequence would otherwise gather it in every slice."""
+        if self.resolved().tied:
+            table_VD = params["embed"]["embedding"]
+            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
+        kernel_DV = params["head"]["kernel"]
+        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
+        return self.apply({"params": head_params}, x_ND, method="logits")
+
+    @property
+    def padded_vocab(self):
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
