@@ -1,6 +1,6 @@
 """What leaving out closed tokens saves at inference, against computing all and masking them.
 
-    python -m benchmarks.closed_masks            512 wide, 8 layers, context 1024: some minutes
+    python -m benchmarks.closed_masks            512 wide, 8 layers: ten minutes or more
     python -m benchmarks.closed_masks --quick    a small model, seconds: only to see that it works
 
 `configs/learned_dropout.py:skip` at the size below: one mask value a token, known before the MLP.

@@ -120,10 +120,14 @@ def _layer(spec, batch, length, width):
         jnp.asarray(draw.standard_normal((batch, length, width), np.float32)) for _ in range(2)
     )
     info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True, selection="train")
-    params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
+    variables = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))
+    params = variables["params"]
+    state = {"state": variables["state"]} if "state" in variables else {}
 
     def forward(params, x_BTD):
-        out_BTD, sown = layer.apply({"params": params}, x_BTD, info, mutable=("losses", "stats"))
+        out_BTD, sown = layer.apply(
+            {"params": params, **state}, x_BTD, info, mutable=("losses", "stats", *state)
+        )
         extra = sum(jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(sown.get("losses", {})))
         return (out_BTD, jnp.asarray(extra, jnp.float32)), sown
 

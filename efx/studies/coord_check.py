@@ -9,7 +9,9 @@ and drawn over the width (Yang et al. 2022, arXiv 2203.03466, appendix D.1). Whe
 flat, the learning rate of one width serves another. The smallest width is the base width of muP.
 
 `--set` changes any key of the config, in Python's notation: `--set model.depth=2`. Heads stay as
-many as the config has: they grow wider.
+many as the config has: they grow wider. Levels of the latent family keep their share of the width
+(a level left as it is would be flat whatever the parametrisation); what goes from one level to
+the next is measured too.
 """
 
 import argparse
@@ -21,10 +23,12 @@ import jax
 
 from efx.command_line import load_config
 from efx.errors import UsageError
+from efx.layers.groups import Compress, Upsample
 from efx.layers.stack import Layer
 from efx.studies.step_time import Stepper, random_tokens
 
 LOGITS = "logits"
+MEASURED = (Layer, Compress, Upsample)
 
 
 def main(argv=None):
@@ -53,9 +57,14 @@ def check(args):
         raise UsageError(
             f"--batch={args.batch} does not divide over the {jax.device_count()} devices"
         )
+    bases = {"muP": min(args.widths), "standard": 0}
+    # All configs first: what is wrong with one is said before anything trains.
+    configs = {
+        name: [_config(args, width, base) for width in args.widths] for name, base in bases.items()
+    }
     table = {}
-    for name, base in (("muP", min(args.widths)), ("standard", 0)):
-        rows = [activations(_config(args, width, base), args) for width in args.widths]
+    for name, widths in configs.items():
+        rows = [activations(config, args) for config in widths]
         table[name] = {place: [row[place] for row in rows] for place in rows[0]}
     return table
 
@@ -72,7 +81,7 @@ def activations(config, args):
         logits_BTV, state = step.model.apply(
             variables,
             tokens_BT,
-            capture_intermediates=lambda module, method: isinstance(module, Layer),
+            capture_intermediates=lambda module, method: isinstance(module, MEASURED),
             mutable=["intermediates"],
         )
         found = jax.tree_util.tree_leaves_with_path(state["intermediates"])
@@ -142,8 +151,6 @@ def _config(args, width, base):
         "optim.learning_rate": args.learning_rate,
         "optim.schedule.kind": "constant",
         "optim.schedule.warmup_steps": 0,
-        "model.width": width,
-        "model.mup.base_width": base,
     }
     for text in args.set:
         key, equals, value = text.partition("=")
@@ -157,7 +164,21 @@ def _config(args, width, base):
         config.update_from_flattened_dict(changes)
     except (KeyError, TypeError) as error:
         raise UsageError(f"--set: {' '.join(str(error).split())}") from None
+    model = config.model
+    if "level_widths" in model:
+        model.level_widths = _level_widths(model, width)
+    model.width, model.mup.base_width = width, base
     return config
+
+
+def _level_widths(model, width):
+    """`config.model.level_widths` where `config.model.width` is this one in place of its own."""
+    if model.width < 1 or any(level * width % model.width for level in model.level_widths):
+        raise UsageError(
+            f"--widths: at {width}, config.model.level_widths={model.level_widths} of a model "
+            f"{model.width} wide would be no whole numbers"
+        )
+    return tuple(level * width // model.width for level in model.level_widths)
 
 
 def _arguments(argv):

@@ -7,6 +7,7 @@ import queue
 import shlex
 import subprocess
 import sys
+import threading
 
 
 def run_all(run, items, jobs=1):
@@ -15,18 +16,23 @@ def run_all(run, items, jobs=1):
     cpus: None with one job; otherwise the share of the machine's CPUs that a job has to itself.
     """
 
+    failed = threading.Event()  # set by the worker itself, which would take the next item at once
+    shares = queue.SimpleQueue()
+    for share in _split_cpus(jobs) if jobs > 1 else [None]:
+        shares.put(share)
+
     def one(item):
-        if jobs == 1:
-            return run(item, None)
+        if failed.is_set():
+            return None
         cpus = shares.get()
         try:
             return run(item, cpus)
+        except BaseException:
+            failed.set()
+            raise
         finally:
             shares.put(cpus)
 
-    shares = queue.SimpleQueue()
-    for share in _split_cpus(jobs):
-        shares.put(share)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, item) for item in items]
         try:
