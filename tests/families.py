@@ -302,6 +302,12 @@ STD = {"kernel": 0.2, "embedding": 0.2, "mask_query": 0.2, "mask_key": 0.2, "mas
        "mask_linear": 0.1, "mask_shift": 1.2, "mask_phase": 1.0}
 
 
+def constant(values, dtype):
+    """A device array that may be kept, whether or not a function is being traced as it is made."""
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(values, dtype)
+
+
 def random_params(model, seed=0):
     """Parameters in which nothing is all ones or zeros: matrices N(0, 0.2^2), vectors 0.3 about
     their initial value. Drawn by numpy, because compiling initialisers takes seconds a model."""
@@ -312,7 +318,7 @@ def random_params(model, seed=0):
     def draw(path, leaf):
         kind = path[-1].key
         centre = 1.0 if kind == "scale" else 0.0
-        return jnp.asarray(rng.normal(centre, STD.get(kind, 0.3), leaf.shape), leaf.dtype)
+        return constant(rng.normal(centre, STD.get(kind, 0.3), leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
@@ -330,8 +336,8 @@ def random_state(model):
 
     def draw(leaf):
         if leaf.dtype == jnp.int32:
-            return jnp.full(leaf.shape, 1000, leaf.dtype)
-        return jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
+            return constant(np.full(leaf.shape, 1000), leaf.dtype)
+        return constant(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
 
     return {"state": jax.tree.map(draw, shapes["state"])} if "state" in shapes else {}
 

@@ -21,8 +21,6 @@ from efx.layers import adapters
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 
-pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
 EXPERTS, RANK, WIDTH, FEATURES = 4, 3, 6, 5
 
 

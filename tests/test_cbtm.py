@@ -1,240 +1,20 @@
-"""cBTM: the mixture by hand, experts that really train, evaluation, sampling, bad input."""
+"""cBTM: clusters and experts that really train, evaluation, the driver, bad input."""
 
-import functools
 import json
 import pathlib
 import shutil
 
-import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from data_helpers import same
 
 from efx import main as main_lib
-from efx import models, run_config, runfolder
+from efx import run_config, runfolder
 from efx.compose.corpus import Text
-from efx.compose.sample import EnsembleSampler
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
-from efx.models import ensemble as mixtures
 
 pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
-# ---- the mixture -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_weights_by_hand(top_k):
-    distances = np.array([[0.1, 0.4, 0.2], [0.5, 0.5, 0.9], [0.0, 40.0, 0.0]], np.float32)
-    got = np.exp(np.asarray(mixtures.log_weights(jnp.asarray(distances), 0.3, top_k)))
-    for row, weights in zip(distances, got, strict=True):
-        order = np.argsort(row, kind="stable")[:top_k]
-        expected = np.zeros(3)
-        expected[order] = np.exp(-row[order] / 0.3) / np.exp(-row[order] / 0.3).sum()
-        np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-30)
-
-
-def test_weights_of_extreme_temperatures_stay_finite():
-    distances = jnp.array([[1.0, 1.5, 2.0]])
-    cold = mixtures.log_weights(distances, 1e-6, 2)
-    assert np.isfinite(np.asarray(cold)[0, :2]).all() and cold[0, 2] == -jnp.inf
-    np.testing.assert_allclose(np.exp(np.asarray(cold)), [[1, 0, 0]])
-    hot = mixtures.log_weights(distances, 1e6, 3)
-    np.testing.assert_allclose(np.exp(np.asarray(hot)), np.full((1, 3), 1 / 3), rtol=1e-5)
-
-
-def test_the_mixture_by_hand():
-    rng = np.random.default_rng(0)
-    logits_BEV = rng.normal(size=(2, 3, 5)).astype(np.float32) * 4
-    probs_BEV = np.exp(logits_BEV) / np.exp(logits_BEV).sum(-1, keepdims=True)
-    weights_BE = np.array([[0.2, 0.0, 0.8], [1.0, 0.0, 0.0]])
-    with np.errstate(divide="ignore"):
-        log_w = np.log(weights_BE).astype(np.float32)
-    expected = np.einsum("BEV,BE->BV", probs_BEV, weights_BE)
-    got = np.exp(np.asarray(mixtures.mix_logits(jnp.asarray(logits_BEV), jnp.asarray(log_w))))
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    np.testing.assert_allclose(got.sum(-1), 1, rtol=1e-5)
-    one = mixtures.mix(jnp.log(probs_BEV[:, :, 3]), jnp.asarray(log_w))
-    np.testing.assert_allclose(np.exp(np.asarray(one)), expected[:, 3], rtol=1e-5)
-
-
-# ---- sampling ----------------------------------------------------------------------------------
-
-CONTEXT, EXPERTS = 24, 4
-LETTERS = CharTokenizer("\nabcdefghijklmnopqrstuvwxyz")
-
-
-@functools.cache
-def experts(**changes):
-    """(model, variables of each of the experts): one small architecture, several parameters."""
-    changes = changes or {"width": 32}
-    model = families.make(changes, vocab_size=LETTERS.vocab_size, context=CONTEXT)
-    return model, [{"params": families.random_params(model, seed=j)} for j in range(EXPERTS)]
-
-
-# With room for every token, whatever the length of the text.
-MOD = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.slack": 2.0}
-
-
-class Wandering:
-    """Distances that change with the text, so that experts come and go."""
-
-    def __init__(self):
-        self.seen = []
-
-    def distances(self, texts):
-        found = []
-        for text in texts:
-            self.seen.append(text)
-            rng = np.random.default_rng(list(text.encode()))
-            found.append(rng.random(EXPERTS))
-        return np.array(found, np.float32)
-
-
-class Settings:
-    tau, top_k, every = 0.2, 2, 5
-
-
-def settings(**changes):
-    block = Settings()
-    vars(block).update(changes)
-    return block
-
-
-def sampled(prompt="abcab", n=40, seed=0, options=None, model_changes=None, **changes):
-    """(ids of prompt and continuation, sampler, clustering)."""
-    model, variables = experts(**(model_changes or {}))
-    clustering = Wandering()
-    sampler = EnsembleSampler(
-        model, clustering, LETTERS, settings(**changes), **({"temperature": 0.0} | (options or {}))
-    )
-    ids = LETTERS.encode(prompt).tolist()
-    for (new,) in sampler.tokens(variables, [ids], max_new_tokens=n, seeds=[seed]):
-        ids = ids + new
-    return ids, sampler, clustering
-
-
-@functools.cache
-def full_forward(model):
-    return jax.jit(model.apply)
-
-
-def mixture_logits(model, variables, text, log_w):
-    """log p of the next token by the full forward pass of every expert, over a padded text."""
-    padded = jnp.asarray([text + [0] * (CONTEXT - len(text))], jnp.int32)
-    logits = [full_forward(model)(own, padded)[0, len(text) - 1] for own in variables]
-    logits = np.stack(logits)[:, : model.vocab_size]
-    with np.errstate(divide="ignore"):
-        probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    return np.log(np.exp(log_w) @ probs)
-
-
-@pytest.mark.parametrize("changes", [{}, MOD])
-def test_cached_decoding_is_the_full_forward_pass(changes):
-    """Greedy tokens of the caches against those of every expert reading the text anew, while
-    experts come and go."""
-    start, n, every = "abcab", 18, 4
-    ids, sampler, clustering = sampled(start, n, every=every, model_changes=changes)
-    model, variables = experts(**changes)
-    text = ids[: len(start)]
-    if changes:  # whatever a sampler does at every step
-        model = model.clone(selection="causal")
-    for made in range(n):
-        if made % every == 0:
-            log_w = sampler.weights(text)
-        expected = mixture_logits(model, variables, text, log_w)
-        taken = ids[len(text)]
-        assert expected[taken] > expected.max() - 1e-4, made
-        text.append(taken)
-    assert sampler.stats["switches"] > 0 and sampler.stats["new_tokens"] == n
-    assert len(set(ids)) > 3  # not one token over and over
-
-
-def test_weights_are_computed_from_the_text_so_far_every_so_many_tokens():
-    ids, sampler, clustering = sampled("abcab", 12, every=5)
-    text = LETTERS.decode(ids)
-    assert clustering.seen == [text[:5], text[:10], text[:15]]
-    assert sum(sampler.stats["experts"].values()) == 2 * 12
-
-
-def test_only_the_experts_in_use_have_a_cache():
-    model, _ = experts()
-    one = sum(x.nbytes for x in jax.tree.leaves(models.init_cache(model, 1, CONTEXT)))
-    for top_k in (1, 2, 3):
-        _, sampler, _ = sampled(top_k=top_k)
-        assert sampler.stats["cache_bytes"] == top_k * one
-        assert len(sampler.stats["experts"]) > top_k or sampler.stats["switches"] == 0
-
-
-def test_one_expert_in_use_is_that_model_alone():
-    """With top_k=1 and one choice for the whole text: what an ordinary sampler makes."""
-    from efx.sample import Sampler
-
-    model, variables = experts()
-    options = dict(temperature=0.9, top_p=0.95)
-    ids, sampler, _ = sampled(n=15, seed=3, options=options, top_k=1, every=100)
-    (j,) = sampler.stats["experts"]
-    plain, prompt = Sampler(model, **options), LETTERS.encode("abcab").tolist()
-    expected = list(prompt)
-    for (new,) in plain.tokens(variables[j], [prompt], max_new_tokens=15, seeds=[3]):
-        expected += new
-    assert ids == expected
-
-
-def test_a_text_that_outgrows_the_context_goes_on():
-    ids, sampler, _ = sampled("abcab", 50, every=7)
-    assert len(ids) == 55 and sampler.stats["slides"] >= 2
-    # From the slide on, the text is read again from position 0 with its last half of the context.
-    model, variables = experts()
-    made, begin = 0, 0
-    text = ids[:5]
-    for made in range(50):
-        if len(text) - begin > CONTEXT:
-            begin = len(text) - CONTEXT // 2
-        if made % 7 == 0:
-            log_w = sampler.weights(text)
-        expected = mixture_logits(model, variables, text[begin:], log_w)
-        assert expected[ids[len(text)]] > expected.max() - 1e-4, made
-        text.append(ids[len(text)])
-
-
-def test_the_same_seed_samples_the_same_and_another_does_not():
-    options = dict(temperature=1.0)
-    first, again = (sampled(seed=7, options=options)[0] for _ in range(2))
-    assert first == again and first != sampled(seed=8, options=options)[0]
-
-
-def test_a_stop_token_ends_the_text():
-    free, _, _ = sampled(n=20)
-    stop = free[12]
-    ids, sampler, _ = sampled(n=20, options={"stop_ids": (stop,)})
-    assert ids == free[: free.index(stop, 5)]
-
-
-def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from efx.checkpoint import fingerprint
-
-    value = np.arange(16, dtype=np.float32).reshape(8, 2)
-    params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
-    first = fingerprint(params)
-    mesh = Mesh(np.array(jax.devices()), "x")
-    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
-    assert fingerprint(placed) == first
-    swapped = value.copy()
-    swapped[[0, 1]] = swapped[[1, 0]]  # the same numbers in another order
-    for other in (
-        {"a": {"kernel": swapped}, "b": params["b"]},
-        {"a": params["b"], "b": params["a"]},
-        {"a": {"kernel": value.reshape(2, 8)}, "b": params["b"]},
-        {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
-    ):
-        assert fingerprint(other) != first
-
-
-# ---- from documents to an ensemble -------------------------------------------------------------
 
 CONFIG = """
 from configs import cbtm, common
@@ -461,6 +241,28 @@ def test_sampling_from_the_command_line(trained, capsys):
     assert capsys.readouterr().out == first.out
     assert main_lib.main([*command, "--config.ensemble.top_k=1"]) == 0
     assert "0 for 100%, 1 for 100%" not in capsys.readouterr().err
+
+
+def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from efx.checkpoint import fingerprint
+
+    value = np.arange(16, dtype=np.float32).reshape(8, 2)
+    params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
+    first = fingerprint(params)
+    mesh = Mesh(np.array(jax.devices()), "x")
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+    assert fingerprint(placed) == first
+    swapped = value.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]  # the same numbers in another order
+    for other in (
+        {"a": {"kernel": swapped}, "b": params["b"]},
+        {"a": params["b"], "b": params["a"]},
+        {"a": {"kernel": value.reshape(2, 8)}, "b": params["b"]},
+        {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
+    ):
+        assert fingerprint(other) != first
 
 
 @pytest.mark.slow

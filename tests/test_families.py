@@ -24,7 +24,9 @@ LONG = {
     "mod_capacity_list", "mod_stochastic", "moe_switch", "dropout_tokens", "dropout_elementwise",
     "soft_options", "soft_masks", "averages", "adapter", "adapter_recursion", "adapter_streams",
     "streams_elementwise", "streams_shared_masks", "streams_same", "latent_elementwise",
-    "latent_masks", "latent_moe", "mod_predictor", "latent_levels",
+    "latent_masks", "latent_moe", "mod_predictor", "latent_levels", "mod_context", "soft",
+    "dropout_elementwise_mod", "dropout_attention", "dropout_embedding_moe", "streams_final",
+    "streams_moe", "latent_memory",
 }
 every_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in NAMES]

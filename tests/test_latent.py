@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 
 import families
@@ -12,36 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import LENGTH, VOCAB
+from latent_helpers import FEW, LEVELS, MEMORY, MOD, apply, make
 
-from configs import common
 from efx import models
 from efx.errors import UsageError
-from efx.layers import group_views, groups
+from efx.layers import groups
 from efx.layers.info import TokenInfo
-from efx.models import latent_config
 from efx.sample import Sampler
-from efx.step import make_eval_step
-
-pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
-LEVELS = {  # group size, latents, widths and heads of the levels below the stack's
-    1: {"group_size": 6, "latents": (3,), "level_widths": (8,), "level_heads": (2,)},
-    2: {"group_size": 8, "latents": (4, 2), "level_widths": (8, 12), "level_heads": (1, 2)},
-    3: {"group_size": 8, "latents": (4, 2, 1), "level_widths": (8, 8, 12),
-        "level_heads": (2, 1, 2)},
-}
-SMALL = {"family": "latent", "width": 16, "num_heads": 2, "depth": 1, "positions": "both"}
-MEMORY = {"none": {}, "local": {"memory_local": 2}, "global": {"memory_global": 1},
-          "both": {"memory_local": 1, "memory_global": 2}}
-
-
-def make(changes=None, levels=2, **options):
-    return families.make({**SMALL, **LEVELS[levels], **(changes or {})}, **options)
-
-
-def apply(model, params, *arguments):
-    return families.jit(model.apply)({"params": params}, *arguments)
-
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
 
@@ -209,7 +185,6 @@ def test_repeated_latents_by_hand():
 
 COMBINATIONS = list(itertools.product(groups.COMPRESSIONS, groups.UPSAMPLINGS, LEVELS,
                                       ("none", "both")))
-FEW = {"encoder_global": 0, "decoder_local": 0}  # blocks, which compile faster
 
 
 @functools.cache
@@ -260,6 +235,23 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 
+@pytest.mark.parametrize("upsampling", groups.UPSAMPLINGS)
+def test_what_a_token_sees_of_its_own_group(upsampling):
+    """All before it, with upsampling by attention. Repeated latents of early places are those of
+    the group before, and the token itself comes by the skip connection, after the blocks: of their
+    own group these places see nothing else, whatever blocks there are."""
+    model = make({"upsampling": upsampling}, levels=1)  # 6 tokens, of which the last 3 have latents
+    params, tokens_T = families.random_params(model), families.tokens(batch=1, length=12)[0]
+    changed_TT = jnp.where(jnp.eye(12, dtype=bool), (tokens_T + 1)[None] % VOCAB, tokens_T[None])
+    logits = apply(model, params, jnp.concatenate([tokens_T[None], changed_TT]))
+    seen_TS = np.abs(logits[1:] - logits[:1]).max(axis=-1).T > 0
+    assert seen_TS[6:, :6].all()  # of the group before, everything
+    expected_TS = np.tri(6, dtype=bool)
+    if upsampling == "repeat":
+        expected_TS[:3] = np.eye(6, dtype=bool)[:3]
+    np.testing.assert_array_equal(seen_TS[6:, 6:], expected_TS)
+
+
 # ---- documents ---------------------------------------------------------------------------------
 
 
@@ -294,9 +286,6 @@ def test_positions_without_documents_are_refused():
 
 # ---- decoding ----------------------------------------------------------------------------------
 
-MOD = {"depth_routing.kind": "mod", "depth_routing.every": 1, "depth_routing.capacity": 0.5,
-       "depth_routing.causal": "threshold", "depth": 2}
-
 
 def decoder(model, variables, size):
     @families.jit
@@ -310,7 +299,7 @@ def decoder(model, variables, size):
     return decode
 
 
-@pytest.mark.parametrize("levels, changes", [
+COMBINED = [
     (1, {"upsampling": "attention", **MEMORY["both"]}),
     (2, {"compression": "transformer", "compression_blocks": 2, "repeat": "in_place"}),
     (3, {"upsampling": "attention", "positions": "rope", "skip": "lerp"}),
@@ -318,7 +307,12 @@ def decoder(model, variables, size):
     (2, {**MOD, **MEMORY["global"]}),
     (2, {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS, "depth": 2,
          "dropout.attention.input": "embedding", **MEMORY["global"]}),
-])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("levels, changes", [
+    COMBINED[0], *(pytest.param(*each, marks=pytest.mark.long) for each in COMBINED[1:])
+])  # fmt: skip
 def test_decoding_rows_of_different_lengths(levels, changes):
     """A padded prefill in two calls that end inside groups, then token by token over three more."""
     size = 40
@@ -376,6 +370,7 @@ def test_the_cache_keeps_latents_of_finished_groups():
         1024)
 
 
+@pytest.mark.long
 def test_a_sampler_takes_the_model():
     """Greedy, two rows, scanned layers: what the full forward likes best, token by token."""
     model = make({"scan_layers": True, "depth": 2, **MEMORY["both"]}, levels=1)
@@ -387,127 +382,3 @@ def test_a_sampler_takes_the_model():
         text = [*prompt, *ids]
         best_T = np.argmax(apply(model, params, jnp.asarray([text + [0] * 4]))[0], axis=-1)
         assert ids == best_T[len(prompt) - 1: len(text) - 1].tolist()
-
-
-# ---- what it says about itself -----------------------------------------------------------------
-
-
-def test_routed_latents_are_counted_as_the_decoders():
-    """Evaluation has a row for each routed block; the ledger takes measured shares of latents."""
-    model = make({**MOD, "depth": 3})
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    tokens_BT = families.tokens(length=29)
-    batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
-    params = variables.pop("params")
-    result = families.jit(make_eval_step(model, common.base()))(params, variables, batch)
-    for i in range(3):
-        assert 0 <= result[f"router/decided_fraction/block_{i}"] <= result["weights"]
-    none, whole = (model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal
-                   for share in (0.0, 1.0))
-    dense = make({"depth": 3}).ledger(32).nominal
-    assert whole["mlp"] == dense["mlp"] and whole["attention_scores"] == dense["attention_scores"]
-    assert none["mlp"] == 0 and none["levels"] == whole["levels"] == dense["levels"]
-
-
-def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
-    parts = {kind: make({"compression": kind}, levels=1).ledger(24).parts
-             for kind in groups.COMPRESSIONS}
-    assert parts["perceiver"]["compression"] < parts["transformer"]["compression"]
-    assert "compression_scores" not in parts["transformer"]
-
-
-# ---- settings ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"latents": (3, 1)}, r"latents=\(3, 1\): config\.model\.group_size=8 does not divide into 3"),
-    ({"latents": (4, 3)}, r"latents=\(4, 3\): the 4 of the level before does not divide into 3"),
-    ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 are not fewer than the 2 of the level before"),
-    ({"latents": (8, 4)}, r"8 are not fewer than config\.model\.group_size=8; latents"),
-    ({"latents": (4, 0)}, r"latents=\(4, 0\): must be at least 1"),
-    ({"latents": ()}, r"config\.model\.latents=\(\): expected"),
-    ({"level_heads": (3, 2)}, r"level_widths=\(8, 12\): 8 does not divide by its 3 heads"),
-    ({"level_heads": ()}, r"level_widths=\(8, 12\): 12 does not divide into heads of 8"),
-    ({"level_heads": (1,)}, r"level_heads=\(1,\): expected 2"),
-    ({"level_widths": (8,)}, r"level_widths=\(8,\): expected 2 widths"),
-    ({"num_heads": 3}, r"config\.model\.width=16: does not divide by config\.model\.num_heads=3"),
-    ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
-    ({"compression": "mean"}, r"compression='mean': expected one of perceiver, transformer"),
-    ({"upsampling": "linear"}, r"upsampling='linear': expected one of repeat, attention"),
-    ({"skip": "gate"}, r"config\.model\.skip='gate'"),
-    ({"remat": "all"}, r"config\.model\.remat='all': expected one of none, full, dots"),
-    ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
-    ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
-    ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),
-    ({"mlp.activation": "relu"}, r"config\.model\.mlp\.activation='relu'"),
-    ({"depth_routing.kind": "mod", "depth_routing.capacity": 2.0}, r"depth_routing\.capacity=2\.0"),
-    ({"scan_layers": True, "depth": 3, "depth_routing.kind": "recursion"}, r"scan_layers=True"),
-])
-def test_bad_settings_are_named(changes, message):
-    with pytest.raises(UsageError, match=message) as error:
-        make(changes)
-    assert "\n" not in str(error.value)
-
-
-def test_padding_to_whole_groups_is_said_once(caplog):
-    latent_config._say_padded.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        make(context=16)
-        assert not caplog.records
-        for _ in range(2):
-            model = make(context=19)
-            jax.eval_shape(lambda key, model=model: models.init(model, key), jax.random.key(0))
-    (record,) = caplog.records
-    assert "19 tokens is not a multiple of config.model.group_size=8" in record.getMessage()
-
-
-def test_noise_and_dropout_are_on_in_training_only():
-    plain = make(FEW, levels=1)
-    params, tokens_BT = families.random_params(plain), families.tokens(batch=1)
-    expected = apply(plain, params, tokens_BT)
-    sites = ("embedding", "attention_probs", "attention_output", "mlp_output")
-    for changes in ({"embedding_noise": 10.0},
-                    *({"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": (site,)}
-                      for site in sites)):
-        model = make({**FEW, **changes}, levels=1)
-        np.testing.assert_allclose(apply(model, params, tokens_BT), expected, atol=1e-5)
-        noisy = families.jit(lambda params, key, model=model: model.apply(
-            {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
-        ))(params, jax.random.key(0))
-        assert np.abs(noisy - expected).max() > 0.1, changes
-
-
-def test_noise_is_as_large_as_it_says():
-    """Uniform, within alpha / sqrt(T D); a model that hands its embedding through shows it."""
-    model = make({"embedding_noise": 5.0})
-    bound = 5.0 / (LENGTH * 8) ** 0.5
-
-    def entered(train):
-        def run(model, x):
-            views = group_views.views(TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4,
-                                 model.sizes, 0, 0)
-            return model._enter(x, views[0], LENGTH)
-
-        x = jnp.zeros((2, 4, 8, 8))
-        variables = {"params": families.random_params(model)}
-        return model.apply(variables, x, method=run, rngs={"dropout": jax.random.key(0)})
-
-    noise = np.asarray(entered(True) - entered(False))
-    assert np.abs(noise).max() <= bound and np.abs(noise).max() > 0.95 * bound
-    assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
-
-
-def test_recursion_and_experts_come_by_the_decoders_settings():
-    model = make({"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5,
-                  "mlp.kind": "moe", "mlp.moe.every": 2})
-    (first, *passes, last) = model.specs()
-    assert len(passes) == 2 and first.block.moe is None and last.block.moe is not None
-    assert all(level.block.moe is None for level in model.resolved().encoder_levels())
-
-
-def test_places_of_the_learned_dropout_are_enough():
-    """Masks of attention probabilities have an entry for each place of the stack."""
-    model = make({"dropout.kind": "elementwise", **MEMORY["global"]}, context=30)
-    shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
-    leaf = shapes["layers"]["block_0"]["attention"]["probs_dropout"]["mask_phase"]
-    assert jax.tree.leaves(leaf)[0].shape == (1 + 4 * 2,)

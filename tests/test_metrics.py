@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard, W&B, late fetching, the progress line, and the run folder."""
+"""metrics.jsonl, TensorBoard, W&B, late fetching and the progress line."""
 
 import contextlib
 import json
@@ -14,22 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from metrics_helpers import environment, make
 
-from efx import runfolder
 from efx.errors import UsageError
-from efx.metrics import (
-    MetricsBuffer,
-    MetricsWriter,
-    Progress,
-    duration,
-    mean_of,
-    quantity,
-    read_metrics,
-)
-
-
-def make(workdir, tensorboard=False, wandb="", run_name="run"):
-    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb, run_name=run_name)
+from efx.metrics import MetricsBuffer, Progress, duration, mean_of, quantity, read_metrics
 
 
 def lines(workdir):
@@ -130,11 +118,6 @@ def test_kill_9_while_writing(tmp_path):
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 100
         writer.write(len(rows) + 1, {"loss": 0.0})
     assert len(read_metrics(tmp_path)) == len(rows) + 1
-
-
-def environment():
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
 
 
 def test_bad_files_are_one_line(tmp_path):
@@ -428,178 +411,3 @@ def test_duration():
         "1:01:01",
         "1 d 1:01:01",
     ]
-
-
-# ---- run folder ------------------------------------------------------------------------------
-
-CONFIG = {
-    "seed": 0,
-    "steps": 100,
-    "model": {"depth": 4, "capacity": (0.5, 1), "dropout": None, "options": {}},
-    "log": {"every": 10},
-}
-MAY_DIFFER = ("steps", r"log\..*")
-
-
-def open_run(path, config=CONFIG, may_differ=MAY_DIFFER):
-    return runfolder.open_run(path, config, command_line=["efx", "--x"], may_differ=may_differ)
-
-
-def changed(**changes):
-    config = json.loads(json.dumps(CONFIG))
-    for key, value in changes.items():
-        *parents, last = key.split("__")
-        node = config
-        for parent in parents:
-            node = node[parent]
-        node[last] = value
-    return config
-
-
-def test_a_new_run_and_its_records(tmp_path):
-    path = tmp_path / "runs" / "a"
-    run = open_run(path)
-    assert run.is_new and run.path == path
-    config = runfolder.load_config(path)
-    assert config == json.loads(json.dumps(CONFIG)) and list(config) == sorted(config)
-    record = json.loads((path / "run.json").read_text())["launches"][0]
-    assert record["command_line"] == ["efx", "--x"]
-    assert record["libraries"]["jax"] == jax.__version__
-    assert record["device_count"] == jax.device_count() and record["process_count"] == 1
-    assert {"efx", "git", "python", "platform", "devices", "started"} <= record.keys()
-    assert not open_run(path).is_new
-    assert len(json.loads((path / "run.json").read_text())["launches"]) == 2
-    assert sorted(p.name for p in path.iterdir()) == ["config.json", "run.json"]
-
-
-def test_permitted_changes_are_recorded(tmp_path):
-    open_run(tmp_path)
-    open_run(tmp_path, changed(steps=200, log__every=5))
-    assert runfolder.load_config(tmp_path)["steps"] == 200
-    launches = json.loads((tmp_path / "run.json").read_text())["launches"]
-    assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
-
-
-@pytest.mark.parametrize(
-    "config,said",
-    [
-        (changed(model__depth=6, steps=5), ["config.model.depth: 4 in the run, 6 here"]),
-        (changed(seed=True), ["config.seed: 0 in the run, True here"]),
-        (changed(model__new=1), ["config.model.new: '(absent)' in the run, 1 here"]),
-        (
-            changed(model__capacity=[0.5]),
-            ["config.model.capacity: [0.5, 1] in the run, [0.5] here"],
-        ),
-        (changed(seed=1, model__depth=6), ["config.seed: 0", "config.model.depth: 4"]),
-        (changed(**{f"key{i}": i for i in range(9)}), ["config.key0", "and 3 more"]),
-    ],
-)
-def test_a_run_of_another_config_is_refused(tmp_path, config, said):
-    open_run(tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(UsageError) as error:
-        open_run(tmp_path, config)
-    line = str(error.value)
-    assert all(part in line for part in said) and "use another --workdir" in line
-    assert "\n" not in line and "config.steps" not in line
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_equal_numbers_of_another_type_are_the_same(tmp_path):
-    open_run(tmp_path)
-    open_run(tmp_path, changed(seed=0.0, model__capacity=(0.5, 1.0)))
-
-
-def test_bad_run_folders(tmp_path):
-    cases = {
-        "absent": "there is no such folder",
-        "empty": "it has no config.json",
-        "broken": "config.json is damaged: not JSON",
-        "folder": "config.json",
-    }
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text('{"seed": 1')
-    (tmp_path / "folder" / "config.json").mkdir(parents=True)
-    for name, message in cases.items():
-        with pytest.raises(UsageError) as error:
-            runfolder.load_config(tmp_path / name)
-        assert message in str(error.value) and name in str(error.value)
-    with pytest.raises(UsageError, match="config.json is damaged"):
-        open_run(tmp_path / "broken")
-    for name in ("checkpoints", "metrics.jsonl"):
-        (tmp_path / "stray" / name).mkdir(parents=True)
-        with pytest.raises(UsageError, match=f"holds {name} but no config.json"):
-            open_run(tmp_path / "stray")
-        (tmp_path / "stray" / name).rmdir()
-    (tmp_path / "stray" / "slurm-1.out").write_text("")  # what a scheduler leaves is no obstacle
-    assert open_run(tmp_path / "stray").is_new
-
-
-def test_an_unwritable_workdir_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UsageError) as error:
-            open_run(path)
-        line = str(error.value)
-        assert "cannot write" in line and str(tmp_path / "file") in line and "--workdir" in line
-    if os.geteuid() != 0:
-        (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(UsageError, match="permission denied"):
-            open_run(tmp_path / "closed" / "run")
-
-
-def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path):
-    path = tmp_path / "config.json"
-    runfolder.write_atomic(path, "old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(UsageError, match="cannot write .*config.json"):
-            runfolder.write_atomic(path, "x" * 5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_git_revision_is_of_efx_and_of_nothing_else(tmp_path):
-    def git(*arguments):
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(
-            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
-        )
-
-    package = tmp_path / "efx"
-    package.mkdir()
-    (package / "x.py").write_text("1")
-    assert runfolder.git_revision(package) is None  # no checkout
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "x")
-    found = runfolder.git_revision(package)
-    assert len(found["revision"]) == 40 and found["dirty"] is False
-    (package / "x.py").write_text("2")
-    assert runfolder.git_revision(package)["dirty"] is True
-    inside = tmp_path / "venv" / "site-packages" / "efx"
-    inside.mkdir(parents=True)
-    assert runfolder.git_revision(inside) is None  # someone else's checkout
-
-
-def test_reading_a_run_needs_no_jax(tmp_path):
-    open_run(tmp_path)
-    with make(tmp_path) as writer:
-        writer.write(1, {"loss": 1.0})
-    script = """if True:
-        import sys
-        sys.modules["jax"] = sys.modules["numpy"] = None
-        from efx.metrics import read_metrics, mean_of
-        from efx.runfolder import load_config
-        print(load_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.stdout == "100 [{'step': 1, 'loss': 1.0}]\n", done.stderr

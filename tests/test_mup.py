@@ -120,21 +120,38 @@ def test_other_optimisers_have_other_rules(name):
 # ---- coordinate check --------------------------------------------------------------------------
 
 
-def arguments(root, **changes):
-    given = dict(config=str(root / "configs/gpt2.py:smoke"), widths="32,128", steps="4",
-                 context="16", batch="8", vocab="32")
-    argv = [f"--{key}={value}" for key, value in {**given, **changes}.items()]
-    return [*argv, "--set=model.depth=1", "--set=model.num_heads=2"]
+STUDIES = {  # config, learning rate, changes, what is measured
+    "gpt2": ("configs/gpt2.py:smoke", 1e-2, ("num_heads=2",), ["layers/block_0", "logits"]),
+    # One level, a quarter as wide as the stack.
+    "latent": (
+        "configs/latent.py:smoke", 4e-3,
+        ("latents=(2,)", "level_widths=(16,)", "encoder_global=0", "decoder_local=0",
+         "decoder_global=0"),
+        ["decoder_0/upsample", "encoder_0/blocks/local_0/block_0", "encoder_0/compress",
+         "layers/block_0", "logits"],
+    ),
+}
 
 
-def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys):
-    argv = [*arguments(root), "--out", str(tmp_path)]
+def arguments(root, study="gpt2", **changes):
+    config, rate, sets, _ = STUDIES[study]
+    given = {"config": root / config, "learning-rate": rate, "widths": "32,128", "steps": "4",
+             "context": "16", "batch": "8", "vocab": "32", **changes}
+    return [*(f"--{key}={value}" for key, value in given.items()),
+            *(f"--set=model.{text}" for text in ("depth=1", *sets))]
+
+
+@pytest.mark.parametrize(
+    "study", ["gpt2", pytest.param("latent", marks=pytest.mark.long)]
+)
+def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
+    argv = [*arguments(root, study), "--out", str(tmp_path)]
     assert coord_check.main(argv) == 0
     text = (tmp_path / "coord_check.md").read_text()
     assert text.strip() in capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in text.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["layers/block_0", "logits"]
+    assert [row[0] for row in rows] == STUDIES[study][-1]
     for place, *cells in rows:
         mup, standard = float(cells[-2]), float(cells[-1])
         assert 0.5 < mup < 1.5, place
@@ -147,6 +164,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys):
     ({"widths": "32"}, "two or more"), ({"steps": "0"}, "--steps=0"), ({"batch": "3"}, "8 devices"),
     ({"config": "configs/nowhere.py"}, "there is no such file"),
     ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
+    ({"config": "configs/latent.py:smoke", "widths": "32,33"}, "at 33, config.model.level_widths"),
 ])
 def test_bad_arguments(root, tmp_path, monkeypatch, capsys, changes, words):
     monkeypatch.chdir(root)

@@ -16,8 +16,6 @@ from efx.layers.info import TokenInfo
 from efx.layers.soft_experts import SoftBlock, merge
 from efx.layers.soft_experts_config import SoftExpertsConfig
 
-pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
 B, T = 2, 11
 SMALL = {"soft_experts.num": 3, "soft_experts.hidden_multiple": 0.5, "positions": "none",
          "width": 24, "num_heads": 4}

@@ -10,7 +10,7 @@ import pytest
 
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import sweep
+from efx.studies import jobs, sweep
 
 SWEEP = """
 def get_sweep():
@@ -143,3 +143,18 @@ def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
     with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
         sweep.run_all(loaded, tmp_path, jobs=2)
     assert "there is no such file" in next(tmp_path.glob("*.log")).read_text()
+
+
+def test_nothing_starts_after_a_failure():
+    started = []
+
+    def run(item, cpus):
+        started.append(item)
+        time.sleep(0.01)  # whoever waits for it sleeps: the pool's worker is there first
+        raise UsageError("the first")
+
+    for _ in range(20):
+        started.clear()
+        with pytest.raises(UsageError, match="the first"):
+            jobs.run_all(run, range(50))
+        assert started == [0]

@@ -13,8 +13,6 @@ from efx.errors import UsageError
 from efx.layers.stack import scan_params
 from efx.studies import token_map
 
-pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
 MASKS = {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS}
 
 
@@ -70,6 +68,7 @@ def test_a_model_that_decides_nothing():
         rows_of({})
 
 
+@pytest.mark.long
 def test_command(tmp_path, root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     run = tmp_path / "run"

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from ml_collections import ConfigDict
 
 from configs import common
-from efx import experiment, models, optim, sharding, train
+from efx import experiment, inference, models, optim, sharding, train
 from efx import step as step_lib
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -210,8 +211,6 @@ def losses_of(workdir):
 
 
 def final_params(workdir, config):
-    from efx import inference
-
     config.mesh.data = -1  # onto the eight fake devices
     _, step, params, _ = inference.restore(config, workdir)
     return step, params
@@ -247,6 +246,47 @@ def test_three_steps_killed_and_three_more_equal_six(text, tmp_path, root, monke
     close(a, b, 0)
     code, out = launch({}, broken, text)
     assert code == 0 and "finished already" in out
+
+
+# Of each family what a checkpoint has to hold or a step to draw anew: thresholds, noise, masks,
+# weights that rise.
+RESUMED = {
+    "latent": {
+        "model.group_size": 8, "model.latents": (2,), "model.level_widths": (16,),
+        "model.embedding_noise": 5.0, "model.dense_former.on": True, "model.soft_experts.num": 2,
+        "model.depth_routing.kind": "mod", "model.depth_routing.capacity": 0.5,
+        "model.depth_routing.causal": "threshold", "model.depth_routing.selection": "threshold",
+        "model.depth_routing.threshold_warmup": 2, "model.latent_loss.kind": "cosine",
+        "losses.latent_prediction": dict(schedule="linear", c_start=0.0, c_end=0.1, steps=5),
+    },
+    "encoder_decoder": {
+        "model.dropout.kind": "attention",
+        "model.dropout.sites": ("embedding", "attention_output", "mlp_output"),
+        "losses.dropout_l1": dict(schedule="exponential", rate=0.1, c_min=0.0, c_max=1.0),
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", RESUMED)
+def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
+    """Losses, parameters and thresholds of the other families, bit for bit, on eight devices."""
+    shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
+
+    def run(folder, steps):
+        config = common.base()
+        config.model = ConfigDict(getattr(common, family)())
+        changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": steps}
+        common.apply(config, shared | changes | RESUMED[family])
+        train.train_and_evaluate(config, folder)
+        return inference.restore(config, folder)[1:]
+
+    straight = run(tmp_path / "straight", 6)
+    run(tmp_path / "broken", 3)
+    resumed = run(tmp_path / "broken", 6)
+    assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "broken")
+    assert straight[0] == 6 and (straight[2] or family != "latent")  # it has thresholds
+    close(straight, resumed, 0)
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""What the tests of checkpoints share."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from efx.checkpoint import Checkpointer
+from efx.errors import UsageError
+
+
+@flax.struct.dataclass
+class State:
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+    variables: dict
+
+
+def make_state(seed=0, width=8, optimizer=None):
+    """Parameters of several types and depths, and a real optimiser state."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {
+        "embed": {"embedding": jax.random.normal(keys[0], (16, width))},
+        "block_0": {
+            "mlp": {"up": {"kernel": jax.random.normal(keys[1], (width, 16))}},
+            "norm": {"scale": jnp.ones(width)},
+        },
+        "head": {"kernel": jax.random.normal(keys[2], (width, 16)).astype(jnp.bfloat16)},
+    }
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return State(jnp.int32(seed), params, optimizer.init(params), {})
+
+
+def abstract(tree, shardings=None):
+    """The tree's shapes with shardings (by default those that it has)."""
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+def make(root, **changes):
+    values = dict(every=1, keep_last=2, keep_best=0, best_metric="loss", asynchronous=True)
+    return Checkpointer(root, **values | changes)
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        # Bytes, so that NaN equals NaN and -0 does not equal 0.
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def saved(root, steps=(2, 4), **changes):
+    """A folder of finished checkpoints; returns the states by step."""
+    states = {step: make_state(step) for step in steps}
+    with make(root, **changes) as checkpointer:
+        for step, state in states.items():
+            assert checkpointer.save(step, state, {"next_index": step}, {"name": "run"})
+    return states
+
+
+def files_of(root, step, least=0):
+    found = [p for p in (root / str(step) / "state").rglob("*") if p.is_file()]
+    return sorted((p for p in found if p.stat().st_size > least), key=lambda p: p.stat().st_size)
+
+
+def flip(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def one_line(error):
+    """The message, which must be one line for main to print."""
+    text = str(error.value)
+    assert "\n" not in text and isinstance(error.value, UsageError)
+    return text

@@ -1,0 +1,14 @@
+"""What the tests of efx.metrics and of run folders share."""
+
+import os
+
+from efx.metrics import MetricsWriter
+
+
+def make(workdir, tensorboard=False, wandb="", run_name="run"):
+    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb, run_name=run_name)
+
+
+def environment():
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}

@@ -1,0 +1,157 @@
+"""The grouped-latent transformer: what it says about itself, its settings."""
+
+import logging
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import LENGTH
+from latent_helpers import FEW, MEMORY, MOD, apply, make
+
+from configs import common, latent
+from efx import experiment, models
+from efx.errors import UsageError
+from efx.layers import group_views, groups
+from efx.layers.info import TokenInfo
+from efx.models import latent_config
+from efx.step import make_eval_step
+
+# ---- what it says about itself -----------------------------------------------------------------
+
+
+def test_routed_latents_are_counted_as_the_decoders():
+    """Evaluation has a row for each routed block; the ledger takes measured shares of latents."""
+    model = make({**MOD, "depth": 3})
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    tokens_BT = families.tokens(length=29)
+    batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
+    params = variables.pop("params")
+    result = families.jit(make_eval_step(model, common.base()))(params, variables, batch)
+    for i in range(3):
+        assert 0 <= result[f"router/decided_fraction/block_{i}"] <= result["weights"]
+    none, whole = (model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal
+                   for share in (0.0, 1.0))
+    dense = make({"depth": 3}).ledger(32).nominal
+    assert whole["mlp"] == dense["mlp"] and whole["attention_scores"] == dense["attention_scores"]
+    assert none["mlp"] == 0 and none["levels"] == whole["levels"] == dense["levels"]
+
+
+def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
+    parts = {kind: make({"compression": kind}, levels=1).ledger(24).parts
+             for kind in groups.COMPRESSIONS}
+    assert parts["perceiver"]["compression"] < parts["transformer"]["compression"]
+    assert "compression_scores" not in parts["transformer"]
+
+
+# ---- settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"latents": (3, 1)}, r"latents=\(3, 1\): config\.model\.group_size=8 does not divide into 3"),
+    ({"latents": (4, 3)}, r"latents=\(4, 3\): the 4 of the level before does not divide into 3"),
+    ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 are not fewer than the 2 of the level before"),
+    ({"latents": (8, 4)}, r"8 are not fewer than config\.model\.group_size=8; latents"),
+    ({"latents": (4, 0)}, r"latents=\(4, 0\): must be at least 1"),
+    ({"latents": ()}, r"config\.model\.latents=\(\): expected"),
+    ({"level_heads": (3, 2)}, r"level_widths=\(8, 12\): 8 does not divide by its 3 heads"),
+    ({"level_heads": ()}, r"level_widths=\(8, 12\): 12 does not divide into heads of 8"),
+    ({"level_heads": (1,)}, r"level_heads=\(1,\): expected 2"),
+    ({"level_widths": (8,)}, r"level_widths=\(8,\): expected 2 widths"),
+    ({"num_heads": 3}, r"config\.model\.width=16: does not divide by config\.model\.num_heads=3"),
+    ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
+    ({"compression": "mean"}, r"compression='mean': expected one of perceiver, transformer"),
+    ({"upsampling": "linear"}, r"upsampling='linear': expected one of repeat, attention"),
+    ({"skip": "gate"}, r"config\.model\.skip='gate'"),
+    ({"remat": "all"}, r"config\.model\.remat='all': expected one of none, full, dots"),
+    ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
+    ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
+    ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),
+    ({"mlp.activation": "relu"}, r"config\.model\.mlp\.activation='relu'"),
+    ({"depth_routing.kind": "mod", "depth_routing.capacity": 2.0}, r"depth_routing\.capacity=2\.0"),
+    ({"scan_layers": True, "depth": 3, "depth_routing.kind": "recursion"}, r"scan_layers=True"),
+])
+def test_bad_settings_are_named(changes, message):
+    with pytest.raises(UsageError, match=message) as error:
+        make(changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, packing", [("memory_local", True), ("memory_global", True),
+                                           ("memory_global", False)])
+def test_memory_tokens_and_packed_rows_are_refused_before_a_run_begins(tmp_path, name, packing):
+    (tmp_path / "text.txt").write_text("a few words of text, " * 999)
+    config = common.apply(latent.get_config("smoke"), {
+        f"model.{name}": 2, "data.packing": packing, "data.source": f"text:{tmp_path}/text.txt",
+    })
+    if not packing:
+        assert experiment.prepare(config).model.memory_global == 2
+        return
+    with pytest.raises(UsageError, match=rf"config\.model\.{name}=2: .*packed rows") as error:
+        experiment.prepare(config)
+    assert "\n" not in str(error.value)
+
+
+def test_padding_to_whole_groups_is_said_once(caplog):
+    latent_config._say_padded.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        make(context=16)
+        assert not caplog.records
+        for _ in range(2):
+            model = make(context=19)
+            jax.eval_shape(lambda key, model=model: models.init(model, key), jax.random.key(0))
+    (record,) = caplog.records
+    assert "19 tokens is not a multiple of config.model.group_size=8" in record.getMessage()
+
+
+def test_noise_and_dropout_are_on_in_training_only():
+    plain = make(FEW, levels=1)
+    params, tokens_BT = families.random_params(plain), families.tokens(batch=1)
+    expected = apply(plain, params, tokens_BT)
+    sites = ("embedding", "attention_probs", "attention_output", "mlp_output")
+    for changes in ({"embedding_noise": 10.0},
+                    *({"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": (site,)}
+                      for site in sites)):
+        model = make({**FEW, **changes}, levels=1)
+        np.testing.assert_allclose(apply(model, params, tokens_BT), expected, atol=1e-5)
+        noisy = families.jit(lambda params, key, model=model: model.apply(
+            {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
+        ))(params, jax.random.key(0))
+        assert np.abs(noisy - expected).max() > 0.1, changes
+
+
+def test_noise_is_as_large_as_it_says():
+    """Uniform, within alpha / sqrt(T D); a model that hands its embedding through shows it."""
+    model = make({"embedding_noise": 5.0})
+    bound = 5.0 / (LENGTH * 8) ** 0.5
+
+    def entered(train):
+        def run(model, x):
+            views = group_views.views(TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4,
+                                 model.sizes, 0, 0)
+            return model._enter(x, views[0], LENGTH)
+
+        x = jnp.zeros((2, 4, 8, 8))
+        variables = {"params": families.random_params(model)}
+        return model.apply(variables, x, method=run, rngs={"dropout": jax.random.key(0)})
+
+    noise = np.asarray(entered(True) - entered(False))
+    assert np.abs(noise).max() <= bound and np.abs(noise).max() > 0.95 * bound
+    assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
+
+
+def test_recursion_and_experts_come_by_the_decoders_settings():
+    model = make({"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5,
+                  "mlp.kind": "moe", "mlp.moe.every": 2})
+    (first, *passes, last) = model.specs()
+    assert len(passes) == 2 and first.block.moe is None and last.block.moe is not None
+    assert all(level.block.moe is None for level in model.resolved().encoder_levels())
+
+
+def test_places_of_the_learned_dropout_are_enough():
+    """Masks of attention probabilities have an entry for each place of the stack."""
+    model = make({"dropout.kind": "elementwise", **MEMORY["global"]}, context=30)
+    shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    leaf = shapes["layers"]["block_0"]["attention"]["probs_dropout"]["mask_phase"]
+    assert jax.tree.leaves(leaf)[0].shape == (1 + 4 * 2,)
