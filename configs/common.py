@@ -216,6 +216,9 @@ def latent():
         # them again and again; "in_place", each several times.
         repeat="tile",
         skip="sum",  # "lerp": learned shares of what entered the encoder level and of the decoder's
+        # Where the skip connection joins: "after" the decoder level's blocks, or "before" them, so
+        # that they see the tokens and not only latents.
+        skip_joins="after",
         # "level": a learned table for the places of a group, one a level, which its encoder and
         # its decoder share; "rope"; "both".
         positions="level",

@@ -16,7 +16,7 @@ depth_routing and learned dropout are the latent stack's):
                             groups and across; a number, or one for each level
     block_order             "interleaved", "sequence"
     upsampling, repeat      "repeat" of latents ("tile", "in_place"), or "attention" over these
-    skip                    "sum", "lerp"
+    skip, skip_joins        "sum" or "lerp"; "after" or "before" the blocks of a decoder level
     positions               "level": tables of places in a group; "rope"; "both"
     memory_local, memory_global   learned tokens before each group, before the sequence
     embedding_noise         uniform noise on the embeddings in training
@@ -41,6 +41,7 @@ Variants, to be combined with commas:
     configs/latent.py:attention     upsampling by attention
     configs/latent.py:in_place      latents of the group before repeated each in its place
     configs/latent.py:lerp          learned shares of skip connection and decoder
+    configs/latent.py:early_skip    skip connections before the blocks of a decoder level
     configs/latent.py:rope          rotary positions in place of the levels' tables
     configs/latent.py:both          these and the tables
     configs/latent.py:sequence      all local blocks of a level before its global ones
@@ -95,6 +96,7 @@ VARIANTS = {
     "attention": {"model.upsampling": "attention"},
     "in_place": {"model.repeat": "in_place"},
     "lerp": {"model.skip": "lerp"},
+    "early_skip": {"model.skip_joins": "before"},
     "rope": {"model.positions": "rope"},
     "both": {"model.positions": "both"},
     "sequence": {"model.block_order": "sequence"},

@@ -221,7 +221,7 @@ FAMILIES = {
     }),
     "latent_memory": _latent(**{
         "group_size": 6, "memory_local": 2, "memory_global": 3, "positions": "rope",
-        "level_heads": (2,), "num_heads": 2, "attention_scale": "mup",
+        "level_heads": (2,), "num_heads": 2, "attention_scale": "mup", "skip_joins": "before",
     }),
     "latent_mod": _latent(_mod(**{
         "depth_routing.every": 1, "depth_routing.also_train": ("threshold",), "group_size": 6,

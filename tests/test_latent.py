@@ -125,15 +125,22 @@ def reference(tokens_T, params, model):
         early = sizes[i - 1] - sizes[i]
         before = [p["upsample"]["first"], *(early_latents(g, early, c.repeat) for g in z[:-1])]
         x = [np.concatenate(pair) + tables[i - 1] for pair in zip(before, z, strict=True)]
+        share, before = p.get("skip"), c.skip_joins == "before"
+
+        def joined(x, share=share, skip=skips[i - 1]):
+            return [s + g if share is None else share * s + (1 - share) * g
+                    for s, g in zip(skip, x, strict=True)]
+
+        both = joined(x) if before else [s + g for s, g in zip(skips[i - 1], x, strict=True)]
         if c.upsampling == "attention":
             places = np.arange(sizes[i - 1])
-            x = [s + g + attention(norm(s + g, p["norm_queries"]), norm(g, p["norm_latents"]),
-                                   p["attention"], heads, rope, places)
-                 for s, g in zip(skips[i - 1], x, strict=True)]
+            x = [h + attention(norm(h, p["norm_queries"]), norm(g, p["norm_latents"]),
+                               p["attention"], heads, rope, places)
+                 for h, g in zip(both, x, strict=True)]
+        elif before:
+            x = both
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, rope)
-        share = p.get("skip")
-        x = [s + g if share is None else share * s + (1 - share) * g
-             for s, g in zip(skips[i - 1], x, strict=True)]
+        x = x if before else joined(x)
     x_TD = norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
     head = params["embed"]["embedding"].T if c.tied else params["head"]["kernel"]
     return (x_TD @ head)[:, :VOCAB]
@@ -156,6 +163,8 @@ FORWARD = [
     (3, {"compression": "transformer", "skip": "lerp", "encoder_global": (2, 0, 1), "depth": 2,
          "repeat": "in_place", **MEMORY["local"]}),
     (3, {**MEMORY["global"], "decoder_global": 0, "decoder_local": (2, 1, 0)}),
+    (2, {"skip_joins": "before"}),
+    (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention", **MEMORY["both"]}),
 ]
 
 
@@ -235,19 +244,22 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 
-@pytest.mark.parametrize("upsampling", groups.UPSAMPLINGS)
-def test_what_a_token_sees_of_its_own_group(upsampling):
-    """All before it, with upsampling by attention. Repeated latents of early places are those of
-    the group before, and the token itself comes by the skip connection, after the blocks: of their
-    own group these places see nothing else, whatever blocks there are."""
-    model = make({"upsampling": upsampling}, levels=1)  # 6 tokens, of which the last 3 have latents
+@pytest.mark.parametrize("upsampling, skip_joins", [
+    ("repeat", "after"), ("repeat", "before"), ("attention", "after"),
+])
+def test_what_a_token_sees_of_its_own_group(upsampling, skip_joins):
+    """All before it, with upsampling by attention or tokens that join before the blocks. Repeated
+    latents of early places are those of the group before; where the token itself comes after the
+    blocks, these places see nothing else of their own group, whatever blocks there are."""
+    changes = {"upsampling": upsampling, "skip_joins": skip_joins}
+    model = make(changes, levels=1)  # 6 tokens, of which the last 3 have latents
     params, tokens_T = families.random_params(model), families.tokens(batch=1, length=12)[0]
     changed_TT = jnp.where(jnp.eye(12, dtype=bool), (tokens_T + 1)[None] % VOCAB, tokens_T[None])
     logits = apply(model, params, jnp.concatenate([tokens_T[None], changed_TT]))
     seen_TS = np.abs(logits[1:] - logits[:1]).max(axis=-1).T > 0
     assert seen_TS[6:, :6].all()  # of the group before, everything
     expected_TS = np.tri(6, dtype=bool)
-    if upsampling == "repeat":
+    if (upsampling, skip_joins) == ("repeat", "after"):
         expected_TS[:3] = np.eye(6, dtype=bool)[:3]
     np.testing.assert_array_equal(seen_TS[6:, 6:], expected_TS)
 
@@ -303,7 +315,8 @@ COMBINED = [
     (1, {"upsampling": "attention", **MEMORY["both"]}),
     (2, {"compression": "transformer", "compression_blocks": 2, "repeat": "in_place"}),
     (3, {"upsampling": "attention", "positions": "rope", "skip": "lerp"}),
-    (3, {**MEMORY["both"], "compression": "transformer", "block_order": "sequence"}),
+    (3, {**MEMORY["both"], "compression": "transformer", "block_order": "sequence",
+         "skip_joins": "before"}),
     (2, {**MOD, **MEMORY["global"]}),
     (2, {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS, "depth": 2,
          "dropout.attention.input": "embedding", **MEMORY["global"]}),

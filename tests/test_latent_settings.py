@@ -64,6 +64,7 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
     ({"compression": "mean"}, r"compression='mean': expected one of perceiver, transformer"),
     ({"upsampling": "linear"}, r"upsampling='linear': expected one of repeat, attention"),
     ({"skip": "gate"}, r"config\.model\.skip='gate'"),
+    ({"skip_joins": "early"}, r"skip_joins='early': expected one of after, before"),
     ({"remat": "all"}, r"config\.model\.remat='all': expected one of none, full, dots"),
     ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
     ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),

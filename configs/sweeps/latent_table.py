@@ -34,6 +34,7 @@ RUNS = {
     "decoder": DECODER,
     "latent: repeat, perceiver": LATENT,
     "latent: attention, perceiver": LATENT | {"model.upsampling": "attention"},
+    "latent: repeat, skip before the blocks": LATENT | {"model.skip_joins": "before"},
     "latent: repeat, transformer": LATENT | {"model.compression": "transformer"},
     "latent: attention, transformer": LATENT
     | {"model.upsampling": "attention", "model.compression": "transformer"},

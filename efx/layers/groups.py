@@ -37,7 +37,8 @@ class LevelConfig:
       places: P_i, latents a group has here.
       inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
         to the latent stack (decoder): what the level reads.
-      compression, compression_blocks, upsampling, repeat, skip: see `models/latent_config.py`.
+      compression, compression_blocks, upsampling, repeat, skip, skip_joins: see
+        `models/latent_config.py`.
       local_blocks, global_blocks: how many of each; order: one of `ORDERS`.
       memory_local, memory_global: learned tokens before each group, before all groups.
     """
@@ -52,6 +53,7 @@ class LevelConfig:
     upsampling: str
     repeat: str
     skip: str
+    skip_joins: str
     local_blocks: int
     global_blocks: int
     order: str
@@ -289,8 +291,10 @@ class DecoderLevel(nn.Module):
     """Upsampling, the level's positions, its blocks and the skip connection.
 
     `upsampling="attention"` (Nawrot et al. 2021, arXiv 2110.13711, section 3.2.2): x <- skip + x +
-    Attention(q = norm(skip + x), k and v = norm(x)), inside a group. `skip="lerp"`: the blocks'
-    output x becomes a skip + (1 - a) x with learned a [D], 0.5 at first; "sum": x + skip.
+    Attention(q = norm(skip + x), k and v = norm(x)), inside a group. The skip connection joins
+    `skip_joins` the blocks, "before" or "after": x becomes x + skip, or with `skip="lerp"`
+    a skip + (1 - a) x with learned a [D], 0.5 at first. Where it joins before them, upsampling by
+    attention takes the joined state for skip + x, and nothing is added after the blocks.
     """
 
     config: LevelConfig
@@ -301,20 +305,27 @@ class DecoderLevel(nn.Module):
         x = Upsample(c, name="upsample")(y, latents, view)
         if positions is not None:
             x = x + positions(view.place_BT, c.places)
+        before = c.skip_joins == "before"
+        joined = self._join(x, skip) if before else skip + x
         if c.upsampling == "attention":
 
             def inside(x):
                 return x if view.inside.decode else x.reshape(-1, *x.shape[2:])
 
             read = make_norm(b, "norm_latents")(inside(x)), view.inside
-            q = make_norm(b, "norm_queries")(inside(skip + x))
+            q = make_norm(b, "norm_queries")(inside(joined))
             a = make_attention(b, "attention")(q, view.inside, read)
             a = apply_dropout(b, "attention_output", a, view.inside)
-            x = skip + x + a.reshape(x.shape)
+            x = joined + a.reshape(x.shape)
+        elif before:
+            x = joined
         x = LevelBlocks(c, name="blocks")(x, view)
-        if c.skip == "sum":
+        return x if before else self._join(x, skip)
+
+    def _join(self, x, skip):
+        if self.config.skip == "sum":
             return x + skip
         init = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("norm",))
-        share_D = self.param("skip", init, (b.width,), jnp.float32).astype(x.dtype)
+        share_D = self.param("skip", init, (skip.shape[-1],), jnp.float32).astype(x.dtype)
         share = share_D.reshape((1,) * (x.ndim - 1) + share_D.shape)
         return share * skip + (1 - share) * x

@@ -71,6 +71,7 @@ class Latent(LanguageModel):
     upsampling: str
     repeat: str
     skip: str
+    skip_joins: str
     positions: str
     rope_theta: float
     memory_local: int
