@@ -28,9 +28,18 @@ LONG = {
     "dropout_elementwise_mod", "dropout_attention", "dropout_embedding_moe", "streams_final",
     "streams_moe", "latent_memory",
 }
-every_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in NAMES]
-)
+
+
+def rows(cases, keep=()):
+    """Parameters of tests, a tuple of a row's name and others each; the rows in LONG are marked."""
+    return [
+        pytest.param(*case, marks=pytest.mark.long) if case[0] in LONG and case not in keep
+        else pytest.param(*case)
+        for case in cases
+    ]  # fmt: skip
+
+
+every_family = pytest.mark.parametrize("name", rows((name,) for name in NAMES))
 # Places after which tokens are changed, one for each row of a batch.
 CUTS = (0, 1, 4, 11, 12, 17, 25, 30)
 
@@ -200,16 +209,14 @@ def sized(name, depth):
     return model, params, jax.device_get(step(params, families.tokens()))
 
 
-@pytest.mark.parametrize("name, depth, remat", [
+@pytest.mark.parametrize("name, depth, remat", rows([
     ("gpt2", 2, "full"), ("llama", 2, "none"), ("mod", 4, "dots"), ("mod_options", 2, "none"),
     ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_same", 2, "dots"),
     ("streams_parallel", 5, "full"), ("dropout_elementwise", 2, "dots"),
     ("dropout_attention_mod", 2, "full"), ("dropout_embedding_moe", 4, "none"),
-    ("soft", 2, "dots"), pytest.param("soft_mod", 4, "full", marks=pytest.mark.long),
-    ("latent", 4, "full"), ("latent_mod", 2, "dots"),
-    ("adapter_mod", 2, "full"), ("adapter_inclusion", 2, "dots"),
-    pytest.param("adapter_streams", 3, "none", marks=pytest.mark.long),
-])
+    ("soft", 4, "dots"), ("latent", 4, "full"), ("latent_mod", 2, "dots"),
+    ("adapter_mod", 2, "full"), ("adapter_inclusion", 2, "dots"), ("adapter_streams", 3, "none"),
+], keep=[("soft", 4, "dots")]))
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
     assert period(model.specs()) < depth
@@ -224,7 +231,7 @@ def test_scan_is_the_loop(name, depth, remat):
     same_loss_and_grads(expected, (loss, models.unroll(scanned, grads)[1]))
 
 
-@pytest.mark.parametrize("name, remat", [
+@pytest.mark.parametrize("name, remat", rows([
     ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
     ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
     ("streams_parallel", "dots"), ("streams_final", "full"),
@@ -232,7 +239,8 @@ def test_scan_is_the_loop(name, depth, remat):
     ("soft_options", "dots"), ("averages_mod", "full"),
     ("latent_levels", "full"), ("latent_memory", "dots"),
     ("adapter_mod", "dots"), ("adapter_inclusion", "full"), ("adapter_recursion", "full"),
-])
+    ("latent", "full"),
+]))
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
     step = families.jit(jax.value_and_grad(families.loss_fn(model.clone(remat=remat))))
@@ -281,7 +289,7 @@ def gathered(compiled):
     return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
 
 
-@pytest.mark.parametrize("name, mesh", [
+@pytest.mark.parametrize("name, mesh", rows([
     *(("mod_options", mesh) for mesh in MESHES), ("gpt2", "mixed"), ("llama_options", "mixed"),
     *(("moe", mesh) for mesh in MESHES), ("moe_expert_choice", "data"),
     ("moe_expert_choice", "expert"), ("mode_staged", "expert"), ("mode_integrated", "expert"),
@@ -295,7 +303,7 @@ def gathered(compiled):
     ("latent_moe", "expert"),
     ("adapter_mod", "mixed"), ("adapter_inclusion", "mixed"), ("adapter_inclusion", "data"),
     ("adapter", "tensor"),
-])
+], keep=[("soft", "mixed")]))
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
