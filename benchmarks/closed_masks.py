@@ -24,6 +24,7 @@ from efx.layers.learned_dropout import AttentionMask
 from efx.studies.step_time import take_turns
 
 
+@common.command
 def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)

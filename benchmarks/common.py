@@ -1,8 +1,26 @@
 """What the benchmarks share: how they use the machine and how they print what they measured."""
 
+import functools
 import os
+import sys
 
 import numpy as np
+
+from efx.errors import UsageError
+
+
+def command(main):
+    """`main(argv)` of a benchmark, for which sizes that do not fit are one line and status 2."""
+
+    @functools.wraps(main)
+    def one_line(argv=None):
+        try:
+            return main(argv)
+        except UsageError as error:
+            print(f"efx: error: {error}", file=sys.stderr)
+            return 2
+
+    return one_line
 
 
 def limit_cpus(count):

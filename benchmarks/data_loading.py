@@ -1,6 +1,6 @@
 """How fast batches are made, and whether making them slows a training step down.
 
-    python benchmarks/data_loading.py [--seq-len=1024] [--batch-size=32] [--seconds=1]
+    python -m benchmarks.data_loading [--seq-len=1024] [--batch-size=32] [--seconds=1]
 
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
 file of 100 million random tokens and from the standard library, for each order. Third: a jitted
@@ -9,7 +9,6 @@ in turns; the two should take the same time (the best of --rounds is shown).
 """
 
 import argparse
-import pathlib
 import sys
 import tempfile
 import time
@@ -17,10 +16,9 @@ import time
 import numpy as np
 from ml_collections import ConfigDict
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-import efx.data  # noqa: E402
-from efx.data.tokenizers import ByteTokenizer  # noqa: E402
+import efx.data
+from benchmarks.common import command
+from efx.data.tokenizers import ByteTokenizer
 
 TOKENS = 100_000_000
 
@@ -123,14 +121,15 @@ def stepping(kinds, arguments):
         print(f"  {name:<42}{alone:>10.2f}{fed:>10.2f}{fed / alone:>8.3f}")
 
 
-def main():
+@command
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
     parser.add_argument("--step-width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         cache, shards = f"{folder}/cache", f"{folder}/shards"
         opening(cache, arguments)
@@ -150,4 +149,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Decoding speed: tokens/s of greedy sampling, a dense stack and its Mixture-of-Depths twin.
 
-    python benchmarks/decode.py [--quick] [--width=512] [--depth=8] [--context=1024] [--rounds=3]
+    python -m benchmarks.decode [--quick] [--width=512] [--depth=8] [--context=1024] [--rounds=3]
 
 Both models are sampled in turns in one process, with the sampler that users get. What a routed
 stack costs depends on how many tokens it routes, so the routers are set to route the share
@@ -16,7 +16,6 @@ turns too (`--no-transformers` leaves it out): greedy `generate` with its cache,
 import argparse
 import importlib.util
 import os
-import pathlib
 import sys
 import time
 
@@ -25,13 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-from configs import common  # noqa: E402
-from efx import models  # noqa: E402
-from efx.hostmemory import keep_freed_memory  # noqa: E402
-from efx.layers.stack import Layer  # noqa: E402
-from efx.sample import STREAM, Sampler  # noqa: E402
+from benchmarks.common import command
+from configs import common
+from efx import models
+from efx.hostmemory import keep_freed_memory
+from efx.layers.stack import Layer
+from efx.sample import STREAM, Sampler
 
 
 def build(kind, arguments):
@@ -152,7 +150,8 @@ class Transformers:
         return made / (whole[0] - first[0]), made / (whole[1] - first[1])
 
 
-def main():
+@command
+def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -166,7 +165,7 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--quick", action="store_true", help="48 tokens, two rounds")
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.tokens, arguments.rounds = 48, 2
     keep_freed_memory()
@@ -205,4 +204,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

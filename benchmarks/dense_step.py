@@ -20,6 +20,7 @@ TARGET = 0.72  # of PyTorch's tokens a second, in float32
 TOLERANCE = 1e-4  # between the two first losses, in nats
 
 
+@common.command
 def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)

@@ -20,20 +20,12 @@ from benchmarks import common
 from configs import latent, mod
 from configs.common import apply
 from efx import models
-from efx.errors import UsageError
 from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 
+@common.command
 def main(argv=None):
     args = _arguments(argv)
-    try:
-        return _report(args)
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-
-
-def _report(args):
     cpus = common.limit_cpus(args.threads)
     print(
         f"{args.depth} blocks, {args.heads} heads, {args.width} wide; latent transformer: variant "

@@ -31,6 +31,7 @@ STEP_TARGET = 0.58  # of the dense step's time
 ROUTING_TARGET = 0.06  # of a routed layer's time
 
 
+@common.command
 def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)

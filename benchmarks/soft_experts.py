@@ -27,19 +27,16 @@ from efx.layers.stack import Layer
 from efx.studies.step_time import take_turns
 
 
+@common.command
 def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)
-    try:
-        specs = {"dense": (_spec(args, 0), args.latents)}
-        for channels, shrink in args.pairs:
-            if args.latents % shrink:
-                raise UsageError(f"--latents={args.latents} does not divide by {shrink}")
-            spec = _spec(args, channels)
-            specs[f"{channels} channels, K/{shrink}"] = spec, args.latents // shrink
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
+    specs = {"dense": (_spec(args, 0), args.latents)}
+    for channels, shrink in args.pairs:
+        if args.latents % shrink:
+            raise UsageError(f"--latents={args.latents} does not divide by {shrink}")
+        spec = _spec(args, channels)
+        specs[f"{channels} channels, K/{shrink}"] = spec, args.latents // shrink
     print(
         f"K = {args.latents} latents, {args.width} wide, {args.heads} heads, batch {args.batch}, "
         f"float32, {cpus} CPUs; scores and values alone, then whole blocks"
