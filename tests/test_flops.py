@@ -134,6 +134,12 @@ WIDE = {
     "mod": {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25},
     "moe": {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1},
     "masks": {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS},
+    "soft": {"soft_experts.num": 4, "soft_experts.shared": 1},
+    "streams": {"family": "encoder_decoder", "cross_source": "same_layer"},
+    "latent": {"family": "latent", "group_size": 8, "latents": (4,), "level_widths": (480,)},
+    "latent_attention": {"family": "latent", "group_size": 16, "latents": (8, 4),
+                         "level_widths": (384, 576), "level_heads": (6, 6),
+                         "compression": "transformer", "upsampling": "attention"},
 }
 
 
