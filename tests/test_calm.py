@@ -105,21 +105,25 @@ def layer_states(model, variables, tokens_BT):
 
 
 def test_the_formula():
-    """Two dense models of two layers, two pairs: layer by layer against numpy's cross-attention."""
-    a = {"width": 24, "num_heads": 2}
-    model = bridged({}, a, num_heads=4)
+    """Two pairs of layers of each of two models: layer by layer against numpy's cross-attention."""
+    model = bridged({}, {"width": 24, "num_heads": 2}, {"width": 40, "depth": 4}, num_heads=4)
     params = families.random_params(model)
     tokens_BT = families.tokens(batch=1)
-    b_params, a_params = params["anchor_model"], params["augment_models_0"]
-    b_model, a_model = model.anchor_model, model.augment_models[0]
-    a_states = layer_states(a_model, {"params": a_params}, tokens_BT)
-    h = layer_states(b_model, {"params": b_params}, tokens_BT)[0]
-    h = h + attention(h[0], a_states[0][0], params["bridges_0"], 4)[None]
+    states = [layer_states(augment, {"params": params[f"augment_models_{a}"]}, tokens_BT)
+              for a, augment in enumerate(model.augment_models)]  # fmt: skip
 
+    def bridge(h_BTD, pair, *layers):
+        """What pair `pair` adds to the anchor's state from these layers of the others."""
+        added = [attention(h_BTD[0], states[a][layer][0], params[f"bridges_{2 * a + pair}"], 4)
+                 for a, layer in enumerate(layers)]  # fmt: skip
+        return h_BTD + sum(added)[None]
+
+    b_model, b_params = model.anchor_model, params["anchor_model"]
+    h = bridge(layer_states(b_model, {"params": b_params}, tokens_BT)[0], 0, 0, 1)
     info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
     layer = Layer(b_model.specs()[1])
     h = layer.apply({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
-    h = h + attention(h[0], a_states[1][0], params["bridges_1"], 4)[None]
+    h = bridge(h, 1, 1, 3)
     expected = np.float64(h) / np.sqrt(np.mean(np.float64(h) ** 2, -1, keepdims=True) + 1e-5)
     expected = expected * np.float64(b_params["norm_final"]["scale"])
     expected = expected @ np.float64(b_params["head"]["kernel"])[:, :VOCAB]
