@@ -42,7 +42,7 @@ VARIANTS = {
         "checkpoint.every": 10,
     },
     "table": {
-        "steps": 2400,
+        "steps": 1200,
         "data.seq_len": 128,
         "model.width": 64,
         "model.depth": 4,
