@@ -10,7 +10,7 @@ text, and the same command scales up by overrides with `train_flops` below raise
 SIZE = {
     "data.seq_len": 256,
     "steps": 0,
-    "train_flops": 4e12,
+    "train_flops": 2e12,
     "evaluate.every": 0,
     "sample.every": 0,
     "checkpoint.every": 0,
