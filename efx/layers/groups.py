@@ -305,20 +305,20 @@ class DecoderLevel(nn.Module):
         x = Upsample(c, name="upsample")(y, latents, view)
         if positions is not None:
             x = x + positions(view.place_BT, c.places)
-        before = c.skip_joins == "before"
-        joined = self._join(x, skip) if before else skip + x
+        spread, before = x, c.skip_joins == "before"
+        if before:
+            x = self._join(x, skip)
         if c.upsampling == "attention":
 
             def inside(x):
                 return x if view.inside.decode else x.reshape(-1, *x.shape[2:])
 
-            read = make_norm(b, "norm_latents")(inside(x)), view.inside
-            q = make_norm(b, "norm_queries")(inside(joined))
+            x = x if before else skip + x
+            read = make_norm(b, "norm_latents")(inside(spread)), view.inside
+            q = make_norm(b, "norm_queries")(inside(x))
             a = make_attention(b, "attention")(q, view.inside, read)
             a = apply_dropout(b, "attention_output", a, view.inside)
-            x = joined + a.reshape(x.shape)
-        elif before:
-            x = joined
+            x = x + a.reshape(x.shape)
         x = LevelBlocks(c, name="blocks")(x, view)
         return x if before else self._join(x, skip)
 
