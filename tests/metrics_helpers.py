@@ -1,6 +1,8 @@
 """What the tests of efx.metrics and of run folders share."""
 
 import os
+import subprocess
+import sys
 
 from efx.metrics import MetricsWriter
 
@@ -12,3 +14,13 @@ def make(workdir, tensorboard=False, wandb="", run_name="run"):
 def environment():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+
+
+def run_script(script, workdir):
+    """A finished Python process of the script, whose `sys.argv[1]` is the folder."""
+    return subprocess.run(
+        [sys.executable, "-c", script, str(workdir)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )

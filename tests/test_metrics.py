@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from metrics_helpers import environment, make
+from metrics_helpers import environment, make, run_script
 
 from efx.errors import UsageError
 from efx.metrics import MetricsBuffer, Progress, duration, mean_of, quantity, read_metrics
@@ -223,12 +223,7 @@ def test_tensorboard_does_not_bring_torch_in(tmp_path):
             writer.write(1, {"loss": 1.0})
         print(any(name.startswith("torch.") for name in sys.modules))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+    done = run_script(script, tmp_path)
     assert done.stdout == "False\n", done.stderr
 
 

@@ -4,11 +4,10 @@ import json
 import os
 import resource
 import subprocess
-import sys
 
 import jax
 import pytest
-from metrics_helpers import environment, make
+from metrics_helpers import make, run_script
 
 from efx import runfolder
 from efx.errors import UsageError
@@ -177,10 +176,5 @@ def test_reading_a_run_needs_no_jax(tmp_path):
         from efx.runfolder import load_config
         print(load_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+    done = run_script(script, tmp_path)
     assert done.stdout == "100 [{'step': 1, 'loss': 1.0}]\n", done.stderr
