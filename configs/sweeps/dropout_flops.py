@@ -18,15 +18,6 @@ SIZE = _OTHER["SIZE"] | {
     "sample.every": 0,
     "checkpoint.every": 0,
 }
-NAMES = (
-    "decoder",
-    "decoder, dropout 0.1",
-    "learned dropout, no penalty, shift 0",
-    "learned dropout, squared L1, shift 0",
-    "encoder-decoder, parallel",
-    "encoder-decoder, same layer",
-    "encoder-decoder, serial",
-)
 
 
 def get_sweep():
@@ -34,6 +25,6 @@ def get_sweep():
         config="configs/learned_dropout.py:none",
         seeds=(0, 1, 2),
         equal="",  # `train_flops` is the same in all
-        runs={name: SIZE | _OTHER["RUNS"][name] for name in NAMES},
+        runs={name: SIZE | changes for name, changes in _OTHER["RUNS"].items()},
         columns={"masks keep": "eval/dropout/kept", "parameters": "parameters"},
     )
