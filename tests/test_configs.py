@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from configs import common
 from efx import main, models, optim, sharding, step
 from efx.errors import UsageError
-from efx.studies import sweep
+from efx.studies import isoflop, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = sorted(
@@ -64,7 +64,9 @@ def test_every_variant_loads(name):
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_names_settings_that_exist(name, tmp_path):
-    spec = sweep.load_sweep(f"configs/sweeps/{name}")
+    path = f"configs/sweeps/{name}"
+    grid = "get_grid" in (ROOT / path).read_text()
+    spec = isoflop.as_sweep(isoflop.load_grid(path)) if grid else sweep.load_sweep(path)
     for run, changes in spec["runs"].items():
         config = main.load_config(changes.get("config", spec["config"]))
         for argument in sweep.command(spec, tmp_path, run, 0, {}, [])[1:]:

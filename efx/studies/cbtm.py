@@ -161,13 +161,6 @@ def run_plan(plan, at_a_time=1):
     run_jobs([plan.evaluate])
 
 
-def split_extra(argv):
-    """(own arguments, those after `--`)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    where = argv.index("--") if "--" in argv else len(argv)
-    return argv[:where], argv[where + 1 :]
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m efx.studies.cbtm",
@@ -179,7 +172,7 @@ def main(argv=None):
     parser.add_argument("--seed-run", default="", help="a run folder to take as the seed model")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="experts at a time")
     parser.add_argument("--commands", action="store_true", help="print the commands, run nothing")
-    own, extra = split_extra(argv)
+    own, extra = jobs_lib.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:

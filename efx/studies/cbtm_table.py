@@ -23,6 +23,7 @@ from efx.errors import UsageError
 from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 from efx.studies import cbtm
+from efx.studies.jobs import split_extra
 from efx.studies.sweep import final_row
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
@@ -161,7 +162,7 @@ def main(argv=None):
     parser.add_argument("--random", type=int, default=4, metavar="N", help="control; 0: none")
     parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2), metavar="0,1,2")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    own, extra = cbtm.split_extra(argv)
+    own, extra = split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:

@@ -14,6 +14,7 @@ import sysconfig
 
 from efx.errors import UsageError
 from efx.runfolder import write_atomic, writing
+from efx.studies.jobs import split_extra
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 # Of Python's own library, so that they are on every machine: code for the base, and what it is not.
@@ -45,9 +46,8 @@ def arguments(name, description, argv):
         help="a domain and its config.data.source; again for each. Default: parts of Python's "
         "library",
     )
-    argv = sys.argv[1:] if argv is None else list(argv)
-    at = argv.index("--") if "--" in argv else len(argv)
-    return parser.parse_args(argv[:at]), argv[at + 1 :]
+    own, extra = split_extra(argv)
+    return parser.parse_args(own), extra
 
 
 def main(name, description, run, argv=None):

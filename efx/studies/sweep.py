@@ -36,21 +36,29 @@ KEYS = ("config", "seeds", "equal", "runs", "columns")
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
 
 
-def load_sweep(path):
-    """The dict of a sweep file, checked."""
+def load_file(path, kind, keys):
+    """What `get_<kind>()` of the file `--<kind>` returns: a dict with just these keys."""
     path = pathlib.Path(path)
     if not path.is_file():
-        raise UsageError(f"--sweep={path}: there is no such file")
-    spec = importlib.util.spec_from_file_location("efx_sweep", path)
+        raise UsageError(f"--{kind}={path}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"efx_{kind}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sweep = module.get_sweep()
-    for key in sweep:
-        if key not in KEYS:
-            raise UsageError(f"{path}: {key!r} is not a key of a sweep{nearest(key, KEYS)}")
-    for key in KEYS:
-        if key not in sweep:
-            raise UsageError(f"{path}: the sweep lacks {key!r}")
+    if not hasattr(module, f"get_{kind}"):
+        raise UsageError(f"--{kind}={path}: the file has no function get_{kind}()")
+    found = getattr(module, f"get_{kind}")()
+    for key in found:
+        if key not in keys:
+            raise UsageError(f"{path}: {key!r} is not a key of a {kind}{nearest(key, keys)}")
+    for key in keys:
+        if key not in found:
+            raise UsageError(f"{path}: the {kind} lacks {key!r}")
+    return found
+
+
+def load_sweep(path):
+    """The dict of a sweep file, checked."""
+    sweep = load_file(path, "sweep", KEYS)
     if sweep["equal"] not in ("flops", "tokens", ""):
         raise UsageError(f"{path}: equal={sweep['equal']!r}, expected 'flops', 'tokens' or ''")
     return sweep
@@ -217,10 +225,7 @@ def main(argv=None):
         metavar="N",
         help="also time N training steps of each run's model, taking turns in one process",
     )
-    argv = sys.argv[1:] if argv is None else argv
-    own, extra = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
+    own, extra = jobs_lib.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:
@@ -230,7 +235,8 @@ def main(argv=None):
             run_all(sweep, arguments.workdir, extra, arguments.jobs)
         times = arguments.time_steps and timed(sweep, arguments.workdir, arguments.time_steps)
         table = collect(sweep, arguments.workdir, times)
-        how = "python -m efx.studies.sweep " + shlex.join(argv)
+        given = sys.argv[1:] if argv is None else argv
+        how = "python -m efx.studies.sweep " + shlex.join(given)
         text = markdown(sweep, table, how)
         with writing(arguments.workdir):
             write_atomic(pathlib.Path(arguments.workdir) / "table.md", text)

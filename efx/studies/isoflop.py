@@ -1,0 +1,320 @@
+"""isoFLOP curves: families of models, each at several sizes and several budgets of training FLOPs.
+
+    python -m efx.studies.isoflop --grid configs/sweeps/isoflop.py --workdir runs/isoflop --jobs 2
+
+One model against another at equal FLOPs says little if one of the two is far from the size that the
+budget asks for. So every family gets every size at every budget, and a parabola in the logarithm of
+the number of parameters,
+
+    loss = a + b (log N - c)^2,
+
+fitted for each family, budget and seed, gives its best size, exp(c), and its loss there, a
+(Hoffmann et al. 2022, arXiv 2203.15556, approach 2; Raposo et al. 2024, arXiv 2404.02258, figure
+4). Where the sizes do not enclose a minimum there is no such number, and the table says so.
+
+A grid file is plain data: `get_grid()` returns
+
+    dict(config="configs/mod.py",                # the config every run starts from
+         seeds=(0, 1, 2),
+         budgets=(5e11, 1e12),                   # training FLOPs
+         families={"dense": {"model.depth_routing.kind": "none"}, ...},  # the first: the baseline
+         sizes={"4 blocks": {"model.depth": 4}, ...})                    # three or more
+
+Each run is a `python -m efx.main` of its own in WORKDIR; an interrupted study goes on where it was.
+Arguments after `--` go to every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves and
+isoflop.json every number.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import shlex
+import statistics
+import sys
+
+import numpy as np
+
+from efx.errors import UsageError
+from efx.metrics import quantity
+from efx.runfolder import write_atomic, writing
+from efx.studies import sweep as sweep_lib
+from efx.studies.jobs import split_extra
+
+KEYS = ("config", "seeds", "budgets", "families", "sizes")
+STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One family at one budget.
+
+    Attributes:
+      parameters, flops: [sizes] parameters; training FLOPs a token by the ledger.
+      losses: [sizes, seeds] held-out loss in nats, under the causal decision.
+    """
+
+    parameters: np.ndarray
+    flops: np.ndarray
+    losses: np.ndarray
+
+    def optima(self):
+        """[the Optimum of each seed, or None where the sizes enclose no minimum]"""
+        return [fit(self.parameters, self.flops, losses) for losses in self.losses.T]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """The vertex of a fitted parabola.
+
+    Attributes:
+      parameters, loss: where it is, exp(c), and how high, a.
+      flops: training FLOPs a token there, interpolated between the sizes.
+      residual: root mean square of what the parabola leaves, in nats.
+    """
+
+    parameters: float
+    loss: float
+    flops: float
+    residual: float
+
+
+def fit(parameters, flops, losses):
+    """The Optimum of loss = a + b (log N - c)^2; None if it lies outside the sizes given.
+
+    parameters, flops, losses: one of each size, three sizes or more.
+    """
+    order = np.argsort(parameters)
+    x, y = np.log(np.asarray(parameters, float)[order]), np.asarray(losses, float)[order]
+    b, slope, offset = np.polyfit(x - x.mean(), y, 2)
+    if b <= 0:
+        return None
+    c = x.mean() - slope / (2 * b)
+    if not x[0] <= c <= x[-1]:
+        return None
+    return Optimum(
+        parameters=float(np.exp(c)),
+        loss=float(offset - slope**2 / (4 * b)),
+        flops=float(np.exp(np.interp(c, x, np.log(np.asarray(flops, float)[order])))),
+        residual=float(np.sqrt(np.mean((np.polyval((b, slope, offset), x - x.mean()) - y) ** 2))),
+    )
+
+
+def load_grid(path):
+    """The dict of a grid file, checked."""
+    grid = sweep_lib.load_file(path, "grid", KEYS)
+    if len(grid["sizes"]) < 3:
+        raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
+    return grid
+
+
+def run_name(family, size, budget):
+    """Of one point of the grid, whatever its seed."""
+    return f"{family}, {size}, {quantity(budget)}FLOPs"
+
+
+def as_sweep(grid):
+    """The grid as a sweep; the runs with few FLOPs come first."""
+    points = itertools.product(sorted(grid["budgets"]), grid["sizes"], grid["families"])
+    return {
+        "config": grid["config"],
+        "seeds": grid["seeds"],
+        "equal": "",  # each has a budget of its own
+        "runs": {
+            run_name(family, size, budget): {
+                **grid["sizes"][size],
+                **grid["families"][family],
+                "steps": 0,
+                "train_flops": budget,
+            }
+            for budget, size, family in points
+        },
+        "columns": {},
+    }
+
+
+def collect(grid, workdir):
+    """{(budget, family): Curve} of finished runs, budgets in their order."""
+    curves = {}
+    for budget, family in itertools.product(sorted(grid["budgets"]), grid["families"]):
+        rows = [
+            [
+                sweep_lib.final_row(sweep_lib.folder(workdir, run_name(family, size, budget), seed))
+                for seed in grid["seeds"]
+            ]
+            for size in grid["sizes"]
+        ]
+        curves[budget, family] = Curve(
+            parameters=np.array([row[0]["parameters"] for row in rows]),
+            flops=np.array([row[0]["flops"] / row[0]["tokens"] for row in rows]),
+            losses=np.array([[seed["eval/loss"] for seed in row] for row in rows]),
+        )
+    return curves
+
+
+def _spread(values):
+    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{statistics.fmean(values):.4f} ± {spread:.4f}"
+
+
+def _optimum_cells(curve, base):
+    """Of a row of the second table: the fit, and the fit against the baseline's."""
+    found, bases = curve.optima(), base.optima()
+    if None in found:
+        means = curve.losses.mean(1)
+        best = int(means.argmin())
+        place = {0: "smallest", len(means) - 1: "largest"}.get(np.argsort(curve.parameters)[best])
+        why = f"none enclosed; the {place} size is best" if place else "none enclosed in every seed"
+        return [why, "", "", "", "", "", ""]
+    cells = [
+        _spread([one.loss for one in found]),
+        quantity(statistics.geometric_mean([one.parameters for one in found])).strip(),
+        quantity(statistics.geometric_mean([one.flops for one in found])).strip(),
+        f"{statistics.fmean([one.residual for one in found]):.3f}",
+    ]
+    if curve is base or None in bases:
+        return [*cells, "", "", ""]
+    pairs = list(zip(found, bases, strict=True))
+    sizes = statistics.geometric_mean([one.parameters / other.parameters for one, other in pairs])
+    flops = statistics.geometric_mean([one.flops / other.flops for one, other in pairs])
+    more = _spread([one.loss - other.loss for one, other in pairs])
+    return [*cells, more, f"{sizes:.2f}", f"{flops:.2f}"]
+
+
+def _table(titles, rows):
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown(grid, curves, how):
+    """Both tables as Markdown, with config, seeds and command under them."""
+    budgets, families = sorted(grid["budgets"]), list(grid["families"])
+    points = []
+    for size, (number, family) in itertools.product(range(len(grid["sizes"])), enumerate(families)):
+        first = curves[budgets[0], family]
+        points.append(
+            [
+                list(grid["sizes"])[size] if not number else "",
+                family,
+                quantity(first.parameters[size]).strip(),
+                quantity(first.flops[size]).strip(),
+                *(_spread(list(curves[budget, family].losses[size])) for budget in budgets),
+            ]
+        )
+    named = [f"{quantity(budget)}FLOPs" for budget in budgets]
+    titles = ["size", "family", "parameters", "FLOPs a token", *named]
+    fits = [
+        "budget",
+        "family",
+        "loss at the best size",
+        "its parameters",
+        "its FLOPs a token",
+        "residual",
+        f"loss over {families[0]}'s",
+        f"parameters / {families[0]}'s",
+        f"FLOPs a token / {families[0]}'s",
+    ]
+    rows = [
+        [
+            name if not number else "",
+            family,
+            *_optimum_cells(curves[budget, family], curves[budget, families[0]]),
+        ]
+        for (budget, name), (number, family) in itertools.product(
+            zip(budgets, named, strict=True), enumerate(families)
+        )
+    ]
+    seeds = ", ".join(str(seed) for seed in grid["seeds"])
+    return (
+        f"Held-out loss (nats):\n\n{_table(titles, points)}\n\n"
+        f"The optimum of each curve:\n\n{_table(fits, rows)}\n\n"
+        f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
+        f"pairs of seeds; whole held-out split; FLOPs of training. Command: `{how}`\n"
+    )
+
+
+def numbers(grid, curves):
+    """Everything as plain data: [{budget, family, sizes, parameters, ..., optima}]."""
+    return [
+        {
+            "budget": budget,
+            "family": family,
+            "sizes": list(grid["sizes"]),
+            "parameters": curve.parameters.tolist(),
+            "training_flops_per_token": curve.flops.tolist(),
+            "losses": curve.losses.tolist(),
+            "optima": [one and dataclasses.asdict(one) for one in curve.optima()],
+        }
+        for (budget, family), curve in curves.items()
+    ]
+
+
+def draw(curves, path):
+    """The curves: a colour a budget, a line style a family, optima as stars."""
+    import matplotlib.figure  # takes half a second: only who draws pays
+    from matplotlib import colormaps
+
+    figure = matplotlib.figure.Figure((8, 5), layout="constrained")
+    axis = figure.subplots()
+    budgets = list(dict.fromkeys(budget for budget, _ in curves))
+    families = list(dict.fromkeys(family for _, family in curves))
+    colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(budgets)))
+    styles = dict(
+        zip(families, itertools.cycle((("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))))
+    )
+    for (budget, family), curve in curves.items():
+        colour, (line, marker) = colours[budgets.index(budget)], styles[family]
+        means, spreads = curve.losses.mean(1), curve.losses.std(1, ddof=curve.losses.shape[1] > 1)
+        axis.errorbar(
+            curve.parameters, means, spreads, color=colour, linestyle="", marker=marker, capsize=2
+        )
+        x = np.log(curve.parameters)
+        fine = np.linspace(x.min(), x.max(), 100)
+        parabola = np.polyval(np.polyfit(x - x.mean(), means, 2), fine - x.mean())
+        label = f"{family}, {quantity(budget)}FLOPs"
+        axis.plot(np.exp(fine), parabola, color=colour, linestyle=line, marker="", label=label)
+        if best := fit(curve.parameters, curve.flops, means):
+            star = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
+            axis.plot(best.parameters, best.loss, color=colour, **star)
+    axis.set_xscale("log")
+    axis.set_xlabel("parameters")
+    axis.set_ylabel("held-out loss (nats)")
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m efx.studies.isoflop",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--grid", required=True, help="grid file, e.g. configs/sweeps/isoflop.py")
+    parser.add_argument("--workdir", required=True, help="folder of the runs and the tables")
+    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
+    own, extra = split_extra(argv)
+    arguments = parser.parse_args(own)
+    try:
+        if arguments.jobs < 1:
+            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
+        grid, top = load_grid(arguments.grid), pathlib.Path(arguments.workdir)
+        if not arguments.table_only:
+            sweep_lib.run_all(as_sweep(grid), top, extra, arguments.jobs)
+        curves = collect(grid, top)
+        given = sys.argv[1:] if argv is None else argv
+        text = markdown(grid, curves, "python -m efx.studies.isoflop " + shlex.join(given))
+        with writing(top):
+            write_atomic(top / "isoflop.md", text)
+            write_atomic(top / "isoflop.json", json.dumps(numbers(grid, curves), indent=1) + "\n")
+            draw(curves, top / "isoflop.png")
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
