@@ -162,6 +162,18 @@ def test_penalties_by_hand():
     assert sorted(got) == sorted(families.PENALTIES)
 
 
+@pytest.mark.parametrize("reach", [4.0, 100.0])
+def test_the_cosine_of_a_mask_is_the_cosine(reach):
+    """The polynomial and its gradient, over many turns; every mask lies in [0, 1]."""
+    u = np.linspace(-reach, reach, 20_001, dtype=np.float32)
+    m, slope = jax.vmap(jax.value_and_grad(ld.cosine_mask))(u)
+    np.testing.assert_allclose(m, 0.5 * np.cos(np.float64(u)) + 0.5, atol=2e-7)
+    np.testing.assert_allclose(slope, -0.5 * np.sin(np.float64(u)), atol=2e-7)
+    assert m.min() >= 0 and m.max() <= 1
+    for bad in (np.inf, np.nan):
+        assert np.isnan(ld.cosine_mask(jnp.float32(bad)))
+
+
 def test_penalties_are_finite_at_zero_and_one():
     m = jnp.float32([0.0, 1.0, 1e-45, 1e-30, np.nextafter(np.float32(1), np.float32(0))])
     for name in families.PENALTIES:
@@ -171,7 +183,7 @@ def test_penalties_are_finite_at_zero_and_one():
     # Of masks that are exactly 0 and 1, down to the phase that makes them so.
     for b in (0.0, PI):
         angle = jnp.float32(b)
-        assert ld.cosine_mask(angle) == (b == 0)
+        assert ld.cosine_mask(angle) == pytest.approx(float(b == 0), abs=1e-12)
         for name in families.PENALTIES:
             grad = jax.grad(lambda b, name=name: ld.penalties(ld.cosine_mask(b))[name])(angle)
             assert np.isfinite(grad), (name, b)
