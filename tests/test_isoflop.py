@@ -1,5 +1,6 @@
 """isoFLOP curves: the fit, what is said where there is none, and the study from runs to tables."""
 
+import itertools
 import json
 import math
 
@@ -94,13 +95,17 @@ def test_tables_numbers_and_picture(grid, tmp_path, capsys):
     assert rows[2][:4] == ["2 blocks", "dense", "2.00 k", "12.0 k"]
     assert rows[4][:2] == ["4 blocks", "dense"] and rows[4][4] == f"{loss:.4f} ± {spread:.4f}"
     fits = rows[8:]
-    assert fits[2] == ["1.00 GFLOPs", "dense", f"2.0500 ± {spread:.4f}", "3.00 k", "18.0 k",
-                       "0.000", "", "", ""]  # fmt: skip
+    best = parabola(2000, 2.0, 0.5, 3000), parabola(4000, 2.0, 0.5, 3000)
+    assert best[1] < best[0]
+    assert fits[2] == ["1.00 GFLOPs", "dense", f"4 blocks: {best[1] + 0.05:.4f} ± {spread:.4f}",
+                       f"2.0500 ± {spread:.4f}", "3.00 k", "18.0 k", "0.000",
+                       "", "", ""]  # fmt: skip
     # By pairs of seeds: each is 0.1 better, twice as large, as costly.
-    assert fits[3][1:3] == ["MoD", f"1.9500 ± {spread:.4f}"]
-    assert fits[3][6:] == ["-0.1000 ± 0.0000", "2.00", "1.00"]
-    assert fits[4][:3] == ["2.00 GFLOPs", "dense", f"1.5500 ± {spread:.4f}"]
-    assert fits[5][2] == "none enclosed; the largest size is best" and not any(fits[5][3:])
+    assert fits[3][1:4:2] == ["MoD", f"1.9500 ± {spread:.4f}"]
+    assert fits[3][7:] == ["-0.1000 ± 0.0000", "2.00", "1.00"]
+    assert fits[4][:4:3] == ["2.00 GFLOPs", f"1.5500 ± {spread:.4f}"]
+    assert fits[5][2].startswith("8 blocks: ")
+    assert fits[5][3] == "enclosed in 0 of 2 seeds" and not any(fits[5][4:])
     numbers = json.loads((tmp_path / "isoflop.json").read_text())
     assert [one["family"] for one in numbers] == ["dense", "MoD", "dense", "MoD"]
     assert numbers[0]["optima"][0]["loss"] == pytest.approx(2.0)
@@ -122,3 +127,19 @@ def test_bad_grids_and_missing_runs_are_one_line(grid, tmp_path, capsys):
     assert isoflop.main(["--grid", str(path), "--workdir", str(tmp_path), "--table-only"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("efx: error: cannot read") and "Traceback" not in said
+
+
+def test_a_run_that_has_not_ended_is_one_line(grid, tmp_path, capsys):
+    everywhere = itertools.product(grid["budgets"], grid["families"])
+    fake_runs(grid, tmp_path, {point: (2.0, 3000) for point in everywhere})
+    run = sweep.folder(tmp_path, isoflop.run_name("MoD", "4 blocks", 2e9), 1)
+    start, end = (run / "metrics.jsonl").read_text().splitlines()
+    how = ["--grid", str(tmp_path / "grid.py"), "--workdir", str(tmp_path), "--table-only"]
+    for change, words in (
+        ({"flops": 1e9}, "1.00 GFLOPs of training, its budget is 2.00 GFLOPs"),
+        ({"eval/loss": None}, "no held-out loss"),
+    ):
+        (run / "metrics.jsonl").write_text(f"{start}\n{json.dumps(json.loads(end) | change)}\n")
+        assert isoflop.main(how) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and str(run) in said and words in said

@@ -82,6 +82,15 @@ def test_table(spec, tmp_path, capsys):
     assert dense.endswith("| 30 | 533.3 | 1.50 |")
 
 
+def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False, wandb="", run_name="x") as writer:
+        for step, loss in enumerate((3.0, 2.0, float("nan")), 1):
+            writer.write(step, {"eval/loss": loss, "eval/bad": float("nan")})
+    last = sweep.final_row(tmp_path)
+    assert last["eval/loss"] is None and last["min:eval/loss"] == 2.0
+    assert last["eval/bad"] is None and last["min:eval/bad"] is None
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -140,7 +140,7 @@ def collect(grid, workdir):
     for budget, family in itertools.product(sorted(grid["budgets"]), grid["families"]):
         rows = [
             [
-                sweep_lib.final_row(sweep_lib.folder(workdir, run_name(family, size, budget), seed))
+                _last(sweep_lib.folder(workdir, run_name(family, size, budget), seed), budget)
                 for seed in grid["seeds"]
             ]
             for size in grid["sizes"]
@@ -153,20 +153,36 @@ def collect(grid, workdir):
     return curves
 
 
+def _last(run, budget):
+    """The last values of a run's metrics; UsageError unless it used its budget and was evaluated.
+
+    The last step is the one that reaches the budget, or comes closest: no run is far from it.
+    """
+    last = sweep_lib.final_row(run)
+    if not 0.9 <= last.get("flops", 0) / budget <= 1.1:
+        used = quantity(last.get("flops", 0))
+        raise UsageError(f"{run}: {used}FLOPs of training, its budget is {quantity(budget)}FLOPs")
+    if last.get("eval/loss") is None:
+        raise UsageError(f"{run}: no held-out loss; the run has not finished, or its loss is NaN")
+    return last
+
+
 def _spread(values):
     spread = statistics.stdev(values) if len(values) > 1 else float("nan")
     return f"{statistics.fmean(values):.4f} ± {spread:.4f}"
+
+
+def _best_measured(sizes, curve):
+    best = int(curve.losses.mean(1).argmin())
+    return f"{sizes[best]}: {_spread(list(curve.losses[best]))}"
 
 
 def _optimum_cells(curve, base):
     """Of a row of the second table: the fit, and the fit against the baseline's."""
     found, bases = curve.optima(), base.optima()
     if None in found:
-        means = curve.losses.mean(1)
-        best = int(means.argmin())
-        place = {0: "smallest", len(means) - 1: "largest"}.get(np.argsort(curve.parameters)[best])
-        why = f"none enclosed; the {place} size is best" if place else "none enclosed in every seed"
-        return [why, "", "", "", "", "", ""]
+        enclosed = len(found) - found.count(None)
+        return [f"enclosed in {enclosed} of {len(found)} seeds", "", "", "", "", "", ""]
     cells = [
         _spread([one.loss for one in found]),
         quantity(statistics.geometric_mean([one.parameters for one in found])).strip(),
@@ -189,13 +205,13 @@ def _table(titles, rows):
 
 def markdown(grid, curves, how):
     """Both tables as Markdown, with config, seeds and command under them."""
-    budgets, families = sorted(grid["budgets"]), list(grid["families"])
+    budgets, families, sizes = sorted(grid["budgets"]), list(grid["families"]), list(grid["sizes"])
     points = []
-    for size, (number, family) in itertools.product(range(len(grid["sizes"])), enumerate(families)):
+    for size, (number, family) in itertools.product(range(len(sizes)), enumerate(families)):
         first = curves[budgets[0], family]
         points.append(
             [
-                list(grid["sizes"])[size] if not number else "",
+                sizes[size] if not number else "",
                 family,
                 quantity(first.parameters[size]).strip(),
                 quantity(first.flops[size]).strip(),
@@ -207,6 +223,7 @@ def markdown(grid, curves, how):
     fits = [
         "budget",
         "family",
+        "least measured",
         "loss at the best size",
         "its parameters",
         "its FLOPs a token",
@@ -219,6 +236,7 @@ def markdown(grid, curves, how):
         [
             name if not number else "",
             family,
+            _best_measured(sizes, curves[budget, family]),
             *_optimum_cells(curves[budget, family], curves[budget, families[0]]),
         ]
         for (budget, name), (number, family) in itertools.product(

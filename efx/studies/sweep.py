@@ -121,12 +121,15 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
 
 
 def final_row(run):
-    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>"."""
+    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>".
+
+    None for a last value that was not finite, and where none was."""
     last = {}
     for row in read_metrics(run):
         for name, value in row.items():
             last[name] = value
-            last[f"min:{name}"] = min(value, last.get(f"min:{name}", value))
+            known = (one for one in (value, last.get(f"min:{name}")) if one is not None)
+            last[f"min:{name}"] = min(known, default=None)
     return last
 
 
