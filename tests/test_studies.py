@@ -82,6 +82,11 @@ def test_table(spec, tmp_path, capsys):
     assert dense.endswith("| 30 | 533.3 | 1.50 |")
 
 
+def test_mean_and_spread():
+    assert sweep.mean_and_spread([1.0, 1.5, 2.0]) == "1.5000 ± 0.5000"
+    assert sweep.mean_and_spread([1.5]) == "1.5000"  # one seed has no spread
+
+
 def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False, wandb="", run_name="x") as writer:
         for step, loss in enumerate((3.0, 2.0, float("nan")), 1):

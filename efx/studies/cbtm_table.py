@@ -24,7 +24,7 @@ from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 from efx.studies import cbtm
 from efx.studies.jobs import split_extra
-from efx.studies.sweep import final_row
+from efx.studies.sweep import final_row, mean_and_spread
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
 
@@ -142,8 +142,7 @@ def _cell(title, values):
         return quantity(mean).strip()
     if title == "experts a token":
         return f"{mean:.3g}"
-    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{mean:.4f} ± {spread:.4f}"
+    return mean_and_spread(values)
 
 
 def _numbers(text):

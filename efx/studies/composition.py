@@ -15,6 +15,7 @@ import sysconfig
 from efx.errors import UsageError
 from efx.runfolder import write_atomic, writing
 from efx.studies.jobs import split_extra
+from efx.studies.sweep import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 # Of Python's own library, so that they are on every machine: code for the base, and what it is not.
@@ -204,16 +205,10 @@ def markdown(results, seeds, config, command):
     lines.append("|---" * (len(titles) + 1) + "|")
     for name, rows in results.items():
         cells = [
-            _cell([row[title] for row in rows]) if title in rows[0] else "" for title in titles
+            mean_and_spread([row[title] for row in rows]) if title in rows[0] else ""
+            for title in titles
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed"
     lines += ["", f"`{config}`; seeds {', '.join(seeds)}: {spread}. Command: `{command}`"]
     return "\n".join(lines) + "\n"
-
-
-def _cell(values):
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return f"{mean:.4f}"
-    return f"{mean:.4f} ± {statistics.stdev(values):.4f}"

@@ -41,6 +41,7 @@ from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 from efx.studies import sweep as sweep_lib
 from efx.studies.jobs import split_extra
+from efx.studies.sweep import mean_and_spread
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
@@ -167,14 +168,9 @@ def _last(run, budget):
     return last
 
 
-def _spread(values):
-    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{statistics.fmean(values):.4f} ± {spread:.4f}"
-
-
 def _best_measured(sizes, curve):
     best = int(curve.losses.mean(1).argmin())
-    return f"{sizes[best]}: {_spread(list(curve.losses[best]))}"
+    return f"{sizes[best]}: {mean_and_spread(list(curve.losses[best]))}"
 
 
 def _optimum_cells(curve, base):
@@ -184,7 +180,7 @@ def _optimum_cells(curve, base):
         enclosed = len(found) - found.count(None)
         return [f"enclosed in {enclosed} of {len(found)} seeds", "", "", "", "", "", ""]
     cells = [
-        _spread([one.loss for one in found]),
+        mean_and_spread([one.loss for one in found]),
         quantity(statistics.geometric_mean([one.parameters for one in found])).strip(),
         quantity(statistics.geometric_mean([one.flops for one in found])).strip(),
         f"{statistics.fmean([one.residual for one in found]):.3f}",
@@ -194,7 +190,7 @@ def _optimum_cells(curve, base):
     pairs = list(zip(found, bases, strict=True))
     sizes = statistics.geometric_mean([one.parameters / other.parameters for one, other in pairs])
     flops = statistics.geometric_mean([one.flops / other.flops for one, other in pairs])
-    more = _spread([one.loss - other.loss for one, other in pairs])
+    more = mean_and_spread([one.loss - other.loss for one, other in pairs])
     return [*cells, more, f"{sizes:.2f}", f"{flops:.2f}"]
 
 
@@ -215,7 +211,7 @@ def markdown(grid, curves, how):
                 family,
                 quantity(first.parameters[size]).strip(),
                 quantity(first.flops[size]).strip(),
-                *(_spread(list(curves[budget, family].losses[size])) for budget in budgets),
+                *(mean_and_spread(list(curves[budget, family].losses[size])) for budget in budgets),
             ]
         )
     named = [f"{quantity(budget)}FLOPs" for budget in budgets]

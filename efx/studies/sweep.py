@@ -184,8 +184,13 @@ def _cell(title, values):
         return f"{mean:.1f}"
     if title == "of the first":
         return f"{mean:.2f}"
-    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return f"{mean:.4f} ± {spread:.4f}"
+    return mean_and_spread(values)
+
+
+def mean_and_spread(values):
+    """ "1.2345 ± 0.0678": mean and standard deviation; of a single value just that."""
+    mean = f"{statistics.fmean(values):.4f}"
+    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
 
 
 def markdown(sweep, table, how):
