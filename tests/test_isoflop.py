@@ -113,6 +113,24 @@ def test_tables_numbers_and_picture(grid, tmp_path, capsys):
     assert (tmp_path / "isoflop.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_where_only_some_seeds_enclose_a_minimum_the_means_are_fitted():
+    sizes = np.array([2e3, 4e3, 8e3])
+
+    def curve(*optima):
+        losses = np.stack([parabola(sizes, a, 0.5, size) for a, size in optima], axis=1)
+        return isoflop.Curve(sizes, 6 * sizes, losses)
+
+    base, other = curve((2.0, 3000), (2.0, 1500)), curve((1.9, 4000), (1.9, 4000))
+    assert [one is None for one in base.optima()] == [False, True]
+    mean = base.of_means()
+    cells = isoflop._optimum_cells(base, base)
+    assert cells[0] == f"{mean.loss:.4f} (fit of the means; enclosed in 1 of 2 seeds)"
+    assert not any(cells[4:])
+    cells = isoflop._optimum_cells(other, base)
+    assert cells[0] == "1.9000 ± 0.0000"
+    assert cells[4:6] == [f"{1.9 - mean.loss:.4f}", f"{4000 / mean.parameters:.2f}"]
+
+
 def test_bad_grids_and_missing_runs_are_one_line(grid, tmp_path, capsys):
     path = tmp_path / "grid.py"
     path.write_text(GRID.replace("(2, 4, 8)", "(2, 4)"))

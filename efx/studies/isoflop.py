@@ -64,6 +64,10 @@ class Curve:
         """[the Optimum of each seed, or None where the sizes enclose no minimum]"""
         return [fit(self.parameters, self.flops, losses) for losses in self.losses.T]
 
+    def of_means(self):
+        """The Optimum of the mean losses, or None."""
+        return fit(self.parameters, self.flops, self.losses.mean(1))
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
@@ -174,19 +178,27 @@ def _best_measured(sizes, curve):
 
 
 def _optimum_cells(curve, base):
-    """Of a row of the second table: the fit, and the fit against the baseline's."""
-    found, bases = curve.optima(), base.optima()
+    """Of a row of the second table: the fit, and the fit against the baseline's.
+
+    Where not every seed encloses a minimum, both are of the losses' means over seeds, and say so.
+    """
+    found, bases, how = curve.optima(), base.optima(), ""
     if None in found:
-        enclosed = len(found) - found.count(None)
-        return [f"enclosed in {enclosed} of {len(found)} seeds", "", "", "", "", "", ""]
+        how = f"enclosed in {len(found) - found.count(None)} of {len(found)} seeds"
+        found = [curve.of_means()]
+        if None in found:
+            return [how, *[""] * 6]
+        how = f" (fit of the means; {how})"
     cells = [
-        mean_and_spread([one.loss for one in found]),
+        mean_and_spread([one.loss for one in found]) + how,
         quantity(statistics.geometric_mean([one.parameters for one in found])).strip(),
         quantity(statistics.geometric_mean([one.flops for one in found])).strip(),
         f"{statistics.fmean([one.residual for one in found]):.3f}",
     ]
-    if curve is base or None in bases:
-        return [*cells, "", "", ""]
+    if None in bases or len(found) < len(bases):
+        found, bases = [curve.of_means()], [base.of_means()]
+    if curve is base or None in found or None in bases:
+        return [*cells, *[""] * 3]
     pairs = list(zip(found, bases, strict=True))
     sizes = statistics.geometric_mean([one.parameters / other.parameters for one, other in pairs])
     flops = statistics.geometric_mean([one.flops / other.flops for one, other in pairs])
@@ -288,10 +300,13 @@ def draw(curves, path):
         parabola = np.polyval(np.polyfit(x - x.mean(), means, 2), fine - x.mean())
         label = f"{family}, {quantity(budget)}FLOPs"
         axis.plot(np.exp(fine), parabola, color=colour, linestyle=line, marker="", label=label)
-        if best := fit(curve.parameters, curve.flops, means):
+        if best := curve.of_means():
             star = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
             axis.plot(best.parameters, best.loss, color=colour, **star)
     axis.set_xscale("log")
+    ticks = next(iter(curves.values())).parameters
+    axis.set_xticks(ticks, [quantity(tick).strip() for tick in ticks])
+    axis.minorticks_off()
     axis.set_xlabel("parameters")
     axis.set_ylabel("held-out loss (nats)")
     axis.legend(fontsize="small")
