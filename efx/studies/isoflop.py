@@ -256,7 +256,8 @@ def markdown(grid, curves, how):
         f"Held-out loss (nats):\n\n{_table(titles, points)}\n\n"
         f"The optimum of each curve:\n\n{_table(fits, rows)}\n\n"
         f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
-        f"pairs of seeds; whole held-out split; FLOPs of training. Command: `{how}`\n"
+        f"pairs of seeds, without a spread of fits of the means; whole held-out split; FLOPs of "
+        f"training. Command: `{how}`\n"
     )
 
 
