@@ -35,7 +35,7 @@ class MaskAttentionConfig:
         input embedding, shared by all masks, and a linear layer for each of them.
       num_heads: of that attention; 0: as the model.
       shift_init: where b starts, in [0, pi]. 0: everything is kept at first.
-      rounding: one of `learned_dropout.ROUNDINGS`.
+      rounding: one of `masks.ROUNDINGS`.
       granularity: "feature": a mask value for every feature of a token; "token": one for all.
       skip_tile: at inference an MLP computes only the tokens that the mask of its output leaves
         open, so many at a time; 0: all. Needs masks that are known before and are exactly 0:
