@@ -157,7 +157,9 @@ def encoder_decoder():
         # "previous_layer", what enters the layer, so that both streams of a layer run at once;
         # "final", the serial encoder-decoder. For unequal depths see efx/models/encoder_decoder.py.
         cross_source="previous_layer",
-        decoder_input_norm=False,  # d_0 = Linear(LN(e_0)), not Linear(e_0)
+        # "final" only: d_0 = Linear(the encoder's output); "embedding": Linear(e_0), as elsewhere.
+        serial_start="encoder",
+        decoder_input_norm=False,  # d_0 is linear in the norm of that state, not in the state
         decoder_input_positions=False,  # d_0 + the position embedding of the next position
         # LN(d_L) minus the position embedding of the next position: "subtract", "subtract_norm" (a
         # norm after it), "none".
@@ -367,20 +369,24 @@ def dropout():
             a_std=0.02,
             b_mean=0.0,
             b_std=0.02,
-            sharpen=False,  # apply sigmoid(60 m - 30)
+            sharpen=False,  # apply sigmoid(s (m - 1/2))
+            sharpen_scale=60.0,  # s
         ),
         attention=dict(  # m = 0.5 cos(u + b) + 0.5, u a causal self-attention
-            # Of what: "hidden", the activations that are masked; "embedding", the model's input
-            # embedding, one pass for all masks and a linear layer for each.
+            # Over what: "hidden", the activations that are masked; "embedding", a linear layer of
+            # one attention over the model's input embedding, which all masks share. Cheaper:
+            # "embedding_linear", where u is a linear layer of that one attention.
             input="hidden",
+            detach=False,  # the masks pass no gradient on to the activations, or the embedding
             num_heads=0,  # 0: as the model
             shift_init=0.0,  # b starts here, in [0, pi]; 0: everything is kept at first
             # "stochastic": 0 or 1 by chance in training, by m >= 0.5 at inference; "none";
-            # "sigmoid" (60 m - 30); "sigmoid_straight_through"
+            # "sigmoid", of s (m - 1/2); "sigmoid_straight_through"
             rounding="stochastic",
+            sigmoid_scale=60.0,  # s
             granularity="feature",  # a mask value for each feature; "token": one for a token
             # At inference MLPs compute only the tokens that are open, so many at a time; 0: all.
-            # Needs input="embedding" and rounding="stochastic"; pays with granularity="token".
+            # Not with input="hidden"; needs rounding="stochastic"; pays with granularity="token".
             skip_tile=0,
         ),
     )

@@ -12,7 +12,10 @@ Knobs, all in `config.model` (defaults in configs/common.py; `model.depth` count
     cross_heads             heads of cross-attention
     order                   "self_first", "cross_first", "cross_only"
     cross_source            "previous_layer", "same_layer", "final" (the serial encoder-decoder)
-    decoder_input_norm, decoder_input_positions   what the decoder's first state is made of
+    serial_start            "final" only: the decoder's first state is made of what the "encoder"
+                            gives, or of the "embedding", as with the other sources
+    decoder_input_norm, decoder_input_positions   a norm before the linear layer that makes it, the
+                            position embedding of the next position added after that
     output_positions        "subtract" the next position's embedding from the output, then a norm
                             ("subtract_norm"), or "none"
     embedding_loss          "mse", "cosine", "log_cosine", "none"; weight `config.losses.embedding`
@@ -22,10 +25,16 @@ Knobs, all in `config.model` (defaults in configs/common.py; `model.depth` count
 Variants, to be combined with commas:
     configs/encoder_decoder.py:smoke       about half a minute on a CPU
     configs/encoder_decoder.py:same_layer  a decoder block reads the output of its layer's encoder
-    configs/encoder_decoder.py:serial      all encoder blocks come first
+    configs/encoder_decoder.py:serial      all encoder blocks come first, and the decoder starts
+                            from their output
+    configs/encoder_decoder.py:masks       learned dropout at every site of both streams, with the
+                            published penalties: the entropy of the masks and their L1 norm
     configs/encoder_decoder.py:published   the published recipe: 13 layers, 150 wide, context 200,
                             15.8M parameters with its BPE of 50,257 tokens, batches of 800; for an
                             accelerator. The published numbers are of published,serial
+    configs/encoder_decoder.py:seed        the published model with its masks: two streams, learned
+                            dropout and both penalties, by that recipe; for an accelerator.
+                            masks,smoke is the same in small
 
 Hardware: 2 CPU cores.
 """
@@ -34,34 +43,44 @@ from ml_collections import ConfigDict
 
 from configs import common
 
+PUBLISHED = {
+    "data.tokenizer": "bpe:50257",
+    "data.seq_len": 200,
+    "data.batch_size": 800,
+    "train.accumulation": 16,
+    "train.loss_chunk": 50,
+    "model.width": 150,
+    "model.depth": 13,
+    "model.cross_source": "same_layer",
+    "model.num_heads": 5,
+    "model.cross_heads": 10,
+    "model.use_bias": False,
+    "model.output_positions": "subtract",
+    "model.embedding_loss": "mse",
+    "model.embedding_loss_gains": True,
+    "losses.embedding": 1.0,
+    "steps": 26_000,
+    "optim.learning_rate": 9e-4,
+    "optim.schedule.kind": "constant",
+    "optim.schedule.warmup_steps": 300,
+    "optim.b1": 0.9,
+    "optim.b2": 0.95,
+    "optim.weight_decay": 0.1,
+}
+# loss = cross-entropy + entropy of the masks + their L1 norm, both means with weight 1.
+MASKS = {
+    "model.dropout.kind": "elementwise",
+    "model.dropout.sites": ("embedding", "attention_probs", "attention_output", "mlp_output"),
+    "losses.dropout_entropy": 1.0,
+    "losses.dropout_l1": 1.0,
+}
 VARIANTS = {
     "smoke": common.SMOKE,
     "same_layer": {"model.cross_source": "same_layer"},
     "serial": {"model.cross_source": "final"},
-    "published": {
-        "data.tokenizer": "bpe:50257",
-        "data.seq_len": 200,
-        "data.batch_size": 800,
-        "train.accumulation": 16,
-        "train.loss_chunk": 50,
-        "model.width": 150,
-        "model.depth": 13,
-        "model.cross_source": "same_layer",
-        "model.num_heads": 5,
-        "model.cross_heads": 10,
-        "model.use_bias": False,
-        "model.output_positions": "subtract",
-        "model.embedding_loss": "mse",
-        "model.embedding_loss_gains": True,
-        "losses.embedding": 1.0,
-        "steps": 26_000,
-        "optim.learning_rate": 9e-4,
-        "optim.schedule.kind": "constant",
-        "optim.schedule.warmup_steps": 300,
-        "optim.b1": 0.9,
-        "optim.b2": 0.95,
-        "optim.weight_decay": 0.1,
-    },
+    "masks": MASKS,
+    "published": PUBLISHED,
+    "seed": {**PUBLISHED, **MASKS},
 }
 
 

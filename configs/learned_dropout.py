@@ -15,12 +15,16 @@ Knobs, all in `config.model.dropout` (defaults in configs/common.py):
                             "mlp_output"
     elementwise.detach      the mask passes no gradient on to x
     elementwise.a_mean, a_std, b_mean, b_std    where a and b start
-    elementwise.sharpen     apply sigmoid(60 m - 30)
-    attention.input         "hidden": of what is masked; "embedding": one pass over the model's
-                            input embedding for all masks, and a linear layer for each
+    elementwise.sharpen, sharpen_scale    apply sigmoid(s (m - 1/2)); s
+    attention.input         what a mask attends over: "hidden", what is masked; "embedding", a
+                            linear layer of one attention over the model's input embedding, shared
+                            by all masks; cheaper, "embedding_linear": a mask is a linear layer of
+                            that one attention
+    attention.detach        masks pass no gradient on to the activations, or the input embedding
     attention.num_heads     of the mask's attention; 0: as the model
     attention.shift_init    where b starts: 0 keeps everything, pi closes everything
     attention.rounding      "stochastic", "none", "sigmoid", "sigmoid_straight_through"
+    attention.sigmoid_scale s of the two sigmoids of s (m - 1/2)
     attention.granularity   "feature", or one mask value for a whole "token"
     attention.skip_tile     at inference MLPs compute only open tokens, so many at a time
 Penalties, in `config.losses`, means over elements and masks of m before rounding; each a number or
@@ -35,9 +39,11 @@ frequencies a (".*/mask_frequency"), a learning rate of their own. They are not 
 Variants, to be combined with commas:
     configs/learned_dropout.py:smoke         about a minute on a CPU
     configs/learned_dropout.py:elementwise   the elementwise form at all four sites
-    configs/learned_dropout.py:embedding     masks from one pass over the input embedding
-    configs/learned_dropout.py:skip          one mask value a token, from the embedding, and MLPs
-                                             that leave closed tokens out at inference
+    configs/learned_dropout.py:embedding     every mask attends over what one pass over the input
+                                             embedding gives
+    configs/learned_dropout.py:embedding_linear   every mask is a linear layer of one such pass
+    configs/learned_dropout.py:skip          one mask value a token, as in embedding_linear, and
+                                             MLPs that leave closed tokens out at inference
     configs/learned_dropout.py:rising        the penalty's weight grows exponentially to 0.1
     configs/learned_dropout.py:no_penalty    masks are free
     configs/learned_dropout.py:standard      the twin with plain dropout 0.2
@@ -60,8 +66,9 @@ VARIANTS = {
         "optim.lr_multipliers": ((r".*/mask_frequency", 3.0),),
     },
     "embedding": {"model.dropout.attention.input": "embedding"},
+    "embedding_linear": {"model.dropout.attention.input": "embedding_linear"},
     "skip": {
-        "model.dropout.attention.input": "embedding",
+        "model.dropout.attention.input": "embedding_linear",
         "model.dropout.attention.granularity": "token",
         "model.dropout.attention.skip_tile": 64,
         "model.dropout.sites": ("mlp_output",),

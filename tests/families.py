@@ -236,7 +236,7 @@ FAMILIES = {
     "latent_elementwise": _latent(Family({"dropout.kind": "elementwise"}, losses=PENALTIES)),
     "latent_masks": _latent(Family({
         "dropout.kind": "attention", "dropout.sites": NO_PROBS, "memory_global": 1,
-        "dropout.attention.input": "embedding", "dropout.attention.rounding": "none",
+        "dropout.attention.input": "embedding_linear", "dropout.attention.rounding": "none",
     }, losses=PENALTIES)),
     "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
     "adapter_mod": _adapted(experts=3, looks_ahead=True, losses=("router_bce",), **{

@@ -15,7 +15,7 @@ from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
 
 from configs import common
-from efx import losses, models, sharding
+from efx import losses, main, models, optim, sharding
 from efx.errors import UsageError
 from efx.layers.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
@@ -92,7 +92,10 @@ def reference(tokens_T, params, config, reads):
     encoder, decoder = blocks_of(params)
     for p in encoder:
         states.append(encoder_block(states[-1], p, config["num_heads"]))
-    x = norm(states[0], params["norm_input"]) if config["decoder_input_norm"] else states[0]
+    serial = config["cross_source"] == "final" and config["serial_start"] == "encoder"
+    x = states[-1] if serial else states[0]
+    if config["decoder_input_norm"]:
+        x = norm(x, params["norm_input"])
     d = linear(x, params["decoder_input"])
     if config["decoder_input_positions"]:
         d = d + positions[1 : length + 1]
@@ -112,7 +115,7 @@ READS = [  # encoder blocks, decoder blocks, the number of the state that each o
     ("same_layer", 0, 3, (1, 2, 3)), ("same_layer", 2, 3, (1, 2, 2)), ("same_layer", 3, 2, (2, 3)),
     ("previous_layer", 0, 3, (0, 1, 2)), ("previous_layer", 4, 3, (0, 2, 4)),
     ("previous_layer", 2, 4, (0, 0, 1, 2)), ("previous_layer", 0, 1, (0,)),
-    ("final", 0, 2, (2, 2)), ("final", 3, 2, (3, 3)),
+    ("final", 0, 2, (2, 2)), ("final embedding", 1, 2, (1, 1)), ("final", 3, 2, (3, 3)),
 ]
 OPTIONS = [
     {"order": "self_first", "use_bias": True, "output_positions": "subtract"},
@@ -127,8 +130,9 @@ OPTIONS = [
 def test_forward_is_the_formulas(case):
     """All sources, orders and ends, with equal and with unequal depths."""
     source, encoder_depth, depth, reads = READS[case]
+    source, _, start = source.partition(" ")
     changes = {"cross_source": source, "encoder_depth": encoder_depth, "depth": depth,
-               **OPTIONS[case % len(OPTIONS)]}
+               "serial_start": start or "encoder", **OPTIONS[case % len(OPTIONS)]}
     model = make(changes)
     assert model.reads() == reads
     params = families.random_params(model, seed=case)
@@ -156,6 +160,7 @@ def test_orders_and_sources_differ():
             ({"order": "cross_first"}, params),
             ({"output_positions": "none", "decoder_input_positions": True}, params),
             ({"cross_source": "final"}, final),
+            ({"cross_source": "final", "serial_start": "embedding"}, final),
         )
     ]
     for a, b in itertools.combinations(results, 2):
@@ -385,6 +390,7 @@ MASKS = {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS}
     ("same_layer", "self_first", {"dropout.kind": "elementwise"}),
     ("previous_layer", "cross_first", {}), ("previous_layer", "self_first", MASKS),
     ("final", "cross_only", {**MASKS, "dropout.attention.input": "embedding"}),
+    ("final", "self_first", {"serial_start": "embedding", "decoder_input_positions": True}),
 ])
 def test_decoding_rows_of_different_lengths(source, order, masks):
     """A padded prefill, then one token at a time; the cache has both streams and the cross keys."""
@@ -445,6 +451,7 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
 @pytest.mark.parametrize("changes, message", [
     ({"order": "cross"}, r"config\.model\.order='cross': expected one of self_first, cross_first"),
     ({"cross_source": "next"}, r"config\.model\.cross_source='next'.*previous_layer"),
+    ({"serial_start": "e_0"}, r"config\.model\.serial_start='e_0': expected one of encoder, emb"),
     ({"output_positions": "add"}, r"config\.model\.output_positions='add'"),
     ({"embedding_loss": "l2"}, r"config\.model\.embedding_loss='l2'.*mse, cosine, log_cosine"),
     ({"norm": "batch"}, r"config\.model\.norm='batch'"),
@@ -477,6 +484,28 @@ def test_dropout_is_on_in_training_only():
         assert np.abs(plain - noisy).max() > 0.1, site
         same = make({"order": "cross_only", "depth": 1}).apply({"params": params}, tokens_BT)
         np.testing.assert_allclose(plain, same, atol=1e-5)
+
+
+def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
+    """Two streams, learned dropout at every site of both and the weights of both penalties; also
+    in small."""
+    monkeypatch.chdir(root)
+
+    def build(names, vocab_size):
+        config = main.load_config(f"configs/encoder_decoder.py:{names}")
+        assert config.losses["dropout_entropy"] == config.losses["dropout_l1"] == 1.0
+        return models.build(config.model, vocab_size=vocab_size, context=config.data.seq_len,
+                            dtype="float32")
+
+    seed, small = build("seed", 50257), build("masks,smoke", 300)
+    assert (seed.width, seed.depth, seed.cross_heads, seed.context) == (150, 13, 10, 200)
+    parts = seed.parameter_count()
+    assert round((sum(parts.values()) - parts["masks"]) / 1e6, 1) == 15.8
+    assert seed.dropout == small.dropout and seed.dropout.kind == "elementwise"
+    shapes = jax.eval_shape(lambda key: models.init(small, key)["params"], jax.random.key(0))
+    masks = [path for path in optim.param_paths(nn.unbox(shapes)) if path.endswith("mask_phase")]
+    # Every attention masks its probabilities and what it gives, every MLP what it gives.
+    assert len(masks) == 1 + 3 * small.encoder_blocks + 5 * small.depth
 
 
 def test_published_size():

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from configs import common
-from efx import losses, main, models, optim, sharding, step
+from efx import flops, losses, main, models, optim, sharding, step
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers import learned_dropout as ld
+from efx.layers.blocks import Block
 from efx.layers.info import TokenInfo
+from efx.layers.stack import Layer
 
 PI = np.pi
 
@@ -56,7 +59,7 @@ SIGMOID_15 = 1 / (1 + np.exp(-15.0))
 def test_roundings_by_hand(rounding, uniform, values, slopes):
     m = jnp.linspace(0, 1, 5)
     uniform = None if uniform is None else jnp.float32(uniform)
-    got, pull = jax.vjp(lambda m: ld.rounded(m, rounding, uniform), m)
+    got, pull = jax.vjp(lambda m: ld.rounded(m, rounding, uniform, 60.0), m)
     np.testing.assert_allclose(got, values, atol=1e-6)
     np.testing.assert_allclose(pull(jnp.ones(5))[0], slopes, atol=1e-5)
 
@@ -122,30 +125,109 @@ def test_detach(detach):
     np.testing.assert_allclose(grad[0, 0, 0], expected, rtol=1e-5)
 
 
-def test_attention_mask_by_hand():
-    """Two heads, three tokens: against the formula with plain numpy."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(1, 3, 4))
-    q, k, v = (rng.normal(size=(4, 4)) for _ in range(3))
-    b = rng.normal(size=4)
-    u = np.zeros((3, 4))
+# Two heads, three tokens of four features: against the formulas with plain numpy.
+ATTENTION = ld.MaskAttention(2, False, 0, 0, 0.02, jnp.float32, parent=None)
+MATRICES = ("mask_query", "mask_key", "mask_value")
+
+
+def attention_by_hand(x_TD, p):
+    """u [T, D], without output projection."""
+    u_TD = np.zeros_like(x_TD)
+    q, k, v = (np.float64(p[name]) for name in MATRICES)
     for head in (slice(0, 2), slice(2, 4)):
-        for t in range(3):
-            score = (x[0, t] @ q[:, head]) @ (x[0, : t + 1] @ k[:, head]).T / np.sqrt(2)
+        for t in range(len(x_TD)):
+            score = (x_TD[t] @ q[:, head]) @ (x_TD[: t + 1] @ k[:, head]).T / np.sqrt(2)
             weight = np.exp(score) / np.exp(score).sum()
-            u[t, head] = weight @ (x[0, : t + 1] @ v[:, head])
-    m = 0.5 * np.cos(u + b) + 0.5
-    attention = ld.MaskAttention(2, False, 0, 0, 0.02, jnp.float32, parent=None)
-    names = {"mask_query": q, "mask_key": k, "mask_value": v}
-    params = {"attention": {name: jnp.float32(value) for name, value in names.items()},
-              "mask_shift": jnp.float32(b)}
+            u_TD[t, head] = weight @ (x_TD[: t + 1] @ v[:, head])
+    return u_TD
+
+
+def attention_config(**changes):
+    defaults = common.base().model.dropout.attention.to_dict()
+    return ld.MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
+
+
+def matrices(seed, *names):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.float32(rng.normal(size=(4, 4))) for name in names}
+
+
+def test_attention_mask_by_hand():
+    rng = np.random.default_rng(0)
+    x, b = rng.normal(size=(1, 3, 4)), rng.normal(size=4)
+    params = {"attention": matrices(1, *MATRICES), "mask_shift": jnp.float32(b)}
+    m = 0.5 * np.cos(attention_by_hand(x[0], params["attention"]) + b) + 0.5
     for rounding, applied in (("none", m), ("stochastic", m >= 0.5)):
-        config = ld.MaskAttentionConfig("hidden", 2, 0.0, rounding, "feature", 0)
-        mask = ld.AttentionMask(config, attention)
+        mask = ld.AttentionMask(attention_config(rounding=rounding), ATTENTION)
         got, sown = mask.apply({"params": params}, jnp.float32(x), info(3), mutable=["losses"])
         np.testing.assert_allclose(got, x * applied[None], atol=1e-5)
         # Penalties look at the mask before rounding.
         np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "embedding_linear"])
+def test_masks_of_the_embedding_by_hand(kind):
+    """E' = Linear(Attn(emb)); then each mask's own attention over E', not over x. Or the cheaper
+    form, in which a mask is a linear layer of Attn(emb)."""
+    rng = np.random.default_rng(0)
+    x, emb, b = rng.normal(size=(1, 3, 4)), rng.normal(size=(1, 3, 4)), rng.normal(size=4)
+    config, linear = attention_config(input=kind, rounding="none"), ("mask_linear",)
+    own = kind == "embedding"
+    shared = {"attention": matrices(1, *MATRICES), **matrices(2, *linear * own)}
+    mask = {"mask_shift": jnp.float32(b), **matrices(4, *linear * (not own))}
+    if own:
+        mask["attention"] = matrices(3, *MATRICES)
+    # No parameters but these.
+    for module, params, given in ((ld.MaskInput(config, ATTENTION), shared, ()),
+                                  (ld.AttentionMask(config, ATTENTION), mask, (x,))):
+        made = module.init(jax.random.key(0), jnp.float32(emb),
+                           info(3, mask_input_BTD=jnp.float32(x) if given else None))["params"]
+        assert jax.tree.structure(nn.unbox(made)) == jax.tree.structure(params)
+    read = attention_by_hand(emb[0], shared["attention"])
+    u = read @ np.float64((shared if own else mask)["mask_linear"])
+    if own:
+        u = attention_by_hand(u, mask["attention"])
+    read_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, jnp.float32(emb), info(3))
+    got = ld.AttentionMask(config, ATTENTION).apply(
+        {"params": mask}, jnp.float32(x), info(3, mask_input_BTD=read_BTD))
+    np.testing.assert_allclose(got, x * (0.5 * np.cos(u + b) + 0.5)[None], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "embedding", "embedding_linear"])
+def test_detach_of_what_attention_masks_read(kind):
+    """A loss of the masks alone then reaches the masks' parameters, the shared ones too, and no
+    other; else it reaches the embedding."""
+    for detach in (False, True):
+        model = one_site("attention", "embedding", **{
+            "dropout.attention.input": kind, "dropout.attention.detach": detach})
+
+        def penalty(params, model=model):
+            tokens_BT = families.tokens(batch=1, length=6)
+            state = model.apply({"params": params}, tokens_BT, mutable=["losses"])[1]
+            return losses.collect_sown(state["losses"])["dropout_l1"]
+
+        grads = families.jit(jax.grad(penalty))(families.random_params(model))
+        for path, grad in optim.param_paths(grads).items():
+            reached = "mask_" in path.rsplit("/", 1)[-1] or (
+                path == "embed/embedding" and not detach)
+            assert (np.abs(grad).max() > 0) == reached, (path, detach)
+
+
+def test_the_sigmoids_scale_is_a_setting():
+    x, phase = jnp.full((1, 1, 2), 2.0), jnp.full(2, 1.5)
+    for scale in (60.0, 5.0):
+        config = elementwise_config(sharpen=True, sharpen_scale=scale)
+        params = {"mask_frequency": jnp.zeros(2), "mask_phase": phase}
+        m = 0.5 * np.cos(1.5) + 0.5
+        rounded = 1 / (1 + np.exp(-scale * (m - 0.5)))
+        got = ld.ElementwiseMask(config).apply({"params": params}, x, info(1))
+        np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
+        for rounding in ("sigmoid", "sigmoid_straight_through"):
+            config = attention_config(rounding=rounding, sigmoid_scale=scale)
+            params = {"attention": {name: jnp.zeros((2, 2)) for name in MATRICES},
+                      "mask_shift": phase}
+            got = ld.AttentionMask(config, ATTENTION).apply({"params": params}, x, info(1))
+            np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
 
 
 # ---- penalties and statistics ------------------------------------------------------------------
@@ -327,18 +409,64 @@ def test_masks_are_float32_in_bfloat16_models():
     np.testing.assert_allclose(np.float32(got[0, 0, 0]), 1.0078125 * m, rtol=0.01)
 
 
-def test_the_shared_pass_is_computed_once():
-    """Four layers with two masks each: one attention, eight linear layers."""
-    model = families.make({"dropout.kind": "attention", "dropout.attention.input": "embedding",
+@pytest.mark.parametrize("kind, attentions, linears", [
+    ("hidden", 8, 0), ("embedding", 9, 1), ("embedding_linear", 1, 8),
+])
+def test_the_shared_pass_is_computed_once(kind, attentions, linears):
+    """Four layers with two masks each: what they share counts once, the rest eight times."""
+    model = families.make({"dropout.kind": "attention", "dropout.attention.input": kind,
                            "dropout.sites": ("attention_output", "mlp_output"), "depth": 4})
-    paths = optim.param_paths(families.random_params(model))
-    assert sum(path.endswith("mask_query") for path in paths) == 1
-    assert sum(path.endswith("mask_linear") for path in paths) == 8
+    params = families.random_params(model)
+    paths = optim.param_paths(params)
+    assert sum(path.endswith("mask_query") for path in paths) == attentions
+    assert sum(path.endswith("mask_linear") for path in paths) == linears
     width, length = model.width, 16
-    parts = model.ledger(length).parts
-    assert parts["mask_projections"] == (3 + 8) * 2 * length * width * width
+    ledger = model.ledger(length)
+    projections = (3 * attentions + linears) * 2 * length * width * width
+    assert ledger.parts["mask_projections"] == ledger.nominal["mask_projections"] == projections
     # One chunk of 16 queries, two products a pair, over the whole width.
-    assert parts["mask_scores"] == length * length * 4 * width
+    assert ledger.parts["mask_scores"] == attentions * length * length * 4 * width
+    assert ledger.nominal["mask_scores"] == attentions * length * (length + 1) / 2 * 4 * width
+    traced = flops.jaxpr_flops(
+        lambda params: model.apply({"params": params}, families.tokens(batch=1, length=length)),
+        params)
+    assert traced == sum(ledger.parts.values())
+    assert model.parameter_count()["masks"] == sum(
+        leaf.size for path, leaf in paths.items() if "mask_" in path.rsplit("/", 1)[-1])
+    cache = models.init_cache(model, 1, 24)
+    keys = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+            if path[-1].key in ("cached_key", "cached_value")]
+    assert model.cache_bytes(24) == sum(leaf.nbytes for leaf in keys)
+    assert len(keys) == 2 * (attentions + 4)
+
+
+def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
+    """A routed block is the block on the routed tokens, each with its own row of E'."""
+    model = families.make({
+        "dropout.kind": "attention", "dropout.attention.input": "embedding",
+        "dropout.attention.rounding": "none", "dropout.sites": ("attention_output", "mlp_output"),
+        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5})
+    spec = model.specs()[1]
+    params = families.random_params(model)["layers"]["block_1"]
+    rng = np.random.default_rng(0)
+    x_BTD, read_BTD = (jnp.asarray(rng.normal(size=(1, 8, 32)), jnp.float32) for _ in range(2))
+    whole = info(8, selection="train", mask_input_BTD=read_BTD)
+    got_BTD = families.jit(Layer(spec).apply)({"params": params}, x_BTD, whole)
+    score_T = np.asarray(x_BTD[0] @ params["router"])
+    routed = np.sort(np.argsort(score_T)[-4:])
+    inner = {name: leaf for name, leaf in params.items() if name != "router"}
+
+    @families.jit
+    def delta(rows):
+        some = TokenInfo(jnp.asarray(routed)[None], mask_input_BTD=read_BTD[:, rows])
+        return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], some)
+
+    delta_BTD = delta(routed)
+    expected_BTD = np.array(x_BTD)
+    expected_BTD[0, routed] += np.asarray(delta_BTD[0]) / (1 + np.exp(-score_T[routed, None]))
+    np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-5)
+    # And that depends on which rows of E' these are.
+    assert np.abs(delta(np.arange(4)) - delta_BTD).max() > 1e-2
 
 
 # ---- what an evaluation says -------------------------------------------------------------------
@@ -400,6 +528,8 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
     ({"attention.input": "x"}, r"dropout\.attention\.input='x': expected one of hidden, embedding"),
     ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
     ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
+    ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be greater"),
+    ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be greater than 0"),
     ({"kind": "attention", "sites": (), "attention.num_heads": 5},
      r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5"),
 ])
@@ -421,7 +551,7 @@ def test_initial_values():
         assert params[name].std() == pytest.approx(std, rel=0.15)
 
 
-@pytest.mark.parametrize("variant", ["", ":embedding", ":elementwise"])
+@pytest.mark.parametrize("variant", ["", ":embedding", ":embedding_linear", ":elementwise"])
 def test_one_pattern_is_all_masks_and_they_are_not_decayed(variant, root, monkeypatch):
     monkeypatch.chdir(root)
     config = main.load_config(f"configs/learned_dropout.py{variant}")

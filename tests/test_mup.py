@@ -88,6 +88,7 @@ def test_which_parameters_are_hidden_matrices():
     assert rate_factor("layers/units/block_0/mlp/down/kernel", (3, 256, 64), 16) == 1 / 16
     assert rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) \
         == 1 / 4
+    assert rate_factor("mask_input/mask_linear", (64, 64), 16) == 1 / 4
     for path in ("head/kernel", "embed/embedding", "layers/block_0/router", "norm_final/scale",
                  "layers/block_0/dropout_mlp_output/mask_shift"):
         assert rate_factor(path, (64, 64), 16) == 1.0

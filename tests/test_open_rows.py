@@ -15,7 +15,7 @@ from efx.layers import open_rows
 
 CHANGES = {
     "dropout.kind": "attention", "dropout.sites": ("attention_output", "mlp_output"),
-    "dropout.attention.input": "embedding", "dropout.attention.granularity": "token",
+    "dropout.attention.input": "embedding_linear", "dropout.attention.granularity": "token",
 }
 
 
@@ -65,7 +65,8 @@ def models_with_and_without(**changes):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"dropout.attention.granularity": "feature"}, {"preset": "gpt2", "scan_layers": True},
+    {}, {"dropout.attention.granularity": "feature"}, {"dropout.attention.input": "embedding"},
+    {"preset": "gpt2", "scan_layers": True},
     {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5},
     {"family": "encoder_decoder"}, {"mlp.kind": "moe", "mlp.moe.every": 2},
 ])

@@ -3,9 +3,9 @@
     python -m efx.studies.sweep --sweep configs/sweeps/dropout_overfitting.py \
         --workdir runs/dropout_overfitting --jobs 2
 
-All models but one have 0.18 million parameters and read the same tokens: a short text many times
-over, the regime in which the gains were published. `-- --config.data.source=text:input.txt` takes
-another text, e.g. tinyshakespeare; the same command scales up by overrides.
+All models but one have 0.18 or 0.19 million parameters and read the same tokens: a short text many
+times over, the regime in which the gains were published. `-- --config.data.source=text:input.txt`
+takes another text, e.g. tinyshakespeare; the same command scales up by overrides.
 """
 
 import math
@@ -35,6 +35,19 @@ STANDARD = {
     "model.dropout.sites": "('embedding','attention_probs','attention_output','mlp_output')",
 }
 MASKS = {"config": "configs/learned_dropout.py:no_penalty", "model.depth": 4}
+# Elementwise masks have two vectors a site and no matrix. Masks that attend over what one pass over
+# the embedding gives have that pass, 4 D^2, beside their own; as linear layers of it, D^2 each.
+FORMS = {
+    "elementwise": {
+        "config": "configs/learned_dropout.py:elementwise",
+        "model.depth": 6,
+        "losses.dropout_entropy": 0.0,
+        "losses.dropout_l1": 0.0,
+    },
+    "embedding": MASKS | {"model.dropout.attention.input": "embedding"},
+    "embedding linear": MASKS
+    | {"model.dropout.attention.input": "embedding_linear", "model.depth": 5},
+}
 STREAMS = {
     "config": "configs/encoder_decoder.py",
     "model.depth": 3,
@@ -48,7 +61,15 @@ PENALTIES = {
     "entropy + L1": {"losses.dropout_entropy": 0.1, "losses.dropout_l1": 0.1},
 }
 SHIFTS = {"0": 0.0, "pi/2": math.pi / 2, "pi": math.pi}
-SOURCES = {"parallel": "previous_layer", "same layer": "same_layer", "serial": "final"}
+SOURCES = {
+    "parallel": {"model.cross_source": "previous_layer"},
+    "same layer": {"model.cross_source": "same_layer"},
+    # The decoder starts from the embedding, and, as published, from what the encoder gives.
+    "serial": {"model.cross_source": "final", "model.serial_start": "embedding"},
+    "serial from the encoder": {"model.cross_source": "final"},
+}
+STREAM_MASKS = {"config": "configs/encoder_decoder.py:masks"}
+STREAM_PENALTIES = {"no penalty": 0.0, "entropy + L1": 0.1, "entropy + L1 with weight 1": 1.0}
 
 
 def masks(penalty, shift):
@@ -56,7 +77,13 @@ def masks(penalty, shift):
 
 
 def streams(name):
-    return STREAMS | {"model.cross_source": SOURCES[name]}
+    return STREAMS | SOURCES[name]
+
+
+def masked_streams(name, weight):
+    """With elementwise masks, whose entropy and L1 norm have this weight (1: as published)."""
+    penalties = {"losses.dropout_entropy": weight, "losses.dropout_l1": weight}
+    return streams(name) | STREAM_MASKS | penalties
 
 
 RUNS = {
@@ -70,6 +97,17 @@ RUNS = {
         for shift in SHIFTS
     },
     **{f"encoder-decoder, {name}": streams(name) for name in SOURCES},
+    **{
+        f"learned dropout, {form}, {penalty}": FORMS[form] | PENALTIES[penalty]
+        for form in FORMS
+        for penalty in PENALTIES
+        if form == "elementwise" or penalty in ("no penalty", "L1")
+    },
+    **{
+        f"encoder-decoder, {name}, masks, {penalty}": masked_streams(name, weight)
+        for name in ("parallel", "same layer")
+        for penalty, weight in STREAM_PENALTIES.items()
+    },
 }
 COLUMNS = {
     "training loss": "train/loss",

@@ -111,23 +111,26 @@ def mask_attentions(b, sites=None):
     """How many masks at these sites (None: those of a block) have an attention, with a cache, of
     their own."""
     c, sites = b.dropout, sites or _block_sites(b)
-    if c.kind != "attention" or c.shared:
-        return 0
-    return sum(c.active(site) for site in sites)
+    return sum(c.active(site) for site in sites) if c.own_attention else 0
 
 
 def embedding_mask_attentions(b):
-    """The same for what comes before the blocks: the pass that all share, or that of one mask."""
-    c = b.dropout
-    return int(c.shared or (c.kind == "attention" and c.active("embedding")))
+    """The same for what comes before the blocks: the pass that all share, and that of one mask."""
+    return int(b.dropout.shared) + mask_attentions(b, ("embedding",))
 
 
 def _mask_linears(b, sites):
     """Columns of the linear layers that make masks."""
     c = b.dropout
-    if c.kind != "attention" or not (c.shared or _mask_width(b) == 1):
+    if c.kind != "attention" or (c.own_attention and _mask_width(b) > 1):
         return 0
     return _mask_width(b) * sum(c.active(site) for site in sites)
+
+
+def _embedding_linears(b):
+    """The same for what comes before the blocks: that of one mask, and the one that makes E'."""
+    c = b.dropout
+    return _mask_linears(b, ("embedding",)) + b.width * (c.shared and c.own_attention)
 
 
 def _mask_width(b):
@@ -153,8 +156,8 @@ def mask_flops(b, tokens, pairs, sites=None):
 
 def embedding_mask_flops(b, tokens, pairs):
     """The same for what comes before the blocks."""
-    linears = _mask_linears(b, ("embedding",))
-    return _mask_flops(b, tokens, pairs, embedding_mask_attentions(b), linears)
+    attentions = embedding_mask_attentions(b)
+    return _mask_flops(b, tokens, pairs, attentions, _embedding_linears(b))
 
 
 def _vectors(b, sites):
@@ -167,18 +170,19 @@ def _vectors(b, sites):
     return 2 * (count + b.context * ("attention_probs" in sites and c.active("attention_probs")))
 
 
-def _mask_params(b, attentions, sites):
+def _mask_params(b, attentions, linears, sites):
     if not b.dropout.learned:
         return {}
-    columns = 3 * attentions * b.width + _mask_linears(b, sites)
+    columns = 3 * attentions * b.width + linears
     return {"masks": columns * b.width + _vectors(b, sites)}
 
 
 def mask_params(b, sites=None):
     """{component: parameters} of the masks at these sites; {} without learned dropout."""
     sites = sites or _block_sites(b)
-    return _mask_params(b, mask_attentions(b, sites), sites)
+    return _mask_params(b, mask_attentions(b, sites), _mask_linears(b, sites), sites)
 
 
 def embedding_mask_params(b):
-    return _mask_params(b, embedding_mask_attentions(b), ("embedding",))
+    attentions = embedding_mask_attentions(b)
+    return _mask_params(b, attentions, _embedding_linears(b), ("embedding",))

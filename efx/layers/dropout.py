@@ -15,7 +15,7 @@ class ElementwiseConfig:
     Attributes:
       detach: the mask passes no gradient on to the x that it is computed from.
       a_mean, a_std, b_mean, b_std: of the normal distributions that a and b start from.
-      sharpen: what is applied is sigmoid(60 m - 30).
+      sharpen: what is applied is sigmoid(s (m - 1/2)), s = `sharpen_scale`.
     """
 
     detach: bool
@@ -24,6 +24,7 @@ class ElementwiseConfig:
     b_mean: float
     b_std: float
     sharpen: bool
+    sharpen_scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +32,27 @@ class MaskAttentionConfig:
     """`config.model.dropout.attention`: m = 0.5 cos(u + b) + 0.5, u an attention over the input.
 
     Attributes:
-      input: "hidden", the activations that are masked; or "embedding", one pass over the model's
-        input embedding, shared by all masks, and a linear layer for each of them.
-      num_heads: of that attention; 0: as the model.
+      input: what a mask attends over. "hidden": the activations that it masks. "embedding": a
+        linear layer of one attention over the model's input embedding, which all masks share.
+        "embedding_linear", cheaper: that attention itself, of which each mask takes a linear layer
+        and has no attention of its own.
+      detach: masks pass no gradient on to what is read: the activations, or the input embedding.
+      num_heads: of these attentions; 0: as the model.
       shift_init: where b starts, in [0, pi]. 0: everything is kept at first.
       rounding: one of `masks.ROUNDINGS`.
+      sigmoid_scale: s of the rounding sigmoid(s (m - 1/2)).
       granularity: "feature": a mask value for every feature of a token; "token": one for all.
       skip_tile: at inference an MLP computes only the tokens that the mask of its output leaves
         open, so many at a time; 0: all. Needs masks that are known before and are exactly 0:
-        input "embedding" and rounding "stochastic".
+        an input of the embedding and rounding "stochastic".
     """
 
     input: str
+    detach: bool
     num_heads: int
     shift_init: float
     rounding: str
+    sigmoid_scale: float
     granularity: str
     skip_tile: int
 
@@ -83,8 +90,13 @@ class DropoutConfig:
 
     @property
     def shared(self):
-        """Whether the masks read one attention pass over the input embedding."""
-        return self.kind == "attention" and self.attention.input == "embedding" and bool(self.sites)
+        """Whether the masks read what one pass over the input embedding gives."""
+        return self.kind == "attention" and self.attention.input != "hidden" and bool(self.sites)
+
+    @property
+    def own_attention(self):
+        """Whether every mask has an attention of its own."""
+        return self.kind == "attention" and self.attention.input != "embedding_linear"
 
 
 class StandardDropout(nn.Module):

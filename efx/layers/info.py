@@ -16,7 +16,8 @@ class TokenInfo:
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
       rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
-      mask_input_BTD: what learned dropout reads instead of the activations, or None.
+      mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
+        tokens, or None.
       train: dropout is on.
       decode: read and write the `cache` collection.
       selection: how routed blocks choose tokens: "train" as configured for training (top-k looks

@@ -3,6 +3,9 @@
 A mask m in [0, 1] multiplies x where dropout stood. Two forms:
     elementwise   m = 0.5 cos(a * sg(x) + b) + 0.5, with learned a and b for each feature
     attention     m = 0.5 cos(u + b) + 0.5, u a causal self-attention of its own; m may be rounded
+The attention reads the activations that are masked, or E', made once from the model's input
+embedding for all masks (`MaskInput`). E' has a row for every token; a routed block's masks attend
+over the rows of the tokens that the block routes, as over the activations of these.
 No b need be kept inside [0, pi]: cos is even and periodic, so any b is one in there with u or -u,
 which the value matrix learns.
 
@@ -42,7 +45,7 @@ from efx.layers.masks import (
 )
 from efx.sharding import constrain
 
-INPUTS = ("hidden", "embedding")
+INPUTS = ("hidden", "embedding", "embedding_linear")
 GRANULARITIES = ("feature", "token")
 
 
@@ -106,7 +109,7 @@ def _elementwise(c, x, a, b):
     """(m, the mask that is applied) for x, a and b that broadcast."""
     x = x.astype(jnp.float32)
     m = cosine_mask(a * (jax.lax.stop_gradient(x) if c.detach else x) + b)
-    return m, sharpened(m) if c.sharpen else m
+    return m, sharpened(m, c.sharpen_scale) if c.sharpen else m
 
 
 class ElementwiseMask(nn.Module):
@@ -216,11 +219,42 @@ class MaskAttention(nn.Module):
         return u_BTNH.reshape(batch, length, width)
 
 
+def _mask_linear(module, x_BTD, features, attention):
+    """x W [B, T, features], started and computed as the matrices of this `MaskAttention` are."""
+    width, dtype = x_BTD.shape[-1], attention.dtype
+    axes = ("heads", "embed" if features == width else None)
+    init = nn.initializers.normal(attention.std)
+    kernel = _param(module, "mask_linear", init, axes, width, features)
+    x_ND = x_BTD.astype(dtype).reshape(-1, width)
+    return jnp.dot(x_ND, kernel.astype(dtype)).reshape(*x_BTD.shape[:-1], features)
+
+
+class MaskInput(nn.Module):
+    """What all masks of a model read, made of its input embedding: E' = Linear(Attn(emb)), or
+    Attn(emb) with input "embedding_linear". [B, T, D] -> [B, T, D].
+
+    Detached is the embedding, not E': this module learns by the masks alone.
+    """
+
+    config: MaskAttentionConfig
+    attention: MaskAttention
+
+    @nn.compact
+    def __call__(self, embedded_BTD, info):
+        if self.config.detach:
+            embedded_BTD = jax.lax.stop_gradient(embedded_BTD)
+        x_BTD = self.attention(embedded_BTD, info)
+        if self.config.input == "embedding":
+            x_BTD = _mask_linear(self, x_BTD, x_BTD.shape[-1], self.attention)
+        return constrain(x_BTD, "batch", "length", "act_embed")
+
+
 class AttentionMask(nn.Module):
     """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
 
-    u is `attention` of x or, with input "embedding", a linear layer of `info.mask_input_BTD`. With
-    granularity "token" a linear layer makes one u of every token, and there is one b.
+    u is `attention` of x or, with input "embedding", of E' (`info.mask_input_BTD`); with
+    "embedding_linear" a linear layer of the latter. With granularity "token" a linear layer makes
+    one u of every token, and there is one b.
 
     Attributes:
       attention: a `MaskAttention` not yet bound to a scope.
@@ -235,8 +269,8 @@ class AttentionMask(nn.Module):
 
     @nn.compact
     def mask(self, x_BTD, info):
-        """What multiplies x: float32 [B, T, D] or [B, T, 1]. With input "embedding" it does not
-        depend on x."""
+        """What multiplies x: float32 [B, T, D] or [B, T, 1]. With an input of the embedding it does
+        not depend on x."""
         c = self.config
         u_BTD = self.angle(x_BTD, info)
         out = u_BTD.shape[-1]
@@ -246,33 +280,37 @@ class AttentionMask(nn.Module):
         uniform = None
         if c.rounding == "stochastic" and info.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
-        applied_BTD = rounded(m_BTD, c.rounding, uniform)
+        applied_BTD = rounded(m_BTD, c.rounding, uniform, c.sigmoid_scale)
         _report(self, m_BTD, applied_BTD, info)
         return applied_BTD
 
     def angle(self, x_BTD, info):
         """u: float32 or the model's type, [B, T, D] or [B, T, 1]."""
-        c, width = self.config, x_BTD.shape[-1]
-        shared = c.input == "embedding"
-        u_BTD = info.mask_input_BTD if shared else self.attention(x_BTD, info)
-        out = 1 if c.granularity == "token" else width
-        if shared or out == 1:
-            dtype, std = self.attention.dtype, self.attention.std
-            axes = ("heads", "embed" if out == width else None)
-            kernel = _param(self, "mask_linear", nn.initializers.normal(std), axes, width, out)
-            input_ND = u_BTD.astype(dtype).reshape(-1, width)
-            u_BTD = jnp.dot(input_ND, kernel.astype(dtype)).reshape(*x_BTD.shape[:2], out)
+        c = self.config
+        if c.input == "hidden":
+            u_BTD = self.attention(jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD, info)
+        elif c.input == "embedding":
+            u_BTD = self.attention(info.mask_input_BTD, info)
+        else:
+            u_BTD = info.mask_input_BTD
+        features = 1 if c.granularity == "token" else x_BTD.shape[-1]
+        if c.input == "embedding_linear" or features == 1:
+            u_BTD = _mask_linear(self, u_BTD, features, self.attention)
         return u_BTD
 
 
 # ---- from the config ---------------------------------------------------------------------------
 
 
-def mask_attention(b, **options):
-    """The attention of one mask of a block `b` (`blocks.BlockConfig`)."""
-    return MaskAttention(
-        b.dropout.attention.num_heads, b.mup, b.window, b.chunk, b.std, b.dtype, **options
-    )
+def _mask_attention(b):
+    """The attention of one mask of a block `b` (`blocks.BlockConfig`), not yet bound."""
+    heads = b.dropout.attention.num_heads
+    return MaskAttention(heads, b.mup, b.window, b.chunk, b.std, b.dtype, parent=None)
+
+
+def make_mask_input(b):
+    """What makes `info.mask_input_BTD` in a model whose blocks are like `b`; None: not needed."""
+    return MaskInput(b.dropout.attention, _mask_attention(b)) if b.dropout.shared else None
 
 
 def make_dropout(b, site, name=None):
@@ -283,7 +321,7 @@ def make_dropout(b, site, name=None):
     if c.kind == "standard":
         return StandardDropout(c.rate, name=name)
     if c.kind == "attention":
-        return AttentionMask(c.attention, mask_attention(b, parent=None), name=name)
+        return AttentionMask(c.attention, _mask_attention(b), name=name)
     if site == "attention_probs":
         return ElementwiseProbsMask(c.elementwise, b.context, name=name)
     return ElementwiseMask(c.elementwise, name=name)
@@ -314,12 +352,16 @@ def resolved(c: DropoutConfig, width, num_heads):
         raise UsageError(
             f"config.model.dropout.attention.skip_tile={a.skip_tile}: must be at least 0"
         )
-    if c.skips and (a.input, a.rounding) != ("embedding", "stochastic"):
+    if c.skips and (a.input == "hidden" or a.rounding != "stochastic"):
         raise UsageError(
             f"config.model.dropout.attention.skip_tile={a.skip_tile} needs masks that are known "
-            "before the MLP and are exactly 0: attention.input='embedding' (not "
-            f"{a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
+            "before the MLP and are exactly 0: attention.input='embedding' or 'embedding_linear' "
+            f"(not {a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
         )
+    scales = ("elementwise.sharpen_scale", c.elementwise.sharpen_scale)
+    for name, value in (scales, ("attention.sigmoid_scale", a.sigmoid_scale)):
+        if value <= 0:
+            raise UsageError(f"config.model.dropout.{name}={value}: must be greater than 0")
     for name in ("a_std", "b_std"):
         value = getattr(c.elementwise, name)
         if value < 0:

@@ -28,27 +28,29 @@ def cosine_mask(angle):
     return jnp.square(jnp.polyval(jnp.array(_COSINE, jnp.float32), 0.25 * jnp.square(u), unroll=16))
 
 
-def sharpened(m):
-    return jax.nn.sigmoid(60.0 * m - 30.0)
+def sharpened(m, scale):
+    """sigmoid(scale (m - 1/2)): the larger `scale`, the nearer to 0 below a half, to 1 above."""
+    return jax.nn.sigmoid(scale * m - scale / 2)
 
 
-def rounded(m, rounding, uniform=None):
+def rounded(m, rounding, uniform=None, scale=None):
     """The mask that is applied.
 
     Args:
       m: float32 in [0, 1].
       rounding: "none"; "stochastic": 1 with probability m, else 0, and without `uniform` 1 where
-        m >= 0.5; "sigmoid": sigmoid(60 m - 30); "sigmoid_straight_through". The gradient of
+        m >= 0.5; "sigmoid": `sharpened`; "sigmoid_straight_through". The gradient of
         "stochastic" and "sigmoid_straight_through" is that of m (Bengio et al. 2013,
         arXiv 1308.3432, section 4).
       uniform: random numbers in [0, 1) of m's shape, or None.
+      scale: of the two sigmoids.
     """
     if rounding == "none":
         return m
     if rounding == "sigmoid":
-        return sharpened(m)
+        return sharpened(m, scale)
     if rounding == "sigmoid_straight_through":
-        hard = sharpened(m)
+        hard = sharpened(m, scale)
     elif uniform is None:
         hard = (m >= 0.5).astype(m.dtype)
     else:

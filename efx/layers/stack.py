@@ -143,8 +143,11 @@ class Stack(nn.Module):
     averages: DenseFormerConfig | None = None
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, info, before=None):
+        """The state after all layers. `before` = {number of a layer: function that the state passes
+        on its way there}; a scan has no place for these either."""
         if self.scan:
+            assert not before
             size = period(self.specs)
             scanned = nn.scan(
                 _Unit,
@@ -164,7 +167,9 @@ class Stack(nn.Module):
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
         shared, alive_BT, average = None, None, Averages(self.averages, x_BTD)
-        for name, spec in zip(names(self.specs), self.specs, strict=True):
+        for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
+            if before and i in before:
+                x_BTD = before[i](x_BTD)
             if not isinstance(spec, PassSpec):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
                 x_BTD = average(layer(x_BTD, info))

@@ -89,21 +89,22 @@ class DecoderBlock(nn.Module):
 
 
 class Pair(nn.Module):
-    """A layer of both streams: (e [B, T, D], d [B, T, D]) -> (e, d)."""
+    """A layer of both streams: (e [B, T, D], d [B, T, D]) -> (e, d). Where the decoder's has not
+    begun, of the encoder's alone: (e,) -> (e,)."""
 
     spec: PairSpec
 
     @nn.compact
     def __call__(self, streams, info):
-        e_BTD, d_BTD = streams
+        e_BTD, *d = streams
         read_BTD = e_BTD
         for i, config in enumerate(self.spec.encoder):
             e_BTD = e_BTD + Block(config, name=f"encoder_{i}")(e_BTD, info)
         if not self.spec.parallel:
             read_BTD = e_BTD
         if self.spec.decoder is not None:
-            d_BTD = d_BTD + DecoderBlock(self.spec, name="decoder")(d_BTD, read_BTD, info)
-        return tuple(constrain(x, "batch", "length", "act_embed") for x in (e_BTD, d_BTD))
+            d = [d[0] + DecoderBlock(self.spec, name="decoder")(d[0], read_BTD, info)]
+        return tuple(constrain(x, "batch", "length", "act_embed") for x in (e_BTD, *d))
 
 
 class EmbeddingLoss(nn.Module):

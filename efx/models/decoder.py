@@ -82,8 +82,7 @@ class Decoder(LanguageModel):
             )
         block = c.block()
         self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
-        if c.dropout.shared:
-            self.mask_attention = learned_dropout.mask_attention(block)
+        self.mask_input = learned_dropout.make_mask_input(block)
         self.layers = Stack(c.specs(), c.scan_layers, c.remat, c.dense_former)
         self.norm_final = norms.make_norm(
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None
@@ -117,8 +116,8 @@ class Decoder(LanguageModel):
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
-        if self.dropout.shared:
-            info = info.replace(mask_input_BTD=self.mask_attention(x_BTD, info))
+        if self.mask_input is not None:
+            info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:
             x_BTD = self.dropout_embedding(x_BTD, info)
         x_BTD = constrain(x_BTD, "batch", "length", "act_embed")

@@ -6,7 +6,7 @@ token; d reads e through causal cross-attention (query t sees encoder states <= 
 and L decoder blocks, decoder block j = 1..L reads the encoder state after r(j) blocks:
     same_layer      r(j) = ceil(j E / L)
     previous_layer  r(j) = floor((j - 1) E / (L - 1)), 0 for L = 1
-    final           r(j) = E, the serial encoder-decoder
+    final           r(j) = E, the serial encoder-decoder: all encoder blocks come first
 Layer j is decoder block j and those encoder blocks that run beside it: up to r(j) in `same_layer`,
 after r(j) and up to r(j + 1) in `previous_layer`. There decoder and encoder blocks of a layer do
 not depend on each other: with E = L - 1 the critical path is L blocks. What an L-th encoder block
@@ -24,7 +24,7 @@ from efx import flops
 from efx.layers import attend, costs, moe_config, norms
 from efx.layers.blocks import BlockConfig
 from efx.layers.dropout import DropoutConfig
-from efx.layers.learned_dropout import make_dropout, mask_attention
+from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mlp import MLPConfig
 from efx.layers.stack import Stack
@@ -40,9 +40,10 @@ ATTENTION_SITES, MLP_SITES = ("attention_probs", "attention_output"), ("mlp_outp
 class EncoderDecoder(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
 
-    e_0 = tok + pos; d_0 = Linear(e_0), optionally of LN(e_0), optionally + the position embedding
-    of the next position. Output: LN(d_L), optionally minus the position embedding of the next
-    position, optionally LN of that; logits by the token embedding.
+    e_0 = tok + pos; d_0 = Linear(s), optionally of LN(s), optionally + the position embedding of
+    the next position. s is e_0; in the serial encoder-decoder it is the encoder's output e_E, or
+    e_0 with serial_start="embedding". Output: LN(d_L), optionally minus the position embedding of
+    the next position, optionally LN of that; logits by the token embedding.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class EncoderDecoder(LanguageModel):
     cross_heads: int
     order: str
     cross_source: str
+    serial_start: str
     decoder_input_norm: bool
     decoder_input_positions: bool
     output_positions: str
@@ -93,8 +95,7 @@ class EncoderDecoder(LanguageModel):
         )
         block = c.block()
         self.dropout_embedding = make_dropout(block, "embedding")
-        if c.dropout.shared:
-            self.mask_attention = mask_attention(block)
+        self.mask_input = make_mask_input(block)
         norm = dict(use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None)
         if c.decoder_input_norm:
             self.norm_input = norms.make_norm(c.norm, **norm)
@@ -125,17 +126,19 @@ class EncoderDecoder(LanguageModel):
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         here_BT = jnp.clip(positions_BT, 0, self.context - 1)
         embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
-        if self.dropout.shared:
-            info = info.replace(mask_input_BTD=self.mask_attention(embedded_BTD, info))
+        if self.mask_input is not None:
+            info = info.replace(mask_input_BTD=self.mask_input(embedded_BTD, info))
         e_BTD = embedded_BTD
         if self.dropout_embedding is not None:
             e_BTD = self.dropout_embedding(e_BTD, info)
-        d_BTD = self.decoder_input(self.norm_input(e_BTD) if self.decoder_input_norm else e_BTD)
-        if self.decoder_input_positions:
-            d_BTD = d_BTD + self.positions_embed(here_BT + 1)
-        streams = tuple(constrain(x, "batch", "length", "act_embed") for x in (e_BTD, d_BTD))
+        next_BT = here_BT + 1 if self.decoder_input_positions else None
+        streams, before = (constrain(e_BTD, "batch", "length", "act_embed"),), None
+        if self.starts_from_encoder:
+            before = {self.encoder_blocks: lambda streams: self._begin_decoder(*streams, next_BT)}
+        else:
+            streams = self._begin_decoder(*streams, next_BT)
         if self.layers.specs:
-            streams = self.layers(streams, info)
+            streams = self.layers(streams, info, before)
         e_BTD, d_BTD = self.last(streams, info) if self.last else streams
         if self.embedding_loss != "none" and not decode:
             self.loss(embedded_BTD, e_BTD, segment_ids_BT)
@@ -145,6 +148,18 @@ class EncoderDecoder(LanguageModel):
         if self.output_positions == "subtract_norm":
             x_BTD = self.norm_output(x_BTD)
         return x_BTD
+
+    def _begin_decoder(self, s_BTD, next_BT):
+        """Both streams of an encoder's state: (s, d_0)."""
+        d_BTD = self.decoder_input(self.norm_input(s_BTD) if self.decoder_input_norm else s_BTD)
+        if next_BT is not None:
+            d_BTD = d_BTD + self.positions_embed(next_BT)
+        return s_BTD, constrain(d_BTD, "batch", "length", "act_embed")
+
+    @property
+    def starts_from_encoder(self):
+        """Whether the decoder's first state is made of the encoder's output."""
+        return self.cross_source == "final" and self.serial_start == "encoder"
 
     @property
     def num_positions(self):

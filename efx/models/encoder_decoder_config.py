@@ -12,6 +12,7 @@ CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "order": ORDERS,
     "cross_source": ("same_layer", "previous_layer", "final"),
+    "serial_start": ("encoder", "embedding"),
     "output_positions": ("none", "subtract", "subtract_norm"),
     "embedding_loss": ("none", *DISTANCES),
     "qk_norm": ("none", "head", "width"),

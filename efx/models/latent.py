@@ -134,8 +134,7 @@ class Latent(LanguageModel):
         self.dropout_embedding = None
         if c.dropout.learned:
             self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
-        if c.dropout.shared:
-            self.mask_attention = learned_dropout.mask_attention(block)
+        self.mask_input = learned_dropout.make_mask_input(block)
         self.layers = Stack(c.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
             self.prediction = LatentPrediction(c.latent_loss, block.std, c.dtype)
@@ -242,8 +241,8 @@ class Latent(LanguageModel):
 
     def _enter_stack(self, x_BTD, info):
         """(x, info) of the first layer: learned dropout takes the latents for the embedding."""
-        if self.dropout.shared:
-            info = info.replace(mask_input_BTD=self.mask_attention(x_BTD, info))
+        if self.mask_input is not None:
+            info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:
             x_BTD = self.dropout_embedding(x_BTD, info)
         return constrain(x_BTD, "batch", "length", "act_embed"), info
