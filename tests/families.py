@@ -318,7 +318,9 @@ def random_params(model, seed=0):
     def draw(path, leaf):
         kind = path[-1].key
         centre = 1.0 if kind == "scale" else 0.0
-        return constant(rng.normal(centre, STD.get(kind, 0.3), leaf.shape), leaf.dtype)
+        # What all masks read passes three more matrices before it is an angle.
+        std = 0.4 if path[0].key == "mask_input" else STD.get(kind, 0.3)
+        return constant(rng.normal(centre, std, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 

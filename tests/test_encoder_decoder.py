@@ -501,7 +501,8 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     assert (seed.width, seed.depth, seed.cross_heads, seed.context) == (150, 13, 10, 200)
     parts = seed.parameter_count()
     assert round((sum(parts.values()) - parts["masks"]) / 1e6, 1) == 15.8
-    assert seed.dropout == small.dropout and seed.dropout.kind == "elementwise"
+    assert seed.dropout.elementwise == small.dropout.elementwise
+    assert seed.dropout.kind == small.dropout.kind == "elementwise"
     shapes = jax.eval_shape(lambda key: models.init(small, key)["params"], jax.random.key(0))
     masks = [path for path in optim.param_paths(nn.unbox(shapes)) if path.endswith("mask_phase")]
     # Every attention masks its probabilities and what it gives, every MLP what it gives.
