@@ -59,7 +59,7 @@ PUBLISHED = {
     "model.embedding_loss": "mse",
     "model.embedding_loss_gains": True,
     "losses.embedding": 1.0,
-    "steps": 26_000,
+    "steps": 9_000,
     "optim.learning_rate": 9e-4,
     "optim.schedule.kind": "constant",
     "optim.schedule.warmup_steps": 300,
