@@ -1,6 +1,7 @@
 """Every config file builds, has a smoke variant, and mentions only settings that exist."""
 
 import pathlib
+import re
 
 import jax
 import pytest
@@ -51,6 +52,16 @@ def test_a_config_builds(name, variant):
             config.data.batch_size * config.data.seq_len
         )
         assert config.steps * per_step < 1e12, "a smoke run takes about a minute on a CPU"
+
+
+def test_docstrings_count_the_micro_batches_that_there_are():
+    """GPT-2's said 32 of its 20."""
+    told = {name: re.findall(r"in (\d+)\s+micro-batches", (ROOT / "configs" / name).read_text())
+            for name in FILES}
+    assert told["gpt2.py"]
+    for name, counts in told.items():
+        accumulation = main.load_config(f"configs/{name}").train.accumulation
+        assert all(int(count) == accumulation for count in counts), name
 
 
 @pytest.mark.parametrize("name", FILES)
