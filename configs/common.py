@@ -79,8 +79,16 @@ def data():
         tokenizer="bytes",
         seq_len=256,
         batch_size=16,  # sequences in a step, over all devices and hosts
-        eval_fraction=0.1,  # held out
+        # Held out is a source of its own, all of it, whatever max_bytes is: official test files, or
+        # with --mode=evaluate any other text. Nothing is then held out of `source`, and its
+        # documents that are in eval_source are not trained on. "": the two settings that follow.
+        eval_source="",
+        eval_fraction=0.1,  # held out of the source
         split="tail",  # "tail": the end of the stream; "documents": whole documents, by hash
+        withhold=False,  # with eval_source: keep what these two would hold out from training, too
+        # If the source has other content than when the run began: "error"; "keep_split": what was
+        # held out then is held out still, and all the rest is for training.
+        on_change="error",
         shuffle="windows",  # "windows": every window once an epoch; "random": random starts
         packing=False,  # rows of whole documents: segment ids, restarted positions
         # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.

@@ -5,7 +5,7 @@ import json
 import pytest
 from data_helpers import make_config, open_data, usage_error, write_folder
 
-from efx.data import clusters, corpus, sources
+from efx.data import clusters, sources, split
 from efx.data.sources import document_digest
 from efx.errors import UsageError
 
@@ -98,7 +98,7 @@ def clustered(two_folders, tmp_path, count=2):
     settings = dict(split="documents", seq_len=4, batch_size=2)
     config = make_config(two_folders, tmp_path, **settings)
     source = sources.open_source(config, tmp_path / "cache")
-    pieces = corpus.split_documents(source, "documents", config.eval_fraction)
+    pieces = split.split_documents(source, "documents", config.eval_fraction)
     found = {
         document_digest(data).hex(): int(data[:1].isdigit())
         for part, _, data in pieces
@@ -106,14 +106,14 @@ def clustered(two_folders, tmp_path, count=2):
     }
     folder = tmp_path / "clusters"
     folder.mkdir()
-    key = clusters.corpus_key(source.identity(), config)
+    key = clusters.corpus_key({"source": source.identity()}, config)
     written = clusters.Documents(folder, "fingerprint", key, count, found)
     (folder / clusters.FILE).write_text(written.to_json())
     return folder, settings | {"clusters": str(folder)}
 
 
-def text_of(data, split):
-    stream = data._streams[split]
+def text_of(data, part):
+    stream = data._streams[part]
     return data.tokenizer.decode(stream.windows([0], len(stream))[0])
 
 

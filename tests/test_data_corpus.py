@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 import efx.data
-from efx.data import cache, corpus, sources
+from efx.data import cache, sources, split
 from efx.errors import UsageError
 
 
@@ -50,7 +50,7 @@ def test_tail_splits_by_characters_alike_for_all_tokenizers(tokenizer, eval_frac
     )
     data = open_data(config)
     cut = int((1 - eval_fraction) * len(text))
-    streams = {split: data.tokenizer.decode(s.parts()[0]) for split, s in data._streams.items()}
+    streams = {part: data.tokenizer.decode(s.parts()[0]) for part, s in data._streams.items()}
     assert streams == {"train": text[:cut], "eval": text[cut:]}
 
 
@@ -73,7 +73,7 @@ def test_tail_loses_nothing_and_cuts_no_character(texts, fraction):
     texts = [t.decode("latin-1").encode() for t in texts]
     whole = b"".join(texts)
     try:
-        pieces = list(corpus.split_documents(_Documents(texts), "tail", fraction))
+        pieces = list(split.split_documents(_Documents(texts), "tail", fraction))
     except UsageError:
         assert int((1 - fraction) * len(whole.decode())) in (0, len(whole.decode()))
         return
@@ -86,8 +86,8 @@ def test_tail_loses_nothing_and_cuts_no_character(texts, fraction):
 
 def test_long_texts_are_cut_in_strides(monkeypatch):
     text = "aé漢😀" * 50
-    monkeypatch.setattr(corpus, "_STRIDE", 7)
-    pieces = list(corpus.split_documents(_Documents([text.encode()]), "tail", 0.3))
+    monkeypatch.setattr(split, "_STRIDE", 7)
+    pieces = list(split.split_documents(_Documents([text.encode()]), "tail", 0.3))
     assert [data.decode() for _, _, data in pieces] == [text[:140], text[140:]]
 
 
@@ -95,9 +95,9 @@ def test_long_texts_are_cut_in_strides(monkeypatch):
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     if len(set(texts)) < 2:
         with pytest.raises(UsageError, match="at least 2 different documents"):
-            list(corpus.split_documents(_Documents(texts), "documents", fraction))
+            list(split.split_documents(_Documents(texts), "documents", fraction))
         return
-    pieces = list(corpus.split_documents(_Documents(texts), "documents", fraction))
+    pieces = list(split.split_documents(_Documents(texts), "documents", fraction))
     assert [data for _, _, data in pieces] == texts
     sides = {side: {t for part, _, t in pieces if part == side} for side in ("train", "eval")}
     assert sides["train"] and sides["eval"] and not sides["train"] & sides["eval"]
@@ -110,7 +110,7 @@ def test_documents_are_whole_and_on_one_side(texts, fraction):
 
 def test_neither_side_is_left_empty_nor_filled_by_one_document():
     def heldout(texts, fraction):
-        pieces = corpus.split_documents(_Documents(texts), "documents", fraction)
+        pieces = split.split_documents(_Documents(texts), "documents", fraction)
         return [data for part, _, data in pieces if part == "eval"]
 
     equal = [bytes([i]) * 10 for i in range(1, 11)]
@@ -124,7 +124,7 @@ def test_documents_come_near_the_fraction_asked_for():
     rng = np.random.default_rng(0)
     texts = [rng.bytes(int(n)).replace(b"\0", b"x") for n in rng.integers(1, 200, 300)]
     for fraction in (0.05, 0.1, 0.5):
-        pieces = corpus.split_documents(_Documents(texts), "documents", fraction)
+        pieces = split.split_documents(_Documents(texts), "documents", fraction)
         heldout = sum(len(data) for part, _, data in pieces if part == "eval")
         assert heldout / len(b"".join(texts)) == pytest.approx(fraction, abs=0.005)
 
@@ -151,7 +151,7 @@ def test_text_is_tokenised_once(tokenizer, letters, tmp_path, monkeypatch):
     first = open_data(config)
     count = 1 if tokenizer == "bytes" else 2
     assert len(entries(tmp_path)) == count
-    monkeypatch.setattr(corpus, "split_documents", None)  # neither tokenised nor trained again
+    monkeypatch.setattr(split, "pieces", None)  # neither tokenised nor trained again
     second = open_data(config)
     same(next(first.train_iterator()), next(second.train_iterator()))
     assert second.fingerprint == first.fingerprint

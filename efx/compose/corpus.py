@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from efx.data import clusters, corpus, sources
-from efx.data.cache import cache_root
+from efx.data import clusters, sources, split
+from efx.data.opened import Opened
 from efx.errors import UsageError
 
 
@@ -33,24 +33,27 @@ class Corpus:
     """
 
     def __init__(self, config_data):
-        corpus.check_split(config_data.split, config_data.eval_fraction)
+        split.check(config_data.split, config_data.eval_fraction)
         clusters.check(config_data)
-        if sources.parse(config_data.source)[0] == "tokens":
-            raise UsageError(f"config.data.source={config_data.source!r}: clustering needs text")
-        if config_data.split != "documents":
+        for key in ("source", "eval_source"):
+            if config_data[key].startswith("tokens:"):
+                raise UsageError(f"config.data.{key}={config_data[key]!r}: clustering needs text")
+        splits = not config_data.eval_source or config_data.withhold
+        if splits and config_data.split != "documents":
             raise UsageError(
                 f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
                 " takes config.data.split=documents"
             )
-        source = sources.open_source(config_data, cache_root(config_data.cache_dir))
-        self.key = clusters.corpus_key(source.identity(), config_data)
-        parts = {sources.document_digest(d.data): d.part for d in source.documents()}
+        opened = Opened(config_data)
+        self.key = clusters.corpus_key(opened.origin, config_data)
+        texts = [one for one in (opened.source, opened.eval_source) if one]
+        every = (document for text in texts for document in text.documents())
+        parts = {sources.document_digest(d.data): d.part for d in every}
         self.train, self.eval, seen = [], [], set()
-        pieces = corpus.split_documents(source, "documents", config_data.eval_fraction)
-        for split, name, data in pieces:
+        for part, name, data in opened.pieces():
             digest = sources.document_digest(data)
             text = Text(digest, name, data, parts[digest])
-            if split == "eval":
+            if part == "eval":
                 self.eval.append(text)
             elif digest not in seen:
                 seen.add(digest)

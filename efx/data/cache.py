@@ -166,3 +166,16 @@ def file_digest(root, path, size):
         return digest.hexdigest()
 
     return remember_for_file(root, path, ["digest", size], compute)
+
+
+def file_digests(root, files):
+    """`file_digest` of each (path, size) in `files`, remembered when all together are large."""
+
+    def compute():
+        return [file_digest(root, path, size) for path, size in files]
+
+    stats = [(os.path.abspath(path), size, os.stat(path)) for path, size in files]
+    if sum(stat.st_size for *_, stat in stats) < _REMEMBER_FROM:
+        return compute()
+    known = [[path, n, s.st_size, s.st_mtime_ns, s.st_ino] for path, n, s in stats]
+    return remember(root, content_key("digests", known), compute)

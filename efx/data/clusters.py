@@ -15,9 +15,12 @@ from efx.errors import UsageError
 FILE = "documents.json"
 
 
-def corpus_key(identity, config_data):
-    """Hash of the documents and of which of them are for training."""
-    return content_key(identity, config_data.split, config_data.eval_fraction)
+def corpus_key(origin, config_data):
+    """Hash of the documents and of which of them are for training; origin: `Opened.origin`."""
+    parts = [origin["source"], config_data.split, config_data.eval_fraction]
+    if config_data.eval_source:
+        parts += [origin["eval_source"], config_data.withhold]
+    return content_key(*parts)
 
 
 def check(config_data):
@@ -33,7 +36,8 @@ def check(config_data):
             " clustering (made by --mode=cluster)"
         )
     mixed, tokens = (c.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
-    if (mixed or c.clusters) and c.split != "documents":
+    splits = not c.eval_source or c.withhold
+    if (mixed or c.clusters) and splits and c.split != "documents":
         why = "a mixture" if mixed else "config.data.clusters"
         raise UsageError(
             f"config.data.split={c.split!r}: {why} needs config.data.split=documents, since the"
@@ -123,9 +127,9 @@ class Members:
                 yield part, name, data
 
 
-def members(config_data, identity):
-    """The Members that `config_data` asks for, or None for all documents."""
+def members(config_data, origin):
+    """The Members that `config_data` asks for, or None for all documents; origin: of the text."""
     if config_data.cluster < 0:
         return None
     documents = Documents.load(config_data.clusters)
-    return documents.members(config_data.cluster, corpus_key(identity, config_data))
+    return documents.members(config_data.cluster, corpus_key(origin, config_data))

@@ -5,18 +5,31 @@ import operator
 
 import numpy as np
 
-from efx.data import clusters, corpus, shards, sources, tokenizers
-from efx.data.cache import cache_root, content_key
+from efx.data import clusters, corpus, split
+from efx.data.cache import content_key
+from efx.data.corpus import PARTS
+from efx.data.opened import Opened
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
 from efx.errors import UsageError, nearest
 
 SHUFFLES = ("windows", "random")
+ON_CHANGE = ("error", "keep_split")
 # Longer than any run: the training data never ends.
 _STEPS = 1 << 40
 
 
-def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_count=1):
+def load(
+    config_data,
+    *,
+    seed,
+    tokenizer_path=None,
+    process_index=0,
+    process_count=1,
+    parts=PARTS,
+    before=None,
+    same_text=True,
+):
     """Opens the data that `config_data` describes; tokenises it if that was not done before.
 
     Args:
@@ -24,6 +37,13 @@ def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_cou
       seed: with the step, determines every batch; `config.seed` as a rule.
       tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
       process_index, process_count: this host and how many there are.
+      parts: which of "train" and "eval" are wanted. What is not needed for them is not opened:
+        for "eval" alone no source beside an eval_source, for none of them no text at all, unless
+        the tokenizer has to be made of it.
+      before: `Data.origin` of the run whose data this is, None for a new one. What it held out is
+        held out again; a text that has changed is refused, but see config.data.on_change.
+      same_text: whether `config_data` names the text of that run. If not, its text is split for
+        itself, unless it turns out to be the run's.
 
     Returns:
       Data.
@@ -33,35 +53,24 @@ def load(config_data, *, seed, tokenizer_path=None, process_index=0, process_cou
     """
     c = config_data
     _check(c, process_count)
-    root = cache_root(c.cache_dir)
-    kind, argument = sources.parse(c.source)
-    if kind == "tokens":
-        source = shards.TokenShards(f"config.data.source={c.source!r}", argument, c.max_bytes, root)
-        tokenizer = _shard_tokenizer(source, c.tokenizer, tokenizer_path)
-        train, heldout = source.split(c.split, c.eval_fraction)
-        key = content_key(source.identity(), c.split, c.eval_fraction, tokenizer.fingerprint)
-        streams, spans, text_bytes = {"train": train, "eval": heldout}, None, None
-        members = None
-    else:
-        source = sources.open_source(c, root)
-        identity, settings = source.identity(), (c.split, c.eval_fraction, root)
-        if tokenizer_path is not None:
-            tokenizer = tokenizers.load_tokenizer(tokenizer_path)
-        else:
-            tokenizer = corpus.make_tokenizer(c.tokenizer, source, identity, *settings)
-        members = clusters.members(c, identity)
-        text, key = corpus.load_corpus(source, identity, tokenizer, *settings, members)
-        streams, spans = {"train": text.train, "eval": text.eval}, text.spans
-        text_bytes = text.text_bytes
-    for split, stream in streams.items():
-        if len(stream) < c.seq_len + 1:
+    opened = Opened(c, parts if tokenizer_path else PARTS, before, same_text)
+    tokenizer = opened.tokenizer(tokenizer_path)
+    found = {part: one for part, one in opened.streams(tokenizer).items() if part in parts}
+    for part, one in found.items():
+        # A text that is held out as a whole may be shorter than a row.
+        least = 2 if part == "eval" and c.eval_source else c.seq_len + 1
+        if len(one.stream) < least:
             raise UsageError(
                 f"config.data.seq_len={c.seq_len} is longer than the text: the"
-                f" {corpus.PART_NAMES[split]} of {source.name} has {len(stream)} tokens, and a row"
+                f" {corpus.PART_NAMES[part]} of {one.name} has {len(one.stream)} tokens, and a row"
                 " takes one more than seq_len"
             )
+    streams = {part: one.stream for part, one in found.items()}
+    spans = {part: one.spans for part, one in found.items() if one.spans is not None}
+    text_bytes = {part: one.text_bytes for part, one in found.items() if one.spans is not None}
+    key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count)
-    data.members = members
+    data.members, data.origin = opened.members, opened.origin
     return data
 
 
@@ -71,13 +80,19 @@ def _check(c, process_count):
             raise UsageError(f"config.data.{key}={c[key]} should be at least 1")
     if c.max_bytes < 0:
         raise UsageError(f"config.data.max_bytes={c.max_bytes} should be 0 (no limit) or more")
-    corpus.check_split(c.split, c.eval_fraction)
+    split.check(c.split, c.eval_fraction)
     clusters.check(c)
-    if c.shuffle not in SHUFFLES:
-        hint = nearest(c.shuffle, SHUFFLES)
-        raise UsageError(f"config.data.shuffle={c.shuffle!r} is not one of windows, random{hint}")
+    for key, known in (("shuffle", SHUFFLES), ("on_change", ON_CHANGE)):
+        if c[key] not in known:
+            hint = nearest(c[key], known)
+            raise UsageError(f"config.data.{key}={c[key]!r} is not one of {', '.join(known)}{hint}")
     if c.packing and c.shuffle == "random":
         raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
+    if c.withhold and not c.eval_source:
+        raise UsageError(
+            "config.data.withhold=True goes with config.data.eval_source; without one a part of"
+            " config.data.source is held out anyway"
+        )
     _rows_per_process("config.data.batch_size", c.batch_size, process_count)
 
 
@@ -89,35 +104,6 @@ def _rows_per_process(key, batch_size, process_count):
     return batch_size // process_count
 
 
-def _shard_tokenizer(source, spec, tokenizer_path):
-    """The tokenizer of token shards, which has to be the one that they were made with."""
-    own_path = source.own_tokenizer()
-    own = None if own_path is None else tokenizers.load_tokenizer(own_path)
-    if tokenizer_path is not None:
-        name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
-    else:
-        name = f"config.data.tokenizer={spec!r}"
-        kind, argument = tokenizers.parse(spec)
-        if kind == "bytes":
-            tokenizer = tokenizers.ByteTokenizer()
-        elif kind == "file":
-            tokenizer = tokenizers.load_tokenizer(argument)
-        elif own is not None and own.kind == kind:
-            tokenizer = own
-        else:
-            raise UsageError(
-                f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
-                " the tokenizer.json that they were made with"
-            )
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
-        raise UsageError(
-            f"{name} is not the tokenizer that {source.name} was made with;"
-            f" use config.data.tokenizer={own_path}"
-        )
-    source.check(tokenizer, name)
-    return tokenizer
-
-
 class Data:
     """A tokenised text, split, and the batches made of it. Made by `load`.
 
@@ -127,21 +113,23 @@ class Data:
     Attributes:
       tokenizer: an efx tokenizer.
       vocab_size: number of token ids.
-      train_tokens, eval_tokens: tokens in the two splits, which have no text in common.
+      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 where
+        a split was not asked for.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       members: `clusters.Members` that the training split is limited to, or None.
+      origin: what a run writes down of its text, see `opened.Opened`.
     """
 
-    members = None
+    members = origin = None
 
     def __init__(
         self, config, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count
     ):
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.train_tokens, self.eval_tokens = len(streams["train"]), len(streams["eval"])
+        self.train_tokens, self.eval_tokens = (len(streams.get(part, ())) for part in PARTS)
         self.fingerprint = key
-        self._config, self._streams, self._text_bytes = config, streams, text_bytes
-        self._spans, self._packings = spans, {}
+        self._config, self._streams, self._packings = config, streams, {}
+        self._spans, self._text_bytes = spans or {}, text_bytes or {}
         # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
         # common (grain derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
@@ -149,7 +137,7 @@ class Data:
 
     def _documents(self, split):
         """int64[n, 2]: the tokens of each document."""
-        if self._spans:
+        if split in self._spans:
             return self._spans[split]
         return documents_between(self._streams[split], self.tokenizer.eot)
 
@@ -182,7 +170,7 @@ class Data:
         stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
         scored = self.scored_tokens(split)
         if lengths is None:
-            if self._text_bytes:
+            if split in self._text_bytes:
                 return self._text_bytes[split] / scored
             texts = (
                 self.tokenizer.decode(p[i : i + (1 << 20)])

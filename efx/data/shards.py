@@ -13,14 +13,15 @@ which split they belong to are taken at their word (config.data.split and eval_f
 not used); if none is for evaluation, the tail of the training shards is held out.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 import numpy as np
 
-from efx.data.cache import content_key, file_digest, remember_for_file
-from efx.data.stream import Stream
+from efx.data.cache import content_key, file_digests, remember, remember_for_file
+from efx.data.stream import Part, Stream
 from efx.errors import UsageError
 
 FORMAT, VERSION = "efx-tokens", 1
@@ -149,11 +150,17 @@ class TokenShards:
 
     def identity(self):
         """Hash of the tokens and of the split they are in."""
+        return self._identity(("train", "eval"))
+
+    def _identity(self, splits):
+        shards = [shard for shard in self._shards if shard[1] in splits]
+        files = [(path, len(ids) * ids.itemsize) for path, _, ids in shards]
+        digests = file_digests(self._root, files)
         return content_key(
             "tokens",
             [
-                (split, len(ids), file_digest(self._root, path, len(ids) * ids.itemsize))
-                for path, split, ids in self._shards
+                (split, len(ids), digest)
+                for (_, split, ids), digest in zip(shards, digests, strict=True)
             ],
         )
 
@@ -175,16 +182,57 @@ class TokenShards:
                     " name the tokenizer.json that these tokens were made with"
                 )
 
-    def split(self, kind, eval_fraction):
-        """(train Stream, held-out Stream)."""
-        train = Stream([ids for _, split, ids in self._shards if split == "train"])
-        heldout = Stream([ids for _, split, ids in self._shards if split == "eval"])
-        if len(heldout):
-            return train, heldout
+    def stream(self, split=""):
+        """Stream of the shards of a split; of all of them without one."""
+        return Stream([ids for _, own, ids in self._shards if split in ("", own)])
+
+    def decide(self, kind, eval_fraction):
+        """What is held out, as plain data that a run keeps (compare `split.decide`):
+        {"shards": hash of those for evaluation}, or {"tokens": [from, to], "sum": their hash}."""
+        if len(self.stream("eval")):
+            return {"shards": self._identity(("eval",))}
         if kind == "documents":
             raise UsageError(
                 f"config.data.split='documents' needs documents, and {self.name} holds one stream"
                 " of tokens; use config.data.split=tail, or write shards with a held-out part"
             )
-        cut = int((1 - eval_fraction) * len(train))
-        return train.cut(0, cut), train.cut(cut, len(train))
+        count = len(self.stream("train"))
+        cut = int((1 - eval_fraction) * count)
+        return {"tokens": [cut, count], "sum": self._sum(cut, count)}
+
+    def whole(self):
+        """The `Part` of all shards."""
+        return Part(self.name, self.stream())
+
+    def parts(self, decision):
+        """{"train" or "eval": Part} by a decision, which has to fit these tokens; the shards
+        for training alone without one."""
+        train, heldout = self.stream("train"), self.stream("eval")
+        found = {"train": train, "eval": heldout}
+        if not decision:
+            del found["eval"]
+        elif "shards" in decision:
+            if self._identity(("eval",)) != decision["shards"]:
+                self._not_there("the shards for evaluation are others now")
+        else:
+            start, stop = decision["tokens"]
+            if len(heldout) or len(train) < stop or self._sum(start, stop) != decision["sum"]:
+                self._not_there(f"its tokens {start} to {stop}, once held out, are others now")
+            ends = [*train.cut(0, start).parts(), *train.cut(stop, len(train)).parts()]
+            found = {"train": Stream(ends), "eval": train.cut(start, stop)}
+        return {part: Part(self.name, stream) for part, stream in found.items()}
+
+    def _sum(self, start, stop):
+        def compute():
+            digest = hashlib.blake2b(digest_size=16)
+            for part in self.stream("train").cut(start, stop).parts():
+                digest.update(np.ascontiguousarray(part).data.cast("B"))
+            return digest.hexdigest()
+
+        return remember(self._root, content_key("sum", self.identity(), start, stop), compute)
+
+    def _not_there(self, what):
+        raise UsageError(
+            f"{self.name}: the split of before cannot be kept: {what}. Training tokens may be added"
+            " behind the old ones; put the old ones back, or use another --workdir"
+        )

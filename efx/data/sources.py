@@ -18,7 +18,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from efx.data.cache import content_key, file_digest
+from efx.data.cache import content_key, file_digests
 from efx.errors import UsageError, nearest
 
 KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
@@ -41,8 +41,8 @@ class Document:
     part: str = ""
 
 
-def parse(source):
-    """Splits `config.data.source` into (kind, argument).
+def parse(source, key="config.data.source"):
+    """Splits `config.data.source`, or another setting `key` like it, into (kind, argument).
 
     Raises:
       UsageError: unknown kind (names the nearest), or no argument where one is needed.
@@ -53,7 +53,7 @@ def parse(source):
         if os.path.exists(str(source)):
             hint = f" (a file or folder is 'text:{source}')"
         raise UsageError(
-            f"config.data.source={source!r} is of an unknown kind{hint}; use stdlib, pydoc,"
+            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc,"
             " text:PATH, tokens:DIR, arrayrecord:GLOB, hf:NAME or mix:A,B"
         )
     bare = kind in _WITHOUT_ARGUMENT
@@ -61,32 +61,34 @@ def parse(source):
         form = {"tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
         form |= {name: name for name in _WITHOUT_ARGUMENT}
         wanted = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
-        raise UsageError(f"config.data.source={source!r} should read {wanted}")
+        raise UsageError(f"{key}={source!r} should read {wanted}")
     return kind, argument
 
 
-def open_source(config_data, root):
+def open_source(config_data, root, key="source"):
     """The source of documents that `config_data` names; `root` is the cache folder.
 
-    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0.
+    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0. key:
+    "eval_source" for that one, which is read whole, whatever `config_data.max_bytes` is.
     """
     from efx.data.mixture import Pieces
 
-    source = _open(config_data, config_data.source, root)
+    limit = config_data.max_bytes if key == "source" else 0
+    source = _open(config_data, config_data[key], root, f"config.data.{key}", limit)
     size = config_data.document_bytes
     return Pieces(source, size) if size else source
 
 
-def _open(config_data, wanted, root, skip=()):
+def _open(config_data, wanted, root, key, limit, skip=()):
     from efx.data import mixture
 
-    kind, argument = parse(wanted)
-    name, limit = f"config.data.source={wanted!r}", config_data.max_bytes
+    kind, argument = parse(wanted, key)
+    name = f"{key}={wanted!r}"
     if kind == "mix":
         parts = mixture.parse(name, argument)
         # The standard library's source has the language reference in it: once is enough.
         skip = {"pydoc_data"} if "pydoc" in parts else set()
-        opened = [(part, _open(config_data, part, root, skip)) for part in parts]
+        opened = [(part, _open(config_data, part, root, key, limit, skip)) for part in parts]
         return mixture.Mixture(name, opened)
     if kind == "pydoc":
         return mixture.Topics(name, limit)
@@ -160,7 +162,7 @@ class TextFiles:
     def identity(self):
         """Hash of the content and its order; names and places of the files do not matter."""
         with _readable(self.name):
-            return content_key("text", [file_digest(self._root, p, n) for p, n in self._files])
+            return content_key("text", file_digests(self._root, self._files))
 
     def documents(self):
         """Yields a Document a file. Raises UsageError on a binary file."""
@@ -195,7 +197,7 @@ class ArrayRecords:
     def identity(self):
         """Hash of the files' content and of how the text is taken from it."""
         with _readable(self.name):
-            digests = [file_digest(self._root, p, _size(self.name, p)) for p in self._paths]
+            digests = file_digests(self._root, [(p, _size(self.name, p)) for p in self._paths])
         return content_key("arrayrecord", digests, self._key, self._max_bytes)
 
     def documents(self):
@@ -264,7 +266,7 @@ class HuggingFace:
         """Hash of the dataset's files (of its rows where it has none)."""
         paths = [file["filename"] for file in self._rows.cache_files]
         with _readable(self.name):
-            digests = [file_digest(self._root, p, _size(self.name, p)) for p in paths]
+            digests = file_digests(self._root, [(p, _size(self.name, p)) for p in paths])
         if not digests:
             digests = [document_digest(d.data).hex() for d in self.documents()]
         return content_key("hf", digests, self._key, self._max_bytes)

@@ -1,6 +1,7 @@
 """A long run of tokens that stays on disk, and its documents."""
 
 import bisect
+import dataclasses
 
 import numpy as np
 
@@ -55,6 +56,23 @@ class Stream:
         first, last = max(start, 0), min(stop, len(self))
         self._copy(first, row[first - start : last - start])
         return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A split of a text as tokens.
+
+    Attributes:
+      name: of the source that it is from, for messages.
+      stream: Stream.
+      spans: int64[n, 2], first and last-plus-one token of each document; None if unknown.
+      text_bytes: bytes of text in it; None if unknown.
+    """
+
+    name: str
+    stream: object
+    spans: object = None
+    text_bytes: object = None
 
 
 def documents_between(stream, eot):

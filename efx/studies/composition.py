@@ -166,19 +166,17 @@ class Study:
         Args:
           runs: {domain: name of a run on it}, which says how much is read and what is held out.
         """
-        from efx.data import corpus, sources
-        from efx.data.cache import cache_root
+        from efx.data.opened import Opened
         from efx.run_config import get_config
 
-        path = self.folder / "mixture.txt"
-        if not path.exists():
-            texts = []
-            for name in self.domains:
-                data = get_config(str(self.path(runs[name]))).data
-                opened = sources.open_source(data, cache_root(data.cache_dir))
-                parts = corpus.split_documents(opened, data.split, data.eval_fraction)
-                texts.append(b"".join(text for part, _, text in parts if part == "train"))
-            write_atomic(path, interleaved(texts).decode(errors="replace"))
+        path, texts = self.folder / "mixture.txt", []
+        for name in self.domains:
+            opened = Opened(get_config(str(self.path(runs[name]))).data)
+            texts.append(b"".join(text for part, _, text in opened.pieces() if part == "train"))
+        text = interleaved(texts).decode(errors="replace")
+        # Drawn up each time: a file of other domains, or of what they once were, is not taken.
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_atomic(path, text)
         return f"text:{path}"
 
 
