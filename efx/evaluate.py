@@ -180,3 +180,19 @@ def describe(step, metrics):
     if "eval/mlp/computed_fraction" in metrics:
         line += f"; MLPs computed for {metrics['eval/mlp/computed_fraction']:.1%} of the tokens"
     return line
+
+
+def scored(data, config, tokens):
+    """What an evaluation is of: which text, how much of it, and whether that is all of it.
+
+    Args:
+      data: Data. config: the `config.evaluate` block. tokens: how many were scored.
+    """
+    whole, each = data.scored_tokens("eval"), data.bytes_per_token("eval")
+    size = f"{whole:,} tokens, {round(whole * each):,} bytes"
+    if tokens < whole:
+        size = (
+            f"{round(tokens):,} tokens, about {round(tokens * each):,} bytes, spread over its"
+            f" {size} (config.evaluate.max_batches={config.max_batches})"
+        )
+    return f"scored: {data.held_out_of()}: {size}"

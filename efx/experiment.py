@@ -4,13 +4,16 @@ import dataclasses
 import pathlib
 
 import jax
+import numpy as np
 
 from efx import models, runfolder, sharding
-from efx.data import load
+from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
+from efx.runfolder import TOKENIZER_FILE
 
-TOKENIZER_FILE = "tokenizer.json"
+# Of config.data: what else decides which part of a source is held out.
+_OF_THE_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
 
 
 @dataclasses.dataclass
@@ -56,11 +59,13 @@ class Experiment:
         )
 
 
-def prepare(config, workdir=None):
+def prepare(config, workdir=None, parts=PARTS):
     """Check a config and build what it describes. Writes nothing.
 
-    A tokenizer saved in `workdir`, or in the run that this one starts from, is used in place of
-    building one.
+    A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
+    place of building one; what that run holds out is held out.
+
+    parts: of the data that is wanted, see `efx.data.load`.
     """
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
@@ -69,14 +74,19 @@ def prepare(config, workdir=None):
     runs = _member_runs(config.model)
     anchor = runs[0][1] if runs else ""
     folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, anchor) if folder]
-    saved = [folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).exists()]
+    saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
+    before, same_text = _before(config.data, workdir) if workdir and parts else (None, True)
     data = load(
         config.data,
         seed=config.seed,
         tokenizer_path=saved[0] if saved else None,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
+        parts=parts,
+        before=before,
+        same_text=same_text,
     )
+    _same_everywhere(data)
     model = models.build(
         config.model,
         vocab_size=data.vocab_size,
@@ -97,6 +107,36 @@ def prepare(config, workdir=None):
     steps = _total_steps(config, parts)
     stages = tuple(Stage(round(start * steps), *part) for start, *part in parts)
     return Experiment(config, data, model, mesh, rules, steps, stages)
+
+
+def _before(c, workdir):
+    """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
+    if not runfolder.holds_result(workdir):
+        return None, True
+    there = runfolder.load_config(workdir)["data"]
+    same = (c.source, c.eval_source) == (there["source"], there["eval_source"])
+    for key in _OF_THE_SPLIT if same else ():
+        if c[key] != there[key]:
+            raise UsageError(
+                f"config.data.{key}: {there[key]!r} in the run, {c[key]!r} here; that would score"
+                " text that was trained on. To evaluate a whole text of your own:"
+                " --config.data.eval_source=text:PATH"
+            )
+    return runfolder.recorded_origin(workdir), same
+
+
+def _same_everywhere(data):
+    """Raises UsageError unless all processes have the same text, split and tokenizer."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    own = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
+    if np.any(multihost_utils.process_allgather(own) != own):
+        raise UsageError(
+            "config.data.source: the processes have different texts, held-out splits or"
+            " tokenizers; give all of them the same files, and a --workdir that they share"
+        )
 
 
 def _member_runs(model_config):

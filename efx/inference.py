@@ -8,17 +8,20 @@ import jax
 from efx import models, optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.evaluate import Evaluator, describe
+from efx.evaluate import Evaluator, describe, scored
 from efx.experiment import prepare
 from efx.metrics import quantity
 from efx.sample import TextSampler
 
 
-def restore(config, workdir, step=None):
-    """(Experiment, step, parameters to evaluate with, variables) of a run's checkpoint."""
+def restore(config, workdir, step=None, parts=()):
+    """(Experiment, step, parameters to evaluate with, variables) of a run's checkpoint.
+
+    parts: of the data that is wanted, see `efx.data.load`; of none the tokenizer alone is there.
+    """
     workdir = pathlib.Path(workdir)
     runfolder.load_config(workdir)
-    experiment = prepare(config, workdir)
+    experiment = prepare(config, workdir, parts)
     e, c = experiment, config.checkpoint
     shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
     base = models.mup_base(e.model)
@@ -43,12 +46,14 @@ def restore(config, workdir, step=None):
 
 
 def evaluate(config, workdir, step=None):
-    """Print and return the evaluation of a run's checkpoint over its held-out split."""
-    e, step, params, variables = restore(config, workdir, step)
+    """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
+    `config.data.eval_source`."""
+    e, step, params, variables = restore(config, workdir, step, parts=("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
         print(describe(step, metrics))
+        print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
         for name, value in sorted(metrics.items()):
             print(f"  {name:<44} {value:.6g}")
     return metrics

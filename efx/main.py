@@ -43,10 +43,9 @@ def run(argv):
     start_jax(values)
     config = values.config
     if values.mode in ("train", "compose"):
-        from efx import train
-        from efx.data import clusters
+        from efx import runfolder, train
 
-        if (pathlib.Path(values.workdir) / "clusters" / clusters.FILE).exists():
+        if (pathlib.Path(values.workdir) / runfolder.CLUSTERING).exists():
             raise UsageError(
                 f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
                 "their own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
@@ -103,7 +102,8 @@ def _show_own_log():
 
 
 def main(argv=None):
-    """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input."""
+    """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input, 3 the run came
+    to its end with a loss that is not finite."""
     # Libraries' INFO lines are not for users of efx; its own say what takes so long.
     logging.set_verbosity(logging.WARNING)
     _show_own_log()
@@ -116,10 +116,10 @@ def main(argv=None):
         print("efx: interrupted", file=sys.stderr, flush=True)
         return 130
     except RuntimeError as error:
-        if type(error).__name__ != "RunStopped":
+        if type(error).__name__ not in ("RunStopped", "NotFinite"):  # of efx.train
             raise
         print(f"efx: stopped: {error}", file=sys.stderr, flush=True)
-        return 1
+        return error.status
     return 0
 
 

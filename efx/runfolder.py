@@ -2,11 +2,17 @@
 
     config.json      every key of the config, sorted
     run.json         one record per launch: versions, git revision, devices, command line, time;
-                     of a run that starts from another or trains on a cluster: which
+                     of its text hashes of the content; of a run that starts from another or trains
+                     on a cluster: which
+    held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
     samples/         text samples                      (efx.metrics)
     tensorboard/     event files                       (efx.metrics)
+
+A launch that trains looks first (`open_run`) and writes when nothing can fail any more
+(`Run.commit`), so that one that fails leaves the folder as it was. A folder without a checkpoint
+holds nothing to lose: any config may take it. `Lock` keeps a second launch out.
 
 `load_config` and everything else here that reads imports neither JAX nor numpy.
 """
@@ -15,6 +21,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -30,6 +37,10 @@ CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 METRICS_FILE = "metrics.jsonl"
+HELD_OUT_FILE = "held_out.json"
+TOKENIZER_FILE = "tokenizer.json"
+LOCK_FILE = ".lock"
+CLUSTERING = "clusters/documents.json"  # what --mode=cluster leaves behind
 
 # Packages whose versions decide what a run computes.
 _LIBRARIES = (
@@ -45,14 +56,6 @@ _LIBRARIES = (
 )
 _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """An opened run folder. `is_new` is False when an earlier launch made it."""
-
-    path: pathlib.Path
-    is_new: bool
 
 
 def reason(error):
@@ -114,65 +117,183 @@ def load_config(workdir):
     return _read_json(path)
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run folder that was looked at and may be used; nothing is written yet.
+
+    Attributes:
+      path: the folder.
+      is_new: False when an earlier launch left something to go on from.
+      changed: {key: [before, now]} of the permitted changes of its config.
+      config, command_line: as given to `open_run`.
+    """
+
+    path: pathlib.Path
+    is_new: bool
+    changed: dict
+    config: dict
+    command_line: tuple
+
+    def commit(self, files, **entries):
+        """Writes config.json, `files`, and into run.json a record of this launch and `entries`.
+
+        Of `files`, {name: text, or None for none}, what a run has that goes on stays as it is. A
+        new run keeps nothing of what an earlier one without a checkpoint may have written there.
+        With several processes all of them call this; process 0 alone writes.
+        """
+        _on_primary(self.path, lambda: self._commit(files, entries))
+
+    def _commit(self, files, entries):
+        launch = describe_launch(self.command_line)
+        if not self.is_new:
+            launch["changed"] = self.changed
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                path = self.path / name
+                if text is None and self.is_new:
+                    path.unlink(missing_ok=True)
+                elif text is not None and (self.is_new or not path.exists()):
+                    write_atomic(path, text)
+        if self.is_new or self.changed:
+            text = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
+            write_atomic(self.path / CONFIG_FILE, text)
+        earlier = {} if self.is_new else recorded(self.path)
+        launches = [*earlier.get("launches", []), launch]
+        text = json.dumps({**earlier, "launches": launches, **entries}, indent=2) + "\n"
+        write_atomic(self.path / RUN_FILE, text)
+
+
 def open_run(workdir, config, *, command_line, may_differ=()):
-    """Makes a run folder, or checks that `config` may continue the run that is there.
+    """Checks that a run folder is free, or that `config` may continue the run that is there.
 
     Args:
-      workdir: the folder; it and its parents are made if absent.
+      workdir: the folder; it may be absent.
       config: nested plain dict, the complete config (`ConfigDict.to_dict()`).
       command_line: list of str, recorded in run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
         launch may change. A change is written to config.json and recorded in run.json.
 
-    Returns: Run.
-    Raises: UsageError naming the keys that differ with both values, or the file at fault. Nothing
-      is written in that case.
+    Returns: Run, whose `commit` writes. Nothing is written here.
+    Raises: UsageError naming the keys that differ with both values, or the file at fault.
 
-    With several processes all of them call this; process 0 alone touches the folder.
+    With several processes all of them call this; process 0 alone looks.
     """
+    config = json.loads(json.dumps(config, default=_plain))
+    looked = _on_primary(workdir, lambda: int(_is_new(workdir)))
+    folder, changed = pathlib.Path(workdir), {}
+    if not looked:
+
+        def check():
+            changed.update(_check_same(workdir, load_config(workdir), config, may_differ))
+
+        _on_primary(workdir, check)
+    return Run(folder, bool(looked), changed, config, tuple(command_line))
+
+
+def _on_primary(workdir, act):
+    """`act()`, an int or None, of process 0, on every process; all fail where it fails."""
     import jax
 
     if jax.process_count() == 1:
-        return _open_run(workdir, config, command_line, may_differ)
+        return act()
     import numpy as np
     from jax.experimental import multihost_utils
 
-    refused, run = None, None
+    refused, result = None, 0
     if jax.process_index() == 0:
         try:
-            run = _open_run(workdir, config, command_line, may_differ)
+            result = act() or 0
         except UsageError as error:
-            refused = error
-    status = 2 if refused else int(run.is_new) if run else 0
-    status = int(multihost_utils.broadcast_one_to_all(np.int32(status)))
+            refused, result = error, -1
+    result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
     if refused:
         raise refused
-    if status == 2:
+    if result < 0:
         raise UsageError(f"--workdir={workdir} was refused by process 0; see its message")
-    return Run(pathlib.Path(workdir), bool(status))
+    return result
 
 
-def _open_run(workdir, config, command_line, may_differ):
+def _is_new(workdir):
     folder = pathlib.Path(workdir)
-    config = json.loads(json.dumps(config, default=_plain))
-    launch = describe_launch(command_line)
-    is_new = not (folder / CONFIG_FILE).exists()
-    if is_new:
+    if not (folder / CONFIG_FILE).exists():
         for name in (CHECKPOINTS, METRICS_FILE):
             if (folder / name).exists():
                 raise UsageError(
                     f"--workdir={workdir} holds {name} but no {CONFIG_FILE}, so it cannot be told"
                     " which run it belongs to; use another --workdir"
                 )
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    else:
-        launch["changed"] = _check_same(workdir, load_config(workdir), config, may_differ)
-    if is_new or launch["changed"]:
-        write_atomic(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    earlier = [] if is_new else recorded(folder).get("launches", [])
-    record(folder, launches=[*earlier, launch])
-    return Run(folder, is_new)
+    return not holds_result(workdir)
+
+
+def holds_result(workdir):
+    """Whether a folder holds what cannot be had again for nothing: a checkpoint, a clustering."""
+    folder = pathlib.Path(workdir)
+    try:
+        names = [path.name for path in (folder / CHECKPOINTS).iterdir() if path.is_dir()]
+    except OSError:  # no such folder, or not one
+        names = []
+    kept = any(name.isdecimal() or name.startswith("damaged_") for name in names)
+    return kept or (folder / CLUSTERING).is_file()
+
+
+class Lock:
+    """Keeps a second launch from writing into a run folder; `take` raises UsageError for it.
+
+    The lock is the system's, on an open file: it ends with the process, however that ends. What
+    only reads takes none. With several processes process 0 takes it for all. Where the file system
+    has no locks that is said once, and the launch goes on without one.
+
+    A context manager: an existing folder is locked from the start, an absent one by `take`, which
+    makes it.
+    """
+
+    def __init__(self, workdir):
+        self._folder, self._file = pathlib.Path(workdir), None
+
+    def __enter__(self):
+        _on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self._file is not None:
+            os.close(self._file)  # which releases it
+        self._file = None
+
+    def take(self):
+        """Takes the lock if that was not done yet; makes the folder if it is absent."""
+        _on_primary(self._folder, self._take)
+
+    def _take(self):
+        if self._file is not None:
+            return
+        path = self._folder / LOCK_FILE
+        with writing(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(file, 200, 0).decode(errors="replace").strip()
+            os.close(file)
+            raise UsageError(
+                f"--workdir={self._folder} is in use by {holder or 'another process'}; wait for it,"
+                " stop it, or use another --workdir"
+            ) from None
+        except (ImportError, OSError) as error:
+            why = "this system" if isinstance(error, ImportError) else "its file system"
+            print(
+                f"efx: warning: {self._folder} cannot be locked ({why} has no locks): see to it"
+                " that no other launch trains there",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._file = file
+        with writing(path):
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 def check_config(workdir, config, may_differ=()):
@@ -187,10 +308,56 @@ def recorded(workdir):
     return _read_json(path) if path.is_file() else {}
 
 
-def record(workdir, **entries):
-    """Puts entries into run.json, which every launch keeps."""
-    text = json.dumps({**recorded(workdir), **entries}, indent=2) + "\n"
-    write_atomic(pathlib.Path(workdir) / RUN_FILE, text)
+def saved_tokenizer(workdir):
+    """Path of the tokenizer.json of the run in a folder; None where there is no run.
+
+    Raises UsageError if it is not the one that the run recorded: a model would be given ids that
+    mean something else to it.
+    """
+    path = pathlib.Path(workdir) / TOKENIZER_FILE
+    if not holds_result(workdir):
+        return None
+    entry = recorded(workdir).get("tokenizer")
+    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    if entry and checksum(text) != entry:
+        raise UsageError(
+            f"{path} is missing or not the tokenizer of this run; restore the file, or use another"
+            " --workdir"
+        )
+    return path if text is not None else None
+
+
+def text_entries(origin):
+    """(what held_out.json holds, or None; the entry "text" of run.json) of a `Data.origin`."""
+    kept = {name: origin[name] for name in ("of", "held_out")}
+    text = json.dumps(kept, indent=1) + "\n" if origin["held_out"] else None
+    entry = {name: origin[name] for name in ("source", "eval_source")}
+    return text, {**entry, "held_out": checksum(text)}
+
+
+def recorded_origin(workdir):
+    """`Data.origin` of the run in a folder, None where nothing is recorded of its text.
+
+    Raises UsageError if held_out.json is not what was recorded: text that was held out might be
+    trained on.
+    """
+    entry = recorded(workdir).get("text")
+    if entry is None:
+        return None
+    path = pathlib.Path(workdir) / HELD_OUT_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    if checksum(text) != entry["held_out"]:
+        raise UsageError(
+            f"{path}, which says what is held out, is missing or not as it was written; restore the"
+            " file, or use another --workdir"
+        )
+    kept = json.loads(text) if text else {"of": None, "held_out": None}
+    return {**kept, **{name: entry[name] for name in ("source", "eval_source")}}
+
+
+def checksum(text):
+    """A hash of `text`; None of None."""
+    return text and hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value):

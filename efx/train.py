@@ -1,12 +1,14 @@
 """The one training loop: build, restore, step, log, evaluate, sample, save."""
 
 import contextlib
+import math
 import os
 import pathlib
 import shlex
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from efx import models, optim, runfolder, sharding
@@ -17,6 +19,7 @@ from efx.evaluate import Evaluator, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
+from efx.metrics.writer import WANDB_ID_FILE
 from efx.sample import TextSampler
 from efx.signals import StopSignals
 
@@ -32,6 +35,7 @@ MAY_DIFFER = (
     r"rules",
     r"data\.cache_dir",
     r"data\.clusters",
+    r"data\.on_change",
     r"cluster\..*",
     r"ensemble\..*",
     r"train\.max_nonfinite",
@@ -42,7 +46,15 @@ MAY_DIFFER = (
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on; the message is one line for the user."""
+    """The run cannot go on; the message is one line for the user. status: the command's."""
+
+    status = 1
+
+
+class NotFinite(RunStopped):
+    """The run came to its end, and what it ended with is not finite."""
+
+    status = 3
 
 
 def train_and_evaluate(config, workdir, *, command_line=(), started=None):
@@ -54,25 +66,29 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
     Returns: the last row of metrics, {name: number}.
-    Raises: UsageError for bad input; RunStopped when training cannot go on.
+    Raises: UsageError for bad input; RunStopped when training cannot go on, NotFinite when it came
+      to its end and the last steps or the held-out loss are not finite.
     """
-    return _Run(config, workdir, command_line, started or time.monotonic()).train()
+    with runfolder.Lock(workdir) as lock:
+        return _Run(config, workdir, command_line, started or time.monotonic(), lock).train()
 
 
 def compose(config, workdir, *, command_line=(), started=None):
     """Make the run folder of a model that is put together from other runs, at step 0: it can be
     evaluated, sampled from, and trained further. Arguments, result and errors as above."""
-    run = _Run(config, workdir, command_line, started or time.monotonic())
-    return run.train(untrained=True)
+    with runfolder.Lock(workdir) as lock:
+        run = _Run(config, workdir, command_line, started or time.monotonic(), lock)
+        return run.train(untrained=True)
 
 
 class _Run:
     """One launch of a run."""
 
-    def __init__(self, config, workdir, command_line, started):
-        self.started = started
+    def __init__(self, config, workdir, command_line, started, lock):
+        self.started, self.lock = started, lock
         self.workdir = pathlib.Path(workdir)
         self.timings = {"imports": time.monotonic() - started}
+        self.run = self._look(config, command_line)
         with self._timed("data and model"):
             self.experiment = prepare(config, workdir)
         e = self.experiment
@@ -88,21 +104,54 @@ class _Run:
             e.model, e.data.tokenizer, c, batch_size=c.num_samples
         )
         self._check_cluster()
-        run = runfolder.open_run(
-            workdir, config.to_dict(), command_line=list(command_line), may_differ=MAY_DIFFER
-        )
-        self.resumed = not run.is_new
-        if jax.process_index() == 0 and e.data.members:
-            runfolder.record(self.workdir, members=e.data.members.origin)
-        if jax.process_index() == 0 and not (self.workdir / TOKENIZER_FILE).exists():
-            with runfolder.writing(self.workdir / TOKENIZER_FILE):
-                e.data.tokenizer.save(self.workdir / TOKENIZER_FILE)
         self.seconds = 0.0
         self.window = []
         self.buffer = MetricsBuffer()
         self.last_row = {}
-        self.step = 0
+        self.step, self.restored = 0, False
+        self.ending = ""  # what is wrong with how the run ended
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
+
+    def _look(self, config, command_line):
+        return runfolder.open_run(
+            self.workdir, config.to_dict(), command_line=list(command_line), may_differ=MAY_DIFFER
+        )
+
+    def _commit(self, origin, files):
+        """Write into the folder; what could be known before can no longer go wrong.
+
+        origin: of the parameters, None if these are the run's own. files: ExitStack that the
+        metrics are closed by.
+        """
+        self.lock.take()
+        run = self._look(self.config, self.run.command_line)
+        if run.is_new != self.run.is_new:
+            raise UsageError(
+                f"--workdir={self.workdir} was trained in while this launch was starting; start it"
+                " again"
+            )
+        c, data = self.config.log, self.data
+        self.writer = files.enter_context(
+            MetricsWriter(
+                self.workdir,
+                tensorboard=c.tensorboard,
+                wandb=c.wandb,
+                run_name=self.workdir.name,
+                resume=not run.is_new,
+            )
+        )
+        entries = {"origin": origin} if origin else {}
+        if data.members:
+            entries["members"] = data.members.origin
+        held_out, entries["text"] = runfolder.text_entries(data.origin)
+        saved = runfolder.saved_tokenizer(self.workdir)
+        tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
+        entries["tokenizer"] = runfolder.checksum(tokenizer)
+        contents = {runfolder.HELD_OUT_FILE: held_out, TOKENIZER_FILE: tokenizer}
+        if not c.wandb:
+            contents[WANDB_ID_FILE] = None
+        run.commit(contents, **entries)
+        self.writer.truncate_after(self.step if self.restored else -1)
 
     def _check_cluster(self):
         """A run on a cluster stays on it: the folder of a clustering may hold another one now."""
@@ -133,17 +182,13 @@ class _Run:
                 best_metric=c.best_metric,
                 asynchronous=c.asynchronous,
             ) as self.checkpoints,
-            MetricsWriter(
-                self.workdir,
-                tensorboard=config.log.tensorboard,
-                wandb=config.log.wandb,
-                run_name=self.workdir.name,
-            ) as self.writer,
+            contextlib.ExitStack() as files,
             Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
             StopSignals() as self.signals,
         ):
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
-            iterator = self._restore()
+            iterator, origin = self._restore()
+            self._commit(origin, files)
             self.progress.println(self._banner())
             if untrained:
                 return self._save_untrained(iterator)
@@ -163,9 +208,9 @@ class _Run:
         return self._finish()
 
     def _restore(self):
-        """Order: the newest undamaged checkpoint gives the state, then the position of the data,
-        then the elapsed seconds; metrics written past that step are dropped."""
-        e = self.experiment
+        """(position in the data, what the parameters come from); reads only. The newest undamaged
+        checkpoint gives the state, then the position of the data, then the elapsed seconds."""
+        e, origin = self.experiment, None
         with self._timed("restore or initialise"):
             iterator = e.data.train_iterator()
             if self.checkpoints.latest_step() is None:
@@ -176,9 +221,6 @@ class _Run:
                 self.state, origin = start_from(
                     init(self.seed), self.config, e.model, self.progress.println
                 )
-                if origin and jax.process_index() == 0:
-                    runfolder.record(self.workdir, origin=origin)
-                self.writer.truncate_after(-1 if self.resumed else 0)
             else:
                 shapes = jax.eval_shape(
                     lambda: step_lib.init_state(e.model, self.optimizer, self.config.seed)
@@ -191,12 +233,12 @@ class _Run:
                 restored = self.checkpoints.restore(
                     abstract, on_damage=self.config.checkpoint.on_damage
                 )
-                self.state = restored.state
+                self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)
-                self.step = restored.step
                 self.seconds = restored.meta["seconds"]
-                self.writer.truncate_after(restored.step)
-        return iterator
+                if "ending" in restored.meta:
+                    self.ending = restored.meta["ending"]
+        return iterator, origin
 
     def _banner(self):
         e = self.experiment
@@ -322,12 +364,30 @@ class _Run:
             self.writer.write(self.step, metrics)
             self.last_row.update(metrics, step=self.step)
             self.progress.println(describe(self.step, metrics))
+        self.ending = self._ending(metrics["eval/loss"], params) if done else ""
         if "sample" in due or (done and self.config.sample.every):
             self._sample(params)
         if stop or "checkpoint" in due:
-            self.checkpoints.save(
-                self.step, self.state, position, {"seconds": self.seconds}, metrics, force=True
+            meta = {"seconds": self.seconds, "ending": self.ending}
+            self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
+
+    def _ending(self, loss, params):
+        """What is not finite at the end of the run, in words; empty if all is well."""
+        skipped = int(self.state.nonfinite_run)
+        if math.isfinite(loss) and not skipped:
+            return ""
+        if math.isfinite(loss):
+            which = "step" if skipped == 1 else f"{skipped} steps"
+            return (
+                f"the loss or gradient of the last {which} was not finite and nothing was learnt"
+                f" there. The parameters are sound, those of step {self.step - skipped}, and the"
+                f" held-out loss is {loss:.4f} nats"
             )
+        if bool(jax.jit(_all_finite)(params)):
+            why = "the parameters are finite, but too large to compute with"
+        else:
+            why = "the parameters are not finite"
+        return f"the held-out loss is {loss}: {why}"
 
     def _sample(self, params):
         variables = sharding.local({"params": params, **self.state.variables})
@@ -359,6 +419,13 @@ class _Run:
 
     def _finish(self):
         row = self.last_row
+        if self.step == self.experiment.steps and self.ending:
+            self.checkpoints.wait()
+            best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
+            advice = "; a lower config.optim.learning_rate may help, in another --workdir"
+            if best is not None and best != self.step:
+                advice += f"; checkpoint {best} has the best {metric} (--mode=evaluate --step={best})"
+            raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
         if self.step == self.experiment.steps and "eval/loss" in row:
             self.progress.println(
                 f"finished: {self.step} steps, {quantity(row['tokens'])}tokens, "
@@ -376,3 +443,7 @@ class _Run:
             f"  look at it:      tensorboard --logdir {folder}"
         )
         return row
+
+
+def _all_finite(tree):
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

@@ -97,6 +97,7 @@ def test_kill_9_while_writing(tmp_path):
         from efx.metrics import MetricsWriter
         assert "jax" not in sys.modules and "numpy" not in sys.modules
         writer = MetricsWriter(sys.argv[1], tensorboard=False, wandb="", run_name="")
+        writer.truncate_after(0)
         print("go", flush=True)
         step = 0
         while True:

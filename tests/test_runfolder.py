@@ -21,8 +21,16 @@ CONFIG = {
 MAY_DIFFER = ("steps", r"log\..*")
 
 
-def open_run(path, config=CONFIG, may_differ=MAY_DIFFER):
+def look(path, config=CONFIG, may_differ=MAY_DIFFER):
     return runfolder.open_run(path, config, command_line=["efx", "--x"], may_differ=may_differ)
+
+
+def open_run(path, config=CONFIG, may_differ=MAY_DIFFER):
+    """A launch that got as far as its first checkpoint."""
+    run = look(path, config, may_differ)
+    run.commit({})
+    (path / "checkpoints/1").mkdir(parents=True, exist_ok=True)
+    return run
 
 
 def changed(**changes):
@@ -49,7 +57,7 @@ def test_a_new_run_and_its_records(tmp_path):
     assert {"efx", "git", "python", "platform", "devices", "started"} <= record.keys()
     assert not open_run(path).is_new
     assert len(json.loads((path / "run.json").read_text())["launches"]) == 2
-    assert sorted(p.name for p in path.iterdir()) == ["config.json", "run.json"]
+    assert sorted(p.name for p in path.iterdir()) == ["checkpoints", "config.json", "run.json"]
 
 
 def test_permitted_changes_are_recorded(tmp_path):
@@ -76,13 +84,13 @@ def test_permitted_changes_are_recorded(tmp_path):
 )
 def test_a_run_of_another_config_is_refused(tmp_path, config, said):
     open_run(tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     with pytest.raises(UsageError) as error:
         open_run(tmp_path, config)
     line = str(error.value)
     assert all(part in line for part in said) and "use another --workdir" in line
     assert "\n" not in line and "config.steps" not in line
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
 
 
 def test_equal_numbers_of_another_type_are_the_same(tmp_path):
@@ -105,6 +113,7 @@ def test_bad_run_folders(tmp_path):
         with pytest.raises(UsageError) as error:
             runfolder.load_config(tmp_path / name)
         assert message in str(error.value) and name in str(error.value)
+    (tmp_path / "broken" / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(UsageError, match="config.json is damaged"):
         open_run(tmp_path / "broken")
     for name in ("checkpoints", "metrics.jsonl"):

@@ -87,6 +87,11 @@ class Checkpointer:
         """The newest finished step, or None."""
         return max(self.steps(), default=None)
 
+    def best_step(self):
+        """The finished step with the lowest finite `best_metric`, or None."""
+        scores = {step: self._score(step) for step in self.steps()}
+        return min((s for s in scores if scores[s] is not None), key=scores.get, default=None)
+
     # ---- saving ----------------------------------------------------------------------------------
 
     def save(self, step, state, data_state, meta, metrics=None, force=False):
@@ -221,7 +226,7 @@ class Checkpointer:
 
     def _score(self, step):
         """The step's best_metric, or None."""
-        saving, metrics = self._saving
+        saving, metrics = self._saving or (None, None)
         try:
             if step != saving:
                 metrics = files.read_manifest(self._root / str(step))["metrics"]

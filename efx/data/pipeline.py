@@ -154,6 +154,19 @@ class Data:
             )
         return self._packings[split]
 
+    def held_out_of(self):
+        """What the held-out split is, in words."""
+        c = self._config
+        if c.eval_source:
+            return f"all of config.data.eval_source={c.eval_source!r}"
+        if "shards" in self.origin["held_out"]:
+            return f"the shards for evaluation of config.data.source={c.source!r}"
+        how = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
+        if self.origin["of"] != self.origin["source"]:
+            how += ", as it was when the run began"
+        read = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
+        return f"the held-out part ({how}){read} of config.data.source={c.source!r}"
+
     def scored_tokens(self, split):
         """Number of targets with weight 1 in one pass over `split` ("train" or "eval")."""
         if self._config.packing:

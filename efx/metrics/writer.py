@@ -27,16 +27,22 @@ def read_metrics(workdir):
 
 
 def _rows(path):
-    """Yields (row, its first byte, the byte after it) for each complete line of a metrics file."""
+    """Yields (row, its first byte, the byte after it) for each complete line of a metrics file.
+
+    A last line that is no row is the write that was under way when the process died. It may well
+    end as a line does: a row that is extended is written over one that is there.
+    """
     with open(path, "rb") as file:
         offset = 0
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return  # the write that was under way when the process died
             try:
                 row = json.loads(line)
                 row["step"]
+                if not line.endswith(b"\n"):
+                    return
             except (ValueError, TypeError, KeyError) as error:
+                if not file.read(1):
+                    return
                 raise UsageError(
                     f"{path} line {number} is not a metrics row; delete that line to go on"
                 ) from error
@@ -53,11 +59,13 @@ class MetricsWriter:
       wandb: Weights & Biases project, or "" for none. The run id is kept in workdir/wandb_id, so a
         resumed run goes on in the same W&B run.
       run_name: name shown by W&B.
+      resume: False for a run that only has the folder of an earlier one: a new W&B run.
 
-    A context manager. Raises UsageError when a file cannot be written or an extra is missing.
+    A context manager. Nothing of what is there is changed before the first call. Raises UsageError
+    when a file cannot be written or an extra is missing.
     """
 
-    def __init__(self, workdir, *, tensorboard, wandb, run_name):
+    def __init__(self, workdir, *, tensorboard, wandb, run_name, resume=True):
         self._workdir = pathlib.Path(workdir)
         self._path = self._workdir / METRICS_FILE
         self._tensorboard = tensorboard
@@ -66,14 +74,19 @@ class MetricsWriter:
         self._wandb = None
         self._last = None  # (row, first byte) of the last line in the file
         self._size = 0  # bytes in the file
-        self._file = None  # descriptor of metrics.jsonl
-        if not is_primary():
+        self._file = None  # descriptor of metrics.jsonl; made at the first write if absent
+        self._ready = False  # whether it ends with the last row to keep
+        self._active = is_primary()
+        if not self._active:
             return
         with writing(self._path):
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._cut(math.inf)
+            if self._path.exists():
+                self._file = os.open(self._path, os.O_RDWR)
+                self._find(math.inf)
+            else:
+                os.stat(self._workdir)
         if wandb:
-            self._wandb = self._open_wandb(wandb, run_name)
+            self._wandb = self._open_wandb(wandb, run_name, resume)
 
     def __enter__(self):
         return self
@@ -87,6 +100,7 @@ class MetricsWriter:
         """Flushes and closes everything. A closed writer ignores further calls."""
         file, events, wandb = self._file, self._events, self._wandb
         self._file = self._events = self._wandb = None
+        self._active = False
         if file is not None:
             os.close(file)
         if wandb is not None:
@@ -98,22 +112,36 @@ class MetricsWriter:
     def truncate_after(self, step):
         """Drops what was written past `step`, so that a run resumed there has one line per step.
 
-        TensorBoard hides its events of later steps too. Call it before the first write.
+        Samples of later steps go too, and TensorBoard hides its events of them. Call it before the
+        first write.
         """
-        if self._file is None:
+        if not self._active:
             return
-        self._cut(step)
+        if self._path.exists():
+            self._find(step)
+        self._make_ready()
+        with writing(self._workdir / SAMPLES):
+            for path in (self._workdir / SAMPLES).glob("step_*.txt"):
+                number = path.stem.removeprefix("step_")
+                if number.isdecimal() and int(number) > step:
+                    path.unlink()
         self._purge_from = step + 1
 
-    def _cut(self, step):
-        """Cuts the file after the last complete line at or before `step`."""
+    def _find(self, step):
+        """Finds the end of the last complete line at or before `step`."""
         self._last, self._size = None, 0
         for row, start, end in _rows(self._path):
             if row["step"] > step:
                 break
             self._last, self._size = (row, start), end
+
+    def _make_ready(self):
+        """Makes metrics.jsonl, or cuts off what follows the last row to keep."""
         with writing(self._path):
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             os.ftruncate(self._file, self._size)
+        self._ready = True
 
     def write(self, step, scalars):
         """Adds {name: number} to the row of `step` and puts it on disk at once.
@@ -122,8 +150,10 @@ class MetricsWriter:
         with MetricsBuffer instead). A second call for the last step extends its line. Steps may not
         go back: ValueError, unless truncate_after() made room.
         """
-        if self._file is None:
+        if not self._active:
             return
+        if not self._ready:
+            self._make_ready()
         step = int(step)
         values = {name: as_number(value) for name, value in scalars.items()}
         row, start = {"step": step}, self._size
@@ -148,7 +178,7 @@ class MetricsWriter:
 
     def write_text(self, step, name, text):
         """Appends `text` under the heading `name` to samples/step_N.txt; also to TensorBoard."""
-        if self._file is None:
+        if not self._active:
             return
         path = self._workdir / SAMPLES / f"step_{int(step)}.txt"
         section = f"## {name}\n{text}\n"
@@ -165,7 +195,7 @@ class MetricsWriter:
             self._events = Events(self._workdir / TENSORBOARD, self._purge_from)
         return self._events
 
-    def _open_wandb(self, project, run_name):
+    def _open_wandb(self, project, run_name, resume):
         try:
             import wandb
         except ImportError as error:
@@ -174,7 +204,8 @@ class MetricsWriter:
                 ' or config.log.wandb=""'
             ) from error
         path = self._workdir / WANDB_ID_FILE
-        identity = path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        known = resume and path.is_file()
+        identity = path.read_text(encoding="utf-8").strip() if known else None
         try:
             run = wandb.init(
                 project=project,

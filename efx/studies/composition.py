@@ -133,23 +133,26 @@ class Study:
         """{domain: evaluation} of a run's newest checkpoint, on the held-out part of each."""
         from efx import inference
         from efx.checkpoint import files
+        from efx.data.cache import content_key
+        from efx.data.opened import Opened
         from efx.run_config import get_config
         from efx.runfolder import CHECKPOINTS
 
         store = self.folder / "evaluations.json"
         known = json.loads(store.read_text()) if store.exists() else {}
-        newest = files.finished_steps(files.as_root(self.path(name) / CHECKPOINTS))[-1]
+        root, found = files.as_root(self.path(name) / CHECKPOINTS), {}
+        newest = files.finished_steps(root)[-1]
+        weights = content_key(files.read_manifest(root / str(newest))["files"])
         for domain, source in self.domains.items():
-            key = f"{name} step {newest} on {domain}: {source}"
+            config = get_config(str(self.path(name)))
+            config.data.source = source
+            # By contents: a run or a text that was replaced under its name is evaluated anew.
+            key = f"{name} step {newest} on {domain}: {weights} {Opened(config.data).key()}"
             if key not in known:
-                config = get_config(str(self.path(name)))
-                config.data.source = source
                 known[key] = inference.evaluate(config, self.path(name))
                 write_atomic(store, json.dumps(known, indent=1) + "\n")
-        return {
-            domain: known[f"{name} step {newest} on {domain}: {source}"]
-            for domain, source in self.domains.items()
-        }
+            found[domain] = known[key]
+        return found
 
     def row(self, name):
         """One row of the table: held-out loss of each domain, their mean, experts a token."""
@@ -175,7 +178,7 @@ class Study:
             texts.append(b"".join(text for part, _, text in opened.pieces() if part == "train"))
         text = interleaved(texts).decode(errors="replace")
         # Drawn up each time: a file of other domains, or of what they once were, is not taken.
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
+        if not path.exists() or path.read_bytes() != text.encode():
             write_atomic(path, text)
         return f"text:{path}"
 

@@ -76,7 +76,9 @@ def expert_map(workdir, text=None, out=None, tokens=96):
             f"--workdir={workdir}: its experts choose nothing (config.adapter.experts="
             f"{config.adapter.experts!r}, routing={config.adapter.routing!r})"
         )
-    e, _, params, variables = inference.restore(config, workdir)
+    e, _, params, variables = inference.restore(
+        config, workdir, parts=("eval",) if text is None else ()
+    )
     if text is None:
         ids = next(iter(e.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
     else:

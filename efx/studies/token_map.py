@@ -129,7 +129,9 @@ def main(argv=None):
     try:
         out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
         config = run_config.get_config(arguments.workdir)
-        experiment, step, params, variables = restore(config, arguments.workdir, arguments.step)
+        experiment, step, params, variables = restore(
+            config, arguments.workdir, arguments.step, parts=("eval",) if arguments.text is None else ()
+        )
         tokenizer = experiment.data.tokenizer
         if arguments.text is None:
             ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
