@@ -129,7 +129,7 @@ def test_bad_files_are_one_line(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().endswith('{"step": 3}\n')  # left as it was
     with pytest.raises(UsageError, match="cannot read .*No such file"):
         read_metrics(tmp_path / "absent")
-    with pytest.raises(UsageError, match="cannot write .*metrics.jsonl: "):
+    with pytest.raises(UsageError, match="cannot write .*absent: "):
         make(tmp_path / "absent")
 
 

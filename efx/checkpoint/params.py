@@ -49,6 +49,7 @@ def restore_params(
     allow_unexpected="",
     rename=(),
     collection=("params",),
+    other_shapes="error",
     report=print,
 ):
     """Loads parameters alone, verified against the checksums.
@@ -65,6 +66,7 @@ def restore_params(
         gives the path to read instead. One array may be read into several places, so
         ("(block_\\\\d+)/expert_\\\\d+/(.*)", "\\\\1/mlp/\\\\2") copies one MLP into each expert.
       collection: path of the tree inside the saved state: its parameters, or ("variables",).
+      other_shapes: "leave": an array that has another shape there counts as missing.
       report: called with the ParamsDiff on process 0 if anything differs; None: not.
 
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
@@ -92,6 +94,11 @@ def restore_params(
     wanted = {"/".join(path): leaf for path, leaf in files.flatten(params).items()}
     source = {path: _renamed(path, rename) for path in wanted}
 
+    if other_shapes == "leave":
+        shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
+        for path, leaf in wanted.items():
+            if source[path] in stored and shapes[source[path]] != tuple(leaf.shape):
+                del stored[source[path]]
     missing = [path for path in wanted if source[path] not in stored]
     unexpected = sorted(stored.keys() - set(source.values()))
     _refuse(name, missing, allow_missing, "lacks", "allow_missing", source)

@@ -51,16 +51,39 @@ def start_from(state, config, model, report):
         report=lambda diff: report(f"starting from {c.run}: {diff}"),
     )
     origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params)}
-    variables = state.variables
-    if config.adapter.kind != "none":
-        # The base stays what it was, its running averages included.
-        variables, _ = restore_params(
-            root, variables, step=diff.step, collection=("variables",), report=None
-        )
+    variables = _averages(root, diff.step, state.variables, config, report)
     if config.adapter.experts:
         params = with_experts(params, config.adapter, c.run)
         report(f"experts: {', '.join(config.adapter.experts)}")
     return state.replace(params=params, variables=variables), origin
+
+
+def _averages(root, step, variables, config, report):
+    """Running averages (thresholds of routers) of the run that this one starts from.
+
+    What that run has not, or has in another shape, starts as in a new run; but the base of an
+    adapter stays what it was, so that it has to have them all.
+    """
+    if not variables:
+        return variables
+    lenient = config.adapter.kind == "none"
+    found, diff = restore_params(
+        root,
+        variables,
+        step=step,
+        collection=("variables",),
+        allow_missing=".*" if lenient else "",
+        allow_unexpected=".*" if lenient else "",
+        other_shapes="leave" if lenient else "error",
+        rename=[(f"state/(?:{here})", f"state/{there}") for here, there in config.init.rename],
+        report=None,
+    )
+    left = len(diff.missing)
+    report(
+        f"running averages: {diff.loaded} from {config.init.run}"
+        + (f", {left} as in a new run: {files.some(list(diff.missing))}" if left else "")
+    )
+    return found
 
 
 def _checkpoints(run, key):

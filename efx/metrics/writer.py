@@ -81,8 +81,8 @@ class MetricsWriter:
             return
         with writing(self._path):
             if self._path.exists():
-                self._file = os.open(self._path, os.O_RDWR)
                 self._find(math.inf)
+                self._file = os.open(self._path, os.O_RDWR)
             else:
                 os.stat(self._workdir)
         if wandb:

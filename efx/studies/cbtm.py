@@ -123,7 +123,7 @@ def finished(job):
     from efx.checkpoint import files
     from efx.train import MAY_DIFFER
 
-    if not (job.folder / runfolder.CONFIG_FILE).is_file():
+    if not runfolder.holds_result(job.folder):
         return False
     runfolder.check_config(job.folder, read_config_of(job).to_dict(), MAY_DIFFER)
     steps = files.finished_steps(files.as_root(job.folder / runfolder.CHECKPOINTS))

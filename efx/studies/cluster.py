@@ -21,38 +21,40 @@ from efx.data import clusters
 from efx.errors import UsageError
 
 # What may change without another clustering: nothing that the documents or their clusters come of.
-FIXED = r"(seed|data\.(source|split|eval_fraction|max_bytes|document_bytes|text_key)|cluster\..*)"
+_TEXT = "source|eval_source|withhold|split|eval_fraction|max_bytes|document_bytes|text_key"
+FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 
 def run(config, workdir, command_line=()):
     """Cluster, write, print; returns the facts of the table. Done already: prints them again."""
     clustering_lib.check(config.cluster)
     workdir = pathlib.Path(workdir)
-    read = Corpus(config.data)
-    folder = workdir / FOLDER
-    if not (folder / clusters.FILE).is_file():
-        texts = [document.text for document in read.train]
-        found, labels = clustering_lib.fit(texts, config.cluster, config.seed)
-        found.about = {"corpus": read.key, **found.about}
-        _open(config, workdir, command_line)
-        _write(folder, read, found, labels, config.cluster)
-    else:
-        _open(config, workdir, command_line)
-        if clusters.Documents.load(folder).corpus != read.key:
-            raise UsageError(
-                f"{folder} is a clustering of documents that config.data no longer names (have the"
-                " files changed?); use another --workdir"
-            )
+    with runfolder.Lock(workdir) as lock:
+        launch = runfolder.open_run(
+            workdir,
+            config.to_dict(),
+            command_line=list(command_line),
+            may_differ=[rf"(?!{FIXED}$).*"],
+        )
+        read = Corpus(config.data)
+        folder = workdir / FOLDER
+        if not (folder / clusters.FILE).is_file():
+            texts = [document.text for document in read.train]
+            found, labels = clustering_lib.fit(texts, config.cluster, config.seed)
+            found.about = {"corpus": read.key, **found.about}
+            lock.take()
+            launch.commit({})
+            _write(folder, read, found, labels, config.cluster)
+        else:
+            if clusters.Documents.load(folder).corpus != read.key:
+                raise UsageError(
+                    f"{folder} is a clustering of documents that config.data no longer names (have "
+                    "the files changed?); use another --workdir"
+                )
+            launch.commit({})
     print((folder / "table.md").read_text())
     print(f"clusters: {folder}, picture: {folder / 'clusters.png'}")
     return clustering_lib.Clustering.load(folder).about
-
-
-def _open(config, workdir, command_line):
-    may_differ = [rf"(?!{FIXED}$).*"]
-    runfolder.open_run(
-        workdir, config.to_dict(), command_line=list(command_line), may_differ=may_differ
-    )
 
 
 def _write(folder, read, found, labels, config):

@@ -33,6 +33,7 @@ from efx.runfolder import write_atomic, writing
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
+NOT_FINITE = 3  # exit status of a run that came to its end: a result too, if not a number
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
 
 
@@ -113,7 +114,9 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
     status, where = jobs_lib.run_main(
         f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
     )
-    if status:
+    if status == NOT_FINITE:
+        print(f"-- {name}, seed {seed}: its end is not finite, as {where} says; going on", flush=True)
+    elif status:
         raise UsageError(
             f"the run {name!r} with seed {seed} ended with status {status}; "
             f"{where} says why. Start the sweep again to go on from here"
