@@ -91,6 +91,38 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     assert [json.loads(line)["loss"] for line in lines(tmp_path)] == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("last", [b'{"step": 3, "lo\n', b"\0\0\0\0\n", b"\0\0", b"7\n", b"\n"])
+def test_a_broken_last_line_stops_a_resume(tmp_path, last):
+    """Property: a last line that is no row is dropped, also one with an end: what was being
+    written over an older line, or what a crash of the machine left."""
+    with make(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 2.0})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(last)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    with make(tmp_path) as writer:
+        assert (tmp_path / "metrics.jsonl").read_bytes().endswith(last)  # looked at, not touched
+        writer.write(3, {"loss": 3.0})
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_samples_of_later_steps_stay_beside_those_of_the_resumed_run(tmp_path):
+    """Property: what was written past the step that a run goes on from is gone, samples too."""
+    with make(tmp_path) as writer:
+        for step in (2, 4):
+            writer.write(step, {"loss": 1.0})
+            writer.write_text(step, "sample 0", f"old {step}")
+        (tmp_path / "samples" / "notes.txt").write_text("mine")
+        (tmp_path / "samples" / "step_by_step.txt").write_text("mine")
+    with make(tmp_path) as writer:
+        writer.truncate_after(2)
+        writer.write_text(4, "sample 0", "new 4")
+    found = {path.name: path.read_text() for path in (tmp_path / "samples").iterdir()}
+    assert found == {"step_2.txt": "## sample 0\nold 2\n", "step_4.txt": "## sample 0\nnew 4\n",
+                     "notes.txt": "mine", "step_by_step.txt": "mine"}  # fmt: skip
+
+
 def test_kill_9_while_writing(tmp_path):
     script = """if True:
         import sys
@@ -108,12 +140,14 @@ def test_kill_9_while_writing(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
     )
-    assert process.stdout.readline() == b"go\n"
-    while (tmp_path / "metrics.jsonl").stat().st_size < 20_000:
-        assert process.poll() is None
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    try:
+        assert process.stdout.readline() == b"go\n"
+        while (tmp_path / "metrics.jsonl").stat().st_size < 20_000:
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     with make(tmp_path) as writer:
         rows = read_metrics(tmp_path)
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 100

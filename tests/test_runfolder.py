@@ -1,13 +1,17 @@
 """The run folder: its records, which config may go on in it, what a bad one says."""
 
+import contextlib
+import errno
 import json
 import os
+import platform
 import resource
 import subprocess
+import sys
 
 import jax
 import pytest
-from metrics_helpers import make, run_script
+from metrics_helpers import environment, make, run_script
 
 from efx import runfolder
 from efx.errors import UsageError
@@ -149,6 +153,145 @@ def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+# ---- what is written, and when -----------------------------------------------------------------
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_without_a_checkpoint_is_blocked(tmp_path):
+    """Property: only what cannot be had again binds a folder to a config."""
+    look(tmp_path).commit({"tokenizer.json": "old", "held_out.json": "old"}, origin={"run": "x"})
+    other = changed(model__depth=6)
+    assert look(tmp_path, other).is_new
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()  # killed in its first save
+    run = look(tmp_path, other)
+    run.commit({"tokenizer.json": "new", "held_out.json": None})
+    assert runfolder.load_config(tmp_path)["model"]["depth"] == 6
+    assert (tmp_path / "tokenizer.json").read_text() == "new"
+    assert not (tmp_path / "held_out.json").exists()
+    record = runfolder.recorded(tmp_path)
+    assert len(record["launches"]) == 1 and "origin" not in record
+    for name in ("checkpoints/3", "checkpoints/damaged_3", "clusters"):
+        (tmp_path / name).mkdir()
+        if name == "clusters":
+            (tmp_path / "clusters/documents.json").write_text("{}")
+        with pytest.raises(UsageError, match="holds a run of another config"):
+            look(tmp_path)
+        if name != "clusters":
+            (tmp_path / name).rmdir()
+
+
+def test_looking_writes(tmp_path):
+    """Property: a launch that fails after it has looked leaves the folder as it was."""
+    look(tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+    open_run(tmp_path / "run")
+    before = files_of(tmp_path)
+    assert look(tmp_path / "run", changed(steps=200)).changed == {"steps": [100, 200]}
+    assert files_of(tmp_path) == before
+
+
+def test_a_run_that_goes_on_keeps_its_files(tmp_path):
+    look(tmp_path).commit({"tokenizer.json": "first"}, text="a")
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
+    look(tmp_path).commit({"tokenizer.json": "second", "held_out.json": None}, text="b")
+    assert (tmp_path / "tokenizer.json").read_text() == "first"
+    assert runfolder.recorded(tmp_path)["text"] == "b"
+
+
+def test_a_tokenizer_or_split_that_was_replaced_is_taken(tmp_path):
+    """Property: what a run wrote down of its text is compared with what is there."""
+    origin = {"source": "s", "eval_source": None, "of": "s", "held_out": {"bytes": [1, 2]}}
+    held_out, text = runfolder.text_entries(origin)
+    files = {"tokenizer.json": "mine", "held_out.json": held_out}
+    look(tmp_path).commit(files, text=text, tokenizer=runfolder.checksum("mine"))
+    assert runfolder.saved_tokenizer(tmp_path) is None  # no run yet
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
+    assert runfolder.saved_tokenizer(tmp_path).read_text() == "mine"
+    assert runfolder.recorded_origin(tmp_path) == origin
+    for name, read in (("tokenizer.json", runfolder.saved_tokenizer),
+                       ("held_out.json", runfolder.recorded_origin)):  # fmt: skip
+        (tmp_path / name).write_text("other")
+        with pytest.raises(UsageError, match=name):
+            read(tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(UsageError, match=name):
+            read(tmp_path)
+
+
+# ---- the lock ----------------------------------------------------------------------------------
+
+HOLD = """if True:
+    import sys
+    from efx.runfolder import Lock
+    with Lock(sys.argv[1]) as lock:
+        lock.take()
+        print("locked", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_two_launches_in_one_folder(tmp_path):
+    """Property: the second is refused by name of the first, which kill -9 makes room for."""
+    folder = tmp_path / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=environment(),
+    )  # fmt: skip
+    try:
+        assert first.stdout.readline() == b"locked\n"
+        for take in (lambda: runfolder.Lock(folder).__enter__(),
+                     lambda: runfolder.Lock(folder).take()):  # fmt: skip
+            with pytest.raises(UsageError) as error:
+                take()
+            line = str(error.value)
+            assert f"in use by process {first.pid} on {platform.node()}" in line and "\n" not in line
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    with runfolder.Lock(folder), pytest.raises(UsageError, match=f"process {os.getpid()} on"):
+        runfolder.Lock(folder).take()
+    with runfolder.Lock(folder) as lock:
+        lock.take()  # no second time
+
+
+def test_a_lock_makes_no_folder_before_it_is_taken(tmp_path):
+    with runfolder.Lock(tmp_path / "run") as lock:
+        assert not (tmp_path / "run").exists()
+        lock.take()
+        assert (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with runfolder.Lock(tmp_path) as lock:
+        lock.take()
+    said = capsys.readouterr().err
+    assert said.count("cannot be locked") == 1 and str(tmp_path) in said and said.count("\n") == 1
+
+
+def test_process_0_takes_the_lock_for_all(tmp_path, monkeypatch):
+    """The others learn from it whether they may go on."""
+    from jax.experimental import multihost_utils
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    for answer in (0, -1):
+        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x, a=answer: a)
+        with contextlib.ExitStack() as stack:
+            if answer:
+                stack.enter_context(pytest.raises(UsageError, match="refused by process 0"))
+            runfolder.Lock(tmp_path).take()
+        assert not (tmp_path / ".lock").exists()
 
 
 def test_git_revision_is_of_efx_and_of_nothing_else(tmp_path):
