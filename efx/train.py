@@ -380,7 +380,7 @@ class _Run:
             which = "step" if skipped == 1 else f"{skipped} steps"
             return (
                 f"the loss or gradient of the last {which} was not finite and nothing was learnt"
-                f" there. The parameters are sound, those of step {self.step - skipped}, and the"
+                f" there. The parameters are finite, those of step {self.step - skipped}, and the"
                 f" held-out loss is {loss:.4f} nats"
             )
         if bool(jax.jit(_all_finite)(params)):
@@ -424,7 +424,7 @@ class _Run:
             best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
             advice = "; a lower config.optim.learning_rate may help, in another --workdir"
             if best is not None and best != self.step:
-                advice += f"; checkpoint {best} has the best {metric} (--mode=evaluate --step={best})"
+                advice += f"; the best {metric} is that of checkpoint {best} (--step={best})"
             raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
         if self.step == self.experiment.steps and "eval/loss" in row:
             self.progress.println(

@@ -1,4 +1,4 @@
-"""A text that changes between launches, and held-out text of its own: nothing leaks, nothing hidden."""
+"""A text that changes between launches, and held-out text of its own."""
 
 import logging
 import sys

@@ -249,8 +249,8 @@ def test_two_launches_in_one_folder(tmp_path):
                      lambda: runfolder.Lock(folder).take()):  # fmt: skip
             with pytest.raises(UsageError) as error:
                 take()
-            line = str(error.value)
-            assert f"in use by process {first.pid} on {platform.node()}" in line and "\n" not in line
+            said = f"in use by process {first.pid} on {platform.node()}"
+            assert said in str(error.value) and "\n" not in str(error.value)
         assert first.poll() is None
     finally:
         first.kill()

@@ -115,7 +115,7 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
         f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
     )
     if status == NOT_FINITE:
-        print(f"-- {name}, seed {seed}: its end is not finite, as {where} says; going on", flush=True)
+        print(f"-- {name}, seed {seed}: not finite at its end; {where} says why", flush=True)
     elif status:
         raise UsageError(
             f"the run {name!r} with seed {seed} ended with status {status}; "

@@ -129,8 +129,9 @@ def main(argv=None):
     try:
         out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
         config = run_config.get_config(arguments.workdir)
+        parts = ("eval",) if arguments.text is None else ()
         experiment, step, params, variables = restore(
-            config, arguments.workdir, arguments.step, parts=("eval",) if arguments.text is None else ()
+            config, arguments.workdir, arguments.step, parts
         )
         tokenizer = experiment.data.tokenizer
         if arguments.text is None:
