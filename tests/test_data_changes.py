@@ -244,6 +244,23 @@ def test_a_split_kept_over_any_growth(old, new, how, fraction):
         assert not set(after["train"]) & set(before["eval"])
 
 
+def test_a_text_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    """What is kept under a hash is what was hashed."""
+    letters = write_letters(tmp_path)
+    config = make_config(f"text:{letters}", tmp_path)
+    real = sources.TextFiles.documents
+
+    def replaced(self):
+        yield from real(self)
+        letters.write_text(letters.read_text().upper())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.TextFiles, "documents", replaced)
+        usage_error("changed while it was read", config_data=config)
+    letters.write_text(letters.read_text().lower())
+    assert open_data(config).train_tokens == 300
+
+
 # ---- a held-out text of its own ------------------------------------------------------------------
 
 

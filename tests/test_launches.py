@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import common
-from efx import inference, main, runfolder, train
+from efx import experiment, inference, main, runfolder, train
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -157,6 +157,22 @@ def test_a_run_with_an_official_test_file(trained, tmp_path):
     assert row["eval/tokens"] == 359 and not (tmp_path / "run" / "held_out.json").exists()
     text.write_text("held out\n" * 41)
     refused(config, tmp_path / "run", "config.data.eval_source=", "is not the text that")
+
+
+def test_hosts_with_different_texts_train_on_both(monkeypatch):
+    """Property: processes that hold out different text are told before anything is trained."""
+    from jax.experimental import multihost_utils
+
+    data = types.SimpleNamespace(fingerprint="00" * 15 + "07")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for other, same in ((0, True), (1, False)):
+        monkeypatch.setattr(multihost_utils, "process_allgather",
+                            lambda x, other=other: np.stack([x, x + np.uint32(other)]))  # fmt: skip
+        if same:
+            experiment._same_everywhere(data)
+        else:
+            with pytest.raises(UsageError, match="the processes have different texts"):
+                experiment._same_everywhere(data)
 
 
 # ---- failing, and what it leaves behind ----------------------------------------------------------

@@ -34,6 +34,9 @@ def evaluate(config, workdir, step=None):
     result = evaluate_ensemble(ensemble, Corpus(config.data), config, others)
     write(workdir, result)
     print(markdown(result))
+    tokens, most = next(iter(result.values()))["tokens"], config.evaluate.max_batches
+    part = f"{most} batches (config.evaluate.max_batches) of " if most else ""
+    print(f"scored: {part}the held-out documents of {config.data.source!r}: {tokens:,} tokens")
     return result
 
 

@@ -4,8 +4,6 @@ There are two of them: `source`, and `eval_source` if the held-out split is a te
 holds documents (`sources`) or tokens (`shards`).
 """
 
-import functools
-
 from efx.data import clusters, corpus, shards, sources, split, tokenizers
 from efx.data.cache import cache_root, content_key, remember
 from efx.data.corpus import PARTS
@@ -91,16 +89,23 @@ class Opened:
             decision = self.source.decide(c.split, c.eval_fraction)
         else:
             key = content_key("split", identity, c.split, c.eval_fraction)
-            decide = functools.partial(split.decide, self.source, c.split, c.eval_fraction)
-            decision = remember(self._root, key, decide)
+            decision = remember(self._root, key, self._decide)
         return {"of": identity, "held_out": decision}
+
+    def _decide(self):
+        decision = split.decide(self.source, self._config.split, self._config.eval_fraction)
+        self._check_at_rest("source")
+        return decision
 
     def pieces(self):
         """Yields ("train" or "eval", name, bytes) for every document or piece of one, in order."""
         if self.source:
             yield from self._of_source()
         if self.eval_source and not is_tokens(self.eval_source):
-            yield from split.whole(self.eval_source, "eval")
+            yield from self._of_eval_source()
+
+    def _of_eval_source(self):
+        return self._at_rest("eval_source", split.whole(self.eval_source, "eval"))
 
     def _of_source(self):
         decision = self.origin["held_out"]
@@ -112,7 +117,18 @@ class Opened:
             found = (piece for piece in found if piece[0] == "train")
             if not is_tokens(self.eval_source):
                 found = split.without(found, self.source.name, self.eval_source)
-        return self.members.pick(found) if self.members else found
+        found = self.members.pick(found) if self.members else found
+        return self._at_rest("source", found)
+
+    def _at_rest(self, key, pieces):
+        """`pieces`; UsageError after the last if they are no longer those that were hashed."""
+        yield from pieces
+        self._check_at_rest(key)
+
+    def _check_at_rest(self, key):
+        one = getattr(self, key)
+        if one.identity() != self.origin[key]:
+            raise UsageError(f"{one.name} changed while it was read; start again when it rests")
 
     def key(self, part=""):
         """Hash of all that `pieces` depends on; of what is held out alone with part="eval"."""
@@ -146,10 +162,8 @@ class Opened:
         if is_tokens(self.eval_source):
             found["eval"] = self.eval_source.whole()
         elif self.eval_source:
-            pieces = functools.partial(split.whole, self.eval_source, "eval")
-            found |= corpus.load_corpus(
-                self.eval_source.name, self.key("eval"), pieces, tokenizer, self._root, ("eval",)
-            )
+            name, key, pieces = self.eval_source.name, self.key("eval"), self._of_eval_source
+            found |= corpus.load_corpus(name, key, pieces, tokenizer, self._root, ("eval",))
         return found
 
 
