@@ -141,7 +141,7 @@ class Run:
         new run keeps nothing of what an earlier one without a checkpoint may have written there.
         With several processes all of them call this; process 0 alone writes.
         """
-        _on_primary(self.path, lambda: self._commit(files, entries))
+        on_primary(self.path, lambda: self._commit(files, entries))
 
     def _commit(self, files, entries):
         launch = describe_launch(self.command_line)
@@ -180,18 +180,18 @@ def open_run(workdir, config, *, command_line, may_differ=()):
     With several processes all of them call this; process 0 alone looks.
     """
     config = json.loads(json.dumps(config, default=_plain))
-    looked = _on_primary(workdir, lambda: int(_is_new(workdir)))
+    looked = on_primary(workdir, lambda: int(_is_new(workdir)))
     folder, changed = pathlib.Path(workdir), {}
     if not looked:
 
         def check():
             changed.update(_check_same(workdir, load_config(workdir), config, may_differ))
 
-        _on_primary(workdir, check)
+        on_primary(workdir, check)
     return Run(folder, bool(looked), changed, config, tuple(command_line))
 
 
-def _on_primary(workdir, act):
+def on_primary(workdir, act):
     """`act()`, an int or None, of process 0, on every process; all fail where it fails."""
     import jax
 
@@ -252,7 +252,7 @@ class Lock:
         self._folder, self._file = pathlib.Path(workdir), None
 
     def __enter__(self):
-        _on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
+        on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
         return self
 
     def __exit__(self, kind, error, trace):
@@ -262,7 +262,7 @@ class Lock:
 
     def take(self):
         """Takes the lock if that was not done yet; makes the folder if it is absent."""
-        _on_primary(self._folder, self._take)
+        on_primary(self._folder, self._take)
 
     def _take(self):
         if self._file is not None:
@@ -303,7 +303,7 @@ def check_config(workdir, config, may_differ=()):
 
 
 def recorded(workdir):
-    """run.json as a dict: `launches`, and what else was put there by `record`; {} without one."""
+    """run.json as a dict: `launches`, and what else `Run.commit` put there; {} without one."""
     path = pathlib.Path(workdir) / RUN_FILE
     return _read_json(path) if path.is_file() else {}
 

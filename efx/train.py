@@ -131,15 +131,20 @@ class _Run:
                 " again"
             )
         c, data = self.config.log, self.data
-        self.writer = files.enter_context(
-            MetricsWriter(
+
+        def open_metrics():
+            writer = MetricsWriter(
                 self.workdir,
                 tensorboard=c.tensorboard,
                 wandb=c.wandb,
                 run_name=self.workdir.name,
                 resume=not run.is_new,
             )
-        )
+            self.writer = files.enter_context(writer)
+
+        if jax.process_index() != 0:
+            open_metrics()  # which writes nothing
+        runfolder.on_primary(self.workdir, open_metrics)
         entries = {"origin": origin} if origin else {}
         if data.members:
             entries["members"] = data.members.origin
@@ -155,6 +160,8 @@ class _Run:
 
     def _check_cluster(self):
         """A run on a cluster stays on it: the folder of a clustering may hold another one now."""
+        if self.run.is_new:
+            return
         here, before = self.data.members, runfolder.recorded(self.workdir).get("members")
         if here and before and here.origin != before:
             raise UsageError(
@@ -190,6 +197,8 @@ class _Run:
             iterator, origin = self._restore()
             self._commit(origin, files)
             self.progress.println(self._banner())
+            if e.data.origin["of"] != e.data.origin["source"]:  # not as a new run would split it
+                self.progress.println(f"held out: {e.data.held_out_of()}")
             if untrained:
                 return self._save_untrained(iterator)
             if self.step >= e.steps:
