@@ -54,6 +54,9 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
+        c, own = config.data, runfolder.load_config(workdir)["data"]["source"]
+        if not c.eval_source and c.source != own:
+            print(f"all of that text is scored with --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
             print(f"  {name:<44} {value:.6g}")
     return metrics
