@@ -296,6 +296,9 @@ def moe():
         slack=2.0,  # expert_choice: room of the causal decision, as a multiple of the capacity
         num_shared=0,  # experts that see every token, as one MLP of so many times the width
         num_noop=0,  # token_choice: experts that compute nothing
+        # token_choice: share of the choices that experts compute, by which FLOPs are counted; as
+        # measured, `eval/moe/computed_fraction`. If not given, as if all were equally liked.
+        computed_fraction=config_dict.placeholder(float),
     )
 
 
@@ -312,9 +315,13 @@ def depth_routing():
         capacity=config_dict.FieldReference(0.125, field_type=object),
         # ((f, c), ...): until the fraction f of the training steps, capacity c; then `capacity`.
         capacity_stages=(),
-        per="row",  # "document": top-k within each document of a packed row
+        # Of a packed row: training's top-k within each "document", or over the whole "row", where
+        # documents compete. Causal decisions and experts count capacity by document always.
+        per="document",
         gate="sigmoid",  # "identity" (the paper), "tanh", "one"
-        selection="topk",  # in training; "threshold"; "stochastic": the paper's negative control
+        # In training; "threshold"; or a control without a router: "stochastic" (the paper's: random
+        # tokens, others in each batch), "random_fixed" (random positions, the same ones always).
+        selection="topk",
         causal="aux_loss",  # decision for evaluation and sampling; "predictor", "threshold"
         also_train=(),  # further decisions, trained and evaluated beside it
         predictor_hidden=0,  # 0: width / 2

@@ -1,5 +1,7 @@
 """Held-out loss over the whole split, in nats and in bits per byte, for each way of routing."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -18,22 +20,26 @@ class Evaluator:
     A model that routes by depth is evaluated under the causal decision, which is what a sampler can
     do (`eval/loss`), under every other decision that is trained (`eval/loss_<decision>`) and under
     training's own selection, which may look ahead (`eval/loss_topk`); one with expert choice under
-    its causal decision and under training's selection.
+    its causal decision and under training's selection. A control of routing does in evaluation what
+    it does in training, with other random numbers: its `eval/loss` is both.
     """
 
     def __init__(self, model, config, data, mesh, rules):
         self._config, self._data = config.evaluate, data
         self._mesh, self._rules = mesh, rules
-        self._model, self._length = model, config.data.seq_len
+        self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
         routing = [spec.routing for spec in model.specs() if spec.routing is not None]
         self._routing = routing[0] if routing else None
+        moes = [block.moe for spec in model.specs() for block in spec.blocks]
+        self._moe = next((moe for moe in moes if moe is not None), None)
         selections = ("causal",)
-        if self._routing or _experts_look_ahead(model):
+        learned_routing = self._routing and not self._routing.control
+        if learned_routing or (self._moe and self._moe.looks_ahead):
             selections += ("train",)
         if self._routing:
             selections += self._routing.trained[1:]
         learned = model.dropout.learned
-        self._mask_changes = MaskChanges(model, mesh, rules) if learned else None
+        self._mask_changes = MaskChanges(model, mesh, rules, self._seed) if learned else None
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
@@ -58,7 +64,7 @@ class Evaluator:
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
         }
-        result |= _expert_rows(means, bytes_per_token)
+        result |= self._expert_rows(means, bytes_per_token)
         kinds = ("dropout/", "adapter/")
         result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith(kinds)}
         result |= self._computed(causal)
@@ -68,6 +74,12 @@ class Evaluator:
             result |= {f"eval/{name}": value for name, value in changes.items()}
         if not self._routing:
             return result
+        if self._routing.control:
+            result |= {
+                f"eval/{name}_{self._routing.selection}": result[f"eval/{name}"]
+                for name in ("loss", "bits_per_byte")
+            }
+            return result | self._routed("router", causal)
         first, *others = self._routing.trained
         for selection in ("train", *others):
             loss = means[selection]["loss"]
@@ -100,7 +112,11 @@ class Evaluator:
         for name, value in trained.items():
             if name.startswith(tuple(f"{prefix}/{key}" for key in AGREEMENT)):
                 rows[f"eval/{name}"] = value
-        key = f"{prefix}/decided_fraction"
+        return rows | self._routed(prefix, own)
+
+    def _routed(self, prefix, own):
+        """How many tokens are computed, and what that costs."""
+        rows, key = {}, f"{prefix}/decided_fraction"
         for tail in [name.removeprefix(key) for name in own if name.startswith(key)]:
             overflow = own[f"{prefix}/overflow_fraction{tail}"]
             rows[f"eval/{prefix}/routed_fraction{tail}"] = own[key + tail] - overflow
@@ -111,15 +127,48 @@ class Evaluator:
             if spec.routing is not None:
                 routed = rows[f"eval/{prefix}/routed_fraction/{name}"]
                 shares[i] = (routed, own[f"{prefix}/pairs_fraction/{name}"])
-        ledger = self._model.ledger(self._length, shares=shares)
+        ledger = self._measured(own).ledger(self._length, shares=shares)
         rows[f"eval/{prefix}/flops_per_token"] = ledger.nominal_per_token
+        return rows
+
+    def _measured(self, means):
+        """The model with the share of the choices that its experts were seen to compute."""
+        computed = means.get("moe/computed_fraction")
+        if computed is None or self._moe is None:
+            return self._model
+        moe = dataclasses.replace(self._moe, computed_fraction=min(max(computed, 1e-9), 1.0))
+        return self._model.clone(mlp=dataclasses.replace(self._model.mlp, moe=moe))
+
+    def _expert_rows(self, means, bytes_per_token):
+        """`eval/moe/...` under the causal decision; the loss under training's selection if it
+        differs; FLOPs by what experts computed, where nothing else changes how many tokens are.
+
+        As with routers, how well expert choice's decision predicts the selection that looks ahead
+        is asked where the latter decides what each router sees.
+        """
+        names = [name for name in means["causal"] if name.startswith("moe/")]
+        rows = {}
+        for name in names:
+            ahead = name.startswith("moe/accuracy")
+            rows[f"eval/{name}"] = means["train" if ahead else "causal"][name]
+        if "moe/computed_fraction" in names and self._moe:
+            rows["eval/moe/counted_fraction"] = self._moe.counted_fraction
+            if not self._routing:
+                ledger = self._measured(means["causal"]).ledger(self._length)
+                rows["eval/moe/flops_per_token"] = ledger.nominal_per_token
+        if names and "train" in means:
+            loss = means["train"]["loss"]
+            rows["eval/loss_topk"] = loss
+            rows["eval/bits_per_byte_topk"] = losses.bits_per_byte(loss, bytes_per_token)
         return rows
 
     def _run(self, step, params, variables):
         totals = []
         placed = sharding.batch_sharding(self._mesh, self._rules)
-        for batch in self._data.eval_batches(self._config.batch_size, self._config.max_batches):
-            totals.append(step(params, variables, sharding.place_batch(batch, placed)))
+        batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
+        for index, batch in enumerate(batches):
+            batch = sharding.place_batch(batch, placed)
+            totals.append(step(params, variables, batch, self._seed, np.uint32(index)))
             if len(totals) > 2:
                 totals[-3] = jax.device_get(totals[-3])  # two batches in flight, not the split
         totals = jax.device_get(totals)
@@ -128,29 +177,6 @@ class Evaluator:
         }
         tokens = sums.pop("weights")
         return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens}
-
-
-def _experts_look_ahead(model):
-    experts = [block.moe for spec in model.specs() for block in spec.blocks]
-    return any(moe is not None and moe.looks_ahead for moe in experts)
-
-
-def _expert_rows(means, bytes_per_token):
-    """`eval/moe/...` under the causal decision; the loss under training's selection if it differs.
-
-    As with routers, how well expert choice's decision predicts the selection that looks ahead is
-    asked where the latter decides what each router sees.
-    """
-    names = [name for name in means["causal"] if name.startswith("moe/")]
-    rows = {}
-    for name in names:
-        ahead = name.startswith("moe/accuracy")
-        rows[f"eval/{name}"] = means["train" if ahead else "causal"][name]
-    if names and "train" in means:
-        loss = means["train"]["loss"]
-        rows["eval/loss_topk"] = loss
-        rows["eval/bits_per_byte_topk"] = losses.bits_per_byte(loss, bytes_per_token)
-    return rows
 
 
 def describe(step, metrics):
@@ -167,12 +193,16 @@ def describe(step, metrics):
     if others:
         line += f" (causal routing; {others})"
     if "eval/router/accuracy" in metrics:
-        line += (
-            f"; decision accuracy {metrics['eval/router/accuracy']:.1%}, "
-            f"routed {metrics['eval/router/routed_fraction']:.1%}"
-        )
+        line += f"; decision accuracy {metrics['eval/router/accuracy']:.1%}"
+    if "eval/router/routed_fraction" in metrics:
+        line += f", routed {metrics['eval/router/routed_fraction']:.1%}"
     if "eval/moe/dropped_fraction" in metrics:
         line += f"; experts full for {metrics['eval/moe/dropped_fraction']:.1%}"
+    if "eval/moe/counted_fraction" in metrics:
+        line += (
+            f", computed {metrics['eval/moe/computed_fraction']:.1%} of the choices (counted as "
+            f"{metrics['eval/moe/counted_fraction']:.1%})"
+        )
     if "eval/adapter/experts_per_token" in metrics:
         line += f"; {metrics['eval/adapter/experts_per_token']:.2f} experts a token"
     if "eval/dropout/kept" in metrics:

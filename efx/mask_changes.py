@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from efx import sharding
-from efx.step import by_layer
+from efx.step import by_layer, evaluation_keys
 
 
 class MaskChanges:
@@ -12,12 +12,12 @@ class MaskChanges:
 
     Entries of padding, and of places that a routed block left empty either time, do not count. The
     masks of the last call stay on the devices: one byte an entry, one row for each shard of the
-    batch.
+    batch. Places that a stochastic control draws are those of the first batch of an evaluation.
     """
 
-    def __init__(self, model, mesh, rules):
+    def __init__(self, model, mesh, rules, seed):
         self._mesh, self._rules = mesh, rules
-        self._masks = jax.jit(lambda *arguments: _masks(model, *arguments))
+        self._masks = jax.jit(lambda *arguments: _masks(model, seed, *arguments))
         self._changes = jax.jit(lambda old, new: by_layer(_changes(model, old, new), model))
         self._last = None
 
@@ -38,13 +38,14 @@ class MaskChanges:
         return {name: float(x) for name, x in jax.device_get(self._changes(last, masks)).items()}
 
 
-def _masks(model, params, variables, batch):
+def _masks(model, seed, params, variables, batch):
     _, mutated = model.apply(
         {"params": params, **variables},
         batch["inputs"],
         batch.get("positions"),
         batch.get("segment_ids"),
         method="features",
+        rngs=evaluation_keys(seed, 0),
         mutable=("masks",),
     )
     return mutated["masks"]

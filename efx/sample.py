@@ -21,6 +21,7 @@ from efx.errors import UsageError
 
 PREFILL = 64  # tokens of a prompt that a call processes
 STREAM = 16  # tokens that a call of the decode loop makes before they are shown
+PLACES = np.uint32(2**32 - 1)  # in the place of a token's number, of which there are never so many
 
 
 class Sampler:
@@ -64,7 +65,8 @@ class Sampler:
         """Yields lists (one a row) of new token ids, up to `STREAM` at a time.
 
         The random numbers of a row are a function of its seed and of how many tokens it has made:
-        a row's text is the same alone and in any batch (but for rounding).
+        a row's text is the same alone and in any batch (but for rounding, and for a stochastic
+        control of routing, whose places are drawn for the batch, by the seed of its first row).
 
         Args:
           variables: {"params": ...}, and "state" where the model has one.
@@ -129,9 +131,9 @@ class _Program:
         return jax.tree.map(empty, cache, self.start()[0])
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def prefill(self, variables, cache, logits_BV, tokens_BT, positions_BT):
+    def prefill(self, variables, cache, logits_BV, tokens_BT, positions_BT, seed):
         """Read tokens; the logits of a row that has none among them stay."""
-        x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT)
+        x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
         last_BD = jax.vmap(lambda x, i: x[i])(x_BTD, jnp.maximum(count_B - 1, 0))
         return cache, jnp.where((count_B > 0)[:, None], self._logits(variables, last_BD), logits_BV)
@@ -160,7 +162,9 @@ class _Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
-            x_BTD, cache = self._features(variables, cache, token_B[:, None], positions_B[:, None])
+            x_BTD, cache = self._features(
+                variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
+            )
             logits_BV = self._logits(variables, x_BTD[:, 0])
             return step + 1, cache, logits_BV, length_B + ~done_B, out_BN, count_B, done_B
 
@@ -168,10 +172,14 @@ class _Program:
         step, *state = jax.lax.while_loop(running, body, state)
         return *state, step
 
-    def _features(self, variables, cache, tokens_BT, positions_BT):
+    def _features(self, variables, cache, tokens_BT, positions_BT, seed):
         variables = {**variables, "cache": cache}
         options = dict(
-            decode=True, cache_size=self.cache_size, mutable=["cache"], method="features"
+            decode=True,
+            cache_size=self.cache_size,
+            mutable=["cache"],
+            method="features",
+            rngs={"routing": jax.random.fold_in(jax.random.key(seed), PLACES)},
         )
         x_BTD, state = self.model.apply(variables, tokens_BT, positions_BT, **options)
         return x_BTD, state["cache"]
@@ -213,7 +221,7 @@ class _Run:
             part = slice(t, t + PREFILL)
             self.cache, self.logits_BV = self._call(
                 self.program.prefill, self.variables, self.cache, self.logits_BV,
-                tokens_BT[:, part], positions_BT[:, part],
+                tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.logits_BV)
 

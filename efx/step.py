@@ -1,15 +1,18 @@
 """One step of training and of evaluation, as pure functions: no I/O, no clock, no global state.
 
-Randomness is a function of (seed, step, micro-batch): nothing random is stored, so a resumed run
-draws what the uninterrupted one would have drawn.
+Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, batch): nothing
+random is stored, so a resumed run draws what the uninterrupted one would have drawn.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import struct
 
 from efx import losses, models, optim, sharding
+
+EVALUATION = np.uint32(2**32 - 1)  # in the place of a step, of which there are never so many
 
 
 @struct.dataclass
@@ -224,16 +227,26 @@ def _forward(model, params, variables, batch, keys, config, *, train, groups, z_
     return sums, mutated
 
 
+def evaluation_keys(seed, index):
+    """Keys of batch number `index` of an evaluation, as `rngs` of a model: what training draws
+    afresh for every batch (places of stochastic routing) is drawn here too, and the same ones at
+    every evaluation."""
+    key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
+    return {"routing": jax.random.fold_in(key, index)}
+
+
 def make_eval_step(model, config, *, groups=1):
-    """eval_step(params, variables, batch) -> {"loss", "correct", "weights", statistics: sums}.
+    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights",
+    statistics: sums}; `index` is the number of the batch.
 
     Losses are sums over tokens; statistics are means, weighted by the batch's scored tokens, so
     that sums over batches divided by the sum of "weights" are means over the split.
     """
 
-    def eval_step(params, variables, batch):
+    def eval_step(params, variables, batch, seed, index):
+        keys = evaluation_keys(seed, index)
         sums, mutated = _forward(
-            model, params, variables, batch, {}, config, train=False, groups=groups, z_loss=0.0
+            model, params, variables, batch, keys, config, train=False, groups=groups, z_loss=0.0
         )
         result = {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights}
         for name, value in by_layer(mutated["stats"], model).items():

@@ -100,8 +100,11 @@ FAMILIES = {
         "preset": "gpt2", "depth_routing.blocks": (0, 1), "depth_routing.gate": "identity",
         "depth_routing.capacity": (0.25, 0.75),
     }),
-    "mod_stochastic": _mod(looks_ahead=False, **{
+    "mod_stochastic": _mod(looks_ahead=False, losses=(), **{
         "depth_routing.selection": "stochastic",
+    }),
+    "mod_random_fixed": _mod(looks_ahead=False, losses=(), **{
+        "depth_routing.selection": "random_fixed", "depth_routing.every": 1,
     }),
     "mod_predictor": _mod(losses=("predictor_bce", "router_bce"), **{
         "depth_routing.causal": "predictor", "depth_routing.also_train": ("aux_loss",),
@@ -358,11 +361,18 @@ def jit(function, **options):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
+def keys(seed=0):
+    """`rngs` of a forward pass; a stochastic control has none of its own."""
+    return {"routing": jax.random.key(seed)}
+
+
 @functools.cache
 def forward(name, selection="causal"):
     """Compiled (params, tokens) -> logits; `selection="train"` chooses tokens as training does."""
     model, state = build(name).clone(selection=selection), state_of(name)
-    return jit(lambda params, tokens_BT: model.apply({"params": params, **state}, tokens_BT))
+    return jit(
+        lambda params, tokens_BT: model.apply({"params": params, **state}, tokens_BT, rngs=keys())
+    )
 
 
 def logits_of(name, tokens_BT, selection="causal"):
@@ -375,7 +385,9 @@ def loss_fn(model):
     state = random_state(model)
 
     def loss(params, tokens_BT):
-        logits, sown = model.apply({"params": params, **state}, tokens_BT, mutable=["losses"])
+        logits, sown = model.apply(
+            {"params": params, **state}, tokens_BT, mutable=["losses"], rngs=keys()
+        )
         targets_BT = jnp.roll(tokens_BT, -1, axis=1)
         sums = losses.cross_entropy(logits, targets_BT, jnp.ones(targets_BT.shape))
         extra = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(sown))

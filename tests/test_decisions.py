@@ -42,10 +42,15 @@ def test_quantile_by_hand():
     assert routing.quantile(scores_BT, 0.5, jnp.zeros_like(valid_BT)) == 0
 
 
+def by_document(fraction, segments_BT):
+    info = TokenInfo(jnp.arange(segments_BT.shape[1])[None], segments_BT)
+    return routing.Budget(fraction, segments_BT.shape[1], info.documents())
+
+
 def test_topk_by_document_by_hand():
     scores_BT = jnp.array([[1.0, 2, 3, 4, 9, 8, 7, 6], [1.0, 2, 3, 4, 5, 6, 7, 8]])
     segments_BT = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 0, 0]])
-    plan = routing.topk_plan_by_document(scores_BT, 0.5, 4, segments_BT, segments_BT > 0)
+    plan = by_document(0.5, segments_BT).top(scores_BT, segments_BT > 0)
     # Two of each document of row 0; three of six of row 1; padding takes nothing.
     np.testing.assert_array_equal(plan.indices_BC[0], [2, 3, 4, 5])
     np.testing.assert_array_equal(plan.indices_BC[1][:3], [3, 4, 5])
@@ -56,7 +61,7 @@ def test_documents_of_a_row_share_its_places_to_the_last():
     """However the row is cut up, its documents get ceil(c T) places in all, each its share."""
     rng = np.random.default_rng(0)
     length, fraction = 48, 0.25
-    cut = jax.jit(lambda s, d: routing.topk_plan_by_document(s, fraction, 12, d, d > 0))
+    cut = jax.jit(lambda s, d: by_document(fraction, d).top(s, d > 0))
     for _ in range(20):
         starts_T = rng.random(length) < 0.2
         segments_T = np.cumsum(starts_T) + 1
@@ -266,7 +271,8 @@ def test_skipped_tokens_take_the_light_path():
 def test_statistics_by_hand():
     decided_BT = jnp.array([[1, 1, 1, 0], [0, 0, 0, 1]], bool)
     target_BT = jnp.array([[1, 0, 0, 1], [0, 0, 1, 1]], bool)
-    got = decisions.statistics(decided_BT, target_BT, None, room=2)
+    run_BT = jnp.array([[1, 1, 0, 0], [0, 0, 0, 1]], bool)  # room for two
+    got = decisions.statistics(decided_BT, run_BT, target_BT, None)
     expected = {
         "accuracy": 4 / 8, "precision": 2 / 4, "recall": 2 / 4, "decided_fraction": 4 / 8,
         "overflow_fraction": 1 / 8,

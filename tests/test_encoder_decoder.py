@@ -441,7 +441,7 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
     params, tokens_BT = families.random_params(model), families.tokens()
     config = common.base()
     batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
-    result = make_eval_step(model, config)(params, {}, batch)
+    result = make_eval_step(model, config)(params, {}, batch, 0, 0)
     assert "moe/dropped_fraction" in result and np.isfinite(result["loss"])
 
 

@@ -28,7 +28,7 @@ def test_routed_latents_are_counted_as_the_decoders():
     tokens_BT = families.tokens(length=29)
     batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
     params = variables.pop("params")
-    result = families.jit(make_eval_step(model, common.base()))(params, variables, batch)
+    result = families.jit(make_eval_step(model, common.base()))(params, variables, batch, 0, 0)
     for i in range(3):
         assert 0 <= result[f"router/decided_fraction/block_{i}"] <= result["weights"]
     none, whole = (model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal

@@ -26,7 +26,7 @@ from efx.layers.moe import MoE
 B, T, D, F = 3, 20, 12, 10
 DEFAULT = moe_config.MoEConfig(
     every=1, num_experts=4, expert_hidden=0, router="token_choice", top_k=2, renormalise=True,
-    capacity_factor=1.0, capacity=0.3, slack=1.0, num_shared=0, num_noop=0,
+    capacity_factor=1.0, capacity=0.3, slack=1.0, num_shared=0, num_noop=0, computed_fraction=None,
 )
 
 
@@ -123,6 +123,7 @@ def token_choice(c, params, x_BTD, valid_BT, activation="swiglu"):
         "moe/entropy": np.mean(entropy),
         "moe/max_load": choices * share_E[: c.num_experts].max(),
         "moe/noop_fraction": share_E[c.num_experts :].sum(),
+        "moe/computed_fraction": 1 - share_E[c.num_experts :].sum() - dropped / (c.top_k * tokens),
     }
 
 

@@ -192,7 +192,7 @@ def np_layer(x_TD, p, spec, routed_T, positions_T, gate):
     h = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
     a = np_attention(h, p["attention"], b, positions_T, visible_TS)
     delta = a + np_mlp(norm(x_TD + a, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.activation)
-    gate_T = GATES[gate](x_TD @ p["router"])
+    gate_T = GATES[gate](x_TD @ p["router"] if "router" in p else x_TD[:, 0])
     return np.where(routed_T[:, None], x_TD + gate_T[:, None] * delta, x_TD)
 
 

@@ -19,6 +19,7 @@ from efx import runfolder, sharding
 from efx.compose.members import restore
 from efx.errors import UsageError
 from efx.models import ensemble as mixtures
+from efx.step import evaluation_keys
 
 FILE = "evaluation"
 
@@ -84,12 +85,13 @@ def log_probs(restored, batch, rows_at_once):
     model = e.model.clone(selection="causal")
 
     @jax.jit
-    def step(params, variables, batch):
+    def step(params, variables, batch, index):
         logits_BTV = model.apply(
             {"params": params, **variables},
             batch["inputs"],
             batch["positions"],
             batch["segment_ids"],
+            rngs=evaluation_keys(e.config.seed, index),
         ).astype(jnp.float32)
         column_BTV = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2)
         hit_BTV = column_BTV == batch["targets"][..., None]
@@ -101,7 +103,8 @@ def log_probs(restored, batch, rows_at_once):
         placed = sharding.batch_sharding(e.mesh, e.rules)
         for i in range(0, len(batch["inputs"]), rows_at_once):
             rows = {name: x[i : i + rows_at_once] for name, x in batch.items()}
-            found.append(step(params, variables, sharding.place_batch(rows, placed)))
+            rows = sharding.place_batch(rows, placed)
+            found.append(step(params, variables, rows, np.uint32(i // rows_at_once)))
             if len(found) > 2:
                 found[-3] = np.asarray(found[-3])
     return np.concatenate([np.asarray(x) for x in found])

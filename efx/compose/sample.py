@@ -90,7 +90,7 @@ class _Run:
             if j not in self.experts:
                 text = self.text[self.begin :]
                 own = self.variables[j]
-                self.experts[j] = _Expert(sampler._program, sampler.model, own, text)
+                self.experts[j] = _Expert(sampler._program, sampler.model, own, text, self.seed)
         self.seconds["prefill"] += time.perf_counter() - clock
 
     def _leave(self, numbers):
@@ -141,7 +141,7 @@ class _Run:
 class _Expert:
     """An expert in use: its parameters on the device, its cache, its logits of the next token."""
 
-    def __init__(self, program, model, variables, ids):
+    def __init__(self, program, model, variables, ids, seed):
         self.variables = models.unroll_variables(model, jax.tree.map(jnp.asarray, variables))
         self.cache, self.logits_BV = program.start()
         for t in range(0, len(ids), PREFILL):
@@ -151,7 +151,7 @@ class _Expert:
             tokens_BT[0, : len(part)] = part
             positions_BT[0, : len(part)] = t + np.arange(len(part))
             self.cache, self.logits_BV = program.prefill(
-                self.variables, self.cache, self.logits_BV, tokens_BT, positions_BT
+                self.variables, self.cache, self.logits_BV, tokens_BT, positions_BT, seed
             )
 
     def dropped(self):
@@ -189,7 +189,7 @@ class _Mixture:
             fits = ~done & (length_B < program.cache_size)
             positions_BT = jnp.where(fits, length_B, -1)[:, None]
             read = [
-                program._features(own, cache, token_B[:, None], positions_BT)
+                program._features(own, cache, token_B[:, None], positions_BT, seed)
                 for own, cache in zip(variables, caches, strict=True)
             ]
             caches = tuple(cache for _, cache in read)

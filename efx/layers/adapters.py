@@ -69,10 +69,14 @@ class AdapterConfig:
     def looks_ahead(self):
         return bool(self.experts) and self.routing == "inclusion"
 
+    def budget(self, length, selection, documents=None):
+        """Inclusion: `routing.Budget` of an expert."""
+        fraction = self.capacity if selection == "train" else self.capacity * self.slack
+        return routing.Budget(min(1.0, fraction), length, documents)
+
     def places(self, length, selection):
         """Inclusion: tokens of a sequence that an expert has room for."""
-        c = self.capacity if selection == "train" else self.capacity * self.slack
-        return routing.capacity(min(1.0, c), length)
+        return self.budget(length, selection).size
 
 
 def check(c):
@@ -141,7 +145,8 @@ class Adapter(nn.Module):
         Mixture-of-Depths (arXiv 2404.02258): with r = v.u + b, an expert computes the C tokens of
         a sequence with the largest r in training, and those with r > 0, at most `slack` times as
         many in order of time, in evaluation and sampling; w_e = sigmoid(r). The loss
-        `inclusion_bce` makes the two agree.
+        `inclusion_bce` makes the two agree. Each document of a packed row has its own share of the
+        places.
 
     Sows into `stats`: experts_per_token, usage of each expert (share of the tokens), and for
     `topk` effective_experts = exp(entropy of w), for `inclusion` dropped_fraction, the choices of
@@ -241,9 +246,10 @@ class Adapter(nn.Module):
         def selected(plan):
             return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
 
-        size = c.places(length, "train")
-        top = plans(routing.topk_plan, jax.lax.stop_gradient(logits_BTE), size, valid_BT)
-        plan = plans(routing.first_plan, wanted_BTE, c.places(length, "causal"))
+        documents = info.documents()
+        ahead = c.budget(length, "train", documents)
+        top = plans(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
+        plan = plans(c.budget(length, "causal", documents).first, wanted_BTE)
         target_BTE = selected(top).astype(jnp.float32)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
         self.sow("losses", "inclusion_bce", _mean_over(valid_BT)(jnp.mean(bce_BTE, axis=-1)))

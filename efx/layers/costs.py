@@ -66,7 +66,8 @@ def routing_flops(b, r, length):
     token and kept for the skipped ones."""
     hidden = _predictor_width(b, r)
     predictor = flops.matmul(length, b.width, hidden) + flops.matmul(length, hidden, 1)
-    counted = {"router": flops.matmul(length, b.width, 1) + predictor}
+    router = 0 if r.control else flops.matmul(length, b.width, 1)
+    counted = {"router": router + predictor}
     if r.light_path:
         counted["light_path"] = _matrices(b) * flops.matmul(length, b.width, r.light_path)
     return counted
@@ -74,7 +75,7 @@ def routing_flops(b, r, length):
 
 def routing_params(b, r, norm):
     hidden = _predictor_width(b, r)
-    counted = {"router": b.width + hidden * (b.width + 1)}
+    counted = {"router": (0 if r.control else b.width) + hidden * (b.width + 1)}
     if r.light_path:
         bias = (_matrices(b) - 1) * r.light_path + b.width if b.use_bias else 0
         counted["light_path"] = norm + _matrices(b) * b.width * r.light_path + bias

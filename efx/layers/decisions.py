@@ -42,34 +42,44 @@ def cross_entropy(logit_BT, target_BT, valid_BT):
     return _mean(loss_BT, valid_BT)
 
 
-def statistics(decided_BT, target_BT, valid_BT, room, real_BT=None):
+def statistics(decided_BT, run_BT, target_BT, valid_BT, real_BT=None):
     """{name: scalar} of a decision, measured on all valid tokens of the batch.
 
-    accuracy, precision and recall against top-k; decided_fraction: tokens that it wants;
-    overflow_fraction: those of them that find no room; pairs_fraction: (query, key) pairs among
-    the tokens that are routed, of those among all tokens.
+    accuracy, precision and recall against top-k, and what `fractions` tells.
 
     Args:
       valid_BT: the tokens that the decision is about, or None: all.
-      real_BT: those that the two fractions are of, where these are more: the tokens of the
-        sequence, when only the survivors of an earlier decision are decided about. They compare
-        with the capacity, which is a share of the sequence too.
+      run_BT, real_BT: as in `fractions`; real_BT None: valid_BT.
     """
     decided, target = decided_BT.astype(jnp.float32), target_BT.astype(jnp.float32)
     both = _mean(decided * target, valid_BT)
     positives, wanted = _mean(decided, valid_BT), _mean(target, valid_BT)
-    length = decided_BT.shape[1]
-    real_BT = valid_BT if real_BT is None else real_BT
-    tokens = decided_BT.size if real_BT is None else jnp.maximum(jnp.sum(real_BT), 1)
-    share = positives if real_BT is valid_BT else jnp.sum(decided) / tokens
-    routed_B = jnp.minimum(jnp.sum(decided, axis=1), room)
-    pairs = jnp.mean(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
     return {
         "accuracy": 1.0 - positives - wanted + 2.0 * both,
         "precision": both / jnp.maximum(positives, 1e-9),
         "recall": both / jnp.maximum(wanted, 1e-9),
-        "decided_fraction": share,
-        "overflow_fraction": share - jnp.sum(routed_B) / tokens,
+        **fractions(decided_BT, run_BT, valid_BT if real_BT is None else real_BT),
+    }
+
+
+def fractions(decided_BT, run_BT, real_BT):
+    """{name: scalar} of what is chosen, however it was.
+
+    decided_fraction: tokens that are wanted; overflow_fraction: those of them that find no room;
+    pairs_fraction: (query, key) pairs among the tokens that are routed, of those among all tokens.
+
+    Args:
+      run_BT: those of the decided that are computed.
+      real_BT: the tokens of the sequence, or None: all. More than those decided about, when these
+        are the survivors of an earlier decision: the capacity is a share of the sequence too.
+    """
+    length = decided_BT.shape[1]
+    tokens = decided_BT.size if real_BT is None else jnp.maximum(jnp.sum(real_BT), 1)
+    routed_B = jnp.sum(run_BT, axis=1).astype(jnp.float32)
+    pairs = jnp.mean(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
+    return {
+        "decided_fraction": jnp.sum(decided_BT) / tokens,
+        "overflow_fraction": jnp.sum(decided_BT & ~run_BT) / tokens,
         "pairs_fraction": pairs,
     }
 

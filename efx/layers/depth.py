@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import decisions, routing
+from efx.layers import controls, decisions, routing
 from efx.layers.depth_config import GATES, DepthRoutingConfig
 
 
@@ -20,7 +20,7 @@ class DepthRouted(nn.Module):
 
     Sows the losses of its decisions (`router_bce`, `predictor_bce`) and, into `stats`, how well
     each decision agrees with top-k and how many tokens it routes. Where "threshold" is trained,
-    the collection `state` holds the running quantile.
+    the collection `state` holds the running quantile; of a control that is drawn once, its seed.
 
     Attributes:
       make_block: constructor of the block, a module (x, info, context=None) -> increment.
@@ -44,14 +44,21 @@ class DepthRouted(nn.Module):
         else:
             self.block = self.shared
         width, trained = self.block.config.width, self.config.trained
-        # One router for each block, never shared, without bias. Starting at zero would make every
-        # score equal and the first selection the first C tokens.
-        self.router = self.param(
-            "router",
-            nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
-            (width,),
-            jnp.float32,
-        )
+        if not self.config.control:
+            # One router for each block, never shared, without bias. Starting at zero would make
+            # every score equal and the first selection the first C tokens.
+            self.router = self.param(
+                "router",
+                nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
+                (width,),
+                jnp.float32,
+            )
+        if self.config.selection in controls.BY_TOKEN:
+            self.seed = self.variable(
+                "state",
+                "seed",
+                lambda: jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS),
+            )
         if "predictor" in trained:
             self.predictor = decisions.Predictor(self.config.predictor_hidden or max(1, width // 2))
         if "threshold" in trained:
@@ -61,7 +68,9 @@ class DepthRouted(nn.Module):
             self.light = self.make_light()
 
     def scores(self, x_BTD):
-        """r [B, T] in float32, whatever the dtype of x."""
+        """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
+        if self.config.control:
+            return jnp.zeros(x_BTD.shape[:2], jnp.float32)
         return jnp.einsum(
             "BTD,D->BT", x_BTD.astype(jnp.float32), self.router, precision=jax.lax.Precision.HIGHEST
         )
@@ -73,53 +82,65 @@ class DepthRouted(nn.Module):
         """(x as described above, bool [B, T]: the tokens that were routed)."""
         if info.decode:
             return self._decode(x_BTD, info)
-        c = self.config
-        batch, length, _ = x_BTD.shape
+        c, batch = self.config, x_BTD.shape[0]
         score_BT = self.scores(x_BTD)
         real_BT = None if info.segment_ids_BT is None else info.segment_ids_BT > 0
         valid_BT = real_BT
         if info.alive_BT is not None:
             real_BT = jnp.ones_like(info.alive_BT) if real_BT is None else real_BT
             valid_BT = info.alive_BT & real_BT
-        top = self._topk(score_BT, valid_BT, info)
+        choose = self._control if c.control else self._choose
+        plan, budget = choose(x_BTD, score_BT, info, valid_BT, real_BT)
+        if "threshold" in c.trained and info.train and not self.is_initializing():
+            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
+        context = (x_BTD, info.full(batch)) if c.kv_for_skipped else None
+        delta_BCD = self.block(
+            routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch, budget), context
+        )
+        gate_BC = self._gate(routing.gather(score_BT, plan))
+        routed_BT = routing.selected(plan, x_BTD.shape[1])
+        start_BTD = self._add_light(x_BTD, ~routed_BT)
+        return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
+
+    def _choose(self, x_BTD, score_BT, info, valid_BT, real_BT):
+        """(plan of the tokens to compute, its budget); sows what there is to learn from it."""
+        c, length, documents = self.config, x_BTD.shape[1], info.documents()
+        competing = documents if c.per == "document" else None
+        ahead = routing.Budget(self.capacity, length, competing)
+        budget = c.budget(self.capacity, length, documents)
+        top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         decided_BT = {name: logit > 0 for name, logit in logit_BT.items()}
         if valid_BT is not None:
             decided_BT = {name: decided & valid_BT for name, decided in decided_BT.items()}
         target_BT = routing.selected(top, length)
-        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT)
-        room = c.room(self.capacity, length)
+        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT, budget)
         if info.selection != "train":
             name = c.causal if info.selection == "causal" else info.selection
-            plan = routing.first_plan(decided_BT[name], room)
-        elif c.selection == "threshold":
+            return budget.first(decided_BT[name]), budget
+        if c.selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
             chosen_BT = jnp.where(warm, decided_BT["threshold"], target_BT)
-            plan = routing.first_plan(chosen_BT, room)
-        else:
-            plan = top
-        if "threshold" in c.trained and info.train and not self.is_initializing():
-            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
-        context = (x_BTD, info.full(batch)) if c.kv_for_skipped else None
-        delta_BCD = self.block(
-            routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch), context
-        )
-        gate_BC = self._gate(routing.gather(score_BT, plan))
-        routed_BT = routing.selected(plan, length)
-        start_BTD = self._add_light(x_BTD, ~routed_BT)
-        return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
+            return budget.first(chosen_BT), budget
+        return top, routing.Budget(self.capacity, length, documents)
 
-    def _topk(self, score_BT, valid_BT, info):
-        size = routing.capacity(self.capacity, score_BT.shape[1])
-        score_BT = jax.lax.stop_gradient(score_BT)
-        if self.config.selection == "stochastic":
-            key = self.make_rng("routing") if self.has_rng("routing") else jax.random.key(0)
-            score_BT = jax.random.normal(key, score_BT.shape)
-        if self.config.per == "document" and info.segment_ids_BT is not None:
-            return routing.topk_plan_by_document(
-                score_BT, self.capacity, size, info.segment_ids_BT, valid_BT
-            )
-        return routing.topk_plan(score_BT, size, valid_BT)
+    def _control(self, x_BTD, score_BT, info, valid_BT, real_BT):
+        """The same by a control, which has nothing to learn."""
+        c, (batch, length, _) = self.config, x_BTD.shape
+        budget = c.budget(self.capacity, length, info.documents())
+        if c.selection == controls.STOCHASTIC:
+            plan = budget.top(controls.noise(self, batch, length), valid_BT)
+            wanted_BT = run_BT = routing.selected(plan, length)
+        else:
+            wanted_BT = jnp.broadcast_to(self._by_token(info), (batch, length))
+            wanted_BT = wanted_BT if valid_BT is None else wanted_BT & valid_BT
+            plan, run_BT = budget.first(wanted_BT), budget.fits(wanted_BT)
+        for key, value in decisions.fractions(wanted_BT, run_BT, real_BT).items():
+            self.sow("stats", f"router/{key}", value)
+        return plan, budget
+
+    def _by_token(self, info):
+        return controls.BY_TOKEN[self.config.selection](info, self.seed.value, self.capacity)
 
     def _logit(self, name, x_BTD, score_BT):
         """What a decision compares with 0."""
@@ -130,7 +151,7 @@ class DepthRouted(nn.Module):
         return score_BT
 
     def _gate(self, score):
-        return GATES["one" if self.config.selection == "stochastic" else self.config.gate](score)
+        return GATES["one" if self.config.control else self.config.gate](score)
 
     def _add_light(self, x_BTD, skipped_BT):
         """x with the light path's increment added to the tokens that are not routed."""
@@ -147,7 +168,7 @@ class DepthRouted(nn.Module):
         self.quantile.value = decay * self.quantile.value + (1.0 - decay) * new
         self.quantile_steps.value = steps + 1
 
-    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT):
+    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT, budget):
         """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
         come from row b alone. The sampling decision's go by "router", the others' by their name."""
         for name in self.config.trained:
@@ -157,9 +178,10 @@ class DepthRouted(nn.Module):
             if name in decisions.LOSSES:
                 loss = decisions.cross_entropy(logit, target_BT, valid_BT)
                 self.sow("losses", decisions.LOSSES[name], loss)
-            room = self.config.room(self.capacity, x_BTD.shape[1])
             prefix = "router" if name == self.config.causal else name
-            stats = decisions.statistics(decided_BT[name], target_BT, valid_BT, room, real_BT)
+            decided = decided_BT[name]
+            run_BT = budget.fits(decided)
+            stats = decisions.statistics(decided, run_BT, target_BT, valid_BT, real_BT)
             for key, value in stats.items():
                 self.sow("stats", f"{prefix}/{key}", value)
 
@@ -172,14 +194,12 @@ class DepthRouted(nn.Module):
         routed = self.variable("cache", "routed", jnp.zeros, (batch,), jnp.int32)
         overflow = self.variable("cache", "overflow", jnp.zeros, (batch,), jnp.int32)
         info = info.full(batch)
+        score_BT = self.scores(x_BTD)
+        wanted_BT = self._wanted(x_BTD, score_BT, info) & (info.positions_BT >= 0)
         if not c.kv_for_skipped:
             info = info.replace(cache_size=room)
-        score_BT = self.scores(x_BTD)
-        name = c.causal if info.selection in ("causal", "train") else info.selection
-        logit_BT = self._logit(name, x_BTD, score_BT)
         if self.is_initializing():
             return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
-        wanted_BT = (logit_BT > 0) & (info.positions_BT >= 0)
         if info.alive_BT is not None:
             wanted_BT, info = wanted_BT & info.alive_BT, info.replace(alive_BT=None)
         fits_BT = routed.value[:, None] + jnp.cumsum(wanted_BT, axis=1) <= room
@@ -199,6 +219,20 @@ class DepthRouted(nn.Module):
             gate_BC = routing.gather(gate_BT, plan)
             return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), run_BT
         return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info), run_BT
+
+    def _wanted(self, x_BTD, score_BT, info):
+        """Decoding: bool [B, T], the new tokens that are to be computed."""
+        c = self.config
+        if c.selection in controls.BY_TOKEN:
+            return self._by_token(info)
+        if c.selection == controls.STOCHASTIC:
+            # Places of the whole context, the same at each call with the same key.
+            size = info.cache_size
+            noise_BS = controls.noise(self, x_BTD.shape[0], size)
+            places_BS = routing.selected(c.budget(self.capacity, size).top(noise_BS), size)
+            return jax.vmap(lambda places, position: places[position])(places_BS, info.positions_BT)
+        name = c.causal if info.selection in ("causal", "train") else info.selection
+        return self._logit(name, x_BTD, score_BT) > 0
 
     def _decode_one(self, x_BTD, start_BTD, gate_BT, run_BT, info):
         """A single new token a row: the rows that want the block, a static number at a time.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from efx.errors import UsageError
 from efx.layers import routing
+from efx.layers.controls import CONTROLS
 from efx.layers.decisions import DECISIONS
 
 GATES = {
@@ -15,7 +16,7 @@ GATES = {
     "tanh": jnp.tanh,
     "one": jnp.ones_like,
 }
-SELECTIONS = ("topk", "threshold", "stochastic")
+SELECTIONS = ("topk", "threshold", *CONTROLS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,14 @@ class DepthRoutingConfig:
         compute; from one value c they are 1, c, c^2... A pass that computes all has no router.
       capacity_stages: ((f, c), ...): until the fraction f of the training steps the capacity is c;
         after the last stage, and whenever the model is not training, it is `capacity`.
-      per: top-k over each "row", or over each "document" of a packed row by itself.
+      per: of a packed row, training's top-k over each "document" by itself, or over the "row":
+        then documents compete, and what one holds decides which tokens of others are computed.
+        Causal decisions have room by document always, see `routing.Budget`.
       gate: g, one of `GATES`.
       selection: how tokens are chosen in training: "topk"; "threshold": as the causal decision of
-        that name, after `threshold_warmup` steps of top-k; or the negative control "stochastic"
-        (top-k of Gaussian noise, gate 1).
+        that name, after `threshold_warmup` steps of top-k; or one of `controls.CONTROLS`, which
+        have neither router nor gate nor a decision to train: `causal` and `also_train` say nothing
+        then, and evaluation and sampling choose as training does.
       causal: how they are chosen where nothing may depend on later tokens (evaluation, sampling),
         one of `decisions.DECISIONS`.
       also_train: further decisions that are trained and evaluated beside it.
@@ -72,16 +76,28 @@ class DepthRoutingConfig:
     light_path: int
 
     @property
+    def control(self):
+        """Whether tokens are chosen without a look at what they hold."""
+        return self.selection in CONTROLS
+
+    @property
     def trained(self):
         """The causal decisions that are trained, the one that samples first."""
+        if self.control:
+            return ()
         names = (self.causal, *self.also_train)
         if self.selection == "threshold":
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
 
+    def budget(self, capacity, length, documents=None):
+        """`routing.Budget` that a causal decision has."""
+        slack = 1.0 if self.control else self.slack
+        return routing.Budget(capacity * slack, length, documents)
+
     def room(self, capacity, length):
         """Places that a causal decision has in a sequence of `length` tokens."""
-        return routing.capacity(capacity * self.slack, length)
+        return self.budget(capacity, length).size
 
     def places(self, capacity, length, selection):
         """Places that a routed block computes in a sequence of `length` tokens."""
@@ -185,6 +201,11 @@ def _check_recursion(c, depth):
         raise UsageError(
             f"config.model.depth={depth}: {where}.kind='recursion' needs at least 3 blocks, the "
             "first, the last and what is repeated between them"
+        )
+    if c.control:
+        raise UsageError(
+            f"{where}.selection={c.selection!r}: not with {where}.kind='recursion', whose passes "
+            "choose among those of the pass before"
         )
     off = dict(blocks=(), capacity_stages=(), kv_for_skipped=False, light_path=0)
     for name, value in off.items():

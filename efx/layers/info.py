@@ -5,6 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
+from efx.layers import routing
+
 
 @struct.dataclass
 class TokenInfo:
@@ -14,6 +16,8 @@ class TokenInfo:
       positions_BT: int32 original position of each token (B may be 1: the same for every row).
         While decoding, a negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+      begin_BT, end_BT: which places of the sequence a token's document has to itself, see
+        `routing.Documents`; None: those where it lies.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
       rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
       mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
@@ -35,6 +39,8 @@ class TokenInfo:
 
     positions_BT: Any
     segment_ids_BT: Any = None
+    begin_BT: Any = None
+    end_BT: Any = None
     alive_BT: Any = None
     rows_B: Any = None
     mask_input_BTD: Any = None
@@ -50,6 +56,15 @@ class TokenInfo:
         """The same with positions for every row, so that rows can be gathered one by one."""
         positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
         return self.replace(positions_BT=positions)
+
+    def documents(self):
+        """`routing.Documents` of a packed sequence, else None."""
+        if self.segment_ids_BT is None:
+            return None
+        first_BT, stop_BT = routing.runs(self.segment_ids_BT)
+        if self.begin_BT is None:
+            return routing.Documents(first_BT, first_BT, stop_BT)
+        return routing.Documents(first_BT, self.begin_BT, self.end_BT)
 
     def valid(self, batch):
         """bool [B, T]: neither padding nor an empty place of a routed block."""

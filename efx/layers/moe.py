@@ -93,7 +93,8 @@ class MoE(nn.Module):
 
     Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
     averaged over valid tokens, and diagnostics `moe/...` into `stats`. Padding, and empty places
-    of a depth-routed block, take no room and count in nothing.
+    of a depth-routed block, take no room and count in nothing. Each document of a packed row has
+    its own share of an expert's places.
 
     Attributes:
       hidden: F of one expert; the others as in `MLP`.
@@ -127,20 +128,20 @@ class MoE(nn.Module):
         )
         valid_BT = info.valid(x_BTD.shape[0])
         if c.router == "token_choice":
-            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT)
+            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, info)
         else:
             best, weight_BTE = None, jax.nn.sigmoid(logits_BTE)
             wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         if info.decode:
             y_BTD = self._decode(x_BTD, best, wanted_BTE, weight_BTE, experts, info)
         else:
-            plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info.selection)
+            plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
             y_BTD = _compute(x_BTD, weight_BTE, plan, experts)
         if c.num_shared:
             y_BTD = y_BTD + MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
         return y_BTD
 
-    def _choose(self, logits_BTE, valid_BT):
+    def _choose(self, logits_BTE, valid_BT, info):
         """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
         weights); what is wanted and weighed are the experts without the no-op ones."""
         c = self.config
@@ -151,10 +152,13 @@ class MoE(nn.Module):
         if c.renormalise:
             weight_BTE = weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)
         chosen_BTE = chosen_BTE & valid_BT[..., None]
-        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT)
+        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT, info)
         return best, chosen_BTE[..., : c.num_experts], weight_BTE[..., : c.num_experts]
 
-    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT):
+    def _budget(self, length, selection, info):
+        return self.config.budget(length, selection, info.documents())
+
+    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, info):
         c, length = self.config, logits_BTE.shape[1]
         mean = _mean_over(valid_BT)
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
@@ -164,30 +168,29 @@ class MoE(nn.Module):
         self.sow("losses", "load_balance", c.choices * jnp.sum(share_E * mean(probs_BTE)))
         self.sow("losses", "router_z", mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))))
         wanted_BTE = chosen_BTE[..., : c.num_experts]
-        dropped_B = _surplus(wanted_BTE, c.places(length, "causal"))
+        dropped = _surplus(wanted_BTE, self._budget(length, "causal", info))
         assignments = c.top_k * jnp.maximum(jnp.sum(valid_BT), 1)
-        self.sow("stats", "moe/dropped_fraction", jnp.sum(dropped_B) / assignments)
+        self.sow("stats", "moe/dropped_fraction", dropped / assignments)
         self.sow("stats", "moe/entropy", mean(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1)))
         self.sow("stats", "moe/max_load", c.choices * jnp.max(share_E[: c.num_experts]))
-        self.sow("stats", "moe/noop_fraction", jnp.sum(share_E[c.num_experts :]))
+        noop, served = jnp.sum(share_E[c.num_experts :]), jnp.sum(wanted_BTE) - dropped
+        self.sow("stats", "moe/noop_fraction", noop)
+        self.sow("stats", "moe/computed_fraction", served / assignments)
 
-    def _plan(self, logits_BTE, wanted_BTE, valid_BT, selection):
+    def _plan(self, logits_BTE, wanted_BTE, valid_BT, info):
         """Plan of the tokens of each expert, [E, B, C]."""
-        c, length = self.config, logits_BTE.shape[1]
-        plan = _over_experts(routing.first_plan, wanted_BTE, c.places(length, "causal"))
-        if c.router == "token_choice":
+        length = logits_BTE.shape[1]
+        causal = self._budget(length, "causal", info)
+        plan = _over_experts(causal.first, wanted_BTE)
+        if self.config.router == "token_choice":
             return plan
-        top = _over_experts(
-            routing.topk_plan,
-            jax.lax.stop_gradient(logits_BTE),
-            c.places(length, "train"),
-            valid_BT,
-        )
-        run = top if selection == "train" else plan
-        self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run)
+        ahead = self._budget(length, "train", info)
+        top = _over_experts(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
+        run = top if info.selection == "train" else plan
+        self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
         return run
 
-    def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run):
+    def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run, causal):
         """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
         c, length = self.config, logits_BTE.shape[1]
         mean = _mean_over(valid_BT)
@@ -200,13 +203,13 @@ class MoE(nn.Module):
         self.sow("losses", "expert_bce", mean(jnp.mean(bce_BTE, axis=-1)))
         decided_BTE = wanted_BTE.astype(jnp.float32)
         load_E = mean(decided_BTE)
-        dropped_B = _surplus(wanted_BTE, c.places(length, "causal"))
+        dropped = _surplus(wanted_BTE, causal)
         wanted = jnp.maximum(jnp.sum(decided_BTE), 1.0)
         correct_BTE = 1.0 - jnp.abs(decided_BTE - target_BTE)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
         served_BT = jnp.any(selected(run), axis=-1).astype(jnp.float32)
         busiest = c.num_experts * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
-        self.sow("stats", "moe/dropped_fraction", jnp.sum(dropped_B) / wanted)
+        self.sow("stats", "moe/dropped_fraction", dropped / wanted)
         self.sow("stats", "moe/entropy", mean(jnp.mean(entropy_BTE, axis=-1)))
         self.sow("stats", "moe/max_load", busiest)
         self.sow("stats", "moe/decided_fraction", jnp.mean(load_E))
@@ -237,7 +240,8 @@ class MoE(nn.Module):
         lost_B = jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
         dropped.value = dropped.value.at[row_B].add(lost_B, mode="drop")
         if length > 1:
-            plan = _over_experts(routing.first_plan, run_BTE, min(length, room))
+            new = min(length, room)
+            plan = _over_experts(lambda run_BT: routing.first_plan(run_BT, new), run_BTE)
             return _compute(x_BTD, weight_BTE, plan, experts)
         x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
         if best is None or rows * c.top_k >= c.num_experts:
@@ -272,9 +276,9 @@ def _compute(x_BTD, weight_BTE, plan, experts):
     return constrain(y_BTD, "batch", "length", "act_embed")
 
 
-def _over_experts(make_plan, values_BTE, size, *rest):
+def _over_experts(make_plan, values_BTE, *rest):
     """A plan for each expert: arrays [E, B, C]."""
-    return jax.vmap(lambda values_BT: make_plan(values_BT, size, *rest), in_axes=2)(values_BTE)
+    return jax.vmap(lambda values_BT: make_plan(values_BT, *rest), in_axes=2)(values_BTE)
 
 
 def _mean_over(valid_BT):
@@ -289,7 +293,7 @@ def _mean_over(valid_BT):
     return mean
 
 
-def _surplus(wanted_BTE, room):
-    """[B]: tokens that find their expert full, summed over experts."""
-    count_BE = jnp.sum(wanted_BTE, axis=1)
-    return jnp.sum(jnp.maximum(count_BE - room, 0), axis=1)
+def _surplus(wanted_BTE, budget):
+    """How many tokens find their expert full, summed over experts."""
+    fits_BTE = jax.vmap(budget.fits, in_axes=2, out_axes=2)(wanted_BTE)
+    return jnp.sum(wanted_BTE & ~fits_BTE)

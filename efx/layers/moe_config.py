@@ -29,6 +29,10 @@ class MoEConfig:
         ceil(c * T * slack) tokens of a sequence.
       num_shared: shared experts, which see every token, as one MLP of num_shared times the width.
       num_noop: token_choice: experts that compute nothing; a token sent there keeps its residual.
+      computed_fraction: token_choice: share of the choices (k a token) by which FLOPs are counted:
+        those that go to an expert, not a no-op one, which has room. Routers are free to like some
+        better, so this is measured (`moe/computed_fraction`); None: as if all were equally liked
+        and none were full.
     """
 
     every: int
@@ -42,6 +46,7 @@ class MoEConfig:
     slack: float
     num_shared: int
     num_noop: int
+    computed_fraction: float | None
 
     @property
     def choices(self):
@@ -49,19 +54,32 @@ class MoEConfig:
         return self.num_experts + self.num_noop
 
     @property
+    def counted_fraction(self):
+        """`computed_fraction`, or what it is taken for."""
+        if self.computed_fraction is None:
+            return self.num_experts / self.choices
+        return self.computed_fraction
+
+    @property
     def looks_ahead(self):
         """Whether the selection in training depends on later tokens."""
         return self.router == "expert_choice"
 
-    def places(self, length, selection):
-        """C: tokens of a sequence of `length` that one expert has room for, at most all.
+    def budget(self, length, selection, documents=None):
+        """`routing.Budget` of one expert: of a sequence of `length`, or of each document of it.
 
         Args:
           selection: as in `TokenInfo`: "train" or "causal".
         """
         if self.router == "token_choice":
-            return routing.capacity(self.top_k * self.capacity_factor / self.choices, length)
-        return routing.capacity(self.capacity * (1 if selection == "train" else self.slack), length)
+            fraction = self.top_k * self.capacity_factor / self.choices
+        else:
+            fraction = self.capacity * (1 if selection == "train" else self.slack)
+        return routing.Budget(fraction, length, documents)
+
+    def places(self, length, selection):
+        """C: tokens of a sequence of `length` that one expert has room for, at most all."""
+        return self.budget(length, selection).size
 
     def in_block(self, index):
         return index % self.every == self.every - 1
@@ -89,6 +107,17 @@ def check(mlp):
         )
     if not c.slack >= 1:
         raise UsageError(f"{where}.slack={c.slack}: must be at least 1")
+    if c.computed_fraction is not None:
+        if not 0 < c.computed_fraction <= 1:
+            raise UsageError(
+                f"{where}.computed_fraction={c.computed_fraction}: must be in (0, 1], the share of "
+                "the choices that experts compute"
+            )
+        if c.router == "expert_choice":
+            raise UsageError(
+                f"{where}.computed_fraction={c.computed_fraction}: expert_choice always fills its "
+                "places; leave it out"
+            )
     if c.router == "expert_choice" and c.num_noop:
         raise UsageError(
             f"{where}.num_noop={c.num_noop}: expert_choice has no no-op experts (a token that no "
@@ -104,15 +133,15 @@ def block_flops(block, tokens, selection, nominal):
     """{component: forward FLOPs} of a block's MLP on `tokens` tokens; {} if it has no experts.
 
     As executed, every place of every expert counts, filled or not. By the papers' convention
-    (`nominal`) a token meets k experts, of which the no-op ones, were all equally liked, cost
-    nothing; expert choice fills all its places.
+    (`nominal`) a token meets k experts, of which no-op ones cost nothing: `computed_fraction` says
+    how many are left. Expert choice fills all its places.
     """
     c = block.moe
     if c is None:
         return {}
     rows = c.num_experts * c.places(tokens, selection)
     if nominal and c.router == "token_choice":
-        rows = c.top_k * tokens * c.num_experts / c.choices
+        rows = c.top_k * tokens * c.counted_fraction
     matrices = 3 if block.activation == "swiglu" else 2
     return {
         "mlp": matrices * flops.matmul(rows + c.num_shared * tokens, block.width, block.hidden),

@@ -7,6 +7,7 @@ Gather and scatter are vmapped over the batch: on a mesh with a sharded batch th
 collectives, whereas fancy indexing over batch and time at once does.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -19,13 +20,106 @@ class Plan:
     """C places a row for tokens that are computed together.
 
     Attributes:
-      indices_BC: int32, ascending in time; empty places come last and point past the end
-        (distinct values >= T), so that gathering fills and scattering drops them.
+      indices_BC: int32, ascending in time; empty places point past the end (distinct values >= T),
+        so that gathering fills and scattering drops them.
       mask_BC: bool, which places hold a token.
+      ascending: whether empty places come last, and not after the tokens of each document.
     """
 
     indices_BC: jax.Array
     mask_BC: jax.Array
+    ascending: bool = struct.field(pytree_node=False, default=True)
+
+
+@struct.dataclass
+class Documents:
+    """What each token of a packed row [B, T] has to know of its document.
+
+    Attributes:
+      first_BT: where it begins in the sequence at hand.
+      begin_BT, end_BT: the part [begin, end) of the sequence's places that it has to itself: of a
+        whole row where it lies, of a routed subsequence the places that its share comes to. They
+        follow from the lengths of documents, and never from what a router does with another one.
+    """
+
+    first_BT: jax.Array
+    begin_BT: jax.Array
+    end_BT: jax.Array
+
+
+def runs(segment_ids_BT):
+    """(first, last + 1) place of the document of each token; documents are contiguous."""
+    length = segment_ids_BT.shape[1]
+    place_T = jnp.arange(length, dtype=jnp.int32)
+    changes_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    starts_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)), constant_values=True)
+    ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
+    first_BT = jax.lax.cummax(jnp.where(starts_BT, place_T, 0), axis=1)
+    stop_BT = jax.lax.cummin(jnp.where(ends_BT, place_T + 1, length), axis=1, reverse=True)
+    return first_BT, stop_BT
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Room for a fraction f of the tokens of a sequence, or of each document of a packed one.
+
+    A document that has the places [s, e) of its row to itself gets the places [ceil(f s),
+    ceil(f e)) of the buffer: its share up to rounding, ceil(f T) in all, and the same ones whatever
+    the documents beside it hold. What it leaves empty is not given to others.
+
+    Attributes:
+      documents: None: one document a row.
+    """
+
+    fraction: float
+    length: int
+    documents: Documents | None = None
+
+    @property
+    def size(self):
+        """C, the places of a row."""
+        return capacity(self.fraction, self.length)
+
+    def shares(self, place_BT):
+        """ceil(f n) of places n from 0 to T."""
+        return jnp.asarray([share(self.fraction, n) for n in range(self.length + 1)])[place_BT]
+
+    def first(self, selected_BT):
+        """Plan of the selected tokens of each document that come first, as far as there is room
+        (causal: depends on earlier tokens only)."""
+        return self._first(selected_BT)[0]
+
+    def fits(self, selected_BT):
+        """bool [B, T]: the tokens of that plan."""
+        return self._first(selected_BT)[1]
+
+    def top(self, scores_BT, valid_BT=None):
+        """Plan of the largest scores of each document (looks ahead: not causal)."""
+        if self.documents is None:
+            return topk_plan(scores_BT, self.size, valid_BT)
+        d, place_T = self.documents, jnp.arange(self.length, dtype=jnp.int32)
+        # By document, then by falling score; sorting is stable, so of equals the earlier comes
+        # first.
+        order_BT = jnp.lexsort((-jnp.where(valid_BT, scores_BT, -jnp.inf), d.first_BT), axis=1)
+        rank_BT = jax.vmap(lambda order: jnp.zeros_like(place_T).at[order].set(place_T))(order_BT)
+        return self.first(valid_BT & (rank_BT - d.first_BT < self._quota()))
+
+    def _quota(self):
+        return self.shares(self.documents.end_BT) - self.shares(self.documents.begin_BT)
+
+    def _first(self, selected_BT):
+        count_BT = jnp.cumsum(selected_BT, axis=1)
+        if self.documents is None:
+            plan = first_plan(selected_BT, self.size)
+            return plan, selected_BT & (count_BT <= self.size)
+        d = self.documents
+        before_BT = jax.vmap(lambda count, first: jnp.pad(count, (1, 0))[first])(
+            count_BT, d.first_BT
+        )
+        rank_BT = count_BT - before_BT - 1
+        run_BT = selected_BT & (rank_BT < self._quota())
+        place_BT = jnp.where(run_BT, self.shares(d.begin_BT) + rank_BT, self.size)
+        return _at_places(place_BT, self.size, ascending=False), run_BT
 
 
 def capacity(fraction, length):
@@ -75,14 +169,18 @@ def best(scores, count):
 
 def first_plan(selected_BT, size):
     """The first `size` selected tokens of each row (causal: depends on earlier tokens only)."""
-    length = selected_BT.shape[1]
     rank_BT = jnp.cumsum(selected_BT, axis=1) - 1
-    place_BT = jnp.where(selected_BT & (rank_BT < size), rank_BT, size)
+    return _at_places(jnp.where(selected_BT & (rank_BT < size), rank_BT, size), size)
+
+
+def _at_places(place_BT, size, ascending=True):
+    """Plan of the tokens at their places; those at place `size` are left out."""
+    length = place_BT.shape[1]
     empty_C = length + jnp.arange(size, dtype=jnp.int32)
     indices_BC = jax.vmap(
         lambda place: empty_C.at[place].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
     )(place_BT)
-    return Plan(indices_BC, indices_BC < length)
+    return Plan(indices_BC, indices_BC < length, ascending)
 
 
 def selected(plan, length):
@@ -96,7 +194,10 @@ def gather(x_BT, plan, fill=0):
     """Rows of x [B, T, ...] at the plan's places -> [B, C, ...]; empty places get `fill`."""
     return jax.vmap(
         lambda x, index: x.at[index].get(
-            mode="fill", fill_value=fill, indices_are_sorted=True, unique_indices=True
+            mode="fill",
+            fill_value=fill,
+            indices_are_sorted=plan.ascending,
+            unique_indices=True,
         )
     )(x_BT, plan.indices_BC)
 
@@ -105,7 +206,10 @@ def scatter_add(x_BT, y_BC, plan):
     """x with y [B, C, ...] added at the plan's places; the other rows are untouched."""
     return jax.vmap(
         lambda x, index, y: x.at[index].add(
-            y.astype(x.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
+            y.astype(x.dtype),
+            mode="drop",
+            indices_are_sorted=plan.ascending,
+            unique_indices=True,
         )
     )(x_BT, plan.indices_BC, y_BC)
 
@@ -119,44 +223,28 @@ def scatter_sum(indices, y, length):
     return zeros.at[indices].add(y, mode="drop")
 
 
-def gather_info(info, plan, batch):
+def gather_info(info, plan, batch, budget=None):
     """TokenInfo of the routed subsequence: every token keeps its position and its document.
 
     All of them are computed: the layers inside ask no more who is alive.
+
+    Args:
+      budget: what the plan was made by; needed where there may be documents.
     """
     info = info.full(batch)
     segments, mask_input = info.segment_ids_BT, info.mask_input_BTD
+    if segments is not None:
+        documents = info.documents()
+        info = info.replace(
+            segment_ids_BT=gather(segments, plan),
+            begin_BT=gather(budget.shares(documents.begin_BT), plan),
+            end_BT=gather(budget.shares(documents.end_BT), plan),
+        )
     return info.replace(
         positions_BT=gather(info.positions_BT, plan, fill=-1),
-        segment_ids_BT=None if segments is None else gather(segments, plan),
         alive_BT=None,
         mask_input_BTD=None if mask_input is None else gather(mask_input, plan),
     )
-
-
-def topk_plan_by_document(scores_BT, fraction, size, segment_ids_BT, valid_BT):
-    """The largest scores of each document of a packed row, in time order.
-
-    A document that covers the places [s, e) of its row gets ceil(fraction * e) - ceil(fraction * s)
-    places: its share up to rounding, and `size` = ceil(fraction * T) in all.
-
-    Args:
-      segment_ids_BT: documents, contiguous in a row.
-    """
-    length = scores_BT.shape[1]
-    place_T = jnp.arange(length)
-    changes_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
-    starts_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)), constant_values=True)
-    number_BT = jnp.cumsum(starts_BT, axis=1)
-    first_BT = jax.lax.cummax(jnp.where(starts_BT, place_T, 0), axis=1)
-    ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
-    end_BT = jax.lax.cummin(jnp.where(ends_BT, place_T + 1, length), axis=1, reverse=True)
-    share_T = jnp.asarray([share(fraction, n) for n in range(length + 1)])
-    quota_BT = share_T[end_BT] - share_T[first_BT]
-    # By document, then by falling score; sorting is stable, so of equals the earlier comes first.
-    order_BT = jnp.lexsort((-jnp.where(valid_BT, scores_BT, -jnp.inf), number_BT), axis=1)
-    rank_BT = jax.vmap(lambda order: jnp.zeros(length, jnp.int32).at[order].set(place_T))(order_BT)
-    return first_plan(valid_BT & (rank_BT - first_BT < quota_BT), size)
 
 
 def quantile(scores_BT, fraction, valid_BT=None):

@@ -147,7 +147,8 @@ def init_cache(model, batch, cache_size):
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
     def make(key, tokens):
-        return model.init(key, tokens, tokens, decode=True, cache_size=cache_size)["cache"]
+        keys = {"params": key, "dropout": key, "routing": key}
+        return model.init(keys, tokens, tokens, decode=True, cache_size=cache_size)["cache"]
 
     shapes = jax.eval_shape(make, jax.random.key(0), tokens)
     # Slots start out empty: a position of -1 is seen by no query.

@@ -25,6 +25,7 @@ from efx.command_line import load_config
 from efx.errors import UsageError
 from efx.layers.groups import Compress, Upsample
 from efx.layers.stack import Layer
+from efx.step import evaluation_keys
 from efx.studies.step_time import Stepper, random_tokens
 
 LOGITS = "logits"
@@ -81,6 +82,7 @@ def activations(config, args):
         logits_BTV, state = step.model.apply(
             variables,
             tokens_BT,
+            rngs=evaluation_keys(config.seed, 0),
             capture_intermediates=lambda module, method: isinstance(module, MEASURED),
             mutable=["intermediates"],
         )

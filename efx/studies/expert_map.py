@@ -19,13 +19,16 @@ from efx.errors import UsageError
 from efx.runfolder import writing
 
 
-def weights_of(model, variables, tokens_BT):
-    """{site: weights [B, T, E]}, in the order in which the layers are called."""
+def weights_of(model, variables, tokens_BT, keys=None):
+    """{site: weights [B, T, E]}, in the order in which the layers are called; `keys` are the
+    `rngs` of the model, which a stochastic control needs."""
     from efx import models
 
     variables = models.unroll_variables(model, variables)
     model = model.unrolled()
-    _, sown = model.apply(variables, tokens_BT, method="features", mutable=["choices"])
+    _, sown = model.apply(
+        variables, tokens_BT, method="features", rngs=keys, mutable=["choices"]
+    )
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(sown.get("choices", {})):
         names = [str(key.key) for key in path if hasattr(key, "key")]
@@ -69,6 +72,7 @@ def expert_map(workdir, text=None, out=None, tokens=96):
     """Draws the picture; returns its path and {site: weights [T, E]}."""
     from efx import inference, sharding
     from efx.run_config import get_config
+    from efx.step import evaluation_keys
 
     config = get_config(str(workdir))
     if not config.adapter.experts or config.adapter.routing == "uniform":
@@ -86,7 +90,8 @@ def expert_map(workdir, text=None, out=None, tokens=96):
     ids = np.asarray(ids, np.int32)[: min(tokens, e.model.context)]
     if not len(ids):
         raise UsageError("--text is empty: there is nothing to draw")
-    found = weights_of(e.model, sharding.local({"params": params, **variables}), ids[None])
+    variables = sharding.local({"params": params, **variables})
+    found = weights_of(e.model, variables, ids[None], evaluation_keys(config.seed, 0))
     labels = [repr(e.data.tokenizer.decode([int(i)]))[1:-1] for i in ids]
     path = pathlib.Path(out or pathlib.Path(workdir) / "report" / "experts.png")
     weights = {site: weights_BTE[0] for site, weights_BTE in found.items()}

@@ -9,8 +9,9 @@ A sweep file is plain data: `get_sweep()` returns
          equal="flops" | "tokens" | "",    # what every run gets as much of as the first one
          runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes; with
                                                    # "config", it starts from another file
-         columns={"title": "metric|other", ...})   # more columns: the first of these metrics,
-                                                   # or the least value of one: "min:metric"
+         columns={"title": "metric|other", ...})   # more columns: the first of these metrics, or
+                                                   # the least value of one, "min:metric", or the
+                                                   # mean of all, "mean:metric"
 
 Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
 interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up
@@ -124,15 +125,20 @@ def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
 
 
 def final_row(run):
-    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>".
+    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>", their
+    means by "mean:<metric>".
 
-    None for a last value that was not finite, and where none was."""
-    last = {}
+    None for a last value that was not finite, and where none was; the others leave it out."""
+    last, finite = {}, {}
     for row in read_metrics(run):
         for name, value in row.items():
             last[name] = value
-            known = (one for one in (value, last.get(f"min:{name}")) if one is not None)
-            last[f"min:{name}"] = min(known, default=None)
+            if value is not None:
+                finite.setdefault(name, []).append(value)
+    for name in list(last):
+        values = finite.get(name)
+        last[f"min:{name}"] = min(values) if values else None
+        last[f"mean:{name}"] = statistics.fmean(values) if values else None
     return last
 
 

@@ -21,15 +21,17 @@ from efx.errors import UsageError
 from efx.inference import restore
 from efx.layers.depth import DepthRouted
 from efx.layers.stack import names
+from efx.step import evaluation_keys
 
 LINE = 64  # tokens in a line of the picture
 
 
-def token_map(model, variables, ids):
+def token_map(model, variables, ids, keys=None):
     """{row: [T] in [0, 1]} for one text.
 
     Args:
       variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
+      keys: `rngs` of the model, which a stochastic control needs.
 
     Raises UsageError if the model decides nothing.
     """
@@ -40,6 +42,7 @@ def token_map(model, variables, ids):
     _, state = model.apply(
         variables,
         jnp.asarray(ids, jnp.int32)[None],
+        rngs=keys,
         mutable=("masks", "intermediates"),
         capture_intermediates=lambda module, method: (
             isinstance(module, DepthRouted) and method == "route"
@@ -142,7 +145,8 @@ def main(argv=None):
             raise UsageError(
                 f"--text: {len(ids)} tokens; the model takes 1 to {experiment.model.context}"
             )
-        rows = token_map(experiment.model, {"params": params, **variables}, ids)
+        keys = evaluation_keys(config.seed, 0)
+        rows = token_map(experiment.model, {"params": params, **variables}, ids, keys)
         tokens = [tokenizer.decode([token]) for token in ids]
         try:
             with open(out.with_suffix(".csv"), "w", newline="") as file:

@@ -1,0 +1,193 @@
+"""Controls of depth routing: no activation decides; fresh or fixed places, always as trained."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import common
+from efx import models, sample, sharding
+from efx.errors import UsageError
+from efx.evaluate import Evaluator, describe
+from efx.layers import controls, routing
+from efx.layers.info import TokenInfo
+from efx.layers.stack import scan_params
+from efx.step import evaluation_keys
+
+CHANGES = {"depth_routing.kind": "mod", "depth_routing.every": 1, "depth_routing.capacity": 0.25,
+           "width": 8, "num_heads": 1, "depth": 2, "mlp.hidden": 16}
+
+
+@functools.cache
+def control(selection):
+    """(model, variables) of two routed blocks."""
+    model = families.make({**CHANGES, "depth_routing.selection": selection})
+    params = families.random_params(model)
+    state = {}
+    if selection == "random_fixed":
+        state = {"state": {"layers": {f"block_{i}": {"seed": jnp.int32(i)} for i in range(2)}}}
+    return model, {"params": params, **state}
+
+
+def places(model, variables, tokens_BT, keys, selection="causal"):
+    """bool [block, B, T]: what the blocks computed, in no order."""
+    seen, selected = [], routing.selected
+
+    def spy(plan, length):
+        chosen_BT = selected(plan, length)
+        jax.debug.callback(lambda x: seen.append(np.array(x)), chosen_BT)
+        return chosen_BT
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "selected", spy)
+        run = families.jit(functools.partial(model.clone(selection=selection).apply))
+        jax.block_until_ready(run(variables, tokens_BT, rngs=keys))
+        jax.effects_barrier()
+    return np.unique(seen, axis=0)
+
+
+# ---- the stochastic control --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_evaluation_draws_fresh_places_for_every_block_row_and_batch(scan):
+    """Without a key of its own it took the same ones for all; now that is an error."""
+    model, variables = control("stochastic")
+    if scan:
+        stacked = scan_params(variables["params"]["layers"], model.specs())
+        variables = {"params": {**variables["params"], "layers": stacked}}
+        model = model.clone(scan_layers=True)
+    tokens_BT = families.tokens(batch=3)
+    draws = [places(model, variables, tokens_BT, evaluation_keys(np.uint32(0), index), selection)
+             for index, selection in ((0, "causal"), (1, "causal"), (0, "train"))]
+    assert all(draw.shape == (2, 3, families.LENGTH) for draw in draws)
+    assert all((draw.sum(-1) == families.LENGTH // 4).all() for draw in draws)
+    np.testing.assert_array_equal(draws[0], draws[2])  # evaluated as it was trained
+    rows = np.concatenate(draws[:2]).reshape(-1, families.LENGTH)
+    assert len(np.unique(rows, axis=0)) == len(rows) == 12
+    with pytest.raises(UsageError, match=r"selection='stochastic' draws places from a key"):
+        model.apply(variables, tokens_BT)
+
+
+class Held:
+    """Three batches of a held-out split, all the same text."""
+
+    def eval_batches(self, batch_size, max_batches):
+        tokens = np.asarray(families.tokens(batch=2))
+        for _ in range(3):
+            yield {"inputs": tokens, "targets": np.roll(tokens, -1, 1),
+                   "weights": np.ones(tokens.shape, np.float32)}
+
+    def bytes_per_token(self, split):
+        return 1.0
+
+
+def evaluated(selection, seed=0):
+    model, variables = control(selection)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    config = common.apply(common.base(), {"seed": seed, "data.seq_len": families.LENGTH})
+    evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
+    seen, run = [], evaluator._steps["causal"]
+
+    def step(*arguments):
+        seen.append(run(*arguments))
+        return seen[-1]
+
+    evaluator._steps = dict.fromkeys(evaluator._steps, step)
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        state = {name: tree for name, tree in variables.items() if name != "params"}
+        rows = evaluator(variables["params"], state)
+    return model, rows, [float(one["loss"]) for one in seen]
+
+
+def test_a_stochastic_model_is_evaluated_as_it_was_trained():
+    """Other places in every batch; no decision is reported that nobody trained."""
+    model, rows, losses = evaluated("stochastic")
+    assert len(set(losses)) == 3
+    assert losses == evaluated("stochastic")[2] != evaluated("stochastic", seed=1)[2]
+    assert rows["eval/loss_stochastic"] == rows["eval/loss"]
+    assert not any("accuracy" in name for name in rows if name != "eval/accuracy")
+    assert rows["eval/router/routed_fraction"] == 0.25
+    assert rows["eval/router/flops_per_token"] == pytest.approx(
+        model.ledger(families.LENGTH, "train").nominal_per_token)
+    assert "routed 25.0%" in describe(3, rows)
+
+
+def test_sampling_draws_the_places_of_a_whole_context():
+    """As trained: of the context, exactly ceil(c T) in each block, by the sampler's seed."""
+    model, variables = control("stochastic")
+    sampler = sample.Sampler(model, batch_size=2, temperature=0.0)
+
+    def texts(seeds):
+        chunks = sampler.tokens(variables, [[1, 2], [3]], max_new_tokens=30, seeds=seeds)
+        return [sum(row, []) for row in zip(*chunks, strict=True)]
+
+    one = texts([5, 6])
+    counted = sampler.stats["routed_fraction_by_block"]
+    # The first row is read to the last place, the second but for one.
+    assert sampler.stats["overflow"] == 0 and len(counted) == 2
+    read = 32 + 31
+    assert all(14 <= share * read <= 16.01 for share in counted.values())
+    assert texts([5, 6]) == one != texts([7, 6])
+
+
+# ---- fixed places ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [0.125, 0.3, 0.75, 1.0])
+def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capacity):
+    info = TokenInfo(jnp.arange(300)[None])
+    chosen = [np.asarray(controls.random_fixed(info, seed, capacity))[0] for seed in range(5)]
+    for chosen_T in chosen:
+        count_T = np.cumsum(chosen_T)
+        allowed_T = np.array([routing.share(capacity, n) for n in range(1, 301)])
+        assert np.all(count_T <= allowed_T) and np.all(count_T >= allowed_T - 1)
+    if capacity < 1:
+        assert len(np.unique(chosen, axis=0)) == 5
+        share_T = np.mean([np.asarray(controls.random_fixed(info, s, capacity))[0]
+                           for s in range(200)], axis=0)
+        assert share_T.min() > capacity / 3  # every position is somebody's
+
+
+def test_fixed_places_are_a_function_of_position_and_block():
+    """Whatever the tokens, the row, the batch, the length of the text and the way of selecting."""
+    model, variables = control("random_fixed")
+    whole = places(model, variables, families.tokens(batch=3), None)
+    info = TokenInfo(jnp.arange(families.LENGTH)[None])
+    expected = np.stack([controls.random_fixed(info, jnp.int32(block), 0.25) for block in (0, 1)])
+    same = {tuple(map(tuple, rows)) for rows in np.tile(expected, (1, 3, 1))}
+    assert {tuple(map(tuple, rows)) for rows in whole} == same and len(same) == 2
+    part = places(model, variables, families.tokens(seed=1, batch=3, length=13), None, "train")
+    assert {tuple(map(tuple, rows)) for rows in part} == {
+        tuple(map(tuple, rows)) for rows in np.tile(expected[..., :13], (1, 3, 1))}
+
+
+def test_every_block_draws_its_seed_when_the_model_is_made():
+    def seeds(key, scan):
+        model = control("random_fixed")[0].clone(scan_layers=scan)
+        made = families.jit(lambda key: models.init(model, key)["state"])(jax.random.key(key))
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(made)])
+
+    found = [seeds(0, False), seeds(1, False), seeds(0, True)]
+    for drawn in found:
+        assert len(set(drawn.tolist())) == 2 and 0 <= drawn.min() and drawn.max() < controls.SEEDS
+    assert set(found[0].tolist()) != set(found[1].tolist())
+
+
+def test_a_control_has_neither_router_nor_gate():
+    for selection in controls.CONTROLS:
+        model, variables = control(selection)
+        assert "router" not in variables["params"]["layers"]["block_0"]
+        assert model.ledger(8).parts["router"] == model.parameter_count()["router"] == 0
+        assert model.specs()[0].routing.trained == ()
+        # What is decoded fits the cache to the last place.
+        assert model.specs()[0].routing.room(0.25, 32) == 8
+
+
+def test_recursion_takes_no_control():
+    with pytest.raises(UsageError, match=r"selection='random_fixed': not with .*'recursion'"):
+        families.make({"depth": 4, "depth_routing.kind": "recursion",
+                       "depth_routing.selection": "random_fixed"})
