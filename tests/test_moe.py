@@ -129,7 +129,6 @@ def token_choice(c, params, x_BTD, valid_BT, activation="swiglu"):
 
 def expert_choice(c, params, x_BTD, valid_BT, selection):
     y_BTD, served_BT = np.zeros((B, T, D)), np.zeros((B, T), bool)
-    places = int(np.ceil(round(c.capacity * T, 6)))
     room = min(T, int(np.ceil(round(c.capacity * T * c.slack, 6))))
     bce, entropy, correct, dropped, load_E = [], [], [], 0, np.zeros(c.num_experts)
     for b in range(B):
@@ -137,6 +136,7 @@ def expert_choice(c, params, x_BTD, valid_BT, selection):
         valid = np.flatnonzero(valid_BT[b])
         for e in range(c.num_experts):
             logits = logits_TE[:, e]
+            places = int(np.ceil(round(c.capacity * len(valid), 6)))
             top = valid[np.argsort(-logits[valid], kind="stable")[:places]]
             decided = valid[logits[valid] > 0]
             dropped += max(0, len(decided) - room)

@@ -80,9 +80,12 @@ def test_gather_and_scatter_by_hand():
 def test_gathered_info_keeps_positions_and_documents():
     info = TokenInfo(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
     plan = routing.Plan(jnp.array([[2, 3], [1, 5]]), jnp.array([[True, True], [True, False]]))
-    got = routing.gather_info(info, plan, batch=2)
+    got = routing.gather_info(info, plan, batch=2, budget=routing.Budget(0.4, 5))
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
+    # Of the two places the first three tokens have ceil(0.4 * 3), which is both.
+    np.testing.assert_array_equal(got.begin_BT, [[0, 2], [0, 0]])
+    np.testing.assert_array_equal(got.end_BT, [[2, 2], [2, 0]])
 
 
 T, C = 9, 4
@@ -379,10 +382,10 @@ def test_losses_and_stats_by_hand():
     valid_BT = segments_BT > 0
     score_BT = x_BTD.astype(np.float64) @ p["router"]
     target_BT = np.stack([
-        np_topk(np.where(valid_T, score_T, -np.inf), LENGTH // 2)
+        np_topk(np.where(valid_T, score_T, -np.inf), valid_T.sum() // 2)
         for score_T, valid_T in zip(score_BT, valid_BT, strict=True)
     ])
-    assert target_BT.sum(axis=1).tolist() == [LENGTH // 2] * ROWS
+    assert target_BT.sum(axis=1).tolist() == [6, 8, 8]
     np.testing.assert_array_equal(
         np.any(np.asarray(out_BTD) != x_BTD, axis=-1), target_BT
     )

@@ -61,10 +61,10 @@ class TokenInfo:
         """`routing.Documents` of a packed sequence, else None."""
         if self.segment_ids_BT is None:
             return None
-        first_BT, stop_BT = routing.runs(self.segment_ids_BT)
+        documents = routing.documents(self.segment_ids_BT)
         if self.begin_BT is None:
-            return routing.Documents(first_BT, first_BT, stop_BT)
-        return routing.Documents(first_BT, self.begin_BT, self.end_BT)
+            return documents
+        return documents.replace(begin_BT=self.begin_BT, end_BT=self.end_BT)
 
     def valid(self, batch):
         """bool [B, T]: neither padding nor an empty place of a routed block."""

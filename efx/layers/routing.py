@@ -36,32 +36,46 @@ class Documents:
     """What each token of a packed row [B, T] has to know of its document.
 
     Attributes:
-      first_BT: where it begins in the sequence at hand.
+      first_BT: where it begins in the sequence at hand. count_BT: how many tokens it has there.
       begin_BT, end_BT: the part [begin, end) of the sequence's places that it has to itself: of a
-        whole row where it lies, of a routed subsequence the places that its share comes to. They
-        follow from the lengths of documents, and never from what a router does with another one.
+        whole row where it lies, with the padding after it, of a routed subsequence the places that
+        its share comes to. They follow from the lengths of documents, and never from what a router
+        does with another one.
     """
 
     first_BT: jax.Array
+    count_BT: jax.Array
     begin_BT: jax.Array
     end_BT: jax.Array
 
 
-def runs(segment_ids_BT):
-    """(first, last + 1) place of the document of each token; documents are contiguous."""
+def documents(segment_ids_BT):
+    """`Documents` of whole rows; padding (0) belongs to the document before it."""
     length = segment_ids_BT.shape[1]
     place_T = jnp.arange(length, dtype=jnp.int32)
     changes_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    changes_BT = changes_BT & (segment_ids_BT[:, 1:] != 0)
     starts_BT = jnp.pad(changes_BT, ((0, 0), (1, 0)), constant_values=True)
     ends_BT = jnp.pad(changes_BT, ((0, 0), (0, 1)), constant_values=True)
     first_BT = jax.lax.cummax(jnp.where(starts_BT, place_T, 0), axis=1)
     stop_BT = jax.lax.cummin(jnp.where(ends_BT, place_T + 1, length), axis=1, reverse=True)
-    return first_BT, stop_BT
+    before_BT = _before(segment_ids_BT != 0)
+    count_BT = _at(before_BT, stop_BT) - _at(before_BT, first_BT)
+    return Documents(first_BT, count_BT, first_BT, stop_BT)
+
+
+def _before(selected_BT):
+    """[B, T + 1]: how many are selected before each place."""
+    return jnp.pad(jnp.cumsum(selected_BT, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def _at(values_BT, places_BT):
+    return jax.vmap(lambda values, places: values[places])(values_BT, places_BT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Room for a fraction f of the tokens of a sequence, or of each document of a packed one.
+    """Room for a fraction f of a sequence, or of each document of a packed one.
 
     A document that has the places [s, e) of its row to itself gets the places [ceil(f s),
     ceil(f e)) of the buffer: its share up to rounding, ceil(f T) in all, and the same ones whatever
@@ -94,31 +108,27 @@ class Budget:
         return self._first(selected_BT)[1]
 
     def top(self, scores_BT, valid_BT=None):
-        """Plan of the largest scores of each document (looks ahead: not causal)."""
+        """Plan of the largest scores of each document, as many as the fraction of its tokens comes
+        to (looks ahead: not causal)."""
         if self.documents is None:
             return topk_plan(scores_BT, self.size, valid_BT)
         d, place_T = self.documents, jnp.arange(self.length, dtype=jnp.int32)
+        stop_BT = jnp.minimum(d.end_BT, d.begin_BT + d.count_BT)  # not a part of the padding's
         # By document, then by falling score; sorting is stable, so of equals the earlier comes
         # first.
         order_BT = jnp.lexsort((-jnp.where(valid_BT, scores_BT, -jnp.inf), d.first_BT), axis=1)
         rank_BT = jax.vmap(lambda order: jnp.zeros_like(place_T).at[order].set(place_T))(order_BT)
-        return self.first(valid_BT & (rank_BT - d.first_BT < self._quota()))
-
-    def _quota(self):
-        return self.shares(self.documents.end_BT) - self.shares(self.documents.begin_BT)
+        quota_BT = self.shares(stop_BT) - self.shares(d.begin_BT)
+        return self.first(valid_BT & (rank_BT - d.first_BT < quota_BT))
 
     def _first(self, selected_BT):
-        count_BT = jnp.cumsum(selected_BT, axis=1)
-        if self.documents is None:
-            plan = first_plan(selected_BT, self.size)
-            return plan, selected_BT & (count_BT <= self.size)
-        d = self.documents
-        before_BT = jax.vmap(lambda count, first: jnp.pad(count, (1, 0))[first])(
-            count_BT, d.first_BT
-        )
-        rank_BT = count_BT - before_BT - 1
-        run_BT = selected_BT & (rank_BT < self._quota())
-        place_BT = jnp.where(run_BT, self.shares(d.begin_BT) + rank_BT, self.size)
+        before_BT, d = _before(selected_BT), self.documents
+        if d is None:
+            run_BT = selected_BT & (before_BT[:, :-1] < self.size)
+            return first_plan(selected_BT, self.size), run_BT
+        place_BT = self.shares(d.begin_BT) + before_BT[:, :-1] - _at(before_BT, d.first_BT)
+        run_BT = selected_BT & (place_BT < self.shares(d.end_BT))
+        place_BT = jnp.where(run_BT, place_BT, self.size)
         return _at_places(place_BT, self.size, ascending=False), run_BT
 
 

@@ -189,12 +189,7 @@ class Latent(LanguageModel):
             real_BT = (time_MP.reshape(1, -1) < length).astype(jnp.int32)
             real_BT = jnp.pad(real_BT, ((0, 0), (c.memory_global, 0)), constant_values=1)
             real_BT = jnp.broadcast_to(real_BT, (batch, real_BT.shape[1]))
-            # That is no matter of documents: the places of the padding are the row's.
-            stack_info = stack_info.replace(
-                segment_ids_BT=real_BT,
-                begin_BT=jnp.zeros_like(real_BT),
-                end_BT=jnp.full_like(real_BT, real_BT.shape[1]),
-            )
+            stack_info = stack_info.replace(segment_ids_BT=real_BT)
 
         def stack(x):
             x_BTD = x.reshape(batch, -1, c.width)

@@ -26,9 +26,7 @@ def weights_of(model, variables, tokens_BT, keys=None):
 
     variables = models.unroll_variables(model, variables)
     model = model.unrolled()
-    _, sown = model.apply(
-        variables, tokens_BT, method="features", rngs=keys, mutable=["choices"]
-    )
+    _, sown = model.apply(variables, tokens_BT, method="features", rngs=keys, mutable=["choices"])
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(sown.get("choices", {})):
         names = [str(key.key) for key in path if hasattr(key, "key")]
