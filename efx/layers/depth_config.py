@@ -1,6 +1,8 @@
 """The settings of depth routing, and what follows from them by arithmetic alone."""
 
 import dataclasses
+import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +124,17 @@ def passes(c):
     if isinstance(c.capacity, tuple):
         return c.capacity
     return tuple(c.capacity**i for i in range(c.recursions))
+
+
+@functools.cache
+def say_if_documents_compete(c):
+    """A warning, once a process, where packed documents do by the settings `c`."""
+    if c.kind != "none" and c.per == "row" and c.selection == "topk":
+        logging.getLogger(__name__).warning(
+            "config.model.depth_routing.per='row': documents of a packed row compete for the "
+            "places of routed blocks in training, so each depends on the others; per='document' "
+            "keeps them apart"
+        )
 
 
 def check(c, depth):

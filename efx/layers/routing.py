@@ -7,7 +7,6 @@ Gather and scatter are vmapped over the batch: on a mesh with a sharded batch th
 collectives, whereas fancy indexing over batch and time at once does.
 """
 
-import dataclasses
 import math
 
 import jax
@@ -73,7 +72,7 @@ def _at(values_BT, places_BT):
     return jax.vmap(lambda values, places: values[places])(values_BT, places_BT)
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Budget:
     """Room for a fraction f of a sequence, or of each document of a packed one.
 
@@ -85,8 +84,8 @@ class Budget:
       documents: None: one document a row.
     """
 
-    fraction: float
-    length: int
+    fraction: float = struct.field(pytree_node=False)
+    length: int = struct.field(pytree_node=False)
     documents: Documents | None = None
 
     @property

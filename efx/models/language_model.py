@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import attend
+from efx.layers import attend, depth_config
 from efx.layers.info import TokenInfo
 from efx.sharding import constrain
 
@@ -45,7 +45,11 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def check_packing(self):
-        """Raise UsageError if the model cannot compute rows of several documents."""
+        """Raise UsageError if the model cannot compute rows of several documents; say so where its
+        settings let what one document holds change what is computed of another."""
+        routing = getattr(self, "depth_routing", None)
+        if routing is not None:
+            depth_config.say_if_documents_compete(routing)
 
     @property
     def logit_scale(self):

@@ -274,6 +274,7 @@ class Latent(LanguageModel):
     @nn.nowrap
     def check_packing(self):
         """Raise UsageError if the model has memory tokens, which belong to no document."""
+        super().check_packing()
         for name in ("memory_local", "memory_global"):
             if getattr(self, name):
                 raise UsageError(

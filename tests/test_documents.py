@@ -1,0 +1,154 @@
+"""Documents of a packed row: what one holds changes no bit of what is computed of another.
+
+All static room is counted by document: of routed blocks under every decision, of experts, of
+adapters that may be left out, and of what of these stands inside another. At the slack and the
+capacity of each row of FAMILIES, which is scarce for most of them.
+"""
+
+import functools
+import logging
+
+import families
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import FAMILIES, LENGTH
+from test_calm import bridged
+
+from efx.layers import depth_config, routing
+from efx.layers.depth import DepthRouted
+from efx.layers.info import TokenInfo
+
+MOD = {"depth_routing.kind": "mod"}  # as a config has it: capacity 0.125, slack 2
+MODELS = {
+    "defaults": MOD,
+    "latent_mod": {**FAMILIES["latent_mod"].changes, "memory_global": 0, "group_size": 4},
+    **{name: FAMILIES[name].changes for name in (
+        "mod_options", "mod_threshold", "mod_random_fixed", "mod_stochastic", "recursion", "moe",
+        "moe_expert_choice", "mode_staged", "mode_integrated", "latent_moe", "adapter_inclusion",
+    )},
+}
+# Whose selection in training is another than in evaluation.
+AHEAD = ("defaults", "mod_threshold", "recursion", "moe_expert_choice", "mode_staged", "latent_mod",
+         "adapter_inclusion")
+SIZES = 13, 11, 3  # and padding; none begins with a group
+STARTS = np.cumsum([0, *SIZES])
+SEGMENTS_T = np.repeat([1, 2, 3, 0], [*SIZES, LENGTH - sum(SIZES)])
+POSITIONS_T = np.arange(LENGTH) - np.append(STARTS, 0)[SEGMENTS_T - 1]
+
+
+def packed(row_T, batch):
+    return jnp.asarray(np.tile(row_T, (batch, 1)), jnp.int32)
+
+
+def moved(model, variables, selection, rows=5):
+    """[document]: how far the logits of each move when the first one holds something else."""
+    tokens_BT = families.tokens(batch=rows)
+    other_BT = jnp.where(SEGMENTS_T == 1, families.tokens(seed=9, batch=rows), tokens_BT)
+    run = families.jit(functools.partial(
+        model.clone(selection=selection).apply, rngs=families.keys()
+    ))
+    shape = packed(POSITIONS_T, rows), packed(SEGMENTS_T, rows)
+    a, b = (np.asarray(run(variables, tokens, *shape)) for tokens in (tokens_BT, other_BT))
+    return [np.abs(a - b)[:, SEGMENTS_T == document].max() for document in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name, selection", [
+    *((name, "causal") for name in MODELS), *((name, "train") for name in AHEAD),
+])
+def test_a_document_changes_no_bit_of_the_next(name, selection):
+    model = families.make(MODELS[name])
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    first, *others = moved(model, variables, selection)
+    assert first > 0.1 and others == [0, 0]
+
+
+def test_nor_through_a_bridge():
+    """Whichever member has experts."""
+    for changes in ((MODELS["moe"], {"depth": 2}), (MOD, MODELS["moe"])):
+        model = bridged(*changes)
+        variables = {"params": families.random_params(model), **families.random_state(model)}
+        first, *others = moved(model, variables, "auto", rows=3)
+        assert first > 0.1 and others == [0, 0]
+
+
+def test_the_row_is_the_exception_and_says_so(caplog):
+    """per="row": training's top-k lets documents compete, the causal decision never."""
+    model = families.make({**MOD, "depth_routing.per": "row"})
+    variables = {"params": families.random_params(model)}
+    assert moved(model, variables, "train")[1] > 0.1
+    assert moved(model, variables, "causal")[1:] == [0, 0]
+    depth_config.say_if_documents_compete.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        families.make(MOD).check_packing()
+        assert not caplog.messages
+        model.check_packing()
+    assert "per='row': documents of a packed row compete" in caplog.text
+
+
+# ---- by hand -----------------------------------------------------------------------------------
+
+
+def info_of(segments_BT):
+    segments_BT = jnp.asarray(segments_BT, jnp.int32)
+    return TokenInfo(jnp.arange(segments_BT.shape[1])[None], segments_BT)
+
+
+def test_room_by_hand():
+    info = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
+    budget = routing.Budget(0.5, 12, info.documents())
+    plan = budget.first(jnp.ones((2, 12), bool))
+    # Three, two and one; the padding's places are those of the document before it.
+    np.testing.assert_array_equal(plan.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
+    late_BT = jnp.asarray([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1]] * 2, bool)
+    plan = budget.first(late_BT & (info.segment_ids_BT > 0))
+    # Every document begins at its place, however many the one before has left empty.
+    np.testing.assert_array_equal(plan.indices_BC[0], [5, 13, 14, 6, 7, 11])
+    np.testing.assert_array_equal(plan.mask_BC, [[1, 0, 0, 1, 1, 1], [0] * 6])
+    fits_BT = budget.fits(late_BT)
+    np.testing.assert_array_equal(fits_BT[0], [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1])
+    # The largest: as many as the tokens of a document, not its places, come to.
+    scores_BT = jnp.tile(jnp.arange(12.0), (2, 1))
+    plan = budget.top(scores_BT, info.segment_ids_BT > 0)
+    np.testing.assert_array_equal(plan.mask_BC, [[1] * 6, [1, 1, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(plan.indices_BC[0], [3, 4, 5, 8, 9, 11])
+    np.testing.assert_array_equal(plan.indices_BC[1][:3], [2, 3, 4])
+    # An unsorted plan is gathered and scattered like any other.
+    back_BT = routing.scatter_add(jnp.zeros((2, 12)), routing.gather(scores_BT + 1, plan), plan)
+    np.testing.assert_array_equal(back_BT > 0, routing.selected(plan, 12))
+
+
+def test_room_inside_of_room_by_hand():
+    """Experts in a routed block: a document's places there follow from its own alone."""
+    outer = info_of([[1] * 8 + [2] * 8] * 2)
+    budget = routing.Budget(0.5, 16, outer.documents())
+    wanted_BT = np.zeros((2, 16), bool)
+    wanted_BT[0, 3] = wanted_BT[:, 8:12] = wanted_BT[1, :8] = True  # one and four of document 1
+    plan = budget.first(jnp.asarray(wanted_BT))
+    inner = routing.gather_info(outer, plan, 2, budget)
+    np.testing.assert_array_equal(inner.segment_ids_BT, [[1, 0, 0, 0] + [2] * 4, [1] * 4 + [2] * 4])
+    expert = routing.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+    np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 1, 1], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(expert.indices_BC[:, 2:], [[4, 5], [4, 5]])
+
+
+def test_what_finds_no_room_in_its_document_is_counted():
+    model = families.make({**MOD, "depth_routing.every": 1, "depth": 1, "depth_routing.slack": 1.0,
+                           "depth_routing.capacity": 0.25})
+    params = families.random_params(model)
+    tokens_BT = families.tokens(batch=2)
+    segments_T = np.repeat([1, 2], LENGTH // 2)
+    run = families.jit(lambda: model.apply(
+        {"params": params}, tokens_BT, packed(np.arange(LENGTH) % 16, 2), packed(segments_T, 2),
+        mutable=["stats", "intermediates"],
+        capture_intermediates=lambda module, method: isinstance(module, DepthRouted),
+    ))
+    sown = run()[1]
+    scores_BT, (_, chosen_BT) = (
+        sown["intermediates"]["layers"]["block_0"][name][0] for name in ("scores", "route")
+    )
+    wanted_BT = np.asarray(scores_BT) > 0
+    lost = sum(max(0, half.sum() - 4) for row in wanted_BT for half in np.split(row, 2))
+    assert lost > 0 and wanted_BT.sum() - chosen_BT.sum() == lost
+    stats = sown["stats"]["layers"]["block_0"]
+    np.testing.assert_allclose(stats["router/overflow_fraction"][0], lost / wanted_BT.size)
