@@ -38,7 +38,7 @@ class One(nn.Module):
     @nn.compact
     def __call__(self, x, info=None):
         if not self.inner:
-            with nn.intercept_methods(adapters.Interceptor(self.config, self.path)):
+            with nn.intercept_methods(adapters.Interceptor(self.config, self.path, 0)):
                 return One(self.config, True, name="layer")(x, info)
         return Linear(FEATURES, ("embed", "mlp"), 0.3, name="up")(x)
 

@@ -89,10 +89,82 @@ def test_which_parameters_are_hidden_matrices():
     assert rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) \
         == 1 / 4
     assert rate_factor("mask_input/mask_linear", (64, 64), 16) == 1 / 4
-    for path in ("head/kernel", "embed/embedding", "layers/block_0/router", "norm_final/scale",
+    for path in ("head/kernel", "embed/embedding", "layers/block_0/adapter/up", "norm_final/scale",
                  "layers/block_0/dropout_mlp_output/mask_shift"):
         assert rate_factor(path, (64, 64), 16) == 1.0
     assert rate_factor("layers/block_0/mlp/up/kernel", (64, 256), 0) == 1.0
+
+
+# ---- routers and gates -------------------------------------------------------------------------
+
+ROUTED = {
+    "depth": 2, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "depth_routing.kind": "mod",
+    "depth_routing.every": 1, "depth_routing.also_train": ("predictor",),
+}
+EXPERTS = {"adapter.kind": "lora", "adapter.experts": ("a", "b"), "depth": 1,
+           "adapter.sites": ".*/(query|down)"}
+
+
+@pytest.mark.parametrize("changes, expected", [
+    (ROUTED, {"block_0/router": 0.02 / 4, "mlp/router": 0.02 / 4,
+              "kernel_in": 64**-0.5, "kernel_out": 32**-0.5 / 2}),
+    (ROUTED | {"depth_routing.predictor_hidden": 24},
+     {"kernel_in": 64**-0.5 / 2, "kernel_out": 24**-0.5}),
+    (EXPERTS | {"adapter.routing": "inclusion"},
+     {"query/adapter/entrance": 0.02 / 4, "mlp/down/adapter/entrance": 0.02 / 16}),
+])
+def test_routers_start_smaller_the_wider_the_model(changes, expected):
+    """Base width 16, width 64. They started the same at every width, and their scores grew."""
+    def start(base):
+        model = families.make({**SMALL, **changes, "mup.base_width": base})
+        made = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
+        return {path: np.asarray(leaf) for path, leaf in
+                optim.param_paths(made(jax.random.key(0))).items()}
+
+    params, plain = start(16), start(0)
+    for end, std in expected.items():
+        found = [path for path in params if path.endswith(end)]
+        assert found
+        drawn = np.concatenate([params[path].ravel() for path in found])
+        assert drawn.std() == pytest.approx(std, rel=0.25), end
+        before = np.concatenate([plain[path].ravel() for path in found])
+        assert np.allclose(drawn / before, (drawn / before)[0], rtol=1e-4), end
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("changes, expected", [
+    (ROUTED, {"/router": 16 / 64, "kernel_in": 16 / 64, "kernel_out": 16 / 32}),
+    (EXPERTS | {"adapter.routing": "inclusion"},
+     {"mlp/down/adapter/entrance": 16 / 256, "query/adapter/entrance": 16 / 64,
+      "query/adapter/down": 16 / 64, "adapter/up": 1.0, "adapter/entrance_bias": 1.0}),
+    (EXPERTS | {"adapter.routing": "topk"}, {"query/adapter/gate": 16 / 64}),
+    ({"adapter.kind": "lora", "adapter.gate": True}, {"mlp/down/adapter/gate": 16 / 256}),
+])
+def test_routers_learn_by_their_fan_in(changes, expected, scan):
+    """As matrices of hidden layers do; they learned at the same rate at every width."""
+    model = families.make({**SMALL, **changes, "depth": 2, "mup.base_width": 16,
+                           "scan_layers": scan})
+    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
+                            jax.random.key(0))
+    groups = optim.parameter_groups(common.base().optim, shapes, 16)
+    for end, factor in expected.items():
+        found = [group.mup for path, group in groups.items() if path.endswith(end)]
+        assert found and set(found) == {factor}, end
+
+
+def test_the_coordinate_check_measures_routers(root):
+    args = coord_check._arguments([
+        "--config", str(root / "configs/mode.py:smoke"), "--widths=16,32", "--steps=1",
+        "--context=8", "--vocab=16", *(f"--set=model.{text}" for text in (
+            "depth=1", "num_heads=1", "mlp.moe.num_experts=2", "mlp.moe.expert_hidden=8",
+            "depth_routing.every=1", "depth_routing.causal=predictor",
+        )),
+    ])
+    found = coord_check.activations(coord_check._config(args, 16, 16), args)
+    assert sorted(found) == ["layers/block_0", "layers/block_0/mlp/router_logits",
+                             "layers/block_0/predictor_logits", "layers/block_0/router_logits",
+                             "logits"]
+    assert all(value > 0 for value in found.values())
 
 
 def test_the_summary_says_so():

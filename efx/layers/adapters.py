@@ -29,6 +29,7 @@ from efx.layers import cache, routing
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
+from efx.layers.moe import ROUTER_STD
 
 KINDS = ("none", "lora", "mlp")
 ROUTINGS = ("topk", "uniform", "inclusion")
@@ -154,12 +155,14 @@ class Adapter(nn.Module):
 
     Attributes:
       features, axes, dtype: those of the linear layer.
+      mup_base: `config.model.mup.base_width` of the model; 0: none.
     """
 
     config: AdapterConfig
     features: int
     axes: tuple
     dtype: jnp.dtype
+    mup_base: int = 0
 
     @nn.compact
     def __call__(self, x, info):
@@ -193,7 +196,9 @@ class Adapter(nn.Module):
         y_CF = self._inner(u_CD @ down_DR) @ up_RF
         if self.config.gate:
             gate_D = self._param("gate", 0.0, u_CD.shape[-1:], (self.axes[0],))
-            y_CF = y_CF * jax.nn.sigmoid(_product(u_CD, gate_D[None])).astype(y_CF.dtype)
+            logit_C1 = _product(u_CD, gate_D[None])
+            self.sow("intermediates", "gate_logits", logit_C1)
+            y_CF = y_CF * jax.nn.sigmoid(logit_C1).astype(y_CF.dtype)
         return y_CF
 
     def _all(self, u_CD, weight_CE, down_EDR, up_ERF):
@@ -227,10 +232,12 @@ class Adapter(nn.Module):
     def _included(self, x_BTD, info, down_EDR, up_ERF):
         c, (batch, length, width) = self.config, x_BTD.shape
         # Starting at zero would make the first selection the first C tokens, for every expert.
-        entrance_ED = self._gates("entrance", 0.02, width)
+        std = ROUTER_STD * (self.mup_base / width if self.mup_base else 1.0)
+        entrance_ED = self._gates("entrance", std, width)
         bias_E = self._param("entrance_bias", 0.0, (c.choices,), ("norm",))
         logits_CE = _product(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
         logits_BTE = logits_CE.reshape(batch, length, c.choices)
+        self.sow("intermediates", "entrance_logits", logits_BTE)
         valid_BT = _valid(x_BTD, info)
         wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         weight_BTE = jax.nn.sigmoid(logits_BTE)
@@ -315,11 +322,11 @@ class Interceptor:
     given none: that of the innermost call.
 
     Args:
-      config: an `AdapterConfig`. path: that module's.
+      config: an `AdapterConfig`. path: that module's. mup_base: see `Adapter`.
     """
 
-    def __init__(self, config, path):
-        self._config, self._path = config, path
+    def __init__(self, config, path, mup_base):
+        self._config, self._path, self._mup_base = config, path, mup_base
         self._infos = []
 
     def __call__(self, next_fun, args, kwargs, context):
@@ -334,7 +341,12 @@ class Interceptor:
             if not (below and re.fullmatch(self._config.sites, "/".join(module.path[size:]))):
                 return y
             adapter = Adapter(
-                self._config, module.features, module.axes, module.dtype, name="adapter"
+                self._config,
+                module.features,
+                module.axes,
+                module.dtype,
+                self._mup_base,
+                name="adapter",
             )
             return y + adapter(args[0], self._info(module))
         infos = [value for value in args if isinstance(value, TokenInfo)]

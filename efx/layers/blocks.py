@@ -11,7 +11,7 @@ from efx.layers.attention import Attention
 from efx.layers.dropout import DropoutConfig
 from efx.layers.learned_dropout import make_dropout
 from efx.layers.mlp import MLP
-from efx.layers.moe import MoE
+from efx.layers.moe import ROUTER_STD, MoE
 from efx.layers.moe_config import MoEConfig
 from efx.layers.soft_experts_config import SoftExpertsConfig
 
@@ -20,9 +20,9 @@ from efx.layers.soft_experts_config import SoftExpertsConfig
 class BlockConfig:
     """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
 
-    `context` is the longest sequence. With `moe` the MLP is a Mixture of Experts, and `hidden` the
-    width of one expert; with `soft` it is a `soft_experts.SoftBlock`, and the numbers of
-    heads and `hidden` are those of one channel.
+    `context` is the longest sequence, `router_scale` a factor on what routers start from. With
+    `moe` the MLP is a Mixture of Experts, and `hidden` the width of one expert; with `soft` it is a
+    `soft_experts.SoftBlock`, and the numbers of heads and `hidden` are those of one channel.
     """
 
     width: int
@@ -45,6 +45,7 @@ class BlockConfig:
     dropout: DropoutConfig
     dtype: jnp.dtype
     context: int = 0
+    router_scale: float = 1.0
     moe: MoEConfig | None = None
     soft: SoftExpertsConfig | None = None
 
@@ -120,8 +121,10 @@ def make_attention(c, name, kind=Attention, **changes):
 
 def make_mlp(c, name):
     """An MLP, or the experts that stand in its place."""
-    mlp = MLP if c.moe is None else partial(MoE, c.moe)
-    return mlp(c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name=name)
+    options = c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype
+    if c.moe is None:
+        return MLP(*options, name=name)
+    return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
 
 
 def masked_mlp(module, c, x_BTD, info):

@@ -20,18 +20,24 @@ class Predictor(nn.Module):
     """p = W2 silu(W1 x): [B, T, D] -> logits [B, T] in float32.
 
     The paper gives no sizes; `hidden` is D/2 by default. The caller stops the gradient of x.
+
+    Attributes:
+      scales: factors on what W1 and W2 start from.
     """
 
     hidden: int
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @nn.compact
     def __call__(self, x_BTD):
-        def kernel(name, shape, axes):
-            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+        def kernel(name, scale, shape, axes):
+            init = nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
+            init = nn.with_logical_partitioning(init, axes)
             return self.param(name, init, shape, jnp.float32)
 
-        inward_DF = kernel("kernel_in", (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))
-        outward_FX = kernel("kernel_out", (self.hidden, 1), ("mlp", None))
+        inward, outward = self.scales
+        inward_DF = kernel("kernel_in", inward, (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))
+        outward_FX = kernel("kernel_out", outward, (self.hidden, 1), ("mlp", None))
         h_BTF = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD.astype(jnp.float32), inward_DF))
         return jnp.einsum("BTF,FX->BTX", h_BTF, outward_FX)[..., 0]
 

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from efx.layers import controls, decisions, routing
 from efx.layers.depth_config import GATES, DepthRoutingConfig
+from efx.layers.moe import ROUTER_STD
 
 
 class DepthRouted(nn.Module):
@@ -43,14 +44,16 @@ class DepthRouted(nn.Module):
             nn.share_scope(self, self.block)
         else:
             self.block = self.shared
-        width, trained = self.block.config.width, self.config.trained
+        block, trained = self.block.config, self.config.trained
         if not self.config.control:
             # One router for each block, never shared, without bias. Starting at zero would make
             # every score equal and the first selection the first C tokens.
             self.router = self.param(
                 "router",
-                nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm",)),
-                (width,),
+                nn.with_logical_partitioning(
+                    nn.initializers.normal(ROUTER_STD * block.router_scale), ("norm",)
+                ),
+                (block.width,),
                 jnp.float32,
             )
         if self.config.selection in controls.BY_TOKEN:
@@ -60,7 +63,12 @@ class DepthRouted(nn.Module):
                 lambda: jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS),
             )
         if "predictor" in trained:
-            self.predictor = decisions.Predictor(self.config.predictor_hidden or max(1, width // 2))
+            hidden, scale = self.config.predictor_hidden, block.router_scale**0.5
+            # The fan-in of both layers lets them start smaller the wider the model is. What has
+            # few outputs whatever the width starts smaller still.
+            self.predictor = decisions.Predictor(
+                hidden or max(1, block.width // 2), (scale, 1.0) if hidden else (1.0, scale)
+            )
         if "threshold" in trained:
             self.quantile = self.variable("state", "quantile", jnp.zeros, (), jnp.float32)
             self.quantile_steps = self.variable("state", "quantile_steps", jnp.zeros, (), jnp.int32)
@@ -71,9 +79,11 @@ class DepthRouted(nn.Module):
         """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
         if self.config.control:
             return jnp.zeros(x_BTD.shape[:2], jnp.float32)
-        return jnp.einsum(
+        score_BT = jnp.einsum(
             "BTD,D->BT", x_BTD.astype(jnp.float32), self.router, precision=jax.lax.Precision.HIGHEST
         )
+        self.sow("intermediates", "router_logits", score_BT)
+        return score_BT
 
     def __call__(self, x_BTD, info):
         return self.route(x_BTD, info)[0]
@@ -145,7 +155,9 @@ class DepthRouted(nn.Module):
     def _logit(self, name, x_BTD, score_BT):
         """What a decision compares with 0."""
         if name == "predictor":
-            return self.predictor(jax.lax.stop_gradient(x_BTD))
+            logit_BT = self.predictor(jax.lax.stop_gradient(x_BTD))
+            self.sow("intermediates", "predictor_logits", logit_BT)
+            return logit_BT
         if name == "threshold":
             return score_BT - self.quantile.value
         return score_BT

@@ -21,6 +21,8 @@ from efx.layers.mlp import MLP, activate
 from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
+ROUTER_STD = 0.02
+
 
 class ExpertLinear(nn.Module):
     """A linear layer for each expert: kernel [E, D, F], bias [E, F]."""
@@ -98,6 +100,7 @@ class MoE(nn.Module):
 
     Attributes:
       hidden: F of one expert; the others as in `MLP`.
+      router_std: of what the router starts from.
     """
 
     config: MoEConfig
@@ -107,6 +110,7 @@ class MoE(nn.Module):
     std: float
     std_out: float
     dtype: jnp.dtype
+    router_std: float = ROUTER_STD
 
     @nn.compact
     def __call__(self, x_BTD, info):
@@ -116,7 +120,7 @@ class MoE(nn.Module):
         # Starting at zero would send every token to the first experts.
         router_DE = self.param(
             "router",
-            nn.with_logical_partitioning(nn.initializers.normal(0.02), ("norm", None)),
+            nn.with_logical_partitioning(nn.initializers.normal(self.router_std), ("norm", None)),
             (x_BTD.shape[-1], c.choices),
             jnp.float32,
         )
@@ -126,6 +130,7 @@ class MoE(nn.Module):
             router_DE,
             precision=jax.lax.Precision.HIGHEST,
         )
+        self.sow("intermediates", "router_logits", logits_BTE)
         valid_BT = info.valid(x_BTD.shape[0])
         if c.router == "token_choice":
             best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, info)

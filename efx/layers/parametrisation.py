@@ -4,10 +4,13 @@ muP (Yang et al. 2022, arXiv 2203.03466, table 8, for optimisers of Adam's kind)
 activations and of their updates independent of the width, so that a learning rate found at a
 small width serves a large one. Relative to `base_width`:
     hidden matrices      deviation * sqrt(base_width / width); rate * base_width / fan_in
+    routers, gates       deviation * base_width / width; rate * base_width / fan_in
     output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
     attention            scores / H in place of / sqrt(H)
     embeddings, vectors  as they are
-Decoupled weight decay keeps its strength, lr * weight_decay. Routers keep their rate and start.
+Routers and gates (of depth, of experts, of adapters; the last layer of a predictor) are output
+layers, whose outputs stay as few as they are: one number, or one for each expert. Decoupled weight
+decay keeps its strength, lr * weight_decay.
 """
 
 import dataclasses
@@ -18,6 +21,9 @@ from efx.errors import UsageError
 # Leaves that are hidden matrices [..., in, out], and modules whose kernels are not hidden.
 MATRICES = frozenset({"kernel", "mask_query", "mask_key", "mask_value", "mask_linear"})
 OUTPUT = "head"
+# Further matrices [..., in, out], and vectors [..., in], by the module that they are in; a router
+# is a matrix where it chooses among experts.
+PREDICTOR, ADAPTER, EXPERTS = "predictor", "adapter", "mlp"
 # Optimisers whose update of an entry does not depend on the size of its gradient.
 MUP_OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
 INITIALISATIONS = ("gpt2", "spike_no_more")
@@ -34,7 +40,7 @@ class MuPConfig:
     base_width: int
 
     def logit_scale(self, width):
-        """Factor on the logits of a model so wide."""
+        """Factor on the logits of a model so wide, and on what its routers start from."""
         return self.base_width / width if self.base_width else 1.0
 
 
@@ -77,10 +83,22 @@ def rate_factor(path, shape, base_width):
     Args:
       path: "/"-joined keys of the parameter tree. shape: of the array, [..., in, out] of a matrix.
     """
-    *modules, leaf = path.split("/")
-    if not base_width or leaf not in MATRICES or OUTPUT in modules:
-        return 1.0
-    return base_width / shape[-2]
+    axis = _fan_in_axis(*path.split("/"))
+    return base_width / shape[axis] if base_width and axis else 1.0
+
+
+def _fan_in_axis(*path):
+    """Which axis of a parameter its fan-in is, as far as the rate goes by that; else None."""
+    *modules, leaf = path
+    inside = modules[-1] if modules else ""
+    if leaf == "router":
+        return -2 if inside == EXPERTS else -1
+    if inside == ADAPTER and leaf in ("gate", "entrance"):
+        return -1
+    matrix = leaf in MATRICES and OUTPUT not in modules
+    if matrix or inside == PREDICTOR or (inside == ADAPTER and leaf == "down"):
+        return -2
+    return None
 
 
 def check_optimizer(name, base_width):

@@ -156,6 +156,7 @@ class Decoder(LanguageModel):
             dropout=c.dropout,
             dtype=c.dtype,
             context=c.context,
+            router_scale=c.mup.logit_scale(c.width),
         )
 
     def specs(self):

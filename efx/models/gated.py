@@ -63,7 +63,9 @@ def adapted_family(cls):
 
         def features(self, *args, **kwargs):
             """See the family; adapters are added to every layer that it calls."""
-            with nn.intercept_methods(Interceptor(self.adapter, self.path)):
+            mup = getattr(self, "mup", None)
+            interceptor = Interceptor(self.adapter, self.path, mup.base_width if mup else 0)
+            with nn.intercept_methods(interceptor):
                 return super().features(*args, **kwargs)
 
         @nn.nowrap

@@ -187,6 +187,7 @@ def block(model, level, dropout, hidden, context):
         dropout=dropout,
         dtype=model.dtype,
         context=context,
+        router_scale=model.mup.logit_scale(width),
     )
 
 

@@ -4,9 +4,10 @@
         --steps 4 --out runs/coord_check
 
 The same model is built at several widths and trained for a few steps, on one batch of random
-tokens, at a constant rate; then the mean |x| of every block's output and of the logits is printed,
-and drawn over the width (Yang et al. 2022, arXiv 2203.03466, appendix D.1). Where these lines are
-flat, the learning rate of one width serves another. The smallest width is the base width of muP.
+tokens, at a constant rate; then the mean |x| of every block's output, of the scores of every
+router, predictor and gate, and of the logits is printed, and drawn over the width (Yang et al.
+2022, arXiv 2203.03466, appendix D.1). Where these lines are flat, the learning rate of one width
+serves another. The smallest width is the base width of muP.
 
 `--set` changes any key of the config, in Python's notation: `--set model.depth=2`. Heads stay as
 many as the config has: they grow wider. Levels of the latent family keep their share of the width
@@ -83,7 +84,9 @@ def activations(config, args):
             variables,
             tokens_BT,
             rngs=evaluation_keys(config.seed, 0),
-            capture_intermediates=lambda module, method: isinstance(module, MEASURED),
+            capture_intermediates=lambda module, method: (
+                isinstance(module, MEASURED) and method == "__call__"
+            ),
             mutable=["intermediates"],
         )
         found = jax.tree_util.tree_leaves_with_path(state["intermediates"])
@@ -135,9 +138,9 @@ def draw(table, widths, path):
 
 
 def _place(path):
-    """layers/block_1/__call__/0 -> layers/block_1"""
-    keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    return "/".join(keys[: keys.index("__call__")])
+    """layers/block_1/__call__/0 -> layers/block_1; what a router sows keeps its name."""
+    *keys, _ = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(key for key in keys if key != "__call__")
 
 
 def _config(args, width, base):

@@ -30,7 +30,11 @@ class Stepper:
         rules = sharding.check_rules(config.rules)
         mesh = sharding.make_mesh(config.mesh)
         self.model = models.build(
-            config.model, vocab_size=vocab_size, context=c.seq_len, dtype=config.train.dtype
+            config.model,
+            vocab_size=vocab_size,
+            context=c.seq_len,
+            dtype=config.train.dtype,
+            adapter=config.adapter,
         )
         shapes = jax.eval_shape(lambda: step_lib.init_state_params(self.model))
         steps = config.steps or 1000
