@@ -16,10 +16,13 @@ leaves open, see docs/paper_and_efx.md:
     every, blocks           which blocks are routed: one in so many, or a list
     capacity                share of the tokens that a routed block computes; one, or one a block
     capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
-    per*                    top-k over a packed "row", or within each "document" of it
+    per*                    training's top-k within each "document" of a packed row, or over the
+                            whole "row"
     gate*                   what multiplies a routed block's increment: "sigmoid" of the score
                             here, "identity" in the paper, "tanh", "one"
-    selection               in training "topk"; "threshold", causal in training too; "stochastic"
+    selection               in training "topk"; "threshold", causal in training too; or one of the
+                            controls: "stochastic", random places, others in each batch, and
+                            "random_fixed", random positions, the same ones always
     causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
     also_train              further decisions, trained and evaluated beside it
     predictor_hidden*       width of the predictor

@@ -16,6 +16,10 @@ configs/moe.py; of these for the integrated form
                        from which the router learns what skipping costs
     capacity_factor    room of an expert over its share of E + num_noop choices, so that no-op
                        experts shrink the experts' buffers: that is where FLOPs are saved
+    computed_fraction  the share of the choices by which FLOPs are counted, and so the steps of
+                       `config.train_flops`. Routers are free to like experts better than no-ops:
+                       for an equal budget, give what a run came to in the mean over its training
+                       (`moe/computed_fraction` in metrics.jsonl; evaluations print theirs)
 
 What the paper leaves open: the number of experts and of no-op ones, top-k, the capacity of experts
 inside a routed block (here a share of the tokens routed, as of a sequence elsewhere), losses, and

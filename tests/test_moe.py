@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from configs import common
-from efx import flops, models, sample, sharding
+from configs import common, mode
+from efx import experiment, flops, models, sample, sharding
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.interop import hf_config
@@ -22,6 +22,7 @@ from efx.layers import moe_config, routing
 from efx.layers.info import TokenInfo
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
+from efx.studies import sweep
 
 B, T, D, F = 3, 20, 12, 10
 DEFAULT = moe_config.MoEConfig(
@@ -389,7 +390,38 @@ class Held:
         return 1.0
 
 
-@pytest.mark.parametrize("name", ["moe", "moe_expert_choice", "mode_staged"])
+def test_flops_of_no_ops_are_counted_by_a_measured_share():
+    """Not as if routers liked no-ops as well as experts; so are the steps of an equal budget."""
+    changes = families.FAMILIES["mode_integrated"].changes  # two no-ops beside four experts
+
+    def model(share):
+        return families.make({**changes, "mlp.moe.computed_fraction": share})
+
+    def mlp(model):
+        return model.ledger(16).nominal["mlp"]
+
+    assert mlp(model(2 / 3)) == pytest.approx(mlp(families.make(changes)))
+    assert mlp(model(0.25)) == pytest.approx(mlp(model(1.0)) / 4)
+    assert model(0.25).ledger(16).parts == model(1.0).ledger(16).parts  # executed as before
+    config = common.apply(common.base(), {"steps": 0, "train_flops": 1e12})
+    steps = [experiment._total_steps(config, [(0.0, m, m.ledger(256))])
+             for m in (model(0.25), model(1.0))]
+    per_token = [m.ledger(256).nominal_per_token for m in (model(0.25), model(1.0))]
+    assert steps[0] / steps[1] == pytest.approx(per_token[1] / per_token[0], rel=1e-2)
+    for bad in ({"mlp.moe.computed_fraction": 0.0}, {"mlp.moe.computed_fraction": 0.5,
+                "mlp.moe.num_noop": 0, "mlp.moe.router": "expert_choice"}):
+        with pytest.raises(UsageError, match=r"mlp\.moe\.computed_fraction=0"):
+            families.make({**changes, **bad})
+
+
+def test_the_tables_integrated_row_is_the_configs_variant(root):
+    row = sweep.load_sweep(root / "configs/sweeps/mod_table.py")["runs"][
+        "integrated MoDE: 8 experts, 8 no-ops"]
+    assert row.items() >= mode.VARIANTS["integrated"].items()
+    assert row["model.mlp.moe.computed_fraction"] != 0.5  # measured, not taken for granted
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_expert_choice", "mode_staged", "mode_integrated"])
 def test_evaluation_reports_experts(name):
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     config = common.base()
@@ -399,9 +431,18 @@ def test_evaluation_reports_experts(name):
     assert rows["eval/moe/dropped_fraction"] == pytest.approx(
         np.mean([rows[f"eval/moe/dropped_fraction/block_{i}"] for i in (0, 1)])
     )
-    assert ("eval/loss_topk" in rows) == (name != "moe")
+    assert ("eval/loss_topk" in rows) == (name in ("moe_expert_choice", "mode_staged"))
     assert ("eval/moe/accuracy" in rows) == (name == "moe_expert_choice")
     assert ("eval/router/accuracy" in rows) == (name == "mode_staged")
-    if name != "moe":
+    if "eval/loss_topk" in rows:
         assert rows["eval/loss_topk"] != rows["eval/loss"]
     assert "experts full for" in describe(3, rows)
+    if name == "mode_integrated":
+        computed = rows["eval/moe/computed_fraction"]
+        assert computed == pytest.approx(
+            1 - rows["eval/moe/noop_fraction"] - rows["eval/moe/dropped_fraction"], abs=1e-6)
+        measured = families.make(
+            {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed})
+        assert rows["eval/moe/flops_per_token"] == pytest.approx(
+            measured.ledger(config.data.seq_len).nominal_per_token)
+        assert "of the choices (counted as 66.7%)" in describe(3, rows)

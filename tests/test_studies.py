@@ -94,6 +94,7 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
     last = sweep.final_row(tmp_path)
     assert last["eval/loss"] is None and last["min:eval/loss"] == 2.0
     assert last["eval/bad"] is None and last["min:eval/bad"] is None
+    assert last["mean:eval/loss"] == 2.5 and last["mean:eval/bad"] is None
 
 
 @pytest.mark.parametrize(
