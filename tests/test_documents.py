@@ -130,6 +130,11 @@ def test_room_inside_of_room_by_hand():
     expert = routing.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 1, 1], [1, 1, 1, 1]])
     np.testing.assert_array_equal(expert.indices_BC[:, 2:], [[4, 5], [4, 5]])
+    # What a document without routed tokens leaves is not the one's before it, either.
+    plan = budget.first(jnp.asarray(wanted_BT & (np.arange(16) < 8)))
+    inner = routing.gather_info(outer, plan, 2, budget)
+    expert = routing.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+    np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 0, 0], [1, 1, 0, 0]])
 
 
 def test_what_finds_no_room_in_its_document_is_counted():
