@@ -8,7 +8,7 @@ import numpy as np
 from efx import losses, sharding
 from efx.layers.stack import names
 from efx.mask_changes import MaskChanges
-from efx.step import make_eval_step
+from efx.step import by_layer, make_eval_step
 
 # How well a decision agrees with training's selection.
 AGREEMENT = ("accuracy", "precision", "recall")
@@ -26,7 +26,7 @@ class Evaluator:
 
     def __init__(self, model, config, data, mesh, rules):
         self._config, self._data = config.evaluate, data
-        self._mesh, self._rules = mesh, rules
+        self._placement = sharding.Placement(mesh, rules, config.evaluate.batch_size)
         self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
         routing = [spec.routing for spec in model.specs() if spec.routing is not None]
         self._routing = routing[0] if routing else None
@@ -40,13 +40,15 @@ class Evaluator:
             selections += self._routing.trained[1:]
         learned = model.dropout.learned
         self._mask_changes = MaskChanges(model, mesh, rules, self._seed) if learned else None
+        self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
         self._steps = {
             selection: jax.jit(
                 make_eval_step(
                     model.clone(selection=selection),
                     config,
                     groups=sharding.batch_shards(mesh, rules),
-                )
+                ),
+                out_shardings=sharding.replicated(mesh),
             )
             for selection in selections
         }
@@ -69,8 +71,8 @@ class Evaluator:
         result |= {f"eval/{name}": x for name, x in causal.items() if name.startswith(kinds)}
         result |= self._computed(causal)
         if self._mask_changes is not None:
-            batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
-            changes = self._mask_changes(params, variables, next(iter(batches)))
+            first = next(iter(self._batches(self._mask_changes.placement.rows)))
+            changes = self._mask_changes(params, variables, first)
             result |= {f"eval/{name}": value for name, value in changes.items()}
         if not self._routing:
             return result
@@ -162,21 +164,27 @@ class Evaluator:
             rows["eval/bits_per_byte_topk"] = losses.bits_per_byte(loss, bytes_per_token)
         return rows
 
+    def _batches(self, rows):
+        c = self._config
+        return self._data.eval_batches(c.batch_size, c.max_batches, rows)
+
     def _run(self, step, params, variables):
         totals = []
-        placed = sharding.batch_sharding(self._mesh, self._rules)
-        batches = self._data.eval_batches(self._config.batch_size, self._config.max_batches)
-        for index, batch in enumerate(batches):
-            batch = sharding.place_batch(batch, placed)
+        for index, batch in enumerate(self._batches(self._placement.rows)):
+            batch = self._placement(batch)
             totals.append(step(params, variables, batch, self._seed, np.uint32(index)))
             if len(totals) > 2:
                 totals[-3] = jax.device_get(totals[-3])  # two batches in flight, not the split
-        totals = jax.device_get(totals)
-        sums = {
-            name: float(np.sum([t[name] for t in totals], dtype=np.float64)) for name in totals[0]
+        sums = jax.tree.map(
+            lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *jax.device_get(totals)
+        )
+        tokens = float(sums["weights"])
+        stats = {name: float(x) for name, x in self._by_layer(sums["stats"]).items()}
+        return stats | {
+            "loss": float(sums["loss"]) / tokens,
+            "correct": float(sums["correct"]) / tokens,
+            "tokens": tokens,
         }
-        tokens = sums.pop("weights")
-        return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens}
 
 
 def describe(step, metrics):

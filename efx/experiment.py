@@ -80,8 +80,6 @@ def prepare(config, workdir=None, parts=PARTS):
         config.data,
         seed=config.seed,
         tokenizer_path=saved[0] if saved else None,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
         parts=parts,
         before=before,
         same_text=same_text,
@@ -102,7 +100,7 @@ def prepare(config, workdir=None, parts=PARTS):
         )
     if config.data.packing:
         model.check_packing()
-    _check_batch(config, sharding.batch_shards(mesh, rules))
+    _check_batch(config, mesh, rules)
     parts = _capacity_stages(model, config.data.seq_len)
     steps = _total_steps(config, parts)
     stages = tuple(Stage(round(start * steps), *part) for start, *part in parts)
@@ -182,8 +180,8 @@ def _capacity_stages(model, length):
     return [*parts, (start, model, model.ledger(length))]
 
 
-def _check_batch(config, shards):
-    accumulation = config.train.accumulation
+def _check_batch(config, mesh, rules):
+    accumulation, shards = config.train.accumulation, sharding.batch_shards(mesh, rules)
     if accumulation < 1 or config.data.batch_size % accumulation:
         raise UsageError(
             f"config.data.batch_size={config.data.batch_size} does not divide by "
@@ -199,6 +197,12 @@ def _check_batch(config, shards):
         raise UsageError(
             f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
             f"{shards} devices of the mesh's batch axes"
+        )
+    pieces = sharding.ways(mesh, rules, "length")
+    if config.data.seq_len % pieces:
+        raise UsageError(
+            f"config.data.seq_len={config.data.seq_len} does not divide over the {pieces} devices "
+            "of the mesh axes that split a sequence (config.mesh.sequence)"
         )
 
 

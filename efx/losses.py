@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from efx import means
 from efx.errors import UsageError, nearest
 
 
@@ -271,15 +272,22 @@ def coefficient(spec, step, total_steps, name="<name>"):
     return spec["c_start"] + (spec["c_end"] - spec["c_start"]) * done
 
 
-def collect_sown(losses_collection):
+def collect_sown(sown, whole=None):
     """dict name -> mean over everything sown under that name, whatever module sowed it.
 
     Every layer counts once: linen's tuples (one entry a call) and the leading axis that a scanned
     stack adds are flattened together, so scanned and unrolled models agree.
+
+    Args:
+      sown: a tree of values, or of `means.Mean`.
+      whole: the tree of Means of a batch that this one is a part of, or None. With it, what is
+        collected are the contributions to the values of the whole batch.
     """
-    entries = {}
-    for keys, value in jax.tree_util.tree_flatten_with_path(losses_collection)[0]:
-        name = [key.key for key in keys if isinstance(key, jax.tree_util.DictKey)][-1]
+    wholes, entries = dict(means.leaves(whole)), {}
+    for path, value in means.leaves(sown):
+        if isinstance(value, means.Mean):
+            value = value.contribution(wholes[path]) if wholes else value.value()
+        name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
         entries.setdefault(name, []).append(jnp.ravel(jnp.asarray(value, jnp.float32)))
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in sorted(entries.items())}
 
@@ -311,7 +319,10 @@ def weighted_sum(sown, config_losses, step, total_steps):
     check_names(sown, config_losses)
     total = jnp.zeros((), jnp.float32)
     for name, value in sown.items():
-        total += coefficient(config_losses[name], step, total_steps, name) * value
+        spec = config_losses[name]
+        # A weight that is 0 for good leaves nothing to be computed for the gradient.
+        if not isinstance(spec, int | float) or spec:
+            total += coefficient(spec, step, total_steps, name) * value
     return total, dict(sown)
 
 

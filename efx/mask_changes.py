@@ -13,10 +13,13 @@ class MaskChanges:
     Entries of padding, and of places that a routed block left empty either time, do not count. The
     masks of the last call stay on the devices: one byte an entry, one row for each shard of the
     batch. Places that a stochastic control draws are those of the first batch of an evaluation.
+
+    Attributes:
+      placement: of the rows that masks are compared on, the first of a batch.
     """
 
     def __init__(self, model, mesh, rules, seed):
-        self._mesh, self._rules = mesh, rules
+        self.placement = sharding.Placement(mesh, rules, sharding.batch_shards(mesh, rules))
         self._masks = jax.jit(lambda *arguments: _masks(model, seed, *arguments))
         self._changes = jax.jit(lambda old, new: by_layer(_changes(model, old, new), model))
         self._last = None
@@ -25,13 +28,9 @@ class MaskChanges:
         """{"dropout/changed": fraction, "dropout/changed/block_<i>": ...}; {} the first time.
 
         Args:
-          batch: this host's rows of a batch, the same at every call.
+          batch: the rows `placement.rows` of a batch, the same at every call.
         """
-        shards = sharding.batch_shards(self._mesh, self._rules)
-        rows = max(1, shards // jax.process_count())
-        fixed = {name: values[:rows] for name, values in batch.items()}
-        placed = sharding.batch_sharding(self._mesh, self._rules)
-        masks = self._masks(params, variables, sharding.place_batch(fixed, placed))
+        masks = self._masks(params, variables, self.placement(batch))
         last, self._last = self._last, masks
         if last is None:
             return {}

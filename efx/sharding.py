@@ -166,18 +166,52 @@ def replicated(mesh):
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_shards(mesh, rules):
-    """Over how many devices the batch axis is split."""
-    axes = batch_sharding(mesh, rules).spec[0]
+def ways(mesh, rules, name):
+    """Over how many devices the logical axis `name` is split."""
+    axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
 
 
-def place_batch(batch, placed):
-    """This host's rows of a batch as global arrays."""
-    return {
-        name: jax.make_array_from_process_local_data(placed, rows) for name, rows in batch.items()
-    }
+def batch_shards(mesh, rules):
+    """Over how many devices the batch axis is split."""
+    return ways(mesh, rules, "batch")
+
+
+class Placement:
+    """How batches of so many rows lie on a mesh, and what of them this process has to read.
+
+    A row goes where its number in the whole batch says. The number of the process says nothing:
+    several processes hold the same rows where a mesh axis that does not split the batch, such as
+    tensor, spans them.
+
+    Attributes:
+      rows: int64, ascending: the numbers of the rows that devices of this process hold.
+
+    Args:
+      size: rows of the whole batch; `batch_shards` divides it.
+    """
+
+    def __init__(self, mesh, rules, size):
+        self._sharding, self._size = batch_sharding(mesh, rules), size
+        by_row = NamedSharding(mesh, PartitionSpec(self._sharding.spec[0]))
+        held = by_row.addressable_devices_indices_map((size,)).values()
+        self.rows = np.unique(np.concatenate([np.arange(size)[index] for index in held]))
+
+    def __call__(self, batch):
+        """{name: the rows `rows` of an array [size, T]} as {name: global array [size, T]}."""
+        return {name: self._place(x) for name, x in batch.items()}
+
+    def _place(self, x):
+        if len(x) != len(self.rows):
+            raise ValueError(f"{len(x)} rows were read where this process holds {len(self.rows)}")
+
+        def part(index):
+            first, last, _ = index[0].indices(self._size)
+            begin = np.searchsorted(self.rows, first)
+            return x[begin : begin + last - first, *index[1:]]
+
+        return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, part)
 
 
 def local(tree):

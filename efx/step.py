@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
-from efx import losses, models, optim, sharding
+from efx import losses, means, models, optim, sharding
 
 EVALUATION = np.uint32(2**32 - 1)  # in the place of a step, of which there are never so many
 
@@ -84,9 +84,18 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     The seed is an argument, not a constant, so that runs of several seeds share one compilation.
 
     The objective is  sum(weight * cross-entropy) / sum(weight)  over the whole batch plus the
-    weighted mean of every sown loss. With `config.train.accumulation` = A, A micro-batches of
-    every A-th row each contribute their share of the same sums: the gradient is that of the big
-    batch.
+    weighted sown losses of the whole batch. With `config.train.accumulation` = A, it is summed up
+    over A micro-batches of every A-th row, and the gradient is that of the big batch: of
+    cross-entropy because the weight of the whole batch is known; of sown losses because a first
+    pass over the micro-batches adds up what these are means of, as far as it is needed. That is
+    next to nothing for a loss that is one mean over tokens (how many tokens count is told by the
+    batch, unless a router tells it), and a forward pass without the output layer for one that is
+    not linear in means (`load_balance`). Logged statistics are those of the whole batch, too.
+
+    Three things are not what the big batch would do. Random numbers (dropout, stochastic masks) are
+    drawn for each micro-batch. The running quantile of a routing threshold moves by the mean of the
+    micro-batches' quantiles. Negatives of the latent loss are of the same micro-batch where
+    `config.model.latent_loss` says candidates="batch".
 
     A step whose loss or gradient is not finite leaves parameters and optimiser state alone and is
     counted.
@@ -96,50 +105,60 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     """
     accumulation = config.train.accumulation
 
-    def micro_loss(params, variables, batch, total_weight, keys, step):
-        sums, mutated = _forward(
-            model,
-            params,
-            variables,
-            batch,
-            keys,
-            config,
-            train=True,
-            groups=groups,
-            z_loss=losses.coefficient(config.losses["z_loss"], step, total_steps, "z_loss"),
-        )
-        sown = losses.collect_sown(mutated["losses"])
-        extra, sown = losses.weighted_sum(sown, config.losses, step, total_steps)
-        objective = sums.total / total_weight + extra / accumulation
-        metrics = {
-            "train/loss": sums.loss / total_weight,
-            "train/accuracy": sums.correct / total_weight,
-            **{f"losses/{name}": value / accumulation for name, value in sown.items()},
-            **{
-                name: value / accumulation
-                for name, value in losses.collect_sown(mutated["stats"]).items()
-            },
-        }
-        return objective, (metrics, {k: mutated[k] for k in variables})
+    def forward(params, variables, batch, keys):
+        return _features(model, params, variables, batch, keys, train=True)
 
-    gradient = jax.value_and_grad(micro_loss, has_aux=True)
+    def weighted(sown, step):
+        return losses.weighted_sum(sown, config.losses, step, total_steps)[0]
+
+    def micro_loss(params, variables, batch, total_weight, keys, step, whole):
+        x_BTD, mutated = forward(params, variables, batch, keys)
+        z_loss = losses.coefficient(config.losses["z_loss"], step, total_steps, "z_loss")
+        sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss)
+        found = {name: means.sown(mutated, name) for name in ("losses", "stats")}
+        extra = weighted(losses.collect_sown(found["losses"], whole), step)
+        kept = {name: mutated[name] for name in variables}
+        return sums.total / total_weight + extra, (kept, sums, found)
+
+    gradient = jax.grad(micro_loss, has_aux=True)
 
     def train_step(state, batch, seed):
         total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         base = jax.random.fold_in(jax.random.key(seed), state.step)
 
-        def one(variables, batch, index):
+        def keys(index):
             key = jax.random.fold_in(base, index)
-            keys = {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
-            (objective, (metrics, variables)), grads = gradient(
-                state.params, variables, batch, total_weight, keys, state.step
+            return {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
+
+        def one(batch, index, whole=None):
+            grads, aux = gradient(
+                state.params, state.variables, batch, total_weight, keys(index), state.step, whole
             )
-            return variables, {"train/objective": objective, **metrics}, grads
+            return grads, *aux
+
+        def ahead(batch, index):
+            _, mutated = forward(state.params, state.variables, batch, keys(index))
+            sown = means.sown(mutated, "losses")
+            return jax.tree.map(means.Mean.needed, sown, is_leaf=means.is_mean)
 
         if accumulation == 1:
-            variables, metrics, grads = one(state.variables, batch, 0)
+            grads, variables, sums, found = one(batch, 0)
         else:
-            variables, metrics, grads = _accumulate(one, state.variables, batch, accumulation)
+            batches = _micro_batches(batch, accumulation)
+            whole = _over_micro_batches(ahead, batches)
+            grads, variables, sums, found = _over_micro_batches(
+                lambda batch, index: one(batch, index, whole), batches
+            )
+            # Every micro-batch starts from the same running averages.
+            variables = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), variables)
+        sown, stats = (losses.collect_sown(found[name]) for name in ("losses", "stats"))
+        metrics = {
+            "train/objective": sums.total / total_weight + weighted(sown, state.step),
+            "train/loss": sums.loss / total_weight,
+            "train/accuracy": sums.correct / total_weight,
+            **{f"losses/{name}": value for name, value in sown.items()},
+            **stats,
+        }
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         norm = optim.grad_norm(opt_state)
@@ -168,35 +187,35 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     return train_step
 
 
-def _accumulate(one, variables, batch, accumulation):
-    """Mean of the variables, sums of metrics and gradients over micro-batches, with a scan.
-
-    Every micro-batch starts from the same variables: running averages then move as far as they
-    would by the big batch.
-    """
+def _micro_batches(batch, count):
+    """Arrays [B, T] as [count, B / count, T]. Micro-batch i has the rows i, i + count, ..., so that
+    every device keeps its own rows."""
 
     def split(x):
-        # Micro-batch i takes rows i, i + A, ...: every device keeps its own rows.
-        micro = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:])
+        micro = x.reshape(x.shape[0] // count, count, *x.shape[1:])
         return sharding.constrain(jnp.swapaxes(micro, 0, 1), None, "batch", "length")
 
-    batches = jax.tree.map(split, batch)
+    return jax.tree.map(split, batch)
+
+
+def _over_micro_batches(one, batches):
+    """The sum over micro-batches of one(batch, index), with a scan."""
+    count = len(jax.tree.leaves(batches)[0])
     first = jax.tree.map(lambda x: x[0], batches)
-    shapes = jax.eval_shape(lambda v, b: one(v, b, 0), variables, first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda b: one(b, 0), first)
+    )
 
     def body(totals, item):
-        index, micro = item
-        return jax.tree.map(jnp.add, totals, one(variables, micro, index)), None
+        index, batch = item
+        return jax.tree.map(jnp.add, totals, one(batch, index)), None
 
-    (sums, metrics, grads), _ = jax.lax.scan(body, zeros, (jnp.arange(accumulation), batches))
-    means = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), sums)
-    return means, metrics, grads
+    return jax.lax.scan(body, zeros, (jnp.arange(count), batches))[0]
 
 
-def _forward(model, params, variables, batch, keys, config, *, train, groups, z_loss):
-    """(LossSums, mutated collections) of one batch; logits of `loss_chunk` positions at a time."""
-    x_BTD, mutated = model.apply(
+def _features(model, params, variables, batch, keys, *, train):
+    """(what the output layer reads, mutated collections) of one batch."""
+    return model.apply(
         {"params": params, **variables},
         batch["inputs"],
         batch.get("positions"),
@@ -204,13 +223,16 @@ def _forward(model, params, variables, batch, keys, config, *, train, groups, z_
         train=train,
         method="features",
         rngs=keys,
-        mutable=("losses", "stats", "state"),
+        mutable=("losses", "stats", "state", means.COLLECTION),
     )
-    mutated = {"losses": {}, "stats": {}, **mutated}
+
+
+def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
+    """LossSums of what `_features` gave; logits of `loss_chunk` positions at a time."""
     head = model.head_params(params)
     chunk = config.train.loss_chunk
     if chunk and chunk < x_BTD.shape[1]:
-        sums = losses.chunked_cross_entropy(
+        return losses.chunked_cross_entropy(
             model.head_fn,
             head,
             x_BTD,
@@ -220,11 +242,9 @@ def _forward(model, params, variables, batch, keys, config, *, train, groups, z_
             z_loss=z_loss,
             groups=groups,
         )
-    else:
-        logits_BTV = model.head_fn(head, x_BTD)
-        logits_BTV = sharding.constrain(logits_BTV, "batch", "length", "act_vocab")
-        sums = losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], z_loss)
-    return sums, mutated
+    logits_BTV = model.head_fn(head, x_BTD)
+    logits_BTV = sharding.constrain(logits_BTV, "batch", "length", "act_vocab")
+    return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], z_loss)
 
 
 def evaluation_keys(seed, index):
@@ -236,28 +256,33 @@ def evaluation_keys(seed, index):
 
 
 def make_eval_step(model, config, *, groups=1):
-    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights",
-    statistics: sums}; `index` is the number of the batch.
+    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights", "stats"}:
+    sums over the batch's tokens, which add up over batches; `index` is the number of the batch.
+    "stats" is the tree of Means that was sown.
 
-    Losses are sums over tokens; statistics are means, weighted by the batch's scored tokens, so
-    that sums over batches divided by the sum of "weights" are means over the split.
+    Rows past the end of the split are computed like others where nothing marks them as padding, so
+    the Means of a batch count by its share of scored tokens.
     """
 
     def eval_step(params, variables, batch, seed, index):
         keys = evaluation_keys(seed, index)
-        sums, mutated = _forward(
-            model, params, variables, batch, keys, config, train=False, groups=groups, z_loss=0.0
-        )
-        result = {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights}
-        for name, value in by_layer(mutated["stats"], model).items():
-            result[name] = value * sums.weights
-        return result
+        x_BTD, mutated = _features(model, params, variables, batch, keys, train=False)
+        sums = _loss_sums(model, params, x_BTD, batch, config, groups, 0.0)
+        real = batch["weights"].size
+        if "segment_ids" in batch:
+            real = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
+        stats = jax.tree.map(lambda x: x * (sums.weights / real), means.sown(mutated, "stats"))
+        return {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights, "stats": stats}
 
     return eval_step
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, and each layer's own as `name/block_<i>`."""
+    """Statistics by name: the mean over layers, and each layer's own as `name/block_<i>`.
+
+    Args:
+      stats: a tree of values or Means by layer.
+    """
     result = losses.collect_sown(stats)
     # Masks of the embedding lie outside of the layers.
     layers = {**stats["layers"]} if "layers" in stats else {}

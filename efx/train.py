@@ -98,6 +98,7 @@ class _Run:
         self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes, base)
         self.summary = optim.describe(config.optim, shapes, base)
         self.shardings = step_lib.state_shardings(e.model, self.optimizer, e.mesh, e.rules)
+        self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
         # Now, so that a bad prompt or setting is told before anything is written.
         c = config.sample
         self.sampler = c.every and TextSampler(
@@ -221,7 +222,7 @@ class _Run:
         checkpoint gives the state, then the position of the data, then the elapsed seconds."""
         e, origin = self.experiment, None
         with self._timed("restore or initialise"):
-            iterator = e.data.train_iterator()
+            iterator = e.data.train_iterator(rows=self.placement.rows)
             if self.checkpoints.latest_step() is None:
                 init = jax.jit(
                     lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
@@ -263,8 +264,7 @@ class _Run:
 
     def _loop(self, iterator):
         e, config = self.experiment, self.config
-        placed = sharding.batch_sharding(e.mesh, e.rules)
-        batch = sharding.place_batch(next(iterator), placed)
+        batch = self.placement(next(iterator))
         stage = None
         first = True
         while self.step < e.steps:
@@ -278,7 +278,7 @@ class _Run:
             position = iterator.get_state()
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
-                batch = sharding.place_batch(next(iterator), placed)
+                batch = self.placement(next(iterator))
             self.buffer.push(self.step, metrics)
             self.checkpoints.check()  # a save that failed in the background is told at once
             if first:

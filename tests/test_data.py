@@ -65,7 +65,7 @@ def test_epochs_differ_in_order_and_offset():
 
 def test_random_windows_reach_every_start():
     windows = pipeline._RandomWindows(Stream([np.arange(20, dtype=np.uint16)]), 8, seed=0)
-    batches = [windows(step, 16, 0, 16) for step in range(20)]
+    batches = [windows(step, 16, np.arange(16)) for step in range(20)]
     starts = {int(s) for b in batches for s in b["inputs"][:, 0]}
     assert starts == set(range(12))  # 0..11: 11 + 8 + 1 = 20
     assert max(int(b["targets"].max()) for b in batches) == 19
@@ -104,20 +104,18 @@ ORDERS = [dict(), dict(shuffle="random"), dict(packing=True, seq_len=20)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_together_have_the_rows_of_one(order, hosts, folder, tmp_path):
+@pytest.mark.parametrize("rows", [[0, 1], [3], [1, 3], [0, 1, 2, 3]])
+def test_rows_that_are_asked_for_are_those_of_the_whole_batch(order, rows, folder, tmp_path):
+    """Which rows a process reads is told by its devices; what they hold depends on no process."""
     config = make_config(f"text:{folder}", tmp_path, split="documents", **order)
-    alone = take(open_data(config).train_iterator(), 25)
-    parts = [
-        take(open_data(config, process_index=i, process_count=hosts).train_iterator(), 25)
-        for i in range(hosts)
-    ]
-    for step, batch in enumerate(alone):
-        same(batch, {k: np.concatenate([p[step][k] for p in parts]) for k in batch})
+    whole = take(open_data(config).train_iterator(), 25)
+    some = take(open_data(config).train_iterator(rows=rows), 25)
+    for batch, expected in zip(some, whole, strict=True):
+        same(batch, {k: v[rows] for k, v in expected.items()})
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_resuming_is_exact_also_on_other_hosts(order, folder, tmp_path):
+def test_resuming_is_exact_also_with_other_rows(order, folder, tmp_path):
     config = make_config(f"text:{folder}", tmp_path, split="documents", **order)
     straight = take(open_data(config).train_iterator(), 30)
     iterator = open_data(config).train_iterator()
@@ -131,7 +129,7 @@ def test_resuming_is_exact_also_on_other_hosts(order, folder, tmp_path):
         resumed.set_state(state)
         for batch, expected in zip(take(resumed, 5), straight[step:], strict=False):
             same(batch, expected)
-        other = open_data(config, process_index=1, process_count=2).train_iterator(step)
+        other = open_data(config).train_iterator(step, rows=[2, 3])
         assert other.get_state() == state
         same(next(other), {k: v[2:] for k, v in straight[step].items()})
     iterator.set_state({"step": 0})
@@ -171,9 +169,9 @@ GOLDEN_STARTS = [136, 88, 26, 208]
 @settings(max_examples=60)
 def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches):
     hosts_batches = []
-    for host in range(hosts):
-        data = _data_of(np.arange(length), seq_len, host, hosts)
-        batches = data.eval_batches(6, max_batches)
+    data = _data_of(np.arange(length), seq_len)
+    for rows in np.split(np.arange(6), hosts):
+        batches = data.eval_batches(6, max_batches, rows)
         listed = list(batches)
         assert len(listed) == len(batches) == data.eval_batch_count(6, max_batches)
         assert all(b["inputs"].shape == (6 // hosts, seq_len) for b in listed)
@@ -199,12 +197,12 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
         assert scored[-1] > (rows - math.ceil(rows / (6 * count)) - 1) * seq_len
 
 
-def _data_of(tokens, seq_len, host=0, hosts=1):
+def _data_of(tokens, seq_len):
     """Data of a held-out split of these tokens."""
-    config = ConfigDict(dict(seq_len=seq_len, packing=False, batch_size=hosts, shuffle="windows"))
+    config = ConfigDict(dict(seq_len=seq_len, packing=False, batch_size=1, shuffle="windows"))
     streams = dict.fromkeys(("train", "eval"), Stream([tokens.astype(np.uint16)]))
     tokenizer = tokenizers.ByteTokenizer()
-    return pipeline.Data(config, 0, tokenizer, streams, None, None, "key", host, hosts)
+    return pipeline.Data(config, 0, tokenizer, streams, None, None, "key")
 
 
 def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
@@ -218,11 +216,8 @@ def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
     targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
     assert sorted(targets) == sorted([*"".join(heldout).encode(), *[256] * len(heldout)])
     same(batches[0], next(iter(data.eval_batches(4))))
-    halves = [
-        list(open_data(config, process_index=i, process_count=2).eval_batches(4)) for i in (0, 1)
-    ]
-    for whole, *parts in zip(batches, *halves, strict=True):
-        same(whole, {k: np.concatenate([p[k] for p in parts]) for k in whole})
+    for whole, part in zip(batches, data.eval_batches(4, rows=[0, 3]), strict=True):
+        same(part, {k: v[[0, 3]] for k, v in whole.items()})
 
 
 def _held(data, text):
@@ -307,12 +302,10 @@ def test_a_path_alone_is_told_how_to_be_a_source(letters, tmp_path):
     usage_error(f"'text:{letters}'", config_data=config)
 
 
-def test_batch_not_divisible_by_hosts(letters, tmp_path):
-    config = make_config(f"text:{letters}", tmp_path)
-    usage_error("config.data.batch_size=4", "3", config_data=config, process_count=3)
-    data = open_data(config, process_count=2)
-    with pytest.raises(UsageError, match="config.evaluate.batch_size=3.*2"):
-        data.eval_batches(3)
+def test_evaluation_without_rows(letters, tmp_path):
+    data = open_data(make_config(f"text:{letters}", tmp_path))
+    with pytest.raises(UsageError, match="config.evaluate.batch_size=0 should be at least 1"):
+        data.eval_batches(0)
 
 
 def test_a_tokenizer_that_cannot_write_the_text(letters, tmp_path):

@@ -280,7 +280,7 @@ def test_statistics_by_hand():
     }
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(got[name], value, err_msg=name)
+        np.testing.assert_allclose(got[name].value(), value, err_msg=name)
 
 
 def test_realised_flops_follow_what_was_routed():

@@ -19,7 +19,7 @@ from efx import losses, main, models, optim, sharding
 from efx.errors import UsageError
 from efx.layers.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
-from efx.step import make_eval_step
+from efx.step import by_layer, make_eval_step
 
 STREAMS = {"family": "encoder_decoder", "mlp.hidden": 48}
 
@@ -442,7 +442,8 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
     config = common.base()
     batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
     result = make_eval_step(model, config)(params, {}, batch, 0, 0)
-    assert "moe/dropped_fraction" in result and np.isfinite(result["loss"])
+    assert "moe/dropped_fraction" in by_layer(result["stats"], model)
+    assert np.isfinite(result["loss"])
 
 
 # ---- settings ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from efx.errors import UsageError
 from efx.layers import group_views, groups
 from efx.layers.info import TokenInfo
 from efx.models import latent_config
-from efx.step import make_eval_step
+from efx.step import by_layer, make_eval_step
 
 # ---- what it says about itself -----------------------------------------------------------------
 
@@ -29,8 +29,9 @@ def test_routed_latents_are_counted_as_the_decoders():
     batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
     params = variables.pop("params")
     result = families.jit(make_eval_step(model, common.base()))(params, variables, batch, 0, 0)
+    stats = by_layer(result["stats"], model)
     for i in range(3):
-        assert 0 <= result[f"router/decided_fraction/block_{i}"] <= result["weights"]
+        assert 0 <= stats[f"router/decided_fraction/block_{i}"] <= 1
     none, whole = (model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal
                    for share in (0.0, 1.0))
     dense = make({"depth": 3}).ledger(32).nominal

@@ -475,13 +475,14 @@ def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
 class Held:
     """Two batches of a held-out split; the last four places of a row are padding."""
 
-    def eval_batches(self, batch_size, max_batches):
+    def eval_batches(self, batch_size, max_batches, rows):
         for seed in (0, 1):
             tokens = np.asarray(families.tokens(seed))
             weights = np.ones(tokens.shape, np.float32)
             segments = np.where(np.arange(families.LENGTH) < families.LENGTH - 4, 1, 0)
-            yield {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights,
-                   "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32)}
+            batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights,
+                     "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32)}
+            yield {name: x[rows] for name, x in batch.items()}
 
     def bytes_per_token(self, split):
         return 1.0
@@ -495,7 +496,9 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
     params = families.random_params(model)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     rules = sharding.DEFAULT_RULES
-    evaluator = Evaluator(model, common.base(), Held(), mesh, rules)
+    config = common.base()
+    config.evaluate.batch_size = families.BATCH
+    evaluator = Evaluator(model, config, Held(), mesh, rules)
 
     def turned(path, leaf):
         path = jax.tree_util.keystr(path, simple=True, separator="/")

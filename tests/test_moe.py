@@ -380,11 +380,12 @@ def test_a_sampler_counts_what_experts_turn_away():
 class Held:
     """Two batches of a held-out split."""
 
-    def eval_batches(self, batch_size, max_batches):
+    def eval_batches(self, batch_size, max_batches, rows):
         for seed in (0, 1):
             tokens = np.asarray(families.tokens(seed))
             weights = np.ones(tokens.shape, np.float32)
-            yield {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+            batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+            yield {name: x[rows] for name, x in batch.items()}
 
     def bytes_per_token(self, split):
         return 1.0
@@ -425,6 +426,7 @@ def test_the_tables_integrated_row_is_the_configs_variant(root):
 def test_evaluation_reports_experts(name):
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     config = common.base()
+    config.evaluate.batch_size = families.BATCH
     evaluator = Evaluator(families.build(name), config, Held(), mesh, sharding.DEFAULT_RULES)
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         rows = evaluator(families.params_of(name), {})

@@ -160,9 +160,8 @@ def test_what_does_not_divide_is_named(changes, sizes, message):
 def test_batches(sizes, shards):
     mesh = mesh_of(**sizes)
     assert sharding.batch_shards(mesh, DEFAULT_RULES) == shards
-    placed = sharding.batch_sharding(mesh, DEFAULT_RULES)
     rows = np.arange(8 * 5).reshape(8, 5)
-    batch = sharding.place_batch({"inputs": rows}, placed)["inputs"]
+    batch = sharding.Placement(mesh, DEFAULT_RULES, 8)({"inputs": rows})["inputs"]
     np.testing.assert_array_equal(batch, rows)
     assert {shard.data.shape for shard in batch.addressable_shards} == {(8 // shards, 5)}
     assert sharding.replicated(mesh).is_fully_replicated

@@ -161,14 +161,12 @@ def test_eight_devices_train_like_one(text, sizes):
     function = step_lib.make_train_step(
         model, optimizer, schedule, config, total_steps=6, groups=sharding.batch_shards(mesh, rules)
     )
-    losses = []
+    losses, placement = [], sharding.Placement(mesh, rules, config.data.batch_size)
     with sharding.use(mesh, rules):
         state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
         for batch in batches:
-            batch = sharding.place_batch(
-                jax.tree.map(np.asarray, batch), sharding.batch_sharding(mesh, rules)
-            )
+            batch = placement(jax.tree.map(np.asarray, batch))
             state, metrics = jitted(state, batch, np.uint32(0))
             losses.append(float(metrics["train/loss"]))
     np.testing.assert_allclose(losses, expected, rtol=2e-5)

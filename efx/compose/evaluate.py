@@ -100,11 +100,11 @@ def log_probs(restored, batch, rows_at_once):
 
     found = []
     with sharding.use(e.mesh, e.rules):
-        placed = sharding.batch_sharding(e.mesh, e.rules)
+        placement = sharding.Placement(e.mesh, e.rules, rows_at_once)
         for i in range(0, len(batch["inputs"]), rows_at_once):
             rows = {name: x[i : i + rows_at_once] for name, x in batch.items()}
-            rows = sharding.place_batch(rows, placed)
-            found.append(step(params, variables, rows, np.uint32(i // rows_at_once)))
+            index = np.uint32(i // rows_at_once)
+            found.append(step(params, variables, placement(rows), index))
             if len(found) > 2:
                 found[-3] = np.asarray(found[-3])
     return np.concatenate([np.asarray(x) for x in found])

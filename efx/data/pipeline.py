@@ -24,8 +24,6 @@ def load(
     *,
     seed,
     tokenizer_path=None,
-    process_index=0,
-    process_count=1,
     parts=PARTS,
     before=None,
     same_text=True,
@@ -36,7 +34,6 @@ def load(
       config_data: the `data` block of a config.
       seed: with the step, determines every batch; `config.seed` as a rule.
       tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
-      process_index, process_count: this host and how many there are.
       parts: which of "train" and "eval" are wanted. What is not needed for them is not opened:
         for "eval" alone no source beside an eval_source, for none of them no text at all, unless
         the tokenizer has to be made of it.
@@ -52,7 +49,7 @@ def load(
       UsageError: one line that names the key, value or file at fault.
     """
     c = config_data
-    _check(c, process_count)
+    _check(c)
     opened = Opened(c, parts if tokenizer_path else PARTS, before, same_text)
     tokenizer = opened.tokenizer(tokenizer_path)
     found = {part: one for part, one in opened.streams(tokenizer).items() if part in parts}
@@ -69,12 +66,12 @@ def load(
     spans = {part: one.spans for part, one in found.items() if one.spans is not None}
     text_bytes = {part: one.text_bytes for part, one in found.items() if one.spans is not None}
     key = content_key(opened.key(), tokenizer.fingerprint)
-    data = Data(c, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count)
+    data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
     data.members, data.origin = opened.members, opened.origin
     return data
 
 
-def _check(c, process_count):
+def _check(c):
     for key in ("seq_len", "batch_size"):
         if c[key] < 1:
             raise UsageError(f"config.data.{key}={c[key]} should be at least 1")
@@ -93,22 +90,15 @@ def _check(c, process_count):
             "config.data.withhold=True goes with config.data.eval_source; without one a part of"
             " config.data.source is held out anyway"
         )
-    _rows_per_process("config.data.batch_size", c.batch_size, process_count)
-
-
-def _rows_per_process(key, batch_size, process_count):
-    if batch_size < 1 or batch_size % process_count:
-        raise UsageError(
-            f"{key}={batch_size} should be a multiple of the number of processes, {process_count}"
-        )
-    return batch_size // process_count
 
 
 class Data:
     """A tokenised text, split, and the batches made of it. Made by `load`.
 
-    A batch is a dict of this host's rows: inputs, targets int32[B, T]; weights float32[B, T], 0
-    where nothing is scored; with packing also positions and segment_ids int32[B, T] (0: padding).
+    A batch is a dict of rows: inputs, targets int32[B, T]; weights float32[B, T], 0 where nothing
+    is scored; with packing also positions and segment_ids int32[B, T] (0: padding). Where `rows`
+    are asked for, numbers from 0 to B - 1, only those are read: what row i of step n holds depends
+    on neither the number of processes nor on which of them reads it.
 
     Attributes:
       tokenizer: an efx tokenizer.
@@ -122,9 +112,7 @@ class Data:
 
     members = origin = None
 
-    def __init__(
-        self, config, seed, tokenizer, streams, spans, text_bytes, key, process_index, process_count
-    ):
+    def __init__(self, config, seed, tokenizer, streams, spans, text_bytes, key):
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self.train_tokens, self.eval_tokens = (len(streams.get(part, ())) for part in PARTS)
         self.fingerprint = key
@@ -133,7 +121,6 @@ class Data:
         # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
         # common (grain derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
-        self._process_index, self._process_count = process_index, process_count
 
     def _documents(self, split):
         """int64[n, 2]: the tokens of each document."""
@@ -199,45 +186,45 @@ class Data:
             total -= int(lengths[firsts].sum())
         return total / scored
 
-    def train_iterator(self, start_step=0):
-        """Batches without end, from global step `start_step` on (0: the first)."""
+    def train_iterator(self, start_step=0, rows=None):
+        """Batches without end, from step `start_step` on (0: the first); of each all rows, or the
+        given ones."""
         config, stream = self._config, self._streams["train"]
-        rows = _rows_per_process("config.data.batch_size", config.batch_size, self._process_count)
         if config.packing:
             rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
         elif config.shuffle == "windows":
             rows_of_step = _ShuffledWindows(stream, config.seq_len, self._seed)
         else:
             rows_of_step = _RandomWindows(stream, config.seq_len, self._seed)
-        first = self._process_index * rows
+        rows = np.arange(config.batch_size) if rows is None else np.asarray(rows)
 
         def batch(step):
-            return rows_of_step(step, config.batch_size, first, first + rows)
+            return rows_of_step(step, config.batch_size, rows)
 
         return TrainIterator(batch, start_step)
 
-    def eval_batches(self, batch_size, max_batches=0):
+    def eval_batches(self, batch_size, max_batches=0, rows=None):
         """Batches over the whole held-out split, in order; can be iterated over and over.
 
         Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
         has weight 1 exactly once; what is missing from the last batch has weight 0. With
-        `max_batches` only so many batches, their rows spread evenly over the split.
+        `max_batches` only so many batches, their rows spread evenly over the split. With `rows`
+        only these of each batch.
         """
-        return EvalBatches(self, batch_size, max_batches)
+        return EvalBatches(self, batch_size, max_batches, rows)
 
     def eval_batch_count(self, batch_size, max_batches=0):
-        """How many batches `eval_batches` yields, on every host."""
+        """How many batches `eval_batches` yields."""
         return len(self.eval_batches(batch_size, max_batches))
 
 
 class EvalBatches:
     """See `Data.eval_batches`."""
 
-    def __init__(self, data, batch_size, max_batches):
-        self._rows = _rows_per_process(
-            "config.evaluate.batch_size", batch_size, data._process_count
-        )
-        self._first = data._process_index * self._rows
+    def __init__(self, data, batch_size, max_batches, rows):
+        if batch_size < 1:
+            raise UsageError(f"config.evaluate.batch_size={batch_size} should be at least 1")
+        self._rows = np.arange(batch_size) if rows is None else np.asarray(rows)
         self._size, self._limit = batch_size, max_batches
         self._stream, self._seq_len = data._streams["eval"], data._config.seq_len
         self._packing = data._packing("eval") if data._config.packing else None
@@ -252,8 +239,7 @@ class EvalBatches:
         count = len(self)
         chosen = min(count * self._size, self._total)
         for i in range(count):
-            row = i * self._size + self._first
-            which = np.arange(row, row + self._rows)
+            which = i * self._size + self._rows
             which = which * self._total // chosen  # past the last chosen row: past the last row
             yield self._packing.rows(which) if self._packing else self._windows(which)
 
@@ -269,7 +255,7 @@ class EvalBatches:
 
 
 class TrainIterator:
-    """This host's training batches. Its whole state is the number of the next step."""
+    """Training batches. The whole state is the number of the next step."""
 
     def __init__(self, batch, start_step):
         import grain  # brings jax along, which reading data in a notebook should not
@@ -328,9 +314,9 @@ class _ShuffledWindows:
         offsets = np.array([self._offset(i // self._order.count) for i in indices], np.int64)
         return offsets + self._order(indices) * self._seq_len
 
-    def __call__(self, step, batch_size, first, last):
-        indices = range(step * batch_size + first, step * batch_size + last)
-        return _batch(self._stream.windows(self.starts(indices), self._seq_len + 1))
+    def __call__(self, step, batch_size, rows):
+        starts = self.starts((step * batch_size + rows).tolist())
+        return _batch(self._stream.windows(starts, self._seq_len + 1))
 
 
 class _RandomWindows:
@@ -339,10 +325,10 @@ class _RandomWindows:
     def __init__(self, stream, seq_len, seed):
         self._stream, self._seq_len, self._seed = stream, seq_len, seed
 
-    def __call__(self, step, batch_size, first, last):
-        # Every host draws all starts and takes its own: the draw knows nothing of hosts.
+    def __call__(self, step, batch_size, rows):
+        # All starts are drawn, whichever are wanted: a row's does not depend on what else is read.
         rng = np.random.default_rng([self._seed, step])
-        starts = rng.integers(len(self._stream) - self._seq_len, size=batch_size)[first:last]
+        starts = rng.integers(len(self._stream) - self._seq_len, size=batch_size)[rows]
         return _batch(self._stream.windows(starts, self._seq_len + 1))
 
 
@@ -352,9 +338,8 @@ class _ShuffledRows:
     def __init__(self, packing, seed):
         self._packing, self._order = packing, _Permutation(len(packing), seed)
 
-    def __call__(self, step, batch_size, first, last):
-        indices = range(step * batch_size + first, step * batch_size + last)
-        return self._packing.rows(self._order(indices))
+    def __call__(self, step, batch_size, rows):
+        return self._packing.rows(self._order((step * batch_size + rows).tolist()))
 
 
 def _batch(tokens, weights_BT=None):

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx import flops
+from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import cache, routing
 from efx.layers.info import TokenInfo
@@ -218,16 +218,18 @@ class Adapter(nn.Module):
         return weight_CE
 
     def _report(self, weight_BTE, valid_BT):
-        mean = _mean_over(valid_BT)
+        def report(name, value_BT):
+            means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
+
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
         self.sow("choices", "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0))
-        self.sow("stats", "adapter/experts_per_token", mean(jnp.sum(used_BTE, axis=-1)))
+        report("experts_per_token", jnp.sum(used_BTE, axis=-1))
         for e in range(self.config.choices):
-            self.sow("stats", f"adapter/usage/expert_{e}", mean(used_BTE[..., e]))
+            report(f"usage/expert_{e}", used_BTE[..., e])
         if self.config.routing == "topk":
             # w log w, 0 at 0.
             entropy_BT = -jnp.sum(jax.scipy.special.xlogy(weight_BTE, weight_BTE), axis=-1)
-            self.sow("stats", "adapter/effective_experts", mean(jnp.exp(entropy_BT)))
+            report("effective_experts", jnp.exp(entropy_BT))
 
     def _included(self, x_BTD, info, down_EDR, up_ERF):
         c, (batch, length, width) = self.config, x_BTD.shape
@@ -259,13 +261,14 @@ class Adapter(nn.Module):
         plan = plans(c.budget(length, "causal", documents).first, wanted_BTE)
         target_BTE = selected(top).astype(jnp.float32)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
-        self.sow("losses", "inclusion_bce", _mean_over(valid_BT)(jnp.mean(bce_BTE, axis=-1)))
+        bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
+        means.sow(self, "losses", "inclusion_bce", bce)
         plan = top if info.selection == "train" else plan
         run_BTE = selected(plan)
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT)
-        wanted = jnp.maximum(jnp.sum(wanted_BTE), 1)
-        lost = jnp.sum(wanted_BTE & ~run_BTE) / wanted
-        self.sow("stats", "adapter/dropped_fraction", lost)
+        wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
+        lost = jnp.sum(wanted_BTE & ~run_BTE, dtype=jnp.float32)
+        means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
     def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
@@ -307,12 +310,6 @@ def _valid(x, info):
     if info is None:
         return jnp.ones(x.shape[:-1], bool)
     return info.valid(x.shape[0])
-
-
-def _mean_over(valid_BT):
-    weight_BT = valid_BT.astype(jnp.float32)
-    total = jnp.maximum(jnp.sum(weight_BT), 1.0)
-    return lambda value_BT: jnp.sum(value_BT * weight_BT) / total
 
 
 class Interceptor:

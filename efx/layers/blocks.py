@@ -6,6 +6,7 @@ from functools import partial
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import means
 from efx.layers import norms, open_rows
 from efx.layers.attention import Attention
 from efx.layers.dropout import DropoutConfig
@@ -137,8 +138,8 @@ def masked_mlp(module, c, x_BTD, info):
     valid_BT = info.valid(x_BTD.shape[0])
     open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
     if not info.decode:
-        computed = jnp.sum(open_BT) / jnp.maximum(jnp.sum(valid_BT), 1)
-        module.sow("stats", "mlp/computed_fraction", computed.astype(jnp.float32))
+        computed = means.over(open_BT.astype(jnp.float32), valid_BT)
+        means.sow(module, "stats", "mlp/computed_fraction", computed)
     m_BTD = open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile)
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+from efx import means
+
 DECISIONS = ("aux_loss", "predictor", "threshold")
 # Under which name the loss that trains a decision is sown. The threshold is not trained by one.
 LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
@@ -45,31 +47,29 @@ class Predictor(nn.Module):
 def cross_entropy(logit_BT, target_BT, valid_BT):
     """Mean over valid tokens of the binary cross-entropy of a decision against top-k."""
     loss_BT = optax.sigmoid_binary_cross_entropy(logit_BT, target_BT.astype(jnp.float32))
-    return _mean(loss_BT, valid_BT)
+    return means.over(loss_BT, valid_BT)
 
 
 def statistics(decided_BT, run_BT, target_BT, valid_BT, real_BT=None):
-    """{name: scalar} of a decision, measured on all valid tokens of the batch.
+    """{name: Mean} of a decision, measured on all valid tokens of the batch.
 
     accuracy, precision and recall against top-k, and what `fractions` tells.
 
     Args:
-      valid_BT: the tokens that the decision is about, or None: all.
+      valid_BT: the tokens that the decision is about, or None: all. It wants no others.
       run_BT, real_BT: as in `fractions`; real_BT None: valid_BT.
     """
-    decided, target = decided_BT.astype(jnp.float32), target_BT.astype(jnp.float32)
-    both = _mean(decided * target, valid_BT)
-    positives, wanted = _mean(decided, valid_BT), _mean(target, valid_BT)
+    both = jnp.sum(decided_BT & target_BT, dtype=jnp.float32)
     return {
-        "accuracy": 1.0 - positives - wanted + 2.0 * both,
-        "precision": both / jnp.maximum(positives, 1e-9),
-        "recall": both / jnp.maximum(wanted, 1e-9),
+        "accuracy": means.over((decided_BT == target_BT).astype(jnp.float32), valid_BT),
+        "precision": means.Mean(both, jnp.sum(decided_BT, dtype=jnp.float32)),
+        "recall": means.Mean(both, jnp.sum(target_BT, dtype=jnp.float32)),
         **fractions(decided_BT, run_BT, valid_BT if real_BT is None else real_BT),
     }
 
 
 def fractions(decided_BT, run_BT, real_BT):
-    """{name: scalar} of what is chosen, however it was.
+    """{name: Mean} of what is chosen, however it was.
 
     decided_fraction: tokens that are wanted; overflow_fraction: those of them that find no room;
     pairs_fraction: (query, key) pairs among the tokens that are routed, of those among all tokens.
@@ -80,18 +80,14 @@ def fractions(decided_BT, run_BT, real_BT):
         are the survivors of an earlier decision: the capacity is a share of the sequence too.
     """
     length = decided_BT.shape[1]
-    tokens = decided_BT.size if real_BT is None else jnp.maximum(jnp.sum(real_BT), 1)
-    routed_B = jnp.sum(run_BT, axis=1).astype(jnp.float32)
-    pairs = jnp.mean(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
+    real_BT = jnp.ones_like(decided_BT) if real_BT is None else real_BT
+    tokens = jnp.sum(real_BT, dtype=jnp.float32)
+    rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
+    routed_B = jnp.sum(run_BT, axis=1, dtype=jnp.float32)
+    pairs = jnp.sum(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
+    lost = jnp.sum(decided_BT & ~run_BT, dtype=jnp.float32)
     return {
-        "decided_fraction": jnp.sum(decided_BT) / tokens,
-        "overflow_fraction": jnp.sum(decided_BT & ~run_BT) / tokens,
-        "pairs_fraction": pairs,
+        "decided_fraction": means.Mean(jnp.sum(decided_BT, dtype=jnp.float32), tokens),
+        "overflow_fraction": means.Mean(lost, tokens),
+        "pairs_fraction": means.Mean(pairs, rows),
     }
-
-
-def _mean(value_BT, valid_BT):
-    if valid_BT is None:
-        return jnp.mean(value_BT)
-    weight_BT = valid_BT.astype(jnp.float32)
-    return jnp.sum(value_BT * weight_BT) / jnp.maximum(jnp.sum(weight_BT), 1.0)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import means
 from efx.layers import controls, decisions, routing
 from efx.layers.depth_config import GATES, DepthRoutingConfig
 from efx.layers.moe import ROUTER_STD
@@ -146,7 +147,7 @@ class DepthRouted(nn.Module):
             wanted_BT = wanted_BT if valid_BT is None else wanted_BT & valid_BT
             plan, run_BT = budget.first(wanted_BT), budget.fits(wanted_BT)
         for key, value in decisions.fractions(wanted_BT, run_BT, real_BT).items():
-            self.sow("stats", f"router/{key}", value)
+            means.sow(self, "stats", f"router/{key}", value)
         return plan, budget
 
     def _by_token(self, info):
@@ -189,13 +190,13 @@ class DepthRouted(nn.Module):
                 logit = self.scores(jax.lax.stop_gradient(x_BTD))
             if name in decisions.LOSSES:
                 loss = decisions.cross_entropy(logit, target_BT, valid_BT)
-                self.sow("losses", decisions.LOSSES[name], loss)
+                means.sow(self, "losses", decisions.LOSSES[name], loss)
             prefix = "router" if name == self.config.causal else name
             decided = decided_BT[name]
             run_BT = budget.fits(decided)
             stats = decisions.statistics(decided, run_BT, target_BT, valid_BT, real_BT)
             for key, value in stats.items():
-                self.sow("stats", f"{prefix}/{key}", value)
+                means.sow(self, "stats", f"{prefix}/{key}", value)
 
     @nn.compact
     def _decode(self, x_BTD, info):

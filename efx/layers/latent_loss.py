@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops
+from efx import flops, means
 from efx.errors import UsageError
 from efx.layers.linear import Linear
 
@@ -66,9 +66,9 @@ def pair_validity(length, valid_BT=None, segment_ids_BT=None):
 
 
 def cosine_loss(p_BTD, z_BTD, pairs_BT):
-    """Mean of 1 - cos(p_t, z_t) over valid pairs."""
+    """Mean of 1 - cos(p_t, z_t) over valid pairs; `pairs_BT` of full shape."""
     loss_BT = 1.0 - jnp.sum(_unit(p_BTD) * _unit(z_BTD), axis=-1)
-    return _mean(loss_BT, pairs_BT)
+    return means.over(loss_BT, pairs_BT)
 
 
 def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"):
@@ -81,18 +81,13 @@ def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"
     logits_BTS = jnp.exp(log_temperature) * cos_BTS + bias
     sign_BTS = 2.0 * jnp.eye(cos_BTS.shape[-1])[None] - 1.0
     loss_BTS = -jax.nn.log_sigmoid(sign_BTS * logits_BTS)
-    return _mean(jnp.sum(loss_BTS * pairs_BS[:, None], axis=-1), pairs_BT)
+    return means.over(jnp.sum(loss_BTS * pairs_BS[:, None], axis=-1), pairs_BT)
 
 
 def _unit(x_BTD):
     x_BTD = x_BTD.astype(jnp.float32)
     square_BT = jnp.sum(jnp.square(x_BTD), axis=-1, keepdims=True)
     return x_BTD * jax.lax.rsqrt(jnp.maximum(square_BT, 1e-12))
-
-
-def _mean(loss_BT, pairs_BT):
-    pairs_BT = jnp.broadcast_to(pairs_BT, loss_BT.shape)
-    return jnp.sum(jnp.where(pairs_BT, loss_BT, 0.0)) / jnp.maximum(jnp.sum(pairs_BT), 1)
 
 
 class LatentPrediction(nn.Module):
@@ -123,7 +118,7 @@ class LatentPrediction(nn.Module):
         else:
             a, b = self._scalar("log_temperature", LOG_TEMPERATURE), self._scalar("bias", BIAS)
             loss = sigmoid_loss(p_BTD, z_BTD, pairs_BT, a, b, c.candidates)
-        self.sow("losses", LOSS, loss)
+        means.sow(self, "losses", LOSS, loss)
 
     def _scalar(self, name, value):
         init = nn.with_logical_partitioning(nn.initializers.constant(value), ())

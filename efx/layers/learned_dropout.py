@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import means
 from efx.errors import UsageError
 from efx.layers.attend import attend
 from efx.layers.cache import attend_cached
@@ -65,10 +66,9 @@ def _sums(m, applied, weight):
 def _sow(module, sums):
     """Means of `_sums` into the collections `losses` and `stats`."""
     losses, stats, count = sums
-    count = jnp.maximum(count, 1.0)
     for collection, values in (("losses", losses), ("stats", stats)):
         for name, value in values.items():
-            module.sow(collection, name, value / count)
+            means.sow(module, collection, name, means.Mean(value, count))
 
 
 def _report(module, m_BTD, applied_BTD, info):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+from efx import means
 from efx.layers import cache, routing
 from efx.layers.mlp import MLP, activate
 from efx.layers.moe_config import MoEConfig
@@ -165,22 +166,27 @@ class MoE(nn.Module):
 
     def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, info):
         c, length = self.config, logits_BTE.shape[1]
-        mean = _mean_over(valid_BT)
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
         # No-op experts are balanced like the others: each gets its share of the tokens.
-        share_E = mean(chosen_BTE.astype(jnp.float32)) / c.top_k
-        self.sow("losses", "load_balance", c.choices * jnp.sum(share_E * mean(probs_BTE)))
-        self.sow("losses", "router_z", mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))))
+        share = means.over(chosen_BTE / c.top_k, valid_BT)
+        probability = means.over(probs_BTE, valid_BT)
+        both = means.Mean(jnp.stack([share.total, probability.total]), share.count, _balance)
+        z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
+        means.sow(self, "losses", "load_balance", both)
+        means.sow(self, "losses", "router_z", means.over(z_BT, valid_BT))
         wanted_BTE = chosen_BTE[..., : c.num_experts]
         dropped = _surplus(wanted_BTE, self._budget(length, "causal", info))
-        assignments = c.top_k * jnp.maximum(jnp.sum(valid_BT), 1)
-        self.sow("stats", "moe/dropped_fraction", dropped / assignments)
-        self.sow("stats", "moe/entropy", mean(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1)))
-        self.sow("stats", "moe/max_load", c.choices * jnp.max(share_E[: c.num_experts]))
-        noop, served = jnp.sum(share_E[c.num_experts :]), jnp.sum(wanted_BTE) - dropped
-        self.sow("stats", "moe/noop_fraction", noop)
-        self.sow("stats", "moe/computed_fraction", served / assignments)
+        entropy_BT = -jnp.sum(probs_BTE * log_probs_BTE, axis=-1)
+        busy, idle = share.total[: c.num_experts], share.total[c.num_experts :]
+        for name, mean in {
+            "dropped_fraction": means.Mean(dropped / c.top_k, share.count),
+            "entropy": means.over(entropy_BT, valid_BT),
+            "max_load": means.Mean(c.choices * busy, share.count, jnp.max),
+            "noop_fraction": means.Mean(jnp.sum(idle), share.count),
+            "computed_fraction": means.Mean(jnp.sum(busy) - dropped / c.top_k, share.count),
+        }.items():
+            means.sow(self, "stats", f"moe/{name}", mean)
 
     def _plan(self, logits_BTE, wanted_BTE, valid_BT, info):
         """Plan of the tokens of each expert, [E, B, C]."""
@@ -197,29 +203,29 @@ class MoE(nn.Module):
 
     def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run, causal):
         """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
-        c, length = self.config, logits_BTE.shape[1]
-        mean = _mean_over(valid_BT)
+        length = logits_BTE.shape[1]
 
         def selected(plan):
             return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
 
-        target_BTE = selected(top).astype(jnp.float32)
-        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
-        self.sow("losses", "expert_bce", mean(jnp.mean(bce_BTE, axis=-1)))
-        decided_BTE = wanted_BTE.astype(jnp.float32)
-        load_E = mean(decided_BTE)
+        target_BTE = selected(top)
+        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))
+        bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
+        means.sow(self, "losses", "expert_bce", bce)
+        load = means.over(wanted_BTE.astype(jnp.float32), valid_BT)
         dropped = _surplus(wanted_BTE, causal)
-        wanted = jnp.maximum(jnp.sum(decided_BTE), 1.0)
-        correct_BTE = 1.0 - jnp.abs(decided_BTE - target_BTE)
+        correct_BT = jnp.mean(wanted_BTE == target_BTE, axis=-1)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
-        served_BT = jnp.any(selected(run), axis=-1).astype(jnp.float32)
-        busiest = c.num_experts * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
-        self.sow("stats", "moe/dropped_fraction", dropped / wanted)
-        self.sow("stats", "moe/entropy", mean(jnp.mean(entropy_BTE, axis=-1)))
-        self.sow("stats", "moe/max_load", busiest)
-        self.sow("stats", "moe/decided_fraction", jnp.mean(load_E))
-        self.sow("stats", "moe/accuracy", mean(jnp.mean(correct_BTE, axis=-1)))
-        self.sow("stats", "moe/unserved_fraction", 1.0 - mean(served_BT))
+        unserved_BT = ~jnp.any(selected(run), axis=-1)
+        for name, mean in {
+            "dropped_fraction": means.Mean(dropped, jnp.sum(load.total)),
+            "entropy": means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
+            "max_load": load.replace(function=_busiest),
+            "decided_fraction": load.replace(total=jnp.mean(load.total)),
+            "accuracy": means.over(correct_BT, valid_BT),
+            "unserved_fraction": means.over(unserved_BT.astype(jnp.float32), valid_BT),
+        }.items():
+            means.sow(self, "stats", f"moe/{name}", mean)
 
     def _decode(self, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
         """New tokens of each row, served or not by what the cache says about the earlier ones.
@@ -286,19 +292,17 @@ def _over_experts(make_plan, values_BTE, *rest):
     return jax.vmap(lambda values_BT: make_plan(values_BT, *rest), in_axes=2)(values_BTE)
 
 
-def _mean_over(valid_BT):
-    """value [B, T, ...] -> its mean over valid tokens."""
-    weight_BT = valid_BT.astype(jnp.float32)
-    total = jnp.maximum(jnp.sum(weight_BT), 1.0)
+def _balance(mean_2E):
+    """The load-balancing loss of the share of the tokens and the mean probability of each expert.
+    Of the means of a whole batch: the loss is not linear in them."""
+    return mean_2E.shape[1] * jnp.sum(mean_2E[0] * mean_2E[1])
 
-    def mean(value):
-        weight = weight_BT.reshape(*weight_BT.shape, *(1,) * (value.ndim - 2))
-        return jnp.sum(value * weight, axis=(0, 1)) / total
 
-    return mean
+def _busiest(load_E):
+    return load_E.size * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
 
 
 def _surplus(wanted_BTE, budget):
     """How many tokens find their expert full, summed over experts."""
     fits_BTE = jax.vmap(budget.fits, in_axes=2, out_axes=2)(wanted_BTE)
-    return jnp.sum(wanted_BTE & ~fits_BTE)
+    return jnp.sum(wanted_BTE & ~fits_BTE, dtype=jnp.float32)

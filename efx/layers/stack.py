@@ -158,6 +158,7 @@ class Stack(nn.Module):
                     "cache": 0,
                     "losses": 0,
                     "stats": 0,
+                    "means": 0,
                     "masks": 0,
                     "state": 0,
                 },

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import means
 from efx.layers.blocks import (
     Block,
     BlockConfig,
@@ -126,12 +127,8 @@ class EmbeddingLoss(nn.Module):
         a_BTD = LayerNorm(**options, name="norm_embedding")(embedded_BTD)
         s_BTD = LayerNorm(**options, name="norm_encoder")(jax.lax.stop_gradient(e_BTD))
         loss_BT = distance(self.kind, running_mean(a_BTD, segment_ids_BT), s_BTD)
-        if segment_ids_BT is None:
-            loss = jnp.mean(loss_BT)
-        else:
-            real_BT = segment_ids_BT > 0
-            loss = jnp.sum(jnp.where(real_BT, loss_BT, 0.0)) / jnp.maximum(jnp.sum(real_BT), 1)
-        self.sow("losses", "embedding", loss)
+        real_BT = None if segment_ids_BT is None else segment_ids_BT > 0
+        means.sow(self, "losses", "embedding", means.over(loss_BT, real_BT))
 
 
 def running_mean(x_BTD, segment_ids_BT=None):

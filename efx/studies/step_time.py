@@ -41,7 +41,7 @@ class Stepper:
         base = models.mup_base(self.model)
         optimizer, schedule = optim.make_optimizer(config.optim, steps, shapes, base)
         placed = step_lib.state_shardings(self.model, optimizer, mesh, rules)
-        self._placed_batch = sharding.batch_sharding(mesh, rules)
+        self._placement = sharding.Placement(mesh, rules, c.batch_size)
         function = step_lib.make_train_step(
             self.model,
             optimizer,
@@ -84,7 +84,7 @@ class Stepper:
             "targets": tokens_BT1[:, 1:],
             "weights": np.ones(tokens_BT1[:, 1:].shape, np.float32),
         }
-        return sharding.place_batch(batch, self._placed_batch)
+        return self._placement(batch)
 
 
 def random_tokens(config, vocab_size, count):
