@@ -137,7 +137,9 @@ def decoder():
         initialisation="gpt2",
         init_std=0.02,  # residual outputs: / sqrt(2 depth)
         mup=mup(),
-        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        # The vocabulary is padded to a multiple of this; 0: of the devices that the mesh splits it
+        # over. Padding gets no probability, and a checkpoint can be read with any.
+        vocab_multiple=0,
         scan_layers=False,  # one compiled layer for all: compiles faster, runs a little slower
         remat="none",  # "full", "dots": recompute activations in the backward pass
         mlp=mlp(),
@@ -185,7 +187,9 @@ def encoder_decoder():
         logit_softcap=0.0,
         attention_chunk=0,  # queries in a chunk of the attention kernel; 0: chosen by length
         init_std=0.02,  # residual outputs: / sqrt(sublayers of the stream)
-        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        # The vocabulary is padded to a multiple of this; 0: of the devices that the mesh splits it
+        # over. Padding gets no probability, and a checkpoint can be read with any.
+        vocab_multiple=0,
         scan_layers=False,  # one compiled layer for all; not with cross_source="final"
         remat="none",  # "full", "dots": recompute activations in the backward pass
         mlp=mlp(),  # of both streams; activation: "gelu" if not given
@@ -247,7 +251,9 @@ def latent():
         init_std=0.02,  # residual outputs: / sqrt(2 blocks)
         initialisation="gpt2",  # "spike_no_more": sqrt(2 / (5 D)) of each level in its place
         mup=mup(),  # logits by D_0, learning rate of a matrix by its fan-in
-        vocab_multiple=1,  # the embedding table is padded to a multiple of this
+        # The vocabulary is padded to a multiple of this; 0: of the devices that the mesh splits it
+        # over. Padding gets no probability, and a checkpoint can be read with any.
+        vocab_multiple=0,
         scan_layers=False,  # one compiled layer for all of the latent stack
         remat="none",  # "full", "dots": recompute activations in the backward pass
         mlp=mlp(),  # kind, hidden: of the latent stack; activation: of all, "gelu" if not given

@@ -91,7 +91,8 @@ def prepare(config, workdir=None, parts=PARTS):
         context=config.data.seq_len,
         dtype=config.train.dtype,
         adapter=config.adapter,
-        members=[_member(key, run, data, config) for key, run in runs],
+        members=[_member(key, run, data, config, mesh, rules) for key, run in runs],
+        vocab_ways=sharding.ways(mesh, rules, "vocab"),
     )
     if model.context < config.data.seq_len:
         raise UsageError(
@@ -148,7 +149,7 @@ def _member_runs(model_config):
     return runs
 
 
-def _member(key, run, data, config):
+def _member(key, run, data, config, mesh, rules):
     """The model of a run, for the tokens of `data`."""
     there = runfolder.load_config(run)
     if there["model"]["family"] == "bridged":
@@ -166,6 +167,7 @@ def _member(key, run, data, config):
         context=there["data"]["seq_len"],
         dtype=config.train.dtype,
         adapter=there["adapter"],
+        vocab_ways=sharding.ways(mesh, rules, "vocab"),
     )
 
 

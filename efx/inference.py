@@ -39,7 +39,9 @@ def restore(config, workdir, step=None, parts=()):
         best_metric=c.best_metric,
         asynchronous=False,
     ) as checkpoints:
-        restored = checkpoints.restore(abstract, step=step, on_damage=c.on_damage)
+        restored = checkpoints.restore(
+            abstract, step=step, on_damage=c.on_damage, vocab_size=e.model.vocab_size
+        )
     state = restored.state
     params = optim.eval_params(config.optim.name, state.opt_state, state.params)
     return experiment, restored.step, params, state.variables

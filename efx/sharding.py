@@ -150,7 +150,7 @@ def tree_shardings(boxed, mesh, rules):
                 raise UsageError(
                     f"{name} of shape {shape.shape}: {size} does not divide over the mesh axes "
                     f"{axes} ({ways} ways); change config.mesh, config.rules or the model's width "
-                    f"(for a vocabulary: config.model.vocab_multiple={ways})"
+                    f"(for a vocabulary: config.model.vocab_multiple=0, or a multiple of {ways})"
                 )
         return sharding
 

@@ -41,6 +41,7 @@ MAY_DIFFER = (
     r"train\.max_nonfinite",
     r"train\.loss_chunk",
     r"model\.remat",
+    r"model\.vocab_multiple",
     r"model\.attention_chunk",
 )
 
@@ -241,7 +242,9 @@ class _Run:
                     self.shardings,
                 )
                 restored = self.checkpoints.restore(
-                    abstract, on_damage=self.config.checkpoint.on_damage
+                    abstract,
+                    on_damage=self.config.checkpoint.on_damage,
+                    vocab_size=e.model.vocab_size,
                 )
                 self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)

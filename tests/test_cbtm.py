@@ -250,10 +250,10 @@ def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
 
     value = np.arange(16, dtype=np.float32).reshape(8, 2)
     params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
-    first = fingerprint(params)
+    first = fingerprint(params, 5)
     mesh = Mesh(np.array(jax.devices()), "x")
     placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
-    assert fingerprint(placed) == first
+    assert fingerprint(placed, 5) == first
     swapped = value.copy()
     swapped[[0, 1]] = swapped[[1, 0]]  # the same numbers in another order
     for other in (
@@ -262,7 +262,10 @@ def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
         {"a": {"kernel": value.reshape(2, 8)}, "b": params["b"]},
         {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
     ):
-        assert fingerprint(other) != first
+        assert fingerprint(other, 5) != first
+    tables = [{"embed": {"embedding": np.pad(value[:5], ((0, more), (0, 0)))},
+               "head": {"kernel": np.pad(value[:5].T, ((0, 0), (0, more)))}} for more in (0, 3)]
+    assert fingerprint(tables[0], 5) == fingerprint(tables[1], 5)  # padded for another mesh
 
 
 @pytest.mark.slow

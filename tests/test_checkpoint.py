@@ -19,7 +19,7 @@ from checkpoint_helpers import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from efx.checkpoint import CheckpointError, restore_params
+from efx.checkpoint import CheckpointError, files, restore_params
 from efx.checkpoint.files import MANIFEST
 from efx.errors import UsageError
 
@@ -108,6 +108,38 @@ def test_restore_onto_another_mesh(tmp_path):
                 restored = checkpointer.restore(abstract(state, target)).state
             assert_same(restored, state)
             assert jax.tree.map(lambda x: x.sharding, restored) == target
+
+
+@pytest.mark.parametrize("size", [13, 14, 24])
+def test_a_vocabulary_may_be_padded_otherwise(tmp_path, size):
+    """13 tokens in tables of 16 are read into tables of another size, moments and all, as a mesh
+    that splits the vocabulary over other numbers of devices asks for; what is added is 0."""
+
+    def padded(state, size):
+        def one(path, x):
+            axis = files.VOCABULARY.get(tuple(files.parts(path))[-2:])
+            if axis is None:
+                return x
+            x = jnp.moveaxis(x, axis, 0)[:13]
+            return jnp.moveaxis(jnp.pad(x, ((0, size - 13), (0, 0))), 0, axis)
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    optimizer, state = optax.adamw(1e-3), make_state(optimizer=optax.adamw(1e-3))
+    gradient = jax.tree.map(jnp.ones_like, state.params)
+    state = state.replace(opt_state=optimizer.update(gradient, state.opt_state, state.params)[1])
+    expected = padded(state, size)
+    with make(tmp_path) as checkpointer:
+        checkpointer.save(1, padded(state, 16), {}, {})
+    with make(tmp_path) as checkpointer:
+        assert_same(checkpointer.restore(abstract(expected), vocab_size=13).state, expected)
+        for vocab_size in (0, size + 1, 17):
+            with pytest.raises(CheckpointError, match="of another config.*embed/embedding"):
+                checkpointer.restore(abstract(expected), vocab_size=vocab_size)
+    params, _ = restore_params(tmp_path, abstract(expected.params), vocab_size=13)
+    assert_same(params, expected.params)
+    with pytest.raises(CheckpointError, match=r"embed/embedding is float32\[16,8\] there"):
+        restore_params(tmp_path, abstract(expected.params))
 
 
 # ---- when to save, what to keep --------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Meshes and rules: what they make, and that every mistake in them is named."""
 
+import re
+import shlex
+
 import families
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from efx import models, sharding
+from efx import main, models, sharding
 from efx.errors import UsageError
 from efx.sharding import DEFAULT_RULES
 
@@ -142,7 +145,7 @@ def test_tree_shardings():
 
 @pytest.mark.parametrize("changes, sizes, message", [
     ({"vocab_multiple": 1}, dict(fsdp=8), r"embed/embedding of shape \(45, 32\): 45 .*"
-     r"'fsdp'.*8 ways.*vocab_multiple=8"),
+     r"'fsdp'.*8 ways.*vocab_multiple=0, or a multiple of 8"),
     ({"width": 36, "head_dim": 8}, dict(fsdp=8), r"attention/\w+/kernel of shape .*36 does not"),
     ({"num_kv_heads": 1, "head_dim": 6}, dict(tensor=4, data=2),
      r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 does not divide .*'tensor'"),
@@ -152,6 +155,43 @@ def test_what_does_not_divide_is_named(changes, sizes, message):
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     with pytest.raises(UsageError, match=message):
         sharding.tree_shardings(boxed, mesh_of(**sizes), DEFAULT_RULES)
+
+
+def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
+    """The command of docs/laptop_to_pod.md: its vocabulary of 257 had no place on four devices."""
+    monkeypatch.chdir(root)
+    page = (root / "docs/laptop_to_pod.md").read_text()
+    command = re.search(r"python -m (efx\.main[^`]*--cpu_devices=8[^`]*)```", page)[1]
+    config = main.parse(shlex.split(command.replace("\\\n", " "))).config
+    mesh = sharding.make_mesh(config.mesh)
+    assert dict(mesh.shape) == ONE | dict(data=2, fsdp=2, tensor=2)
+    model = models.build(config.model, vocab_size=257, context=config.data.seq_len,
+                         dtype="float32", vocab_ways=sharding.ways(mesh, DEFAULT_RULES, "vocab"))
+    assert model.padded_vocab == 260
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
+    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+
+
+@pytest.mark.parametrize("family", ["decoder", "latent", "encoder_decoder"])
+def test_padding_of_the_vocabulary_changes_nothing(family):
+    """What is drawn, what is said to cost and what is computed are those of the model without."""
+    tied = {} if family == "encoder_decoder" else {"tied": False}
+    plain, wide = (
+        families.make({"family": family, "vocab_multiple": n, "depth": 1, **tied}) for n in (1, 8)
+    )
+    assert (plain.padded_vocab, wide.padded_vocab) == (45, 48)
+    params, padded = (nn.unbox(models.init(m, jax.random.key(0)))["params"] for m in (plain, wide))
+    table = padded["embed"]["embedding"]
+    np.testing.assert_array_equal(table, np.pad(params["embed"]["embedding"], ((0, 3), (0, 0))))
+    if tied:
+        kernel = np.pad(params["head"]["kernel"], ((0, 0), (0, 3)))
+        np.testing.assert_array_equal(padded["head"]["kernel"], kernel)
+    tokens = families.tokens(batch=1, length=4)
+    logits = [m.apply({"params": p}, tokens) for m, p in ((plain, params), (wide, padded))]
+    np.testing.assert_allclose(*logits, atol=1e-6)
+    assert plain.ledger(16).nominal == wide.ledger(16).nominal
+    assert plain.ledger(16).parts["head"] < wide.ledger(16).parts["head"]
 
 
 @pytest.mark.parametrize("sizes, shards", [

@@ -384,6 +384,7 @@ def test_flops_can_be_given_instead_of_steps(text):
         ({"model.depth_routing.capacity": 1.5}, "capacity=1.5: must be in (0, 1]"),
         ({"data.seq_len": 100_000}, "config.data.seq_len=100000 is longer than the text"),
         ({"mesh.tensor": 3}, "config.mesh"),
+        ({"mesh.sequence": 8, "data.seq_len": 36}, "config.data.seq_len=36 does not divide over"),
     ],
 )
 def test_bad_settings_are_one_clear_line_and_nothing_is_written(text, tmp_path, changes, words):

@@ -196,6 +196,31 @@ def with_sharding(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+# The parameters that have an entry for each token id, by the end of their paths, and on which axis.
+# Moments of an optimiser are called like their parameter.
+VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
+
+
+def fits(path, stored, wanted, vocab_size):
+    """Whether an array of the shape `stored` can be read as one of the shape `wanted`.
+
+    It can if they are equal, or if they differ in the padding of the vocabulary, which is as a
+    mesh needs it: that is all 0, so it is cut off, or added, in reading (strict=False).
+    """
+    axis = VOCABULARY.get(tuple(path[-2:]))
+    here, there = list(wanted), list(stored)
+    if axis is not None and len(here) == len(there) == 2 and vocab_size:
+        if min(here[axis], there[axis]) >= vocab_size:
+            here[axis] = there[axis] = vocab_size
+    return here == there
+
+
+def without_padding(path, x, vocab_size):
+    """A parameter without the padding of its vocabulary, if it has one."""
+    axis = VOCABULARY.get(tuple(path[-2:]))
+    return x if axis is None else jax.lax.slice_in_dim(x, 0, vocab_size, axis=axis)
+
+
 def read_metadata(folder):
     """{path: shape and dtype} of the arrays in a step's `state`."""
     handler = ocp.PyTreeCheckpointHandler()

@@ -237,7 +237,7 @@ class Checkpointer:
 
     # ---- restoring -------------------------------------------------------------------------------
 
-    def restore(self, abstract_state, step=None, on_damage="error"):
+    def restore(self, abstract_state, step=None, on_damage="error", vocab_size=0):
         """Reads a checkpoint back, verified against its checksums.
 
         Args:
@@ -246,6 +246,7 @@ class Checkpointer:
           step: which; None: the newest.
           on_damage: what to do if the newest is damaged: "error", or "fall_back" to the newest
             sound one with a warning. A step asked for by number is never replaced by another.
+          vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
 
         Returns: Restored.
         Raises: CheckpointError.
@@ -265,7 +266,7 @@ class Checkpointer:
         while True:
             try:
                 files.verify(self._root / str(step))
-                return self._read(step, abstract_state)
+                return self._read(step, abstract_state, vocab_size)
             except Damage as damage:
                 older = [s for s in self.steps() if s < step]
                 fall_back = on_damage == "fall_back" and not given and older
@@ -291,15 +292,15 @@ class Checkpointer:
             )
         return "no checkpoint before it is sound: copy one back from a backup, or start anew"
 
-    def _read(self, step, abstract_state):
+    def _read(self, step, abstract_state, vocab_size):
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
         wanted = {path: files.with_sharding(x) for path, x in files.flatten(abstract_state).items()}
         try:
             stored = files.read_metadata(folder)
-            _check_fit(name, stored, wanted)
+            _check_fit(name, stored, wanted, vocab_size)
             result = files.read_items(
                 folder,
-                state=ocp.args.StandardRestore(files.nest(wanted)),
+                state=ocp.args.StandardRestore(files.nest(wanted), strict=False),
                 data=ocp.args.JsonRestore(),
                 meta=ocp.args.JsonRestore(),
             )
@@ -315,13 +316,17 @@ class Checkpointer:
         return Restored(step, state, result.data, result.meta)
 
 
-def _check_fit(name, stored, wanted):
-    """Raises CheckpointError unless both have the same paths, shapes and dtypes."""
+def _check_fit(name, stored, wanted, vocab_size):
+    """Raises CheckpointError unless both have the same paths and dtypes, and shapes that fit."""
     lines = []
     for path in sorted(stored.keys() | wanted.keys()):
-        there = files.kind(stored[path]) if path in stored else "absent"
-        here = files.kind(wanted[path]) if path in wanted else "absent"
-        if there != here:
+        there, here = stored.get(path), wanted.get(path)
+        if there is None or here is None or there.dtype != here.dtype:
+            fit = False
+        else:
+            fit = files.fits(path, there.shape, here.shape, vocab_size)
+        if not fit:
+            there, here = ("absent" if x is None else files.kind(x) for x in (there, here))
             lines.append(f"state/{'/'.join(path)} is {there} there, {here} here")
     if lines:
         raise CheckpointError(

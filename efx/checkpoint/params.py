@@ -51,6 +51,7 @@ def restore_params(
     collection=("params",),
     other_shapes="error",
     report=print,
+    vocab_size=0,
 ):
     """Loads parameters alone, verified against the checksums.
 
@@ -68,6 +69,7 @@ def restore_params(
       collection: path of the tree inside the saved state: its parameters, or ("variables",).
       other_shapes: "leave": an array that has another shape there counts as missing.
       report: called with the ParamsDiff on process 0 if anything differs; None: not.
+      vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
 
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
     Raises: CheckpointError naming the paths at fault.
@@ -104,7 +106,8 @@ def restore_params(
     _refuse(name, missing, allow_missing, "lacks", "allow_missing", source)
     _refuse(name, unexpected, allow_unexpected, "has besides", "allow_unexpected", {})
     loaded = [path for path in wanted if source[path] in stored]
-    _check_shapes(name, {path: (stored[source[path]], wanted[path]) for path in loaded}, source)
+    pairs = {path: (stored[source[path]], wanted[path]) for path in loaded}
+    _check_shapes(name, pairs, source, vocab_size)
     for path in missing:
         if isinstance(wanted[path], jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -132,12 +135,19 @@ def restore_params(
     return result, diff
 
 
-def fingerprint(params):
-    """A hash of the names, shapes and values of parameters, the same for every way to shard them.
+def fingerprint(params, vocab_size):
+    """A hash of the names, shapes and values of parameters, the same for every way to shard them
+    and to pad their vocabulary.
 
     Each array is reduced to two sums of its bits, modulo 2^32, the second one weighted by position:
     integer sums do not depend on their order.
     """
+
+    def real(params):
+        return {
+            "/".join(path): files.without_padding(path, x, vocab_size)
+            for path, x in files.flatten(params).items()
+        }
 
     @jax.jit
     def sums(params):
@@ -146,11 +156,10 @@ def fingerprint(params):
             place = jnp.arange(bits.size, dtype=jnp.uint32)
             return jnp.stack([bits.sum(), (bits * (2 * place + 1)).sum()])
 
-        return jax.tree.map(of, params)
+        return jax.tree.map(of, real(params))
 
-    flat = {"/".join(path): x for path, x in files.flatten(params).items()}
-    found = jax.device_get(sums(flat))
-    parts = [f"{path} {flat[path].shape} {found[path].tolist()}" for path in sorted(flat)]
+    shapes, found = jax.eval_shape(real, params), jax.device_get(sums(params))
+    parts = [f"{path} {shapes[path].shape} {found[path].tolist()}" for path in sorted(found)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -187,11 +196,11 @@ def _refuse(name, paths, allowed, verb, option, source):
         )
 
 
-def _check_shapes(name, pairs, source):
+def _check_shapes(name, pairs, source, vocab_size):
     wrong = [
         f"{source[path]} is {files.kind(there)} there, {path} is {files.kind(here)} here"
         for path, (there, here) in pairs.items()
-        if tuple(there.shape) != tuple(here.shape)
+        if not files.fits(path.split("/"), there.shape, here.shape, vocab_size)
     ]
     if wrong:
         raise CheckpointError(
@@ -213,7 +222,7 @@ def _load(name, folder, sources, wanted, collection):
             state=ocp.args.PyTreeRestore(
                 item,
                 partial_restore=True,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item, strict=False),
             ),
         )
     except Exception as error:  # orbax raises bare Exception too

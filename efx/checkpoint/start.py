@@ -49,11 +49,12 @@ def start_from(state, config, model, report):
         allow_unexpected=c.unexpected,
         rename=c.rename,
         report=lambda diff: report(f"starting from {c.run}: {diff}"),
+        vocab_size=model.vocab_size,
     )
-    origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params)}
+    origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params, model.vocab_size)}
     variables = _averages(root, diff.step, state.variables, config, report)
     if config.adapter.experts:
-        params = with_experts(params, config.adapter, c.run)
+        params = with_experts(params, config.adapter, c.run, model.vocab_size)
         report(f"experts: {', '.join(config.adapter.experts)}")
     return state.replace(params=params, variables=variables), origin
 
@@ -118,20 +119,26 @@ def _member(root, fresh, member, scanned, collection, left_out):
     if scanned:
         wanted = {**fresh, "layers": scan_params(fresh["layers"], member.specs())}
     tree, _ = restore_params(
-        root, wanted, collection=collection, allow_unexpected=left_out, report=None
+        root,
+        wanted,
+        collection=collection,
+        allow_unexpected=left_out,
+        report=None,
+        vocab_size=member.vocab_size,
     )
     if scanned:
         tree = {**tree, "layers": unroll_params(tree["layers"], member.specs())}
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), tree, fresh)
 
 
-def with_experts(params, adapter, base):
+def with_experts(params, adapter, base, vocab_size):
     """Parameters of a composed model with every expert's adapter in its place.
 
     Args:
       params: those of the base are filled in; `.../adapter/<name>` has an axis of experts, the
         first after that of scanned layers. What experts do not have (entrances) is left.
       adapter: the `config.adapter` block. base: the run folder, for messages.
+      vocab_size: of the model.
     Raises: UsageError naming the expert that is missing, has other settings, no gates, or was
       trained on another base.
     """
@@ -143,7 +150,7 @@ def with_experts(params, adapter, base):
     inherited = [path for path in own if path.split("/")[-1] in ("down", "up", "gate")]
     stacks = {path: [] for path in inherited}
     for run in adapter.experts:
-        expert = _expert(run, adapter, base_paths, inherited, values)
+        expert = _expert(run, adapter, base_paths, inherited, values, vocab_size)
         for path in base_paths:
             if not jnp.array_equal(expert[path], values[path]):
                 raise UsageError(
@@ -163,7 +170,7 @@ def _axis(path):
     return int("units" in path.split("/"))
 
 
-def _expert(run, adapter, base, inherited, values):
+def _expert(run, adapter, base, inherited, values, vocab_size):
     """{path: array} of one expert's run, its base included."""
     root = _checkpoints(run, "config.adapter.experts")
     there = runfolder.load_config(run)["adapter"]
@@ -189,6 +196,10 @@ def _expert(run, adapter, base, inherited, values):
             leaf = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
         wanted[tuple(path.split("/"))] = leaf
     params, _ = restore_params(
-        root, files.nest(wanted), allow_unexpected=r".*/adapter/gate", report=None
+        root,
+        files.nest(wanted),
+        allow_unexpected=r".*/adapter/gate",
+        report=None,
+        vocab_size=vocab_size,
     )
     return {"/".join(path): leaf for path, leaf in files.flatten(params).items()}

@@ -114,8 +114,9 @@ class Ensemble:
             shapes = jax.eval_shape(lambda m=experiment.model: step_lib.init_state_params(m))
             step = self.origin["step"]
             if step in files.finished_steps(files.as_root(root)):
-                params, _ = restore_params(root, shapes, step, report=None)
-                if fingerprint(params) == self.origin["parameters"]:
+                vocab_size = experiment.model.vocab_size
+                params, _ = restore_params(root, shapes, step, report=None, vocab_size=vocab_size)
+                if fingerprint(params, vocab_size) == self.origin["parameters"]:
                     return folder
             raise UsageError(
                 f"{folder} is not the seed model that the experts were started from "

@@ -5,6 +5,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 
+def padded(init, size, axis):
+    """An initialiser that draws `size` entries along `axis` as if there were no others; the others
+    start at 0. What is drawn then does not depend on how many these are."""
+
+    def draw(key, shape, dtype):
+        real = [size if i == axis else n for i, n in enumerate(shape)]
+        more = [(0, n - m) for n, m in zip(shape, real, strict=True)]
+        return jnp.pad(init(key, tuple(real), dtype), more)
+
+    return draw
+
+
 class Linear(nn.Module):
     """y = x W (+ b) over the last axis.
 
@@ -15,6 +27,7 @@ class Linear(nn.Module):
       features: size of the last axis of the output.
       axes: logical names of the kernel's (input, output) axes.
       std: standard deviation of the normal initialisation.
+      padding: so many of the features, the last, are there only so that they divide over a mesh.
     """
 
     features: int
@@ -22,13 +35,16 @@ class Linear(nn.Module):
     std: float
     use_bias: bool = False
     dtype: jnp.dtype = jnp.float32
+    padding: int = 0
 
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
         kernel = self.param(
             "kernel",
-            nn.with_logical_partitioning(init, self.axes),
+            nn.with_logical_partitioning(
+                padded(init, self.features - self.padding, axis=1), self.axes
+            ),
             (x.shape[-1], self.features),
             jnp.float32,
         )
@@ -46,18 +62,24 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token table [V, D], usable as the tied output layer by `attend`."""
+    """Token table [V, D], usable as the tied output layer by `attend`.
+
+    Attributes:
+      padding: so many of the rows, the last, stand for no token.
+    """
 
     num_embeddings: int
     features: int
     std: float
     dtype: jnp.dtype = jnp.float32
     axes: tuple = ("vocab", "table")
+    padding: int = 0
 
     def setup(self):
+        init = padded(nn.initializers.normal(self.std), self.num_embeddings - self.padding, axis=0)
         self.embedding = self.param(
             "embedding",
-            nn.with_logical_partitioning(nn.initializers.normal(self.std), self.axes),
+            nn.with_logical_partitioning(init, self.axes),
             (self.num_embeddings, self.features),
             jnp.float32,
         )

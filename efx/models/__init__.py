@@ -40,7 +40,7 @@ FAMILIES = {
 }
 
 
-def build(model_config, *, vocab_size, context, dtype, adapter=None, members=()):
+def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(), vocab_ways=1):
     """The module of a config's `model` block.
 
     Args:
@@ -50,6 +50,8 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=())
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
       adapter: mapping, a config's `adapter` block; None: no adapters.
       members: family "bridged": the models of its anchor and of those that augment it.
+      vocab_ways: what the vocabulary is padded to a multiple of where the config does not say:
+        over how many devices it is to be split.
     Raises:
       UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
         fit each other.
@@ -65,6 +67,8 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=())
         raise UsageError(f"config.train.dtype={dtype!r}: expected float32 or bfloat16")
     given = dict(vocab_size=vocab_size, dtype=jnp.dtype(dtype), selection="auto")
     given["context"] = fields.pop("context", 0) or context
+    if fields.get("vocab_multiple") == 0:
+        fields["vocab_multiple"] = vocab_ways
     cls = FAMILIES[family]
     if cls is Bridged:
         if len(members) != 1 + len(fields["augment"]):

@@ -11,7 +11,7 @@ from efx.layers.blocks import BlockConfig
 from efx.layers.dense_former import DenseFormerConfig
 from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig
-from efx.layers.linear import Embedding, Linear
+from efx.layers.linear import Embedding
 from efx.layers.mlp import MLPConfig
 from efx.layers.parametrisation import MuPConfig, deviations
 from efx.layers.soft_experts_config import SoftExpertsConfig
@@ -74,7 +74,7 @@ class Decoder(LanguageModel):
     def setup(self):
         c = self.resolved()
         std = c.deviations
-        self.embed = Embedding(c.padded_vocab, c.width, std.table, c.dtype)
+        self.embed = c.token_table(c.width, std.table)
         self.positions_embed = None
         if c.positions == "learned":
             self.positions_embed = Embedding(
@@ -88,7 +88,7 @@ class Decoder(LanguageModel):
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None
         )
         if not c.tied:
-            self.head = Linear(c.padded_vocab, ("table", "vocab"), std.head, dtype=c.dtype)
+            self.head = c.output_layer(std.head)
 
     def features(
         self,
@@ -186,8 +186,8 @@ class Decoder(LanguageModel):
             attend.visited_pairs(length, c.attention_chunk, c.window),
             flops.causal_pairs(length, c.window),
         )
-        head = {"head": flops.matmul(length, c.width, c.padded_vocab)}
-        for counted, pairs in zip(stack, whole, strict=True):
+        for nominal, (counted, pairs) in enumerate(zip(stack, whole, strict=True)):
+            head = c.head_flops(length, c.width, nominal)
             masks = costs.embedding_mask_flops(c.block(), length, pairs)
             counts.append(flops.add([counted, masks, head]))
         return flops.Ledger(length, *counts)

@@ -89,7 +89,7 @@ class EncoderDecoder(LanguageModel):
 
     def setup(self):
         c = self.resolved()
-        self.embed = Embedding(c.padded_vocab, c.width, c.init_std, c.dtype)
+        self.embed = c.token_table(c.width, c.init_std)
         self.positions_embed = Embedding(
             c.num_positions, c.width, c.init_std, c.dtype, axes=("position", "table")
         )
@@ -259,16 +259,14 @@ class EncoderDecoder(LanguageModel):
         """FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts only."""
         c = self.resolved()
         blocks, selves, crosses = c._parts()
-        fixed = {
-            "decoder_input": flops.matmul(length, self.width, self.width),
-            "head": flops.matmul(length, self.width, self.padded_vocab),
-        }
+        fixed = {"decoder_input": flops.matmul(length, self.width, self.width)}
         counts = []
         for pairs, nominal in (
             (attend.visited_pairs(length, self.attention_chunk, self.window), False),
             (flops.causal_pairs(length, self.window), True),
         ):
-            parts = [fixed, costs.embedding_mask_flops(c.block(), length, pairs)]
+            head = c.head_flops(length, self.width, nominal)
+            parts = [fixed, head, costs.embedding_mask_flops(c.block(), length, pairs)]
             for b in (*selves, *crosses):
                 part = costs.block_flops(b, length, pairs)
                 parts.append({key: part[key] for key in part if key != "mlp"})

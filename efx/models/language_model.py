@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import flops
 from efx.layers import attend, depth_config
 from efx.layers.info import TokenInfo
+from efx.layers.linear import Embedding, Linear
 from efx.sharding import constrain
 
 
@@ -88,3 +90,23 @@ class LanguageModel(nn.Module):
     @property
     def padded_vocab(self):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @nn.nowrap
+    def token_table(self, width, std):
+        """The token embedding. Its padding, like that of the output layer, is 0 and stays so: no
+        token looks it up, and it gets no probability and with that no gradient."""
+        padding = self.padded_vocab - self.vocab_size
+        return Embedding(self.padded_vocab, width, std, self.dtype, padding=padding)
+
+    @nn.nowrap
+    def output_layer(self, std):
+        """That of a model whose token embedding is not tied."""
+        axes, padding = ("table", "vocab"), self.padded_vocab - self.vocab_size
+        return Linear(self.padded_vocab, axes, std, dtype=self.dtype, padding=padding)
+
+    @nn.nowrap
+    def head_flops(self, length, width, nominal):
+        """{"head": FLOPs}; padding is computed but belongs to no nominal cost, which would depend
+        on the mesh."""
+        vocab = self.vocab_size if nominal else self.padded_vocab
+        return {"head": flops.matmul(length, width, vocab)}

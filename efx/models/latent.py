@@ -35,7 +35,7 @@ from efx.layers.dense_former import DenseFormerConfig
 from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.dropout import DropoutConfig, StandardDropout
 from efx.layers.latent_loss import LatentLossConfig, LatentPrediction
-from efx.layers.linear import Embedding, Linear
+from efx.layers.linear import Embedding
 from efx.layers.mlp import MLPConfig
 from efx.layers.parametrisation import MuPConfig
 from efx.layers.soft_experts_config import SoftExpertsConfig
@@ -110,7 +110,7 @@ class Latent(LanguageModel):
     def setup(self):
         c = self.resolved()
         width, sizes, std = c.level_widths[0], c.sizes, latent_config.deviations(c, 0)
-        self.embed = Embedding(c.padded_vocab, width, std.table, c.dtype)
+        self.embed = c.token_table(width, std.table)
         tables = zip(sizes, c.level_widths, strict=True) if c.positions != "rope" else ()
         self.positions_embed = [
             Embedding(size, width, std.table, c.dtype, axes=("position", "table"))
@@ -124,7 +124,7 @@ class Latent(LanguageModel):
         self.make_stack(c)
         self.norm_final = norms.RMSNorm(c.norm_eps, dtype=c.dtype)
         if not c.tied:
-            self.head = Linear(c.padded_vocab, ("table", "vocab"), std.head, dtype=c.dtype)
+            self.head = c.output_layer(std.head)
 
     @nn.nowrap
     def make_stack(self, c):

@@ -16,7 +16,6 @@ def ledger(c, length, selection, shares):
     groups = -(-length // c.group_size)
     places = c.memory_global + groups * c.latents[-1]
     stack = stack_specs.stack_flops(c.specs(), places, selection, shares)
-    head = {"head": flops.matmul(length, c.level_widths[0], c.padded_vocab)}
     counts = []
     for i, nominal in enumerate((False, True)):
 
@@ -25,6 +24,7 @@ def ledger(c, length, selection, shares):
                 return flops.causal_pairs(length)
             return attend.visited_pairs(length, c.attention_chunk)
 
+        head = c.head_flops(length, c.level_widths[0], nominal)
         parts = [head, stack[i], costs.embedding_mask_flops(c.stack_block(), places, pairs(places))]
         latents = groups * c.latents[-1]
         parts.append(latent_loss.loss_flops(c.latent_loss, c.width, latents))

@@ -35,6 +35,7 @@ class Stepper:
             context=c.seq_len,
             dtype=config.train.dtype,
             adapter=config.adapter,
+            vocab_ways=sharding.ways(mesh, rules, "vocab"),
         )
         shapes = jax.eval_shape(lambda: step_lib.init_state_params(self.model))
         steps = config.steps or 1000
