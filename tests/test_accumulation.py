@@ -1,4 +1,4 @@
-"""Micro-batches of unequal rows give the gradient and the statistics of the big batch."""
+"""Batches of unequal rows add up: micro-batches to the big batch, those of an evaluation to it."""
 
 import functools
 
@@ -117,6 +117,24 @@ def test_micro_batches_are_the_big_batch_on_a_mesh():
     mesh = sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, expert=2, sequence=1))
     got, _, metrics = one_step(name, packed(), 4, mesh)
     check(name, got, metrics)
+
+
+def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
+    """Losses and statistics of the split: those were means of the batches' means."""
+    name = "expert choice, inclusion"
+    model, batch = families.make(VARIANTS[name], context=LENGTH), packed()
+    evaluate = families.jit(step.make_eval_step(model, settings(name, 1)))
+
+    def run(parts):
+        sums = [evaluate(families.random_params(model), {}, part) for part in parts]
+        sums = jax.tree.map(lambda *x: sum(x), *sums)
+        return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
+
+    parts = run([{k: v[rows] for k, v in batch.items()} for rows in np.split(np.arange(ROWS), 4)])
+    whole = run([batch])
+    assert {"moe/dropped_fraction", "moe/max_load/block_0"} <= whole.keys() == parts.keys()
+    for key, value in whole.items():
+        np.testing.assert_allclose(parts[key], value, rtol=2e-5, err_msg=key)
 
 
 def test_these_are_all_losses():

@@ -35,8 +35,8 @@ class LatentLossConfig:
     Attributes:
       kind: one of `KINDS`.
       target_gradient: the loss also moves the latents that are predicted.
-      candidates: siglip: "row" (each sequence for itself: neither accumulation nor the number of
-        devices changes the loss) or "batch" (all sequences of a micro-batch, over all devices).
+      candidates: siglip: "row" (each sequence for itself: accumulation does not change the loss) or
+        "batch" (all sequences of a micro-batch, over all devices).
     """
 
     kind: str
