@@ -436,8 +436,7 @@ def adapter():
 def train():
     return dict(
         dtype="float32",  # of activations; "bfloat16". Parameters are float32
-        # Micro-batches of a step, which is that of the big batch; see make_train_step in efx/step.py.
-        accumulation=1,
+        accumulation=1,  # micro-batches of a step, which is that of the big batch
         loss_chunk=0,  # positions of a sequence whose logits are in memory at once; 0: all
         max_nonfinite=10,  # stop after so many non-finite steps in a row (each is skipped)
     )

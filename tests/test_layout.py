@@ -246,6 +246,18 @@ def test_requirements_are_pinned_within_the_ranges():
         assert {canonicalize_name(each.name) for each in needed} <= set(chosen)
 
 
+def test_extras_that_are_named_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = []
+    for path, text in project_files():
+        named = re.findall(r"(?:\.|\befx)\[([a-z][a-z0-9,]*)\]", text)
+        named += re.findall(r"`([a-z0-9]+)`", "".join(re.findall(r"the extras: (.*)", text)))
+        unknown = set(",".join(named).split(",")) - {"", *project["optional-dependencies"]}
+        if path.suffix in (".md", ".sh", ".sbatch", ".yaml") and unknown:
+            found.append(f"{path.relative_to(ROOT)}: {', '.join(sorted(unknown))}")
+    assert found == []
+
+
 def test_this_environment_is_the_pinned_one():
     """Only where the launch scripts made it: elsewhere any version in range will do."""
     if not (Path(sys.prefix) / "efx-installed").exists():
