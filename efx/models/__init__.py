@@ -5,7 +5,8 @@
                              train=False)
 
 Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losses` and `stats`,
-sown by the layers; `state`, running averages that a checkpoint keeps. Every family also has
+sown by the layers, and `means`, what these are made of, so that batches add up (efx/means.py);
+`state`, running averages that a checkpoint keeps. Every family also has
 `features` and `logits` (the two halves of a call), `head_params` and `head_fn` (the output layer
 as a pure function), `ledger`, `parameter_count`, `cache_bytes`, `specs` and `unrolled`.
 
