@@ -126,7 +126,7 @@ def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
     evaluate = families.jit(step.make_eval_step(model, settings(name, 1)))
 
     def run(parts):
-        sums = [evaluate(families.random_params(model), {}, part) for part in parts]
+        sums = [evaluate(families.random_params(model), {}, part, 0, 0) for part in parts]
         sums = jax.tree.map(lambda *x: sum(x), *sums)
         return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
 
