@@ -226,6 +226,9 @@ def latent():
         decoder_global=each(1),
         block_order="interleaved",  # "sequence": all local blocks, then all global ones
         upsampling="repeat",  # "attention"
+        # Upsampling by attention norms what it reads and has an output matrix, as other blocks
+        # have; False: neither, the published form.
+        upsampling_norm=True,
         # Places for which a group has no latent yet take those of the group before: "tile", all of
         # them again and again; "in_place", each several times.
         repeat="tile",
@@ -233,9 +236,11 @@ def latent():
         # Where the skip connection joins: "after" the decoder level's blocks, or "before" them, so
         # that they see the tokens and not only latents.
         skip_joins="after",
-        # "level": a learned table for the places of a group, one a level, which its encoder and
-        # its decoder share; "rope"; "both".
-        positions="level",
+        # Learned tables, one a level, which its encoder and its decoder share: "absolute", of the
+        # tokens by their place in the document (`context` rows), of latents by their place in the
+        # group; "level", of both by the place in the group, so that nothing says which group it
+        # is. "rope": none, rotary positions in their stead; "both": "level" and these.
+        positions="absolute",
         rope_theta=10000.0,
         memory_local=0,  # learned tokens before each group, for local blocks
         memory_global=0,  # learned tokens before the sequence, for global blocks and the stack

@@ -16,8 +16,11 @@ depth_routing and learned dropout are the latent stack's):
                             groups and across; a number, or one for each level
     block_order             "interleaved", "sequence"
     upsampling, repeat      "repeat" of latents ("tile", "in_place"), or "attention" over these
+    upsampling_norm         that attention with norms and an output matrix, or as published without
     skip, skip_joins        "sum" or "lerp"; "after" or "before" the blocks of a decoder level
-    positions               "level": tables of places in a group; "rope"; "both"
+    positions               "absolute": tables, of the tokens by their place in the document and of
+                            latents by that in the group; "level": of both by that in the group;
+                            "rope": rotary positions; "both": "level" and these
     memory_local, memory_global   learned tokens before each group, before the sequence
     embedding_noise         uniform noise on the embeddings in training
     qk_norm                 "width", "head", "none"
@@ -31,7 +34,8 @@ Variants, to be combined with commas:
     configs/latent.py:smoke         about half a minute on a CPU
     configs/latent.py:seed          context 768 in 16 groups of 48 tokens, 16 and then 2 latents,
                                     widths 64, 128 and 256, 16 blocks in the stack, every fourth
-                                    with 12 soft experts and 1 shared MLP
+                                    with 12 soft experts and 1 shared MLP; upsampling by attention,
+                                    if that is chosen, as published
     configs/latent.py:soft          4 soft experts and 1 shared MLP in every fourth block
     configs/latent.py:averages      DenseFormer averages
     configs/latent.py:prediction    the latent loss, whose weight rises over 200 steps
@@ -39,11 +43,13 @@ Variants, to be combined with commas:
     configs/latent.py:one_level     4 latents for 16 tokens, and no level between
     configs/latent.py:transformer   compression by two blocks inside the group
     configs/latent.py:attention     upsampling by attention
+    configs/latent.py:bare_attention    the same without norms and output matrix, as published
     configs/latent.py:in_place      latents of the group before repeated each in its place
     configs/latent.py:lerp          learned shares of skip connection and decoder
     configs/latent.py:early_skip    skip connections before the blocks of a decoder level
-    configs/latent.py:rope          rotary positions in place of the levels' tables
-    configs/latent.py:both          these and the tables
+    configs/latent.py:level         tables by places in a group alone: nothing says which group
+    configs/latent.py:rope          rotary positions in place of the tables
+    configs/latent.py:both          these and the tables of `:level`
     configs/latent.py:sequence      all local blocks of a level before its global ones
     configs/latent.py:local         levels without global blocks: only the stack crosses groups
     configs/latent.py:memory        4 learned tokens before the sequence, 2 before each group
@@ -71,7 +77,8 @@ VARIANTS = {
         "model.level_widths": (64, 128),
         "model.width": 256,
         "model.depth": 16,
-        "model.positions": "level",
+        "model.positions": "absolute",
+        "model.upsampling_norm": False,
         "model.soft_experts.num": 12,
         "model.soft_experts.shared": 1,
         "model.soft_experts.every": 4,
@@ -94,9 +101,11 @@ VARIANTS = {
     },
     "transformer": {"model.compression": "transformer", "model.compression_blocks": 2},
     "attention": {"model.upsampling": "attention"},
+    "bare_attention": {"model.upsampling": "attention", "model.upsampling_norm": False},
     "in_place": {"model.repeat": "in_place"},
     "lerp": {"model.skip": "lerp"},
     "early_skip": {"model.skip_joins": "before"},
+    "level": {"model.positions": "level"},
     "rope": {"model.positions": "rope"},
     "both": {"model.positions": "both"},
     "sequence": {"model.block_order": "sequence"},

@@ -217,7 +217,8 @@ FAMILIES = {
     "latent_levels": _latent(**{
         "group_size": 12, "latents": (4, 2), "level_widths": (16, 24), "level_heads": (2, 3),
         "compression": "transformer", "compression_blocks": 2, "upsampling": "attention",
-        "skip": "lerp", "repeat": "in_place", "block_order": "sequence", "attention_chunk": 5,
+        "upsampling_norm": False, "skip": "lerp", "repeat": "in_place", "block_order": "sequence",
+        "attention_chunk": 5,
         "encoder_local": (2, 1), "encoder_global": (1, 0), "decoder_global": (0, 1),
         "positions": "both", "qk_norm": "head", "use_bias": True, "tied": False,
         "logit_softcap": 8.0, "mlp.activation": "swiglu",
@@ -234,7 +235,7 @@ FAMILIES = {
     "latent_parts": _latent(Family({
         "soft_experts.num": 3, "soft_experts.every": 2, "soft_experts.shared": 1,
         "dense_former.on": True, "latent_loss.kind": "cosine", "mup.base_width": 16,
-        "initialisation": "spike_no_more",
+        "initialisation": "spike_no_more", "upsampling": "attention", "positions": "level",
     }, losses=("latent_prediction",))),
     "latent_elementwise": _latent(Family({"dropout.kind": "elementwise"}, losses=PENALTIES)),
     "latent_masks": _latent(Family({

@@ -48,7 +48,8 @@ def attention(q_TD, kv_SD, p, heads, rope, q_positions_T):
         scores = k[seen, h] @ q[t, h] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
         out[t, h] = weights @ v[seen, h] / weights.sum()
-    return out.reshape(len(q), -1) @ p["out"]["kernel"]
+    out_TD = out.reshape(len(q), -1)
+    return out_TD @ p["out"]["kernel"] if "out" in p else out_TD
 
 
 def mlp(x, p):
@@ -97,12 +98,18 @@ def early_latents(before_PD, count, repeat):
 
 def reference(tokens_T, params, model):
     """Logits [T, V]."""
-    c, rope = model.resolved(), model.positions != "level"
+    c, rope = model.resolved(), model.positions in ("rope", "both")
     sizes, count = c.sizes, -(-len(tokens_T) // c.group_size)
     padded = np.concatenate([tokens_T, np.zeros(count * c.group_size - len(tokens_T), int)])
     tables = [params[f"positions_embed_{i}"]["embedding"] for i in range(len(sizes))
               if c.positions != "rope"] or [0.0] * len(sizes)
-    x = [params["embed"]["embedding"][g] + tables[0] for g in padded.reshape(count, -1)]
+    x = [params["embed"]["embedding"][g] for g in padded.reshape(count, -1)]
+    if c.positions == "absolute":  # one row for each token; places of a group: the first of them
+        row_T, tables[0] = np.minimum(np.arange(len(padded)), c.context - 1), tables[0][: sizes[0]]
+        rows = params["positions_embed_0"]["embedding"][row_T].reshape(count, sizes[0], -1)
+        x = [g + row for g, row in zip(x, rows, strict=True)]
+    else:
+        x = [g + tables[0] for g in x]
     skips = []
     for i in range(1, len(sizes)):
         p, heads = params[f"encoder_{i - 1}"], c.level_heads[i]
@@ -134,7 +141,12 @@ def reference(tokens_T, params, model):
         both = joined(x) if before else [s + g for s, g in zip(skips[i - 1], x, strict=True)]
         if c.upsampling == "attention":
             places = np.arange(sizes[i - 1])
-            x = [h + attention(norm(h, p["norm_queries"]), norm(g, p["norm_latents"]),
+
+            def normed(x, name, p=p):
+                return norm(x, p[name]) if c.upsampling_norm else x
+
+            assert ("out" in p["attention"]) == ("norm_queries" in p) == c.upsampling_norm
+            x = [h + attention(normed(h, "norm_queries"), normed(g, "norm_latents"),
                                p["attention"], heads, rope, places)
                  for h, g in zip(both, x, strict=True)]
         elif before:
@@ -163,8 +175,9 @@ FORWARD = [
     (3, {"compression": "transformer", "skip": "lerp", "encoder_global": (2, 0, 1), "depth": 2,
          "repeat": "in_place", **MEMORY["local"]}),
     (3, {**MEMORY["global"], "decoder_global": 0, "decoder_local": (2, 1, 0)}),
-    (2, {"skip_joins": "before"}),
+    (2, {"skip_joins": "before", "positions": "absolute"}),
     (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention", **MEMORY["both"]}),
+    (2, {"upsampling": "attention", "upsampling_norm": False, "positions": "absolute"}),
 ]
 
 
@@ -268,7 +281,7 @@ def test_what_a_token_sees_of_its_own_group(upsampling, skip_joins):
 
 
 @pytest.mark.parametrize("upsampling, compression, positions", [
-    ("repeat", "perceiver", "both"), ("attention", "transformer", "rope"),
+    ("repeat", "perceiver", "absolute"), ("attention", "transformer", "rope"),
 ])
 def test_documents_do_not_see_each_other(upsampling, compression, positions):
     """Also where one ends and the next begins inside a group."""
@@ -288,6 +301,68 @@ def test_documents_do_not_see_each_other(upsampling, compression, positions):
     for row in range(1, len(starts) + 1):
         assert moved_BT[row - 1][document_T != row].max() < 1e-5
         assert moved_BT[row - 1][document_T == row].min() > 1e-3
+
+
+def test_a_document_that_begins_with_a_group_is_as_if_alone():
+    """Its tokens read the rows of the table of positions that they would read alone."""
+    model = make({"positions": "absolute"})
+    params, tokens_BT = families.random_params(model), families.tokens(batch=1, length=LENGTH)
+    start, size = 16, 13  # after two groups of another document, and before a third document
+    document_BT = jnp.asarray([[1] * start + [2] * size + [3] * (LENGTH - start - size)])
+    begins_BT = jnp.take(jnp.asarray([0, start, start + size]), document_BT - 1)
+    position_BT = jnp.arange(LENGTH)[None] - begins_BT
+    packed = apply(model, params, tokens_BT, position_BT, document_BT)
+    alone = apply(model, params, tokens_BT[:, start : start + size])
+    np.testing.assert_allclose(packed[:, start : start + size], alone, atol=1e-5)
+
+
+# ---- where a token is --------------------------------------------------------------------------
+
+
+def test_a_token_knows_in_which_group_it_stands():
+    """Groups of equal tokens with one latent each and no attention across but in the stack: which
+    of them it is, only the table of positions can say."""
+    shape = {"family": "latent", "group_size": 4, "latents": (1,), "level_widths": (16,),
+             "level_heads": (2,), "encoder_global": 0, "decoder_global": 0}
+    tokens_BT = jnp.tile(families.tokens(batch=1, length=4), (1, 5))
+
+    def groups_of(changes):
+        model = families.make({**shape, **changes})
+        logits = apply(model, families.random_params(model), tokens_BT)
+        # Not the first group, which has learned vectors in place of the latents before it.
+        return np.asarray(logits).reshape(5, 4, -1)[1:]
+
+    equal = groups_of({"positions": "level"})
+    np.testing.assert_allclose(equal, np.broadcast_to(equal[:1], equal.shape), atol=1e-5)
+    moved = groups_of({})
+    assert np.abs(moved[1:] - moved[:-1]).max(axis=(1, 2)).min() > 0.1
+
+
+@pytest.mark.parametrize("family, changes", [
+    ("latent", {**LEVELS[2], "width": 16, "num_heads": 2}), ("decoder", {"preset": "gpt2"}),
+    ("encoder_decoder", {"mlp.hidden": 64}),
+])
+def test_no_token_reads_past_the_table_of_positions(family, changes):
+    """One line before anything is computed; a position that only the running program knows gives
+    no number, and not the last row."""
+    model = families.make({"family": family, **changes}, context=16)
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2, length=17)
+    for options in ({}, {"decode": True, "cache_size": 17, "mutable": ["cache"]}):
+        positions_BT = jnp.zeros((2, 17), jnp.int32) if options else None
+        with pytest.raises(UsageError, match=r"config\.model\.context=16: .* 17 tokens") as error:
+            model.apply({"params": params}, tokens_BT, positions_BT, **options)
+        assert "\n" not in str(error.value)
+    positions_BT = jnp.stack([jnp.arange(16), jnp.arange(16) + 1])
+    logits = apply(model, params, tokens_BT[:, :16], positions_BT, jnp.ones((2, 16), jnp.int32))
+    assert np.isfinite(logits[0]).all() and not np.isfinite(logits[1]).all()
+
+
+def test_rows_may_outgrow_the_context_where_no_table_ends():
+    for positions in ("level", "rope", "both"):
+        model = make({"positions": positions, **FEW}, levels=1, context=16)
+        shape = jax.eval_shape(model.apply, {"params": families.random_params(model)},
+                               families.tokens(batch=1, length=17)).shape
+        assert shape == (1, 17, VOCAB)
 
 
 def test_positions_without_documents_are_refused():
@@ -312,7 +387,7 @@ def decoder(model, variables, size):
 
 
 COMBINED = [
-    (1, {"upsampling": "attention", **MEMORY["both"]}),
+    (1, {"upsampling": "attention", "positions": "absolute", **MEMORY["both"]}),
     (2, {"compression": "transformer", "compression_blocks": 2, "repeat": "in_place"}),
     (3, {"upsampling": "attention", "positions": "rope", "skip": "lerp"}),
     (3, {**MEMORY["both"], "compression": "transformer", "block_order": "sequence",

@@ -29,15 +29,21 @@ LATENT = {
     "model.num_heads": 4,
     "model.depth": 4,
 }
+ATTENTION = {"model.upsampling": "attention", "model.upsampling_norm": True}
 SOFT = {"model.soft_experts.num": 4, "model.soft_experts.every": 4}
 RUNS = {
     "decoder": DECODER,
     "latent: repeat, perceiver": LATENT,
-    "latent: attention, perceiver": LATENT | {"model.upsampling": "attention"},
+    "latent: positions level": LATENT | {"model.positions": "level"},
+    "latent: positions rope": LATENT | {"model.positions": "rope"},
+    "latent: positions both": LATENT | {"model.positions": "both"},
+    "latent: attention, perceiver": LATENT | ATTENTION,
+    "latent: attention without norms and output matrix, perceiver": LATENT
+    | ATTENTION
+    | {"model.upsampling_norm": False},
     "latent: repeat, skip before the blocks": LATENT | {"model.skip_joins": "before"},
     "latent: repeat, transformer": LATENT | {"model.compression": "transformer"},
-    "latent: attention, transformer": LATENT
-    | {"model.upsampling": "attention", "model.compression": "transformer"},
+    "latent: attention, transformer": LATENT | ATTENTION | {"model.compression": "transformer"},
     "latent with 4 soft experts": LATENT | SOFT,
     "latent with 4 soft experts and 1 shared": LATENT | SOFT | {"model.soft_experts.shared": 1},
     "latent with DenseFormer averages": LATENT | {"model.dense_former.on": True},

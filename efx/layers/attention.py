@@ -24,7 +24,7 @@ class Attention(nn.Module):
       window: how many positions back a query sees, its own included; 0 for all.
       std, std_out: initialisation of the input and the output projections.
       probs_dropout: factory of a module applied to the attention probabilities, or None.
-      width: of the output.
+      width: of the output; None: the heads side by side, without an output matrix.
     """
 
     num_heads: int
@@ -42,7 +42,7 @@ class Attention(nn.Module):
     norm_eps: float
     probs_dropout: Callable | None
     dtype: jnp.dtype
-    width: int
+    width: int | None
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
@@ -84,6 +84,8 @@ class Attention(nn.Module):
 
     def _out(self, out_BTNH, width):
         out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], self.num_heads * self.head_dim)
+        if width is None:
+            return out_BTD
         return Linear(
             width, ("heads", "embed"), self.std_out, self.use_bias, self.dtype, name="out"
         )(out_BTD)

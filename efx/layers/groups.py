@@ -37,8 +37,8 @@ class LevelConfig:
       places: P_i, latents a group has here.
       inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
         to the latent stack (decoder): what the level reads.
-      compression, compression_blocks, upsampling, repeat, skip, skip_joins: see
-        `models/latent_config.py`.
+      compression, compression_blocks, upsampling, upsampling_norm, repeat, skip, skip_joins: see
+        `configs/common.py`.
       local_blocks, global_blocks: how many of each; order: one of `ORDERS`.
       memory_local, memory_global: learned tokens before each group, before all groups.
     """
@@ -51,6 +51,7 @@ class LevelConfig:
     compression: str
     compression_blocks: int
     upsampling: str
+    upsampling_norm: bool
     repeat: str
     skip: str
     skip_joins: str
@@ -291,10 +292,12 @@ class DecoderLevel(nn.Module):
     """Upsampling, the level's positions, its blocks and the skip connection.
 
     `upsampling="attention"` (Nawrot et al. 2021, arXiv 2110.13711, section 3.2.2): x <- skip + x +
-    Attention(q = norm(skip + x), k and v = norm(x)), inside a group. The skip connection joins
-    `skip_joins` the blocks, "before" or "after": x becomes x + skip, or with `skip="lerp"`
-    a skip + (1 - a) x with learned a [D], 0.5 at first. Where it joins before them, upsampling by
-    attention takes the joined state for skip + x, and nothing is added after the blocks.
+    Attention(q = skip + x, k and v = x), inside a group; with `upsampling_norm` queries and latents
+    are normed first and an output matrix follows, as in the other blocks, and without it the heads
+    are added as they are. The skip connection joins `skip_joins` the blocks, "before" or "after": x
+    becomes x + skip, or with `skip="lerp"` a skip + (1 - a) x with learned a [D], 0.5 at first.
+    Where it joins before them, upsampling by attention takes the joined state for skip + x, and
+    nothing is added after the blocks.
     """
 
     config: LevelConfig
@@ -314,9 +317,12 @@ class DecoderLevel(nn.Module):
                 return x if view.inside.decode else x.reshape(-1, *x.shape[2:])
 
             x = x if before else skip + x
-            read = make_norm(b, "norm_latents")(inside(spread)), view.inside
-            q = make_norm(b, "norm_queries")(inside(x))
-            a = make_attention(b, "attention")(q, view.inside, read)
+            q, read, changes = inside(x), inside(spread), {"width": None}
+            if c.upsampling_norm:
+                q = make_norm(b, "norm_queries")(q)
+                read, changes = make_norm(b, "norm_latents")(read), {}
+            attention = make_attention(b, "attention", **changes)
+            a = attention(q, view.inside, (read, view.inside))
             a = apply_dropout(b, "attention_output", a, view.inside)
             x = x + a.reshape(x.shape)
         x = LevelBlocks(c, name="blocks")(x, view)

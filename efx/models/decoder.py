@@ -115,7 +115,8 @@ class Decoder(LanguageModel):
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
-            x_BTD = x_BTD + self.positions_embed(jnp.clip(positions_BT, 0, self.context - 1))
+            self.check_context(cache_size if decode else tokens_BT.shape[1])
+            x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))
         if self.mask_input is not None:
             info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:

@@ -124,7 +124,8 @@ class EncoderDecoder(LanguageModel):
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
-        here_BT = jnp.clip(positions_BT, 0, self.context - 1)
+        self.check_context(cache_size if decode else tokens_BT.shape[1])
+        here_BT = jnp.maximum(positions_BT, 0)
         embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
         if self.mask_input is not None:
             info = info.replace(mask_input_BTD=self.mask_input(embedded_BTD, info))

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
+from efx.errors import UsageError
 from efx.layers import attend, depth_config
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
@@ -44,6 +45,15 @@ class LanguageModel(nn.Module):
             selection=selection,
             cache_size=cache_size,
         )
+
+    @nn.nowrap
+    def check_context(self, length):
+        """Raise UsageError if a learned table of positions has no row for so many tokens."""
+        if length > self.context:
+            raise UsageError(
+                f"config.model.context={self.context}: the learned positions end there, and these "
+                f"rows have {length} tokens; shorten the rows, or train with a longer context"
+            )
 
     @nn.nowrap
     def check_packing(self):

@@ -7,6 +7,13 @@ blocks over the M * P_n latents of the sequence. Decoder level i spreads latents
 places of a group again and adds what entered encoder level i. See `layers/groups.py` for the
 levels, and for why all of it is causal.
 
+A token enters as E[token] + A[t], t its position in its document and A a learned table of
+`context` rows (`positions="absolute"`); latents, and the places of a decoder level, have tables by
+their place in the group, those of decoder level 1 the first P_0 rows of A. "level" has such a table
+for the tokens too, [P_0, D_0], and nothing then says in which group of the row a token stands;
+"rope" has no tables but rotary positions, counted in the places of each level; "both" is "level"
+and "rope" together. Only "absolute" ends at `context`.
+
 Packed documents: all attention stays inside documents, also in groups that hold several, and where
 the group before belongs to another document its latents are not used. A document that begins with
 a group is computed as if alone; one that begins inside a group has its groups cut where the row
@@ -69,6 +76,7 @@ class Latent(LanguageModel):
     decoder_global: int | tuple[int, ...]
     block_order: str
     upsampling: str
+    upsampling_norm: bool
     repeat: str
     skip: str
     skip_joins: str
@@ -109,12 +117,11 @@ class Latent(LanguageModel):
 
     def setup(self):
         c = self.resolved()
-        width, sizes, std = c.level_widths[0], c.sizes, latent_config.deviations(c, 0)
+        width, std = c.level_widths[0], latent_config.deviations(c, 0)
         self.embed = c.token_table(width, std.table)
-        tables = zip(sizes, c.level_widths, strict=True) if c.positions != "rope" else ()
         self.positions_embed = [
-            Embedding(size, width, std.table, c.dtype, axes=("position", "table"))
-            for size, width in tables
+            Embedding(rows, width, std.table, c.dtype, axes=("position", "table"))
+            for rows, width in c.position_tables
         ]
         self.token_dropout = None
         if c.dropout.kind == "standard" and c.dropout.active("embedding"):
@@ -159,6 +166,8 @@ class Latent(LanguageModel):
         otherwise a token's position is its place in the row. While decoding, the tokens of a call
         follow each other in their row, padding after them.
         """
+        if self.positions == "absolute":
+            self.check_context(cache_size if decode else tokens_BT.shape[1])
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
             return self._decode(tokens_BT, info)
@@ -181,7 +190,10 @@ class Latent(LanguageModel):
         views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(whole_groups(tokens_BT))
         x = x_BTD.reshape(batch, count, c.group_size, -1)
-        x = self._enter(x, views[0], length)
+        positions_BT = info.positions_BT
+        if positions_BT is None:
+            positions_BT = jnp.minimum(jnp.arange(count * c.group_size), length - 1)
+        x = self._enter(x, views[0], length, positions_BT.reshape(-1, count, c.group_size))
         stack_info = views[-1].whole
         if rest and stack_info.segment_ids_BT is None:
             # Latents of padding take no room in routed blocks and count in no mean.
@@ -209,7 +221,8 @@ class Latent(LanguageModel):
     def _decode(self, tokens_BT, info):
         c = self.resolved()
         views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
-        x_BTD = self._enter(self.embed(tokens_BT), views[0], tokens_BT.shape[1])
+        x_BTD = self.embed(tokens_BT)
+        x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.positions_BT)
 
         def stack(x_BTD):
             view, length = views[-1], x_BTD.shape[1]
@@ -226,9 +239,11 @@ class Latent(LanguageModel):
 
         return self.norm_final(self._levels(x_BTD, views, stack))
 
-    def _enter(self, x, view, length):
-        """Embedded tokens of so many as the state of level 0."""
-        if self.positions_embed:
+    def _enter(self, x, view, length, positions):
+        """Embedded tokens of so many as the state of level 0; their positions in the document."""
+        if self.positions == "absolute":
+            x = x + self.positions_embed[0](jnp.maximum(positions, 0))
+        elif self.positions_embed:
             x = x + self._positions(0)(view.place_BT, self.group_size)
         if self.embedding_noise and view.inside.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
@@ -265,9 +280,9 @@ class Latent(LanguageModel):
         table = self.positions_embed[level]
 
         def embed(place_BT, size):
-            if place_BT is None:
-                return table(jnp.arange(size)[None, None])
-            return table(jnp.clip(place_BT, 0, size - 1))
+            places = jnp.arange(size)[None, None] if place_BT is None else place_BT
+            # Outside the table are only places without a token: padding of a short context.
+            return table(jnp.clip(places, 0, table.num_embeddings - 1))
 
         return embed
 
@@ -291,6 +306,14 @@ class Latent(LanguageModel):
     def sizes(self):
         """(P_0, P_1, ..., P_n)."""
         return (self.group_size, *self.latents)
+
+    @property
+    def position_tables(self):
+        """((rows, width), ...): the learned table of each level of a resolved model, if any."""
+        if self.positions == "rope":
+            return ()
+        first = self.context if self.positions == "absolute" else self.group_size
+        return tuple(zip((first, *self.latents), self.level_widths, strict=True))
 
     @nn.nowrap
     def encoder_levels(self):

@@ -19,6 +19,7 @@ from efx.layers.blocks import BlockConfig
 from efx.layers.mlp import ACTIVATIONS
 from efx.layers.stack import REMAT_POLICIES
 
+ROTARY = ("rope", "both")  # of the choices of `positions`
 CHOICES = {
     "compression": groups.COMPRESSIONS,
     "block_order": groups.ORDERS,
@@ -26,7 +27,7 @@ CHOICES = {
     "repeat": groups.REPEATS,
     "skip": groups.SKIPS,
     "skip_joins": ("after", "before"),
-    "positions": ("level", "rope", "both"),
+    "positions": ("absolute", "level", *ROTARY),
     "qk_norm": ("none", "head", "width"),
     "attention_scale": ("sqrt", "mup"),
     "remat": ("none", *REMAT_POLICIES),
@@ -137,7 +138,7 @@ def _widths(model, levels, bad):
     for width, count in zip(widths, heads, strict=True):
         if width % count:
             bad("level_widths", f"{width} does not divide by its {count} heads (level_heads)")
-        if model.positions != "level" and (width // count) % 2:
+        if model.positions in ROTARY and (width // count) % 2:
             bad("positions", f"rope needs an even head width, not {width} / {count}")
     return widths, heads
 
@@ -176,7 +177,7 @@ def block(model, level, dropout, hidden, context):
         norm="rmsnorm",
         norm_eps=model.norm_eps,
         use_bias=model.use_bias,
-        rope_theta=0.0 if model.positions == "level" else model.rope_theta,
+        rope_theta=model.rope_theta if model.positions in ROTARY else 0.0,
         qk_norm=model.qk_norm,
         mup=model.attention_scale == "mup" or model.mup.base_width > 0,
         window=0,
@@ -226,6 +227,7 @@ def levels(model, local_blocks, global_blocks, encoder):
                 compression=model.compression,
                 compression_blocks=model.compression_blocks,
                 upsampling=model.upsampling,
+                upsampling_norm=model.upsampling_norm,
                 repeat=model.repeat,
                 skip=model.skip,
                 skip_joins=model.skip_joins,

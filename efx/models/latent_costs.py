@@ -82,9 +82,13 @@ def _upsampling(level, groups, pairs):
     part = {"upsampling": flops.matmul(groups * level.inner, level.inner_width, b.width)}
     if level.upsampling == "repeat":
         return part
-    block = costs.block_flops(b, groups * level.places, groups * pairs(level.places))
+    computed = groups * level.places
+    block = costs.block_flops(b, computed, groups * pairs(level.places))
+    projections = block["attention_projections"]
+    if not level.upsampling_norm:  # no output matrix either
+        projections -= flops.matmul(computed, b.num_heads * b.head_dim, b.width)
     attention = {
-        "upsampling": block["attention_projections"],
+        "upsampling": projections,
         "level_scores": block["attention_scores"],
     }
     return flops.add([part, attention])
@@ -98,9 +102,8 @@ def parameter_count(c):
         "norm": c.level_widths[0],
         "memory": c.memory_global * c.width,
     }
-    if c.positions != "rope":
-        tables = zip(c.sizes, c.level_widths, strict=True)
-        count["positions"] = sum(size * width for size, width in tables)
+    if c.position_tables:
+        count["positions"] = sum(rows * width for rows, width in c.position_tables)
     if not c.tied:
         count["head"] = c.level_widths[0] * c.padded_vocab
     parts = [count, stack_specs.stack_params(c.specs(), c.width)]
@@ -147,7 +150,10 @@ def _upsampling_params(level):
         count["upsampling"] += b.width
     if level.upsampling == "attention":
         count["upsampling"] += costs.block_params(b)["attention"]
-        count["norm"] = 2 * b.width
+        if level.upsampling_norm:
+            count["norm"] = 2 * b.width
+        else:
+            count["upsampling"] -= (b.num_heads * b.head_dim + b.use_bias) * b.width
     return count
 
 
