@@ -322,6 +322,13 @@ def test_members_that_cannot_be_bridged():
     recursion = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
     with pytest.raises(UsageError, match=r"config\.model\.augment=b is a Decoder whose layers"):
         bridged({}, recursion)
+    # Latents of a group may be as many as the tokens of the rows that it is checked with.
+    latents = [families.make({"family": "latent", "group_size": 4, "latents": (count,),
+                              "level_widths": (24,), "level_heads": (3,)}) for count in (1, 2)]
+    for members, key in (((latents[1], {}), "anchor=a"), (({}, latents[0]), "augment=b"),
+                         (({}, latents[1]), "augment=b")):
+        with pytest.raises(UsageError, match=rf"{key} is a Latent .* a state for each token"):
+            bridged(*members)
     short = families.make({}, context=LENGTH // 2)
     with pytest.raises(UsageError, match=r"augment=b was made for sequences of up to 16 tokens"):
         bridged({}, short)

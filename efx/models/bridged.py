@@ -6,7 +6,8 @@ and augmenting models m_A read the same tokens. At n evenly spaced pairs of laye
 which layer j + 1 of B then reads. Only the bridges train. Their output projections start at zero,
 so that the whole starts as the anchor. Query t sees the states of A at tokens <= t.
 
-The members are models of any family whose layers are called one after another, `layers/block_<i>`;
+The members are models of any family whose layers are called one after another, `layers/block_<i>`,
+each with a state for every token (latents have other times than the tokens that would read them);
 an interceptor of method calls reads the states that leave the layers of A and adds to those that
 leave the layers of B, so that no family knows of it. Of a family with two streams that is the last
 one, the decoder's. Members run unrolled, nothing recomputed, as in evaluation.
@@ -274,7 +275,7 @@ def _check(c):
         if not _has_layers(model):
             raise UsageError(
                 f"config.model.{key}={run} is a {type(model).__name__} whose layers are not each "
-                "called once in a row, which a bridge needs"
+                "called once in a row, with a state for each token, which a bridge needs"
             )
         if not 1 <= c.pairs <= depth_of(model):
             raise UsageError(
@@ -285,13 +286,22 @@ def _check(c):
 
 def _has_layers(model):
     """Whether every layer is called exactly once and gives a state for each token."""
-    states = []
 
-    def run(key):
-        tokens_BT = jnp.zeros((1, 2), jnp.int32)
-        with nn.intercept_methods(_AtLayers((), lambda i, state: states.append((i, state[0])))):
-            return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
+    def seen(length):
+        """[(layer, rank of its state, its tokens)] in the order of the calls."""
+        shapes = []
 
-    jax.eval_shape(run, jax.random.key(0))
-    shapes = {(i, x.ndim, x.shape[1]) for i, x in states}
-    return len(states) == depth_of(model) and shapes == {(i, 3, 2) for i in range(len(states))}
+        def visit(layer, state):
+            shapes.append((layer, state[0].ndim, state[0].shape[1]))
+
+        def run(key):
+            tokens_BT = jnp.zeros((1, length), jnp.int32)
+            with nn.intercept_methods(_AtLayers((), visit)):
+                return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
+
+        jax.eval_shape(run, jax.random.key(0))
+        return shapes
+
+    # Two lengths, since the latents of a group may be as many as the tokens of one of them.
+    layers = range(depth_of(model))
+    return all(seen(length) == [(i, 3, length) for i in layers] for length in (1, 2))
