@@ -340,7 +340,7 @@ def test_a_token_knows_in_which_group_it_stands():
 
 @pytest.mark.parametrize("family, changes", [
     ("latent", {**LEVELS[2], "width": 16, "num_heads": 2}), ("decoder", {"preset": "gpt2"}),
-    ("encoder_decoder", {"mlp.hidden": 64}),
+    ("encoder_decoder", {"mlp.hidden": 64}), ("decoder", {"dropout.kind": "elementwise"}),
 ])
 def test_no_token_reads_past_the_table_of_positions(family, changes):
     """One line before anything is computed; a position that only the running program knows gives
@@ -352,13 +352,15 @@ def test_no_token_reads_past_the_table_of_positions(family, changes):
         with pytest.raises(UsageError, match=r"config\.model\.context=16: .* 17 tokens") as error:
             model.apply({"params": params}, tokens_BT, positions_BT, **options)
         assert "\n" not in str(error.value)
+    if model.dropout.by_position:  # there is no table that could give no number
+        return
     positions_BT = jnp.stack([jnp.arange(16), jnp.arange(16) + 1])
     logits = apply(model, params, tokens_BT[:, :16], positions_BT, jnp.ones((2, 16), jnp.int32))
     assert np.isfinite(logits[0]).all() and not np.isfinite(logits[1]).all()
 
 
 def test_rows_may_outgrow_the_context_where_no_table_ends():
-    for positions in ("level", "rope", "both"):
+    for positions in ("level", "rope"):
         model = make({"positions": positions, **FEW}, levels=1, context=16)
         shape = jax.eval_shape(model.apply, {"params": families.random_params(model)},
                                families.tokens(batch=1, length=17)).shape

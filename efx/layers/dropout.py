@@ -89,6 +89,11 @@ class DropoutConfig:
         )
 
     @property
+    def by_position(self):
+        """Whether masks have an entry for each position of the context."""
+        return self.kind == "elementwise" and self.active("attention_probs")
+
+    @property
     def shared(self):
         """Whether the masks read what one pass over the input embedding gives."""
         return self.kind == "attention" and self.attention.input != "hidden" and bool(self.sites)

@@ -104,18 +104,20 @@ class Decoder(LanguageModel):
         Args:
           tokens_BT: int32.
           positions_BT: int32, default 0..T-1. While decoding they are required, and a negative
-            one marks padding.
+            one marks padding. Past the table of learned positions there are no numbers.
           segment_ids_BT: int32 documents of packed rows, 0 for padding.
           train: dropout on, routing as configured for training.
           decode: append to the `cache` collection and attend over it.
           cache_size: tokens of context of that cache.
+        Raises: UsageError: more tokens than the model has learned positions for.
         """
+        if self.dropout.by_position or self.positions_embed is not None:
+            self.check_context(cache_size if decode else tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
-            self.check_context(cache_size if decode else tokens_BT.shape[1])
             x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))
         if self.mask_input is not None:
             info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))

@@ -48,11 +48,11 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def check_context(self, length):
-        """Raise UsageError if a learned table of positions has no row for so many tokens."""
+        """Raise UsageError if so many tokens are more than there are learned positions for."""
         if length > self.context:
             raise UsageError(
-                f"config.model.context={self.context}: the learned positions end there, and these "
-                f"rows have {length} tokens; shorten the rows, or train with a longer context"
+                f"config.model.context={self.context}: what is learned for positions ends there, "
+                f"and these rows have {length} tokens; shorten them, or train with a longer context"
             )
 
     @nn.nowrap

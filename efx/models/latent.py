@@ -166,7 +166,7 @@ class Latent(LanguageModel):
         otherwise a token's position is its place in the row. While decoding, the tokens of a call
         follow each other in their row, padding after them.
         """
-        if self.positions == "absolute":
+        if self.dropout.by_position or self.positions == "absolute":
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
