@@ -178,6 +178,44 @@ def test_cached_decoding_is_the_full_forward(name):
         start += length
 
 
+REFUSED = ("recursion", "adapter_recursion", "latent", "latent_levels", "latent_memory")
+
+
+@pytest.mark.parametrize("name", [
+    "mod_context", "dropout_embedding_moe", "streams_masks", "soft_options", "adapter", *REFUSED,
+])
+def test_every_family_is_anchor_and_member_or_is_refused(name):
+    """What is taken can be traced: forward, the gradient of a training step, a cached call. (That
+    the numbers are right, the cases above say.)"""
+    changes = families.FAMILIES[name].changes
+    if name in REFUSED:
+        for members, key in (((changes, {}), "anchor=a"), (({}, changes), "augment=b")):
+            with pytest.raises(UsageError, match=rf"config\.model\.{key} is a .* whose layers"):
+                bridged(*members, pairs=1)
+        return
+    model = bridged(changes, changes, pairs=1)
+    variables = jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
+    params = variables.pop("params")
+    tokens_BT = families.tokens(batch=2)
+
+    def loss(params, variables, key):
+        logits, _ = model.apply({"params": params, **variables}, tokens_BT, train=True,
+                                mutable=["losses", "stats", "state"],
+                                rngs={"dropout": key, "routing": key})
+        return jnp.mean(logits)
+
+    def decode(params, variables, cache):
+        return model.apply({"params": params, **variables, "cache": cache}, tokens_BT,
+                           jnp.tile(jnp.arange(LENGTH)[None], (2, 1)), decode=True,
+                           cache_size=LENGTH, mutable=["cache"])
+
+    jax.eval_shape(jax.grad(loss), params, variables, jax.random.key(0))
+    cache = jax.eval_shape(lambda: models.init_cache(model, 2, LENGTH))
+    logits, state = jax.eval_shape(decode, params, variables, cache)
+    assert logits.shape == (2, LENGTH, VOCAB)
+    assert jax.tree.structure(state["cache"]) == jax.tree.structure(cache)
+
+
 @every_case
 def test_what_it_says_about_itself(name):
     model, variables = case(name)

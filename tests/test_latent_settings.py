@@ -132,7 +132,7 @@ def test_noise_is_as_large_as_it_says():
         def run(model, x):
             views = group_views.views(TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4,
                                  model.sizes, 0, 0)
-            return model._enter(x, views[0], LENGTH)
+            return model._enter(x, views[0], LENGTH, jnp.zeros((1, 4, 8), jnp.int32))
 
         x = jnp.zeros((2, 4, 8, 8))
         variables = {"params": families.random_params(model)}
