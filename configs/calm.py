@@ -45,8 +45,19 @@ _FURTHER = {
     "sample.every": 0,
 }
 
+
+def _smoke(config):
+    """Of bridges without the sizes, which are those of the runs."""
+    bridged = config.model.family == "bridged"
+    return {
+        key: value
+        for key, value in common.SMOKE.items()
+        if not (bridged and key.startswith("model."))
+    }
+
+
 VARIANTS = {
-    "smoke": common.SMOKE,
+    "smoke": _smoke,
     "augment": {
         "model.width": 96,
         "model.depth": 3,
@@ -64,12 +75,6 @@ VARIANTS = {
 def get_config(arg=""):
     config = common.base()
     common.apply(config, {**common.STDLIB, "data.eval_fraction": 0.1, "model.depth": 4})
-    variants = VARIANTS
     if "bridge" in arg.split(","):
         config.model = ConfigDict(common.bridged())
-        # Sizes are those of the runs.
-        variants = {
-            name: {key: value for key, value in changes.items() if not key.startswith("model.")}
-            for name, changes in VARIANTS.items()
-        }
-    return common.variant(config, arg, **variants)
+    return common.variant(config, arg, **VARIANTS)

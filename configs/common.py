@@ -5,8 +5,12 @@ can then be set from the command line, e.g. `--config.model.depth=12`. A placeho
 for "decided by the preset".
 """
 
+import itertools
+
 from ml_collections import ConfigDict, config_dict
 
+from efx import settings
+from efx.errors import UsageError, nearest
 from efx.sharding import DEFAULT_RULES
 
 
@@ -284,6 +288,15 @@ def bridged():
     )
 
 
+# `config.model` of each family.
+FAMILIES = {
+    "decoder": decoder,
+    "encoder_decoder": encoder_decoder,
+    "latent": latent,
+    "bridged": bridged,
+}
+
+
 def mlp():
     return dict(
         kind="dense",  # "moe": Mixture of Experts
@@ -472,7 +485,7 @@ def optim():
 
 def checkpoint():
     return dict(
-        every=500,
+        every=500,  # steps; 0: only at the end
         keep_last=2,
         keep_best=1,
         best_metric="eval/loss",
@@ -483,7 +496,7 @@ def checkpoint():
 
 def log():
     return dict(
-        every=20,
+        every=20,  # steps
         tensorboard=True,
         wandb="",  # Weights & Biases project
         profile_at=0,  # step at which a profiler window opens; 0: never
@@ -493,7 +506,7 @@ def log():
 
 def evaluate():
     return dict(
-        every=250,
+        every=250,  # steps; 0: only at the end
         batch_size=16,
         max_batches=0,  # 0: the whole held-out split
     )
@@ -501,7 +514,7 @@ def evaluate():
 
 def sample():
     return dict(
-        every=500,
+        every=500,  # steps; 0: never
         prompt="\n",
         max_new_tokens=200,
         temperature=0.8,
@@ -538,23 +551,54 @@ def ensemble():
 
 
 def apply(config, changes):
-    """Set dotted keys: `apply(config, {"model.depth": 2})`."""
+    """Set dotted keys: `apply(config, {"model.depth": 2})`; UsageError for one that is none."""
+    for key in changes:
+        settings.require(config, key)
     config.update_from_flattened_dict(changes)
     return config
 
 
-def variant(config, arg, **variants):
-    """Apply the comma-separated names of `file.py:name,name`, each a dict of dotted keys."""
-    for name in filter(None, arg.split(",")):
-        if name not in variants:
-            from efx.errors import UsageError, nearest
+def variant(config, arg, recipes=(), **variants):
+    """Apply the comma-separated names of `file.py:name,name`, whose order does not matter.
 
+    Those in `recipes`, a size with its data and its training, come first, then the others, and
+    "smoke" last, so that it makes anything small. UsageError where two that come together set a key
+    to different values, and for an unknown name.
+
+    Args:
+      variants: by its name, a dict of dotted keys, or a function that gives one for the config as
+        those before have left it.
+    """
+    names = list(dict.fromkeys(filter(None, arg.split(","))))
+    for name in names:
+        if name not in variants:
             raise UsageError(
                 f"config variant {name!r}: expected one of {', '.join(variants)}"
                 + nearest(name, variants)
             )
-        apply(config, variants[name])
+    smoke = ("smoke",)
+    others = [name for name in variants if name not in (*recipes, *smoke)]
+    for together in (recipes, others, smoke):
+        changes = {name: variants[name] for name in together if name in names}
+        changes = {name: d(config) if callable(d) else d for name, d in changes.items()}
+        _check_agreement(changes)
+        for name in changes:
+            try:
+                apply(config, changes[name])
+            except UsageError as error:
+                raise UsageError(f"config variant {name!r}: {error}") from None
     return config
+
+
+def _check_agreement(variants):
+    """UsageError if two of {name: {key: value}} set a key to different values."""
+    for (one, first), (other, second) in itertools.combinations(variants.items(), 2):
+        for key in first:
+            if key in second and first[key] != second[key]:
+                raise UsageError(
+                    f"config variants {one!r} and {other!r} contradict each other: config.{key} is "
+                    f"{first[key]!r} in one and {second[key]!r} in the other; leave one of them out"
+                )
 
 
 # Data, optimiser and evaluation of the small configs, whatever their model: 1000 steps on bytes of

@@ -75,7 +75,13 @@ MASKS = {
     "losses.dropout_l1": 1.0,
 }
 VARIANTS = {
-    "smoke": common.SMOKE,
+    "smoke": {
+        **common.SMOKE,
+        "data.tokenizer": "bytes",
+        "train.accumulation": 1,
+        "train.loss_chunk": 0,
+        "model.cross_heads": 0,
+    },
     "same_layer": {"model.cross_source": "same_layer"},
     "serial": {"model.cross_source": "final"},
     "masks": MASKS,
@@ -96,4 +102,4 @@ def get_config(arg=""):
             "model.num_heads": 4,
         },
     )
-    return common.variant(config, arg, **VARIANTS)
+    return common.variant(config, arg, recipes=("published", "seed"), **VARIANTS)

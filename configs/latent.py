@@ -66,9 +66,9 @@ from ml_collections import ConfigDict
 from configs import common
 
 VARIANTS = {
-    "smoke": {
+    "smoke": lambda config: {
         **common.SMOKE,
-        "model.level_widths": (32, 32),
+        "model.level_widths": (32,) * len(config.model.latents),
     },
     "seed": {
         "data.seq_len": 768,
@@ -136,4 +136,4 @@ def get_config(arg=""):
             "model.num_heads": 8,
         },
     )
-    return common.variant(config, arg, **VARIANTS)
+    return common.variant(config, arg, recipes=("seed",), **VARIANTS)

@@ -65,9 +65,16 @@ VARIANTS = {
         "losses.dropout_squared_l1": 0.0,
         "optim.lr_multipliers": ((r".*/mask_frequency", 3.0),),
     },
-    "embedding": {"model.dropout.attention.input": "embedding"},
-    "embedding_linear": {"model.dropout.attention.input": "embedding_linear"},
+    "embedding": {
+        "model.dropout.kind": "attention",
+        "model.dropout.attention.input": "embedding",
+    },
+    "embedding_linear": {
+        "model.dropout.kind": "attention",
+        "model.dropout.attention.input": "embedding_linear",
+    },
     "skip": {
+        "model.dropout.kind": "attention",
         "model.dropout.attention.input": "embedding_linear",
         "model.dropout.attention.granularity": "token",
         "model.dropout.attention.skip_tile": 64,

@@ -10,9 +10,10 @@ The text is the 1,115,394 characters of tinyshakespeare; the first 90% train. Va
             estimate)
     gpu     6 layers, 6 heads, 384 wide, context 256, batch 64, dropout 0.2, 5000 steps; published
             best held-out loss 1.4697
-    llama   combined with one of these: the Llama-style block at equal training FLOPs
-    mod     combined with one of these: every second block routed at 12.5%
+    llama   the Llama-style block at equal training FLOPs
+    mod     every second block routed at 12.5%
     smoke   about half a minute
+The others are combined with "cpu", which need not be named, or with "gpu".
 """
 
 from configs import common
@@ -61,7 +62,8 @@ VARIANTS = {
 }
 
 
-def get_config(arg="cpu"):
+def get_config(arg=""):
+    names = arg.split(",")
     config = common.base()
     common.apply(
         config,
@@ -77,4 +79,5 @@ def get_config(arg="cpu"):
             "optim.weight_decay": 0.1,
         },
     )
-    return common.variant(config, arg, **VARIANTS)
+    recipe = [] if {"cpu", "gpu"} & set(names) else ["cpu"]
+    return common.variant(config, ",".join([*recipe, *names]), recipes=("cpu", "gpu"), **VARIANTS)

@@ -9,6 +9,14 @@ class UsageError(ValueError):
     """
 
 
+def extra(name):
+    """An extra of efx and how to get it: no package index has efx, so its folder is named."""
+    return (
+        f"the extra `{name}` (EFX_EXTRAS={name} before ./launch/local.sh, or "
+        f"pip install -e '.[{name}]' in efx's own folder)"
+    )
+
+
 def nearest(name, known):
     """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string."""
     import difflib

@@ -1,4 +1,4 @@
-"""Held-out loss over the whole split, in nats and in bits per byte, for each way of routing."""
+"""Held-out loss, in nats and in bits per byte, for each way of routing."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import numpy as np
 from efx import losses, sharding
 from efx.layers.stack import names
 from efx.mask_changes import MaskChanges
+from efx.metrics import portion
 from efx.step import by_layer, make_eval_step
 
 # How well a decision agrees with training's selection.
@@ -65,6 +66,7 @@ class Evaluator:
             "eval/bits_per_byte": losses.bits_per_byte(causal["loss"], bytes_per_token),
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
+            "eval/split_fraction": causal["tokens"] / self._data.scored_tokens("eval"),
         }
         result |= self._expert_rows(means, bytes_per_token)
         kinds = ("dropout/", "adapter/")
@@ -187,11 +189,17 @@ class Evaluator:
         }
 
 
+def cut(metrics):
+    """ " over 25% of the held-out split", or nothing where all of it was scored."""
+    fraction = metrics["eval/split_fraction"]
+    return f" over {portion([fraction])}" if fraction < 1 else ""
+
+
 def describe(step, metrics):
     """One line about an evaluation."""
     line = (
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
-        f"{metrics['eval/bits_per_byte']:.4f} bits per byte"
+        f"{metrics['eval/bits_per_byte']:.4f} bits per byte{cut(metrics)}"
     )
     others = ", ".join(
         f"{name.removeprefix('eval/loss_')} {value:.4f}"

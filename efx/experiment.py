@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from efx import models, runfolder, sharding
+from efx import models, runfolder, settings, sharding
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
@@ -14,6 +14,19 @@ from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what else decides which part of a source is held out.
 _OF_THE_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
+# Least values of what counts the loop's steps and batches; 0 means never, or no limit. A negative
+# `every` would be due at each step.
+LEAST = {
+    "checkpoint.every": 0,
+    "evaluate.every": 0,
+    "evaluate.batch_size": 1,
+    "evaluate.max_batches": 0,
+    "log.every": 1,
+    "log.profile_at": 0,
+    "log.profile_steps": 1,
+    "sample.every": 0,
+    "train.max_nonfinite": 0,
+}
 
 
 @dataclasses.dataclass
@@ -67,6 +80,8 @@ def prepare(config, workdir=None, parts=PARTS):
 
     parts: of the data that is wanted, see `efx.data.load`.
     """
+    settings.check(config)
+    _check_counts(config)
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
@@ -180,6 +195,13 @@ def _capacity_stages(model, length):
         parts.append((start, staged, staged.ledger(length)))
         start = end
     return [*parts, (start, model, model.ledger(length))]
+
+
+def _check_counts(config):
+    for name, least in LEAST.items():
+        block, key = name.split(".")
+        if config[block][key] < least:
+            raise UsageError(f"config.{name}={config[block][key]}: must be at least {least}")
 
 
 def _check_batch(config, mesh, rules):

@@ -60,7 +60,8 @@ def evaluate(config, workdir, step=None):
         if not c.eval_source and c.source != own:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
-            print(f"  {name:<44} {value:.6g}")
+            number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
+            print(f"  {name:<44} {number}")
     return metrics
 
 
@@ -79,7 +80,7 @@ def sample(config, workdir, step=None, stream=None):
             stream.flush()
         stream.write("\n")
     stats = sampler.stats
-    line = f"{quantity(stats['tokens_per_second'])}tokens/s from step {step}"
+    line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
     if stats["expert_overflow"]:

@@ -3,10 +3,9 @@
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
-clusters the documents of the config's corpus, for cBTM. Any setting can be
-changed with `--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file.
-
-Kept short on purpose: notebooks import `efx.train` and friends instead.
+clusters the documents of the config's corpus, for cBTM. Any setting can be changed with
+`--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file, and commas join
+several.
 """
 
 import time
@@ -27,6 +26,7 @@ from efx.hostmemory import keep_freed_memory
 
 __all__ = ["load_config", "main", "parse", "run", "start_jax"]
 MODES = ("train", "compose", "evaluate", "sample", "cluster")
+FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
 
 
 def run(argv):
@@ -40,6 +40,9 @@ def run(argv):
         )
     if not values.workdir:
         raise UsageError("--workdir is missing: the folder of the run, e.g. --workdir runs/mod")
+    for name, modes in FLAGS_OF_MODES.items():
+        if values[name].value is not None and values.mode not in modes:
+            raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
     start_jax(values)
     config = values.config
     if values.mode in ("train", "compose"):
@@ -69,6 +72,8 @@ def start_jax(values):
     """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
+    if values.cpu_devices < 0:
+        raise UsageError(f"--cpu_devices={values.cpu_devices}: must be at least 0")
     keep_freed_memory()
     cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/jax"))
     jax.config.update("jax_compilation_cache_dir", cache)

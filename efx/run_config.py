@@ -1,13 +1,18 @@
 """Config file that reads the config of a run folder: `--config efx/run_config.py:runs/mod`."""
 
+import pathlib
+
 from ml_collections import ConfigDict
 
-from efx.runfolder import load_config
+from efx import settings
+from efx.runfolder import CONFIG_FILE, load_config
 
 
 def get_config(workdir):
-    """The config of the run, its lists as tuples again."""
-    return ConfigDict(_tuples(load_config(workdir)))
+    """The config of the run, its lists as tuples again; UsageError unless its keys are right."""
+    config = ConfigDict(_tuples(load_config(workdir)))
+    settings.check(config, pathlib.Path(workdir) / CONFIG_FILE)
+    return config
 
 
 def _tuples(value):

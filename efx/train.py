@@ -2,20 +2,18 @@
 
 import contextlib
 import math
-import os
 import pathlib
-import shlex
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, optim, runfolder, sharding
+from efx import hints, models, optim, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
-from efx.evaluate import Evaluator, describe
+from efx.evaluate import Evaluator, cut, describe
 from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
@@ -256,13 +254,14 @@ class _Run:
     def _banner(self):
         e = self.experiment
         count = sum(e.model.parameter_count().values())
+        devices = jax.device_count()
         where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
-            f"{where}: {quantity(count)}parameters, "
-            f"{quantity(e.data.train_tokens)}training tokens, "
+            f"{where}: {quantity(count, 'parameters')}, "
+            f"{quantity(e.data.train_tokens, 'training tokens')}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
-            f"{quantity(e.flops(e.steps) / e.steps)}FLOPs a step, "
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step, "
+            f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
 
     def _loop(self, iterator):
@@ -440,19 +439,13 @@ class _Run:
             raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
         if self.step == self.experiment.steps and "eval/loss" in row:
             self.progress.println(
-                f"finished: {self.step} steps, {quantity(row['tokens'])}tokens, "
-                f"{quantity(row['flops'])}FLOPs in {duration(row['seconds'])} of training, "
+                f"finished: {self.step} steps, {quantity(row['tokens'], 'tokens')}, "
+                f"{quantity(row['flops'], 'FLOPs')} in {duration(row['seconds'])} of training, "
                 f"held-out loss {row['eval/loss']:.4f} nats "
-                f"({row['eval/bits_per_byte']:.4f} bits per byte)"
+                f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
             )
-        # launch/local.sh names itself here, since its user may have no other Python with efx in it.
-        command = os.environ.get("EFX_COMMAND", "python -m efx.main")
-        folder = shlex.quote(str(self.workdir))
         self.progress.println(
-            f"run folder: {self.workdir}\n"
-            f"  sample from it:  {command} --mode=sample --workdir {folder} --prompt 'def '\n"
-            f"  evaluate it:     {command} --mode=evaluate --workdir {folder}\n"
-            f"  look at it:      tensorboard --logdir {folder}"
+            "\n".join(hints.after(self.workdir, self.config, self.data, self.model.context))
         )
         return row
 

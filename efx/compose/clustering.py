@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from efx.data.cache import content_key
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError, extra, nearest
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
 METHODS = ("balanced", "random")
@@ -28,7 +28,7 @@ def _sklearn():
         import sklearn
     except ImportError as error:
         raise UsageError(
-            f"clustering needs the `{error.name}` library: pip install 'efx[compose]'"
+            f"clustering needs {extra('compose')}: {error.name} is not installed"
         ) from None
     return sklearn, k_means_constrained
 

@@ -18,6 +18,7 @@ import numpy as np
 from efx import runfolder, sharding
 from efx.compose.members import restore
 from efx.errors import UsageError
+from efx.metrics import portion
 from efx.models import ensemble as mixtures
 from efx.step import evaluation_keys
 
@@ -33,6 +34,7 @@ class HeldOut:
         whole batches with rows of weight 0.
       documents: the Texts; document_R: number of each row's document.
       block_RT: which context decides on a token; contexts: the text of each, by block.
+      fraction: of the text of all held-out documents, how much is in these.
     """
 
     batch: dict
@@ -40,6 +42,7 @@ class HeldOut:
     document_R: np.ndarray
     block_RT: np.ndarray
     contexts: list
+    fraction: float
 
 
 def held_out(documents, tokenizer, seq_len, every, rows_at_once, max_rows=0):
@@ -48,6 +51,7 @@ def held_out(documents, tokenizer, seq_len, every, rows_at_once, max_rows=0):
     encoded = list(zip(documents, tokenizer.encode_documents(pairs), strict=True))
     encoded = [(text, ids) for text, ids in encoded if len(ids)]
     rows = sum(-(-(len(ids) + 1) // seq_len) for _, ids in encoded)
+    size = sum(len(ids) for _, ids in encoded)
     if max_rows and rows > max_rows:
         count = max(1, len(encoded) * max_rows // rows)
         encoded = [encoded[i] for i in np.linspace(0, len(encoded) - 1, count).astype(int)]
@@ -76,7 +80,8 @@ def held_out(documents, tokenizer, seq_len, every, rows_at_once, max_rows=0):
     extra = -len(weights) % rows_at_once
     batch = {name: np.pad(x, ((0, extra), (0, 0))) for name, x in batch.items()}
     texts = [text for text, _ in encoded]
-    return HeldOut(batch, texts, np.array(document), np.stack(block), contexts)
+    fraction = sum(len(ids) for _, ids in encoded) / size
+    return HeldOut(batch, texts, np.array(document), np.stack(block), contexts, fraction)
 
 
 def log_probs(restored, batch, rows_at_once):
@@ -142,7 +147,8 @@ def _log_weights(distances, tau, top_k):
 
 
 def summary(log_probs_RT, held, cluster_D, count):
-    """{"loss", "bits_per_byte", "tokens", "parts": {part: loss}, "clusters": [loss or None]}."""
+    """{"loss", "bits_per_byte", "tokens", "fraction" of the held-out text that these are, "parts":
+    {part: loss}, "clusters": [loss or None]}."""
     rows = len(held.document_R)
     weights_RT = held.batch["weights"][:rows].astype(np.float64)
     nats_R, tokens_R = -(log_probs_RT[:rows] * weights_RT).sum(1), weights_RT.sum(1)
@@ -158,6 +164,7 @@ def summary(log_probs_RT, held, cluster_D, count):
         "loss": mean(slice(None)),
         "bits_per_byte": float(nats_R.sum() / (math.log(2) * size)),
         "tokens": int(tokens_R.sum()),
+        "fraction": held.fraction,
         "parts": {part: mean(parts == part) for part in sorted(set(parts) - {""})},
         "clusters": [mean(cluster_R == j) for j in range(count)],
     }
@@ -231,7 +238,7 @@ def markdown(result):
         cells += [f"{loss:.4f}" for loss in row["parts"].values()]
         cells += [f"{row['clusters'][j]:.4f}" for j in clusters]
         lines.append(f"| {name} | {row['experts']:.3g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"Scored: {portion([first['fraction']], 'documents')}."]) + "\n"
 
 
 def write(workdir, result):

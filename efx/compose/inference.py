@@ -62,7 +62,7 @@ def sample(config, workdir, step=None, stream=None):
         for j, n in sorted(stats["experts"].items())
     )
     print(
-        f"{quantity(stats['tokens_per_second'])}tokens/s; experts of {ensemble.count} in use: "
+        f"{quantity(stats['tokens_per_second'], 'tokens/s')}; experts of {ensemble.count} in use: "
         f"{shares} of the tokens; {stats['switches']} came in on the way",
         file=sys.stderr,
     )

@@ -160,7 +160,7 @@ def _library():
         import tokenizers
     except ImportError:
         raise UsageError(
-            "a BPE tokenizer needs the tokenizers library: pip install tokenizers"
+            "a BPE tokenizer needs the `tokenizers` library: pip install tokenizers"
         ) from None
     return tokenizers
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from efx.data.cache import content_key, file_digests
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError, extra, nearest
 
 KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
 _WITHOUT_ARGUMENT = ("stdlib", "pydoc")
@@ -246,9 +246,7 @@ class HuggingFace:
         try:
             import datasets
         except ImportError:
-            raise UsageError(
-                f"{name} needs the `datasets` library: pip install 'efx[hf]'"
-            ) from None
+            raise UsageError(f"{name} needs {extra('hf')}: datasets is not installed") from None
         dataset, _, variant = argument.partition(":")
         try:
             self._rows = datasets.load_dataset(dataset, variant or None, split="train")

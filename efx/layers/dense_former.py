@@ -43,13 +43,19 @@ class DenseFormerConfig:
         return sum(len(self.states(i)) for i in range(1, depth + 1))
 
 
-def check(c, scan_layers):
-    """Raise UsageError for a bad value of `config.model.dense_former`, used or not."""
+def check(c, depth, scan_layers):
+    """Raise UsageError for a bad value of `config.model.dense_former`, used or not, in a stack of
+    so many blocks."""
     for name in ("dilation", "period"):
         if getattr(c, name) < 1:
             raise UsageError(
                 f"config.model.dense_former.{name}={getattr(c, name)}: must be at least 1"
             )
+    if c.on and c.period > depth:
+        raise UsageError(
+            f"config.model.dense_former.period={c.period}: the stack has {depth} blocks, so none "
+            "would have averages; set config.model.dense_former.on=False if that is meant"
+        )
     if c.on and scan_layers:
         raise UsageError(
             "config.model.scan_layers=True: not with config.model.dense_former.on=True, where "

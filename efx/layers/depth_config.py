@@ -199,6 +199,11 @@ def check(c, depth):
         )
     if c.kind == "recursion":
         _check_recursion(c, depth)
+    if c.kind == "mod" and not c.blocks and c.every > depth:
+        raise UsageError(
+            f"config.model.depth_routing.every={c.every}: the stack has {depth} blocks, so none "
+            "would be routed; set config.model.depth_routing.kind='none' if that is meant"
+        )
     try:
         routed_blocks(c, depth)
     except ValueError:

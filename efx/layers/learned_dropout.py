@@ -381,4 +381,9 @@ def resolved(c: DropoutConfig, width, num_heads):
             f"config.model.width={width} does not divide by "
             f"config.model.dropout.attention.num_heads={a.num_heads} (0: config.model.num_heads)"
         )
+    if c.kind != "none" and not c.sites:
+        raise UsageError(
+            f"config.model.dropout.sites=(): kind={c.kind!r} would be nowhere; give some of "
+            f"{', '.join(SITES)}, or set config.model.dropout.kind='none' if that is meant"
+        )
     return dataclasses.replace(c, attention=a)

@@ -85,8 +85,12 @@ class MoEConfig:
         return index % self.every == self.every - 1
 
 
-def check(mlp):
-    """Raise UsageError for a bad value of `config.model.mlp.moe`, used or not."""
+def check(mlp, depth):
+    """Raise UsageError for a bad value of `config.model.mlp.moe`, used or not.
+
+    Args:
+      mlp: `MLPConfig` of the blocks. depth: how many blocks the longest stack has.
+    """
     c, where = mlp.moe, "config.model.mlp.moe"
     if mlp.kind not in ("dense", "moe"):
         raise UsageError(f"config.model.mlp.kind={mlp.kind!r}: expected one of dense, moe")
@@ -95,6 +99,11 @@ def check(mlp):
     for name in ("every", "num_experts", "top_k"):
         if getattr(c, name) < 1:
             raise UsageError(f"{where}.{name}={getattr(c, name)}: must be at least 1")
+    if mlp.kind == "moe" and c.every > depth:
+        raise UsageError(
+            f"{where}.every={c.every}: the stack has {depth} blocks, so none would have experts; "
+            "set config.model.mlp.kind='dense' if that is meant"
+        )
     for name in ("expert_hidden", "num_shared", "num_noop"):
         if getattr(c, name) < 0:
             raise UsageError(f"{where}.{name}={getattr(c, name)}: must be at least 0")

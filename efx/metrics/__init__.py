@@ -7,7 +7,7 @@ Nothing here imports JAX at the top: a notebook may read and plot a run without 
 """
 
 from efx.metrics.buffer import MetricsBuffer, mean_of
-from efx.metrics.progress import Progress, duration, quantity
+from efx.metrics.progress import Progress, duration, portion, quantity
 from efx.metrics.writer import MetricsWriter, read_metrics
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Progress",
     "duration",
     "mean_of",
+    "portion",
     "quantity",
     "read_metrics",
 ]

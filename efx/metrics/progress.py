@@ -71,11 +71,11 @@ class Progress:
         if loss is not None:
             parts.append(f"loss {loss:.4f}")
         if tokens_per_second is not None:
-            parts.append(f"{quantity(tokens_per_second)}tokens/s")
+            parts.append(quantity(tokens_per_second, "tokens/s"))
         if flops is not None:
-            parts.append(f"{quantity(flops)}FLOPs")
+            parts.append(quantity(flops, "FLOPs"))
         if flops_per_second is not None:
-            parts.append(f"{quantity(flops_per_second)}FLOP/s")
+            parts.append(quantity(flops_per_second, "FLOP/s"))
             if self._peak:
                 parts.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
         since, start = self._first
@@ -104,15 +104,39 @@ class Progress:
         self._live.console.print(Text(text), soft_wrap=True)
 
 
-def quantity(value):
-    """1234567.0 -> "1.23 M": three digits and an SI prefix; "0 " for zero."""
-    for power, prefix in ((21, "Z"), (18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+# Units that are written as symbols, behind the prefixes of the SI; others are words.
+_SYMBOLS = ("FLOPs", "FLOP/s")
+
+
+def quantity(value, unit=""):
+    """Three digits and a unit, as people read them: "247k parameters", "26.3 TFLOPs".
+
+    What is counted goes by thousands, millions, billions and trillions.
+    """
+    symbol = unit in _SYMBOLS
+    number, prefix = f"{value:.3g}", ""
+    for i, letter in enumerate("kMGTPEZ" if symbol else "kMBT", 1):
         # 0.9995 and more would be rounded up to a thousand of the prefix below.
-        if abs(value) >= 0.9995 * 10**power:
-            scaled = value / 10**power
+        if abs(value) >= 0.9995 * 1000**i:
+            scaled = value / 1000**i
             digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-            return f"{scaled:.{digits}f} {prefix}"
-    return f"{value:.3g} "
+            number, prefix = f"{scaled:.{digits}f}", letter
+    return f"{number} {prefix}{unit}" if symbol else f"{number}{prefix} {unit}".rstrip()
+
+
+def portion(fractions, what="split"):
+    """What held-out losses are of, from the fractions that were scored: "whole held-out split".
+
+    Where `config.evaluate.max_batches` cut it, "25% of the held-out split", of runs that differ
+    "25% to 100% of ..."; None among them: of a run that did not record it.
+    """
+    if None in fractions:
+        return f"held-out {what}"
+    low, high = min(fractions), max(fractions)
+    if low == 1:
+        return f"whole held-out {what}"
+    to = f" to {100 * high:.3g}%" if high > low else ""
+    return f"{100 * low:.3g}%{to} of the held-out {what}"
 
 
 def duration(seconds):

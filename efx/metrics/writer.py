@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 
-from efx.errors import UsageError
+from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
 from efx.metrics.progress import is_primary
@@ -200,8 +200,7 @@ class MetricsWriter:
             import wandb
         except ImportError as error:
             raise UsageError(
-                f"config.log.wandb={project!r} needs the extra `wandb`: pip install 'efx[wandb]',"
-                ' or config.log.wandb=""'
+                f'config.log.wandb={project!r} needs {extra("wandb")}, or config.log.wandb=""'
             ) from error
         path = self._workdir / WANDB_ID_FILE
         known = resume and path.is_file()

@@ -78,13 +78,13 @@ def resolve(model):
     one_of("positions", model.positions, ("learned", "rope", "none"))
     one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
     one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
-    moe_config.check(mlp)
+    moe_config.check(mlp, model.depth)
     one_of("mlp.activation", mlp.activation, ACTIVATIONS)
     if model.positions == "rope" and head_dim % 2:
         raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
     depth_config.check(model.depth_routing, model.depth)
     soft_experts_config.check(model.soft_experts, mlp, model.depth)
-    dense_former.check(model.dense_former, model.scan_layers)
+    dense_former.check(model.dense_former, model.depth, model.scan_layers)
     parametrisation.check(model.initialisation, model.mup)
     if model.scan_layers and model.depth_routing.kind == "recursion":
         raise UsageError(

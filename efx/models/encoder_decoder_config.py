@@ -54,7 +54,7 @@ def resolve(model):
             model.encoder_depth,
             "the one decoder block of cross_source='previous_layer' reads e_0; set it to 0",
         )
-    moe_config.check(model.mlp)
+    moe_config.check(model.mlp, max(model.depth, model.encoder_blocks))
     one_of("mlp.activation", model.mlp.activation, ACTIVATIONS)
     if model.scan_layers:
         try:

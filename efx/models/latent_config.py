@@ -64,7 +64,7 @@ def resolve(model):
         if len(counts[name]) != levels or min(counts[name]) < 0:
             bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
     mlp = dataclasses.replace(model.mlp, activation=model.mlp.activation or "gelu")
-    moe_config.check(mlp)
+    moe_config.check(mlp, model.depth)
     if mlp.activation not in ACTIVATIONS:
         raise UsageError(
             f"config.model.mlp.activation={mlp.activation!r}: expected one of "
@@ -72,7 +72,7 @@ def resolve(model):
         )
     depth_config.check(model.depth_routing, model.depth)
     soft_experts_config.check(model.soft_experts, mlp, model.depth)
-    dense_former.check(model.dense_former, model.scan_layers)
+    dense_former.check(model.dense_former, model.depth, model.scan_layers)
     parametrisation.check(model.initialisation, model.mup)
     latent_loss.check(model.latent_loss)
     if model.scan_layers and model.depth_routing.kind == "recursion":

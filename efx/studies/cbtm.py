@@ -11,7 +11,6 @@ WORKDIR/clusters. `--commands` only prints them. What is finished is passed over
 command again to go on after an interruption. Arguments after `--` go to every part.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import shlex
@@ -21,6 +20,7 @@ from efx import command_line, runfolder
 from efx.compose.clustering import check
 from efx.compose.members import FOLDER, SEED, expert_folder
 from efx.errors import UsageError
+from efx.studies import cli
 from efx.studies import jobs as jobs_lib
 
 
@@ -162,17 +162,13 @@ def run_plan(plan, at_a_time=1):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.cbtm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("cbtm", __doc__)
     parser.add_argument("--config", required=True, help="config file, e.g. configs/cbtm.py")
     parser.add_argument("--workdir", required=True, help="folder of the clustering and all runs")
     parser.add_argument("--seed-run", default="", help="a run folder to take as the seed model")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="experts at a time")
     parser.add_argument("--commands", action="store_true", help="print the commands, run nothing")
-    own, extra = jobs_lib.split_extra(argv)
+    own, extra = cli.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:

@@ -12,7 +12,6 @@ WORKDIR/table.md has the table, table.json its numbers: of every seed, so that m
 them. What is finished is passed over: start the same command again to go on.
 """
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -20,10 +19,9 @@ import statistics
 import sys
 
 from efx.errors import UsageError
-from efx.metrics import quantity
+from efx.metrics import portion, quantity
 from efx.runfolder import write_atomic, writing
-from efx.studies import cbtm
-from efx.studies.jobs import split_extra
+from efx.studies import cbtm, cli
 from efx.studies.sweep import final_row, mean_and_spread
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
@@ -75,12 +73,12 @@ def run(found, jobs):
 
 
 def evaluate(found):
-    """{row: {column: [value of each seed]}}."""
+    """({row: {column: [value of each seed]}}, fractions of the held-out text that were scored)."""
     from efx.compose.corpus import Corpus
     from efx.compose.evaluate import evaluate_ensemble, write
     from efx.compose.members import Ensemble
 
-    table = {}
+    table, fractions = {}, []
     for dense, seed_job, named in found.values():
         others = [(DENSE, dense.folder), (SEED_MODEL, seed_job.folder)]
         for name, plan in named.items():
@@ -88,6 +86,7 @@ def evaluate(found):
             ensemble = Ensemble(config, plan.evaluate.folder)
             result = evaluate_ensemble(ensemble, Corpus(config.data), config, others)
             write(plan.evaluate.folder, result)
+            fractions += [row["fraction"] for row in result.values()]
             flops = _flops(seed_job.folder, *ensemble.folders)
             for mixture, row in result.items():
                 if mixture in (DENSE, SEED_MODEL):
@@ -101,7 +100,7 @@ def evaluate(found):
                     _add(table, title, row, flops)
             others = []  # asked once a seed
     models = {name: table.pop(name) for name in (DENSE, SEED_MODEL)}
-    return {**models, **table}
+    return {**models, **table}, fractions
 
 
 def _flops(*folders):
@@ -121,8 +120,8 @@ def _add(table, title, row, flops):
         columns[name].append(value)
 
 
-def markdown(table, seeds, how):
-    """The table as Markdown, with seeds and command under it."""
+def markdown(table, seeds, how, documents):
+    """The table as Markdown, with seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
     lines = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, columns in table.items():
@@ -130,8 +129,8 @@ def markdown(table, seeds, how):
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation, whole held-out documents "
-        f"unless config.evaluate.max_batches says less. Command: `{how}`",
+        f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation; {documents}. "
+        f"Command: `{how}`",
     ]
     return "\n".join(lines) + "\n"
 
@@ -139,41 +138,34 @@ def markdown(table, seeds, how):
 def _cell(title, values):
     mean = statistics.fmean(values)
     if title == "training FLOPs":
-        return quantity(mean).strip()
+        return quantity(mean, "FLOPs")
     if title == "experts a token":
         return f"{mean:.3g}"
     return mean_and_spread(values)
 
 
-def _numbers(text):
-    return tuple(int(part) for part in text.split(",") if part)
-
-
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.cbtm_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("cbtm_table", __doc__)
     parser.add_argument("--config", default="configs/cbtm.py:table", help="config file and variant")
     parser.add_argument("--workdir", required=True, help="folder of all runs and the table")
-    parser.add_argument("--clusters", type=_numbers, default=(1, 2, 4, 8), metavar="1,2,4,8")
+    parser.add_argument("--clusters", default="1,2,4,8", help="experts of each ensemble")
     parser.add_argument("--random", type=int, default=4, metavar="N", help="control; 0: none")
-    parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2), metavar="0,1,2")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    own, extra = split_extra(argv)
+    own, extra = cli.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:
             raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-        if not arguments.clusters or not arguments.seeds:
-            raise UsageError("--clusters and --seeds take one number or more, e.g. --seeds 0,1,2")
+        arguments.clusters = cli.numbers("--clusters", arguments.clusters)
+        arguments.seeds = cli.numbers("--seeds", arguments.seeds)
+        cli.check_extra(extra)
         found = plans(arguments, extra)
         run(found, arguments.jobs)
-        table = evaluate(found)
+        table, fractions = evaluate(found)
         given = sys.argv[1:] if argv is None else argv
         how = "python -m efx.studies.cbtm_table " + shlex.join(given)
-        text = markdown(table, arguments.seeds, how)
+        text = markdown(table, arguments.seeds, how, portion(fractions, "documents"))
         with writing(arguments.workdir):
             top = pathlib.Path(arguments.workdir)
             write_atomic(top / "table.md", text)

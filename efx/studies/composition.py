@@ -3,7 +3,6 @@
 Nothing here is drawn anew when it is there already: a study that was interrupted goes on.
 """
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -12,9 +11,11 @@ import subprocess
 import sys
 import sysconfig
 
-from efx.errors import UsageError
+from efx import command_line
+from efx.errors import UsageError, nearest
+from efx.metrics import portion
 from efx.runfolder import write_atomic, writing
-from efx.studies.jobs import split_extra
+from efx.studies import cli
 from efx.studies.sweep import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -30,11 +31,7 @@ _PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
 
 def arguments(name, description, argv):
     """(parsed flags, arguments for the runs: those after `--`)."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m efx.studies.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(name, description)
     parser.add_argument("--config", default=f"configs/{name}.py", help="file.py or file.py:variant")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
@@ -47,7 +44,7 @@ def arguments(name, description, argv):
         help="a domain and its config.data.source; again for each. Default: parts of Python's "
         "library",
     )
-    own, extra = split_extra(argv)
+    own, extra = cli.split_extra(argv)
     return parser.parse_args(own), extra
 
 
@@ -63,18 +60,23 @@ def main(name, description, run, argv=None):
             if bad:
                 raise UsageError(f"--domain={bad[0]}: expected NAME=SOURCE, e.g. plays=text:a.txt")
             domains = {key: source for key, _, source in pairs}
+            if len(domains) < len(pairs):
+                raise UsageError(f"--domain={flags.domain}: a name is given twice")
         if len(domains) < 2:
             raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
-        seeds = flags.seeds.split(",")
-        if not all(seed.isdigit() for seed in seeds):
-            raise UsageError(f"--seeds={flags.seeds}: expected numbers, e.g. 0,1,2")
-        results = {}
-        for seed in map(int, seeds):
+        seeds = cli.numbers("--seeds", flags.seeds)
+        cli.check_extra(extra)
+        rehearsal = Rehearsal(flags, extra, domains, seeds[0])
+        run(rehearsal)
+        rehearsal.check(extra)
+        results, fractions = {}, []
+        for seed in seeds:
             study = Study(flags, extra, domains, seed)
             for row, values in run(study).items():
                 results.setdefault(row, []).append(values)
+            fractions += study.fractions
         command = f"python -m efx.studies.{name} " + shlex.join(argv or sys.argv[1:])
-        text = markdown(results, seeds, flags.config, command)
+        text = markdown(results, seeds, flags.config, command, portion(fractions))
         workdir = pathlib.Path(flags.workdir)
         with writing(workdir):
             write_atomic(workdir / "table.md", text)
@@ -91,19 +93,19 @@ class Study:
 
     Attributes:
       domains: {name: config.data.source}. base: source of the base model.
+      fractions: of the held-out splits, how much of each was scored, where that was recorded.
     """
 
     def __init__(self, flags, extra, domains, seed):
         self.domains, self.base, self.seed = domains, flags.base, seed
         self.folder = pathlib.Path(flags.workdir) / f"seed{seed}"
-        self._config, self._extra = flags.config, extra
+        self._config, self._extra, self.fractions = flags.config, extra, []
 
     def path(self, name):
         return self.folder / name
 
-    def run(self, name, variant, source, mode="train", **changes):
-        """A run of the config's variant. `--` arguments "stage:--config.x=1" go to the runs whose
-        name begins so, the others to all. Returns its folder, as text."""
+    def command(self, name, variant, source, mode="train", **changes):
+        """Arguments of `efx.main` for a run; those of `run`."""
         file, _, given = self._config.partition(":")
         variants = ",".join(filter(None, (variant, given)))
         command = [
@@ -120,6 +122,17 @@ class Study:
                 command.append(argument)
             elif name.startswith(stage):
                 command.append(f"--{rest}")
+        return command
+
+    def run(self, name, *arguments, **changes):
+        """A run of the config's variant. `--` arguments "stage:--config.x=1" go to the runs whose
+        name begins so, the others to all. Returns its folder, as text.
+
+        Args:
+          name: of its folder. Then the variant, the source, and by its name the mode of `efx.main`.
+          changes: dotted keys of the config.
+        """
+        command = self.command(name, *arguments, **changes)
         print(f"== seed {self.seed}, {name}: python -m efx.main {shlex.join(command)}", flush=True)
         done = subprocess.run([sys.executable, "-m", "efx.main", *command], check=False)
         if done.returncode:
@@ -157,6 +170,7 @@ class Study:
     def row(self, name):
         """One row of the table: held-out loss of each domain, their mean, experts a token."""
         found = self.evaluate(name)
+        self.fractions += [each.get("eval/split_fraction") for each in found.values()]
         row = losses({domain: found[domain]["eval/loss"] for domain in self.domains})
         used = [each.get("eval/adapter/experts_per_token") for each in found.values()]
         if None not in used:
@@ -183,6 +197,40 @@ class Study:
         return f"text:{path}"
 
 
+class Rehearsal(Study):
+    """A study that starts nothing: it checks the command line of every run, and all stages."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.names = []
+
+    def run(self, name, *arguments, **changes):
+        if name in self.names:
+            raise UsageError(f"two runs of the study are called {name!r}: rename a --domain")
+        self.names.append(name)
+        try:
+            command_line.parse(["efx", *self.command(name, *arguments, **changes)])
+        except UsageError as error:
+            raise UsageError(f"the run {name!r}: {error}") from error
+        return str(self.path(name))
+
+    def mixture(self, runs):
+        return "text:mixture.txt"
+
+    def row(self, name):
+        return losses(dict.fromkeys(self.domains, 0.0))
+
+    def check(self, extra):
+        """UsageError for an argument whose stage is that of no run."""
+        stages = [*self.names, *(name.partition("_")[0] for name in self.names)]
+        for argument in extra:
+            stage, colon, _ = argument.partition(":--")
+            if colon and not (stage and any(name.startswith(stage) for name in self.names)):
+                raise UsageError(
+                    f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
+                )
+
+
 def interleaved(texts, piece=_PIECE):
     """Pieces of the texts in turns, cut at line ends, as long as the shortest lasts."""
     found, starts = [], [0] * len(texts)
@@ -199,8 +247,8 @@ def losses(by_domain):
     return {**by_domain, "mean": statistics.fmean(by_domain.values())}
 
 
-def markdown(results, seeds, config, command):
-    """The table; {row: [{column: value} of each seed]}."""
+def markdown(results, seeds, config, command, split):
+    """The table; {row: [{column: value} of each seed]}. split: what was scored, in words."""
     titles = list(dict.fromkeys(title for rows in results.values() for title in rows[0]))
     lines = ["| held-out loss (nats) | " + " | ".join(titles) + " |"]
     lines.append("|---" * (len(titles) + 1) + "|")
@@ -211,5 +259,6 @@ def markdown(results, seeds, config, command):
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed"
-    lines += ["", f"`{config}`; seeds {', '.join(seeds)}: {spread}. Command: `{command}`"]
+    named = ", ".join(map(str, seeds))
+    lines += ["", f"`{config}`; seeds {named}: {spread}; {split}. Command: `{command}`"]
     return "\n".join(lines) + "\n"

@@ -15,18 +15,19 @@ many as the config has: they grow wider. Levels of the latent family keep their 
 the next is measured too.
 """
 
-import argparse
 import ast
 import pathlib
 import sys
 
 import jax
 
+from efx import settings
 from efx.command_line import load_config
 from efx.errors import UsageError
 from efx.layers.groups import Compress, Upsample
 from efx.layers.stack import Layer
 from efx.step import evaluation_keys
+from efx.studies import cli
 from efx.studies.step_time import Stepper, random_tokens
 
 LOGITS = "logits"
@@ -36,6 +37,7 @@ MEASURED = (Layer, Compress, Upsample)
 def main(argv=None):
     args = _arguments(argv)
     try:
+        args.widths = sorted(cli.numbers("--widths", args.widths))
         table = check(args)
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr)
@@ -51,7 +53,7 @@ def main(argv=None):
 
 def check(args):
     """{"muP" or "standard": {place: [mean |x| after the steps, one for each width]}}."""
-    if min(args.widths) < 1 or len(set(args.widths)) < 2:
+    if min(args.widths) < 1 or len(args.widths) < 2:
         raise UsageError(f"--widths={args.widths}: give two or more different widths")
     if args.steps < 1:
         raise UsageError(f"--steps={args.steps}: must be at least 1")
@@ -166,8 +168,10 @@ def _config(args, width, base):
         except (ValueError, SyntaxError):
             changes[key] = value
     try:
+        for key in changes:
+            settings.require(config, key)
         config.update_from_flattened_dict(changes)
-    except (KeyError, TypeError) as error:
+    except (UsageError, TypeError) as error:
         raise UsageError(f"--set: {' '.join(str(error).split())}") from None
     model = config.model
     if "level_widths" in model:
@@ -187,11 +191,9 @@ def _level_widths(model, width):
 
 
 def _arguments(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.Parser("coord_check", __doc__)
     parser.add_argument("--config", default="configs/gpt2.py:smoke", help="of a family with muP")
-    parser.add_argument("--widths", type=_widths, default=[64, 128, 256, 512])
+    parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
     parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")
     parser.add_argument("--batch", type=int, default=8)
@@ -200,10 +202,6 @@ def _arguments(argv):
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", default="runs/coord_check", help="folder for table and figure")
     return parser.parse_args(argv)
-
-
-def _widths(text):
-    return sorted(int(width) for width in text.split(","))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ linear layer; below: which has the largest weight, blank where there is none. Wr
 WORKDIR/report/experts.png.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from efx.errors import UsageError
 from efx.runfolder import writing
+from efx.studies import cli
 
 
 def weights_of(model, variables, tokens_BT, keys=None):
@@ -98,11 +98,7 @@ def expert_map(workdir, text=None, out=None, tokens=96):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.expert_map",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("expert_map", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder of composed experts")
     parser.add_argument("--text", help="text to look at")
     parser.add_argument("--out", help="picture to write")

@@ -25,7 +25,6 @@ Arguments after `--` go to every run. WORKDIR/isoflop.md has the tables, isoflop
 isoflop.json every number.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -39,8 +38,8 @@ import numpy as np
 from efx.errors import UsageError
 from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
+from efx.studies import cli
 from efx.studies import sweep as sweep_lib
-from efx.studies.jobs import split_extra
 from efx.studies.sweep import mean_and_spread
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
@@ -111,12 +110,18 @@ def load_grid(path):
     grid = sweep_lib.load_file(path, "grid", KEYS)
     if len(grid["sizes"]) < 3:
         raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
+    named = [quantity(budget, "FLOPs") for budget in grid["budgets"]]
+    if len(set(named)) < len(named):
+        raise UsageError(
+            f"{path}: budgets={grid['budgets']}: two of them are {max(named, key=named.count)}"
+        )
+    sweep_lib.check_folders(path, as_sweep(grid))
     return grid
 
 
 def run_name(family, size, budget):
     """Of one point of the grid, whatever its seed."""
-    return f"{family}, {size}, {quantity(budget)}FLOPs"
+    return f"{family}, {size}, {quantity(budget, 'FLOPs')}"
 
 
 def as_sweep(grid):
@@ -165,8 +170,8 @@ def _last(run, budget):
     """
     last = sweep_lib.final_row(run)
     if not 0.9 <= last.get("flops", 0) / budget <= 1.1:
-        used = quantity(last.get("flops", 0))
-        raise UsageError(f"{run}: {used}FLOPs of training, its budget is {quantity(budget)}FLOPs")
+        used = quantity(last.get("flops", 0), "FLOPs")
+        raise UsageError(f"{run}: {used} of training, its budget is {quantity(budget, 'FLOPs')}")
     if last.get("eval/loss") is None:
         raise UsageError(f"{run}: no held-out loss; the run has not finished, or its loss is NaN")
     return last
@@ -191,8 +196,8 @@ def _optimum_cells(curve, base):
         how = f" (fit of the means; {how})"
     cells = [
         mean_and_spread([one.loss for one in found]) + how,
-        quantity(statistics.geometric_mean([one.parameters for one in found])).strip(),
-        quantity(statistics.geometric_mean([one.flops for one in found])).strip(),
+        quantity(statistics.geometric_mean([one.parameters for one in found])),
+        quantity(statistics.geometric_mean([one.flops for one in found]), "FLOPs"),
         f"{statistics.fmean([one.residual for one in found]):.3f}",
     ]
     if None in bases or len(found) < len(bases):
@@ -211,8 +216,8 @@ def _table(titles, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def markdown(grid, curves, how):
-    """Both tables as Markdown, with config, seeds and command under them."""
+def markdown(grid, curves, how, split):
+    """Both tables as Markdown, with config, seeds, what was scored and command under them."""
     budgets, families, sizes = sorted(grid["budgets"]), list(grid["families"]), list(grid["sizes"])
     points = []
     for size, (number, family) in itertools.product(range(len(sizes)), enumerate(families)):
@@ -221,12 +226,12 @@ def markdown(grid, curves, how):
             [
                 sizes[size] if not number else "",
                 family,
-                quantity(first.parameters[size]).strip(),
-                quantity(first.flops[size]).strip(),
+                quantity(first.parameters[size]),
+                quantity(first.flops[size], "FLOPs"),
                 *(mean_and_spread(list(curves[budget, family].losses[size])) for budget in budgets),
             ]
         )
-    named = [f"{quantity(budget)}FLOPs" for budget in budgets]
+    named = [quantity(budget, "FLOPs") for budget in budgets]
     titles = ["size", "family", "parameters", "FLOPs a token", *named]
     fits = [
         "budget",
@@ -256,7 +261,7 @@ def markdown(grid, curves, how):
         f"Held-out loss (nats):\n\n{_table(titles, points)}\n\n"
         f"The optimum of each curve:\n\n{_table(fits, rows)}\n\n"
         f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
-        f"pairs of seeds, without a spread of fits of the means; whole held-out split; FLOPs of "
+        f"pairs of seeds, without a spread of fits of the means; {split}; FLOPs of "
         f"training. Command: `{how}`\n"
     )
 
@@ -299,14 +304,14 @@ def draw(curves, path):
         x = np.log(curve.parameters)
         fine = np.linspace(x.min(), x.max(), 100)
         parabola = np.polyval(np.polyfit(x - x.mean(), means, 2), fine - x.mean())
-        label = f"{family}, {quantity(budget)}FLOPs"
+        label = f"{family}, {quantity(budget, 'FLOPs')}"
         axis.plot(np.exp(fine), parabola, color=colour, linestyle=line, marker="", label=label)
         if best := curve.of_means():
             star = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
             axis.plot(best.parameters, best.loss, color=colour, **star)
     axis.set_xscale("log")
     ticks = next(iter(curves.values())).parameters
-    axis.set_xticks(ticks, [quantity(tick).strip() for tick in ticks])
+    axis.set_xticks(ticks, [quantity(tick) for tick in ticks])
     axis.minorticks_off()
     axis.set_xlabel("parameters")
     axis.set_ylabel("held-out loss (nats)")
@@ -315,16 +320,12 @@ def draw(curves, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.isoflop",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("isoflop", __doc__)
     parser.add_argument("--grid", required=True, help="grid file, e.g. configs/sweeps/isoflop.py")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the tables")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    own, extra = split_extra(argv)
+    own, extra = cli.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:
@@ -334,7 +335,8 @@ def main(argv=None):
             sweep_lib.run_all(as_sweep(grid), top, extra, arguments.jobs)
         curves = collect(grid, top)
         given = sys.argv[1:] if argv is None else argv
-        text = markdown(grid, curves, "python -m efx.studies.isoflop " + shlex.join(given))
+        split = sweep_lib.scored(as_sweep(grid), top)
+        text = markdown(grid, curves, "python -m efx.studies.isoflop " + shlex.join(given), split)
         with writing(top):
             write_atomic(top / "isoflop.md", text)
             write_atomic(top / "isoflop.json", json.dumps(numbers(grid, curves), indent=1) + "\n")

@@ -70,10 +70,3 @@ def run_main(title, arguments, log, cpus=None):
     ended = [line for line in log.read_text().splitlines() if line.startswith("finished")]
     print(f"-- {title}: {' '.join(ended[-1:])}", flush=True)
     return done.returncode, str(log)
-
-
-def split_extra(argv=None):
-    """(own arguments, those after `--`, which go to every run); of the command line if None."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    where = argv.index("--") if "--" in argv else len(argv)
-    return argv[:where], argv[where + 1 :]

@@ -19,7 +19,6 @@ or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/tab
 needs no JAX.
 """
 
-import argparse
 import importlib.util
 import json
 import pathlib
@@ -29,8 +28,9 @@ import statistics
 import sys
 
 from efx.errors import UsageError, nearest
-from efx.metrics import quantity, read_metrics
+from efx.metrics import portion, quantity, read_metrics
 from efx.runfolder import write_atomic, writing
+from efx.studies import cli
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
@@ -63,7 +63,27 @@ def load_sweep(path):
     sweep = load_file(path, "sweep", KEYS)
     if sweep["equal"] not in ("flops", "tokens", ""):
         raise UsageError(f"{path}: equal={sweep['equal']!r}, expected 'flops', 'tokens' or ''")
+    check_folders(path, sweep)
     return sweep
+
+
+def check_folders(path, sweep):
+    """UsageError where two runs would share a folder, or there are none."""
+    for key in ("runs", "seeds"):
+        if not sweep[key]:
+            raise UsageError(f"{path}: {key} is empty")
+    if len(set(sweep["seeds"])) < len(sweep["seeds"]):
+        raise UsageError(f"{path}: seeds={sweep['seeds']} has one of them twice")
+    owners = {}
+    for name in sweep["runs"]:
+        # Some file systems do not tell capitals from small letters.
+        own = folder("", name, 0).name.lower()
+        if own in owners:
+            raise UsageError(
+                f"{path}: the runs {owners[own]!r} and {name!r} would share the folder "
+                f"{folder('', name, 0)}: letters, digits and dots count; rename one of them"
+            )
+        owners[own] = name
 
 
 def folder(workdir, name, seed):
@@ -94,6 +114,7 @@ def run_all(sweep, workdir, extra=(), jobs=1):
 
     Several at a time share the machine's CPUs, and each writes what it would print to a file.
     """
+    check_commands(sweep, workdir, extra)
     first = next(iter(sweep["runs"]))
     todo = [(name, seed) for seed in sweep["seeds"] for name in sweep["runs"]]
     budget = {}
@@ -108,6 +129,18 @@ def run_all(sweep, workdir, extra=(), jobs=1):
         _run(sweep, workdir, name, seed, {} if name == first else budget, extra, cpus)
 
     jobs_lib.run_all(one, todo, jobs)
+
+
+def check_commands(sweep, workdir, extra):
+    """UsageError for a run whose command line `efx.main` would refuse, before anything trains."""
+    from efx import command_line
+
+    cli.check_extra(extra)
+    for name in sweep["runs"]:
+        try:
+            command_line.parse(["efx", *command(sweep, workdir, name, 0, {}, extra)])
+        except UsageError as error:
+            raise UsageError(f"the run {name!r}: {error}") from error
 
 
 def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
@@ -183,8 +216,10 @@ def _cell(title, values):
     if any(value is None for value in values):
         return ""
     mean = statistics.fmean(values)
-    if title in ("training FLOPs", "tokens", "parameters"):
-        return quantity(mean).strip()
+    if title == "training FLOPs":
+        return quantity(mean, "FLOPs")
+    if title in ("tokens", "parameters"):
+        return quantity(mean)
     if title == "steps":
         return f"{mean:.0f}"
     if title == "ms a step":
@@ -202,8 +237,14 @@ def mean_and_spread(values):
     return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
 
 
-def markdown(sweep, table, how):
-    """The table as Markdown, with config, seeds and command under it."""
+def scored(sweep, workdir):
+    """What the held-out losses of the finished runs are of, in words."""
+    runs = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
+    return portion([final_row(run).get("eval/split_fraction") for run in runs])
+
+
+def markdown(sweep, table, how, split):
+    """The table as Markdown, with config, seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
     lines = ["| run | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, values in table.items():
@@ -213,18 +254,14 @@ def markdown(sweep, table, how):
     seeds = ", ".join(str(seed) for seed in sweep["seeds"])
     lines += [
         "",
-        f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; whole held-out "
-        f"split. Step times: medians of alternating steps. Command: `{how}`",
+        f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; {split}. "
+        f"Step times: medians of alternating steps. Command: `{how}`",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("sweep", __doc__)
     parser.add_argument("--sweep", required=True, help="sweep file, e.g. configs/sweeps/....py")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
@@ -242,7 +279,7 @@ def main(argv=None):
         metavar="N",
         help="also time N training steps of each run's model, taking turns in one process",
     )
-    own, extra = jobs_lib.split_extra(argv)
+    own, extra = cli.split_extra(argv)
     arguments = parser.parse_args(own)
     try:
         if arguments.jobs < 1:
@@ -254,7 +291,7 @@ def main(argv=None):
         table = collect(sweep, arguments.workdir, times)
         given = sys.argv[1:] if argv is None else argv
         how = "python -m efx.studies.sweep " + shlex.join(given)
-        text = markdown(sweep, table, how)
+        text = markdown(sweep, table, how, scored(sweep, arguments.workdir))
         with writing(arguments.workdir):
             write_atomic(pathlib.Path(arguments.workdir) / "table.md", text)
             write_atomic(

@@ -7,7 +7,6 @@ and one for each routed block: 1 where it computes the token under the causal de
 same numbers go to a CSV file beside the picture, a line for each token.
 """
 
-import argparse
 import csv
 import pathlib
 import sys
@@ -22,6 +21,7 @@ from efx.inference import restore
 from efx.layers.depth import DepthRouted
 from efx.layers.stack import names
 from efx.step import evaluation_keys
+from efx.studies import cli
 
 LINE = 64  # tokens in a line of the picture
 
@@ -119,11 +119,7 @@ def _visible(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m efx.studies.token_map",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser("token_map", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
     parser.add_argument("--out", help="picture to write (default: WORKDIR/token_map.png)")

@@ -1,0 +1,58 @@
+"""What the command lines of all studies share."""
+
+import argparse
+import re
+import sys
+
+from efx.errors import UsageError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad arguments are one line and exit status 2; a misspelt flag names the nearest.
+
+    Args:
+      name: of the study's module. description: its docstring, which --help shows.
+    """
+
+    def __init__(self, name, description):
+        super().__init__(
+            prog=f"python -m efx.studies.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse_args(self, argv=None):
+        argv = sys.argv[1:] if argv is None else argv
+        flags = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+        for flag in (arg.partition("=")[0] for arg in argv):
+            # First: argparse would speak of what is missing without it.
+            if flag.startswith("--") and flag not in (*flags, "--help", "--"):
+                self.error(f"{flag} is not a flag{nearest(flag, flags)}")
+        return super().parse_args(argv)
+
+    def error(self, message):
+        print(f"efx: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def split_extra(argv=None):
+    """(own arguments, those after `--`, which go to every run); of the command line if None."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    where = argv.index("--") if "--" in argv else len(argv)
+    return argv[:where], argv[where + 1 :]
+
+
+def check_extra(extra):
+    """UsageError if what goes to every run sets what a study of several seeds sets itself."""
+    for argument in extra:
+        if re.match(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)", argument):
+            raise UsageError(f"{argument}: the study gives each of its runs its own")
+
+
+def numbers(flag, text):
+    """(0, 1, 2) of an argument "0,1,2"; UsageError for anything else, or one of them twice."""
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts) or len({*map(int, parts)}) < len(parts):
+        raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
+    return tuple(map(int, parts))
