@@ -350,7 +350,20 @@ def test_bad_budgets_and_commands(tmp_path, root, monkeypatch, capsys):
     refuse("config.steps=4: too few", "--", "--config.steps=4", "--config.cluster.count=8")
     refuse("config.cluster.seed_fraction=1.5", "--", "--config.cluster.seed_fraction=1.5")
     refuse("did you mean 'count'", "--", "--config.cluster.coun=2")
-    refuse("--clusters and --seeds", "--seeds", ",", main=cbtm_table.main)
+    refuse("--seeds=,: expected different numbers", "--seeds", ",", main=cbtm_table.main)
+
+
+def test_what_max_batches_leaves_of_the_held_out_documents_is_told():
+    from efx.compose import evaluate
+
+    texts = [Text(b"", name, b"a" * 63, "") for name in "abcd"]
+    whole, half = (evaluate.held_out(texts, ByteTokenizer(), 32, 16, 2, rows) for rows in (0, 4))
+    assert (whole.fraction, half.fraction) == (1.0, 0.5)
+    tokens = half.batch["weights"].sum(), whole.batch["weights"].sum()
+    assert tokens[0] / tokens[1] == half.fraction
+    row = {"loss": 1.0, "bits_per_byte": 1.0, "experts": 1, "parts": {}, "clusters": []}
+    text = evaluate.markdown({"top 1": row | {"fraction": half.fraction}})
+    assert text.endswith("\n\nScored: 50% of the held-out documents.\n")
 
 
 @pytest.mark.parametrize(

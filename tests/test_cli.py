@@ -1,5 +1,6 @@
 """The command line: bad input is one line and status 2; variants, overrides, run folders."""
 
+import json
 import os
 import re
 
@@ -135,8 +136,16 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
     """One tiny run, then everything that may be asked of its folder."""
     run = tmp_path / "run"
     given = {**SETTINGS, "data.source": f"text:{text}", "data.tokenizer": "chars"}
+    given |= {"data.eval_fraction": 0.5}
     assert call(f"--workdir={run}", **given) == 0
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    # Read as people read: no "1.35 ktraining tokens", and not as if all held-out text were scored.
+    assert re.search(r": [\d.]+k parameters, 1\.35k training tokens, .* \d cpu devices?\n", said)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    fraction = rows[-1]["eval/split_fraction"]
+    assert fraction == rows[-1]["eval/tokens"] / 1349 == 128 / 1349
+    assert said.count(f"bits per byte over {100 * fraction:.3g}% of the held-out split") == 1
+    assert said.count(f"bits per byte) over {100 * fraction:.3g}% of the held-out split") == 1
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "run.json"}
 
     assert call(f"--workdir={run}", "--mode=evaluate", config=None) == 0

@@ -23,10 +23,10 @@ def test_a_mixture_takes_turns_and_cuts_at_lines():
 def test_table():
     rows = {"base": [{"x": 1.0, "mean": 1.5}, {"x": 2.0, "mean": 1.5}],
             "gates": [{"x": 0.5, "mean": 1.0, "experts a token": 2.0}] * 2}  # fmt: skip
-    text = composition.markdown(rows, ["0", "1"], "configs/x.py", "python -m x")
+    text = composition.markdown(rows, [0, 1], "configs/x.py", "python -m x", "split")
     assert "| base | 1.5000 ± 0.7071 | 1.5000 ± 0.0000 |  |" in text
     assert "| gates | 0.5000 ± 0.0000 | 1.0000 ± 0.0000 | 2.0000 ± 0.0000 |" in text
-    assert "seeds 0, 1: mean ± standard deviation" in text
+    assert "seeds 0, 1: mean ± standard deviation; split." in text
 
 
 def ran(monkeypatch, study, tmp_path, *arguments, config):
@@ -42,7 +42,9 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
     monkeypatch.setattr(
         composition.Study,
         "evaluate",
-        lambda self, name: {domain: {"eval/loss": 1.0} for domain in self.domains},
+        lambda self, name: dict.fromkeys(
+            self.domains, {"eval/loss": 1.0, "eval/split_fraction": 0.5}
+        ),
     )
     status = study.main([f"--config={config}", f"--workdir={tmp_path}", "--seeds=0,3",
                          "--domain=a=text:a.txt", "--domain=b=text:b.txt", *arguments])
@@ -72,13 +74,15 @@ def test_every_command_of_a_study_is_one_that_efx_takes(
     assert len(set(folders)) == len(folders) == 2 * (10 if study is phatgoose else 5)
     table = json.loads((tmp_path / "table.json").read_text())
     assert all(len(rows) == 2 for rows in table.values())
-    assert "| base |" in (tmp_path / "table.md").read_text() or study is calm
+    text = (tmp_path / "table.md").read_text()
+    assert "| base |" in text or study is calm
+    assert "; 50% of the held-out split. Command" in text
 
 
 @pytest.mark.parametrize("arguments, words", [
     (["--domain=a"], "--domain=a: expected NAME=SOURCE"),
     (["--domain=a=text:x"], "--domain: 1 is too few"),
-    (["--seeds=1,b"], "--seeds=1,b: expected numbers"),
+    (["--seeds=1,b"], "--seeds=1,b: expected different numbers"),
 ])
 def test_bad_arguments_are_one_line(arguments, words, tmp_path, capsys):
     assert phatgoose.main([f"--workdir={tmp_path}", *arguments]) == 2

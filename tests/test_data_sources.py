@@ -116,7 +116,7 @@ def test_array_records_make_batches(tmp_path):
 def test_a_hugging_face_dataset_needs_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
     config = make_config("hf:some/thing", tmp_path)
-    usage_error("config.data.source='hf:some/thing'", "efx[hf]", config_data=config)
+    usage_error("config.data.source='hf:some/thing'", ".[hf]", config_data=config)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:270"])

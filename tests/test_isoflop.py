@@ -92,13 +92,13 @@ def test_tables_numbers_and_picture(grid, tmp_path, capsys):
             if line.startswith("|")]  # fmt: skip
     loss = parabola(4000, 2.0, 0.5, 3000) + 0.05
     spread = 0.1 / math.sqrt(2)
-    assert rows[2][:4] == ["2 blocks", "dense", "2.00 k", "12.0 k"]
+    assert rows[2][:4] == ["2 blocks", "dense", "2.00k", "12.0 kFLOPs"]
     assert rows[4][:2] == ["4 blocks", "dense"] and rows[4][4] == f"{loss:.4f} ± {spread:.4f}"
     fits = rows[8:]
     best = parabola(2000, 2.0, 0.5, 3000), parabola(4000, 2.0, 0.5, 3000)
     assert best[1] < best[0]
     assert fits[2] == ["1.00 GFLOPs", "dense", f"4 blocks: {best[1] + 0.05:.4f} ± {spread:.4f}",
-                       f"2.0500 ± {spread:.4f}", "3.00 k", "18.0 k", "0.000",
+                       f"2.0500 ± {spread:.4f}", "3.00k", "18.0 kFLOPs", "0.000",
                        "", "", ""]  # fmt: skip
     # By pairs of seeds: each is 0.1 better, twice as large, as costly.
     assert fits[3][1:4:2] == ["MoD", f"1.9500 ± {spread:.4f}"]

@@ -357,8 +357,8 @@ def test_progress_prints_plain_lines_without_a_terminal(capsys):
         progress.println("held-out loss 1.9")
     out = capsys.readouterr().out.splitlines()
     assert out == [
-        "step 10/100  loss 2.0000  12.3 ktokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
-        "step 100/100  loss 2.0000  12.3 ktokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
+        "step 10/100  loss 2.0000  12.3k tokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
+        "step 100/100  loss 2.0000  12.3k tokens/s  1.00 PFLOPs  500 GFLOP/s  MFU 50.0%",
         "held-out loss 1.9",
     ]
 
@@ -418,20 +418,24 @@ def shown(out):
 
 
 @pytest.mark.parametrize(
-    "value,text",
+    "value, unit, text",
     [
-        (0, "0 "),
-        (999, "999 "),
-        (999.9, "1.00 k"),
-        (1234, "1.23 k"),
-        (99_990, "100 k"),
-        (1e6, "1.00 M"),
-        (2.5e21, "2.50 Z"),
-        (0.01234, "0.0123 "),
+        (0, "tokens", "0 tokens"),
+        (999, "", "999"),
+        (999.9, "", "1.00k"),
+        (247_104, "parameters", "247k parameters"),
+        (6100, "tokens/s", "6.10k tokens/s"),
+        (99_990, "", "100k"),
+        (1.5e9, "tokens", "1.50B tokens"),
+        (2.5e15, "tokens", "2500T tokens"),
+        (0, "FLOPs", "0 FLOPs"),
+        (1.5e9, "FLOPs", "1.50 GFLOPs"),
+        (2.5e21, "FLOP/s", "2.50 ZFLOP/s"),
+        (0.01234, "", "0.0123"),
     ],
 )
-def test_quantity(value, text):
-    assert quantity(value) == text
+def test_quantities_are_written_as_people_read_them(value, unit, text):
+    assert quantity(value, unit) == text
 
 
 def test_duration():

@@ -27,7 +27,7 @@ def spec(tmp_path):
     return sweep.load_sweep(path)
 
 
-def fake_run(spec, workdir, name, seed, loss, accuracy=None):
+def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
     """A run folder as a run leaves it, with chosen numbers."""
     run = sweep.folder(workdir, name, seed)
     run.mkdir(parents=True)
@@ -43,6 +43,7 @@ def fake_run(spec, workdir, name, seed, loss, accuracy=None):
                 },
             )
         row = {"eval/loss": loss, "eval/bits_per_byte": 2 * loss}
+        row |= {"eval/split_fraction": fraction} if fraction else {}
         writer.write(40, row if accuracy is None else {**row, "eval/router/accuracy": accuracy})
 
 
@@ -69,17 +70,38 @@ def test_table(spec, tmp_path, capsys):
     mean, spread = statistics.fmean((1.0, 1.2, 1.7)), statistics.stdev((1.0, 1.2, 1.7))
     row = next(line for line in text.splitlines() if line.startswith("| MoD"))
     assert f"| {mean:.4f} ± {spread:.4f} |" in row and "0.9100 ± 0.0100" in row
-    assert "40.0 G" in row and "seeds 0, 1, 2" in text and "python -m efx.studies.sweep" in text
+    assert "| 40.0 GFLOPs | 400 | 40 |" in row and "seeds 0, 1, 2" in text
+    assert "standard deviation; whole held-out split. " in text
+    assert "python -m efx.studies.sweep" in text
     dense = next(line for line in text.splitlines() if line.startswith("| dense"))
     assert "±" in dense and "|  |" in dense  # no accuracy where nothing is routed
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
     times = {"MoD, 12.5%": (20.0, 800.0), "dense twin": (30.0, 533.3)}
-    timed = sweep.markdown(spec, sweep.collect(spec, tmp_path, times), "how")
+    timed = sweep.markdown(spec, sweep.collect(spec, tmp_path, times), "how", "split")
     titles = timed.splitlines()[0]
     assert titles.endswith("| ms a step | sequences/s | of the first |")
     dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
     assert dense.endswith("| 30 | 533.3 | 1.50 |")
+
+
+@pytest.mark.parametrize(
+    "fractions, words",
+    [
+        ((0.25, 0.25, 0.25), "; 25% of the held-out split. "),
+        ((0.25, 1.0, 0.5), "; 25% to 100% of the held-out split. "),
+        ((1.0, 1.0, None), "; held-out split. "),  # a run that did not record it
+    ],
+)
+def test_a_table_said_whole_split_of_one_that_max_batches_had_cut(
+    spec, tmp_path, capsys, fractions, words
+):
+    for name in spec["runs"]:
+        for seed, fraction in enumerate(fractions):
+            fake_run(spec, tmp_path, name, seed, 1.0, fraction=fraction)
+    given = ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    assert sweep.main(given) == 0
+    assert words in capsys.readouterr().out
 
 
 def test_mean_and_spread():
@@ -154,10 +176,11 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
 
 
 def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
-    loaded = spec | {"equal": "", "config": "configs/nowhere.py"}
+    source = {"data.source": "text:nowhere.txt"}
+    loaded = spec | {"equal": "", "runs": {name: source for name in spec["runs"]}}
     with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
         sweep.run_all(loaded, tmp_path, jobs=2)
-    assert "there is no such file" in next(tmp_path.glob("*.log")).read_text()
+    assert "nowhere.txt" in next(tmp_path.glob("*.log")).read_text()
 
 
 def test_nothing_starts_after_a_failure():

@@ -1,0 +1,363 @@
+"""What a new user gets wrong, each in one line that says what would be right, before anything runs.
+
+Misspelt keys wherever they were set, flags, numbers that mean nothing, routing that no block has,
+variants that contradict each other, runs and stages of studies.
+"""
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import tomllib
+from types import SimpleNamespace
+
+import families
+import numpy as np
+import pytest
+import test_layout
+
+from configs import common
+from efx import command_line, experiment, hints, main, models, run_config
+from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+from efx.errors import UsageError
+from efx.studies import calm, cbtm, cbtm_table, composition, coord_check, isoflop, phatgoose, sweep
+
+CONFIGS = [path.stem for path in test_layout.CONFIGS]
+
+
+@pytest.fixture(autouse=True)
+def here(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+def refused(call, *words, **options):
+    with pytest.raises(UsageError) as error:
+        call(**options)
+    line = str(error.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+def error_line(capsys):
+    error = capsys.readouterr().err
+    assert error.startswith("efx: error: ") and error.count("\n") == 1, error
+    return error
+
+
+# ---- keys --------------------------------------------------------------------------------------
+
+WRONG_KEYS = [  # what a config file does, what is said
+    ('c.optim.schedule.kindd = "wsd"', "config.optim.schedule.kindd", "did you mean 'kind'"),
+    ("c.foo = 3", "config.foo is not a setting"),
+    ("c.learning_rate = 1.0", "did you mean 'config.optim.learning_rate'"),
+    ("c.losses.router_bse = 0.1", "config.losses.router_bse", "did you mean 'router_bce'"),
+    ("c.model.mlp.moe.num_expert = 2", "did you mean 'num_experts'"),
+    ("c.optim = dict(name='lion')", "config.optim.b1 is missing"),
+    ("del c.sample.top_p", "config.sample.top_p is missing"),
+    ("del c.log; c.log = 3", "config.log=3: it is a block of settings"),
+    ("common.apply(c, {'modle.width': 3})", "config.modle", "did you mean 'model'"),
+    ("common.variant(c, 'x', x={'model.widht': 3})", "variant 'x'", "did you mean 'width'"),
+    ("c.model.family = 'latent'", "config.model are those of 'decoder'"),
+    ("c = None", "a config is a ConfigDict, not of type NoneType"),
+]
+
+
+@pytest.mark.parametrize("line, words", [(line, words) for line, *words in WRONG_KEYS])
+def test_a_misspelt_key_set_inside_a_config_file_trained_to_the_end(tmp_path, line, words):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs import common\n\n\ndef get_config():\n    c = common.base()\n"
+        f"    {line}\n    return c\n"
+    )
+    refused(lambda: command_line.load_config(str(path)), str(path), *words)
+
+
+def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
+    """In a notebook's config, in the config.json of a run folder, on the command line."""
+    config = common.base()
+    config.data.packng = True
+    refused(lambda: experiment.prepare(config), "config.data.packng", "did you mean 'packing'")
+    plain = common.base().to_dict()
+    plain["log"]["evry"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    words = (str(tmp_path / "config.json"), "config.log.evry", "did you mean 'every'")
+    refused(lambda: run_config.get_config(tmp_path), *words)
+    refused(lambda: command_line.parse(["efx", "--mode=sample", f"--workdir={tmp_path}"]), *words)
+    plain["log"] = common.log() | {"every": "often"}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    refused(lambda: run_config.get_config(tmp_path), "config.log.every='often': expected int")
+    plain["log"] = common.log()
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert run_config.get_config(tmp_path).log.every == common.base().log.every
+    depth = ["efx", "--config=configs/mod.py", "--workdir=x", "--config.depth=3"]
+    refused(lambda: command_line.parse(depth), "--config.depth", "'config.model.depth'")
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--confg", "configs/mod.py"], "--confg is not a flag (did you mean '--config'?)"),
+    (["--config=configs/mod.py", "--wrkdir=x"], "--wrkdir is not a flag (did you mean '--workdir'"),
+    (["--config=configs/mod.py", "--workdir=x", "--steps=5"], "did you mean '--config.steps'?"),
+    (["--workdir=x", "--learning_rate", "1"], "did you mean '--config.optim.learning_rate'?"),
+    (["--config=configs/mdo.py", "--workdir=x"], "configs/mdo.py: there is no such file (did you"),
+    (["--config=configs/mod.py", "--workdir=x", "--workdir=y"], "--workdir is given twice"),
+    (["--config=configs/mod.py", "--workdir=x", "--prompt=y"], "--prompt goes with --mode=sample"),
+    (["--config=configs/mod.py", "--workdir=x", "--step=3"], "--step goes with --mode=evaluate or"),
+    (["--config=configs/mod.py", "--workdir=x", "--cpu_devices=-1"], "--cpu_devices=-1"),
+    (["configs/mod.py", "--workdir=x", "--config=configs/mod.py"], "'configs/mod.py': settings"),
+    (["--mode=sample"], "--workdir is missing"),
+    (["--workdir=nowhere"], "--config is missing"),
+])  # fmt: skip
+def test_a_misspelt_flag_was_answered_by_a_sentence_about_another(arguments, words, capsys):
+    assert main.main(["efx", *arguments]) == 2
+    assert words in error_line(capsys)
+
+
+def test_what_is_no_flag_may_look_like_one():
+    values = command_line.parse(["efx", "--config", "configs/mod.py", "--workdir", "x",
+                                 "--mode=sample", "--prompt", "--confg",
+                                 "--config.train_flops", "-1.0", "--config.steps=2",
+                                 "--config.steps=3", "--nodistributed"])  # fmt: skip
+    assert values.prompt == "--confg" and values.config.train_flops == -1.0
+    assert values.config.steps == 3 and values.distributed is False
+
+
+# ---- numbers and routing that mean nothing -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", experiment.LEAST)
+def test_every_minus_one_was_due_at_each_step(name):
+    least = experiment.LEAST[name]
+    config = common.apply(common.base(), {name: least - 1})
+    words = f"config.{name}={least - 1}: must be at least {least}"
+    refused(lambda: experiment.prepare(config), words)
+
+
+def test_every_every_of_the_loop_is_checked():
+    blocks = {"depth_routing", "moe", "soft_experts", "ensemble"}  # these are checked where used
+    every = {f"{name}.every" for name, block in common.base().items()
+             if hasattr(block, "keys") and "every" in block}  # fmt: skip
+    assert every - {f"{name}.every" for name in blocks} <= set(experiment.LEAST)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"depth_routing.kind": "mod", "depth_routing.every": 5}, "depth_routing.every=5: the stack"),
+    ({"mlp.kind": "moe", "mlp.moe.every": 5}, "config.model.mlp.moe.every=5: the stack has 4"),
+    ({"dense_former.on": True, "dense_former.period": 5}, "dense_former.period=5: the stack has 4"),
+    ({"dropout.kind": "elementwise", "dropout.sites": ()}, "config.model.dropout.sites=()"),
+    ({"family": "latent", "mlp.kind": "moe", "mlp.moe.every": 5}, "moe.every=5: the stack has 4"),
+    ({"family": "latent", "depth_routing.kind": "mod", "depth_routing.every": 5}, "every=5: the"),
+    ({"family": "encoder_decoder", "mlp.kind": "moe", "mlp.moe.every": 5}, "the stack has 4"),
+])  # fmt: skip
+def test_routing_or_experts_that_no_block_has_trained_a_dense_model(changes, words):
+    refused(lambda: families.make({"depth": 4, **changes}), words)
+    for key in ("depth_routing.every", "mlp.moe.every", "dense_former.period"):
+        if key in changes:
+            families.make({"depth": 4, **changes, key: 4})
+
+
+# ---- variants ----------------------------------------------------------------------------------
+
+
+def loaded(name, variants):
+    """The config of variants in this order, or what is said of them."""
+    try:
+        return command_line.load_config(f"configs/{name}.py:{','.join(variants)}")
+    except UsageError as error:
+        return str(error).replace(",".join(variants), "")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_variants_depended_on_their_order(name):
+    """Any two of a config give one config in both orders, or one line; with smoke, a small one."""
+    names = list(importlib.import_module(f"configs.{name}").VARIANTS)
+    for pair in itertools.combinations(names, 2):
+        config, other = loaded(name, pair), loaded(name, pair[::-1])
+        assert config == other, pair
+        if isinstance(config, str):
+            assert "smoke" not in pair and "\n" not in config and repr(pair[0]) in config, config
+        elif config.model.family != "bridged":  # which is made from runs
+            length = config.data.seq_len
+            options = dict(vocab_size=257, context=length, dtype=config.train.dtype)
+            try:
+                model = models.build(config.model, **options)
+            except UsageError as error:
+                assert "smoke" not in pair and "\n" not in str(error)
+                continue
+            if "smoke" in pair:
+                cost = model.ledger(length).train_flops(config.data.batch_size * length)
+                assert config.steps <= 60 and config.steps * cost < 5e11, pair
+                assert config.data.tokenizer in ("bytes", "chars"), pair
+
+
+def test_variants_that_contradict_each_other_are_both_named():
+    def load(arg):
+        return command_line.load_config(f"configs/{arg}")
+
+    refused(lambda: load("shakespeare_char.py:gpu,cpu"), "'cpu' and 'gpu' contradict each other")
+    refused(lambda: load("encoder_decoder.py:serial,same_layer"), "config.model.cross_source")
+    published = load("encoder_decoder.py:serial,published")  # of a recipe details may be changed
+    assert published.model.cross_source == "final" and published.model.depth == 13
+    assert load("latent.py:one_level,smoke").model.level_widths == (32,)
+    assert load("shakespeare_char.py:mod").data.batch_size == 12  # the recipe that is not named
+
+
+# ---- studies -----------------------------------------------------------------------------------
+
+SWEEP = """
+def get_sweep():
+    return dict(config="configs/mod.py:smoke", seeds=(0, 1), equal="flops", columns={}, runs=RUNS)
+"""
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """Whatever a study starts fails the test."""
+
+    def start(*arguments, **options):
+        raise AssertionError(f"a study started {arguments}")
+
+    for module in (composition.subprocess, subprocess):
+        monkeypatch.setattr(module, "run", start)
+
+
+@pytest.mark.parametrize("runs, words", [
+    ({"lr +1": {}, "lr -1": {}}, "'lr +1' and 'lr -1' would share the folder lr_1-seed0"),
+    ({"A": {}, "a": {}}, "'A' and 'a' would share the folder"),
+    ({}, "runs is empty"),
+    ({"a": {}, "b": {"model.depht": 2}}, "the run 'b': --config.model.depht is not a setting"),
+    ({"a": {}, "b": {"model.depth": "x"}}, "the run 'b': flag --config.model.depth=x"),
+    ({"a": {}, "b": {"config": "configs/none.py"}}, "the run 'b': --config=configs/none.py"),
+])  # fmt: skip
+def test_rows_of_a_sweep_are_checked_before_the_first_trains(
+    runs, words, tmp_path, capsys, nothing_runs
+):
+    path = tmp_path / "sweep.py"
+    path.write_text(f"RUNS = {runs!r}\n{SWEEP}")
+    assert sweep.main(["--sweep", str(path), "--workdir", str(tmp_path / "w")]) == 2
+    assert words in error_line(capsys) and not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("change, words", [
+    (("(1e9,", "(2.001e9,"), "two of them are 2.00 GFLOPs"),
+    (('"+":', '"-":'), "'d, +, 1.00 GFLOPs' and 'd, -, 1.00 GFLOPs' would share"),
+    (("seeds=(0,", "seeds=(1, 1,"), "seeds=(1, 1, 2) has one of them twice"),
+])  # fmt: skip
+def test_points_of_a_grid_have_folders_of_their_own(change, words, tmp_path):
+    text = """
+def get_grid():
+    return dict(config="configs/mod.py", seeds=(0, 2), budgets=(1e9, 2e9), families={"d": {}},
+                sizes={"+": {}, "1": {}, "2": {}, "3": {}})
+"""
+    path = tmp_path / "grid.py"
+    path.write_text(text)
+    assert isoflop.load_grid(path)
+    if change[1] == '"-":':
+        change = ('"1":', '"-":')
+    path.write_text(text.replace(*change))
+    refused(lambda: isoflop.load_grid(path), words)
+
+
+EXTRAS = [  # a study, its own arguments, what follows --, what is said
+    (phatgoose, [], "bse:--config.steps=3", "no run's name begins with 'bse' (did you mean 'base'"),
+    (phatgoose, [], "adaptr:--config.steps=3", "did you mean 'adapter'"),
+    (phatgoose, [], "base:--config.stps=3", "the run 'base': --config.stps is not a setting"),
+    (phatgoose, [], "base:config.steps=3", "unexpected argument 'base:config.steps=3'"),
+    (phatgoose, [], ":--config.steps=3", "no run's name begins with ''"),
+    (phatgoose, [], "--workdir=x", "--workdir=x: the study gives each of its runs its own"),
+    (calm, [], "augmnt:--config.steps=3", "did you mean 'augment'"),
+    (calm, [], "anchor:--config.seed=3", "anchor:--config.seed=3: the study gives each"),
+    (cbtm, ["--config=configs/cbtm.py"], "bse:--config.steps=3", "unexpected argument 'bse:"),
+    (cbtm_table, [], "bse:--config.steps=3", "unexpected argument 'bse:--config"),
+    (cbtm_table, [], "--config.seed=3", "--config.seed=3: the study"),
+    (sweep, ["--sweep=configs/sweeps/mod_table.py"], "bse:--config.steps=3", "unexpected argument"),
+    (sweep, ["--sweep=configs/sweeps/mod_table.py"], "--config.seed=3", "--config.seed=3: the"),
+    (isoflop, ["--grid=configs/sweeps/isoflop.py"], "--config.stps=3", "did you mean 'steps'"),
+]
+
+
+@pytest.mark.parametrize("study, arguments, extra, words", EXTRAS)
+def test_an_unknown_prefix_was_ignored_and_trained_a_thousand_steps(
+    study, arguments, extra, words, tmp_path, capsys, nothing_runs
+):
+    workdir = tmp_path / "w"
+    assert study.main([*arguments, f"--workdir={workdir}", "--", extra]) == 2
+    assert words in error_line(capsys) and not workdir.exists()
+
+
+@pytest.mark.parametrize("study, arguments, words", [
+    (phatgoose, ["--domain=of_all=text:a", "--domain=b=text:b"], "are called 'adapter_of_all'"),
+    (phatgoose, ["--domain=b=text:a", "--domain=b=text:b"], "a name is given twice"),
+    (phatgoose, ["--seeds=0,0"], "--seeds=0,0: expected different numbers"),
+    (phatgoose, ["--config=configs/phatgoose.py:smok"], "did you mean 'smoke'"),
+    (cbtm_table, ["--seeds=0,x"], "--seeds=0,x: expected different numbers"),
+    (coord_check, ["--widths=a,b"], "--widths=a,b: expected different numbers"),
+    (coord_check, ["--set=model.dept=2"], "--set: config.model.dept is not a setting"),
+])  # fmt: skip
+def test_arguments_of_studies(study, arguments, words, tmp_path, capsys, nothing_runs):
+    out = "out" if study is coord_check else "workdir"
+    assert study.main([*arguments, f"--{out}={tmp_path / 'w'}"]) == 2
+    assert words in error_line(capsys) and not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("study", [sweep, isoflop, cbtm, cbtm_table, phatgoose, calm, coord_check])
+def test_misspelt_flags_of_studies(study, capsys):
+    with pytest.raises(SystemExit) as end:
+        study.main(["--wokdir=x", "--ouut=x"])
+    line = error_line(capsys)
+    assert end.value.code == 2 and "is not a flag (did you mean '--" in line, line
+
+
+# ---- what a run ends with ----------------------------------------------------------------------
+
+
+def ended(monkeypatch, tokenizer, text, prompt, tensorboard=True, script=None, module=None):
+    """The closing hints of a run on a machine that has tensorboard as a script, or as a module."""
+    monkeypatch.setattr(hints.shutil, "which", lambda name: script)
+    monkeypatch.setattr(hints.importlib.util, "find_spec", lambda name: module)
+    batch = {"inputs": np.array([tokenizer.encode(text)])}
+    data = SimpleNamespace(tokenizer=tokenizer, eval_batches=lambda size, most: iter([batch]))
+    config = common.apply(common.base(), {"sample.prompt": prompt, "log.tensorboard": tensorboard})
+    return hints.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
+
+
+def test_the_closing_hints_fit_the_run(monkeypatch):
+    monkeypatch.delenv("EFX_COMMAND", raising=False)
+    chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
+
+    def prompt(*arguments):
+        line = ended(monkeypatch, *arguments)[0]
+        return re.search(r"a run'(.*)", line)[1]
+
+    assert prompt(chars, text, "地玄 ") == " --prompt '地玄 '"
+    assert prompt(chars, text, "def ") == " --prompt '天地玄黃'"  # its tokenizer has no "d"
+    assert prompt(ByteTokenizer(), "of words that it saw", "def ") == " --prompt 'def '"
+    assert prompt(ByteTokenizer(), "of words that it saw", "def of words") == " --prompt of"
+    assert prompt(ByteTokenizer(), "x", "\n") == ""  # the config's own, without a flag
+    look = [line[2].partition("look at it:")[2].strip() for line in (
+        ended(monkeypatch, chars, text, "地", script="/bin/tensorboard"),
+        ended(monkeypatch, chars, text, "地", module="here"),
+        ended(monkeypatch, chars, text, "地"),
+        ended(monkeypatch, chars, text, "地", tensorboard=False),
+    )]  # fmt: skip
+    assert look[0].startswith("tensorboard --logdir ")
+    assert look[1].startswith("python -m tensorboard.main --logdir ")
+    assert look[2].startswith("python -m pip install tensorboard && python -m tensorboard.main ")
+    assert look[3].endswith("metrics.jsonl has a line for each logged step")
+    monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
+    lines = ended(monkeypatch, chars, text, "地")
+    assert lines[0].count("./launch/local.sh --mode=sample") == 1
+    assert "python -m pip" not in lines[2].replace(hints.sys.executable, "that of the launch")
+
+
+def test_install_hints_name_what_exists():
+    """No package index has efx, and whoever takes that name there could be installed."""
+    project = tomllib.loads((test_layout.ROOT / "pyproject.toml").read_text())["project"]
+    known, found = set(project["optional-dependencies"]), []
+    for path, text in test_layout.project_files():
+        assert not re.search(r"\befx\[[a-z]|pip[ ]install (-\S+ )*'?efx\b", text), path
+        named = re.findall(r"""['"]\.\[([\w,]+)\]|EFX_EXTRAS=([a-z][\w,]*)""", text)
+        found += [extra for one in named for extra in "".join(one).split(",")]
+    assert set(found) <= known and len(found) > 5
