@@ -487,6 +487,9 @@ class Held:
     def bytes_per_token(self, split):
         return 1.0
 
+    def scored_tokens(self, split):
+        return 2 * families.BATCH * families.LENGTH
+
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_evaluation_reports_masks_by_layer_and_what_changed(scan):

@@ -390,6 +390,9 @@ class Held:
     def bytes_per_token(self, split):
         return 1.0
 
+    def scored_tokens(self, split):
+        return 2 * families.BATCH * families.LENGTH
+
 
 def test_flops_of_no_ops_are_counted_by_a_measured_share():
     """Not as if routers liked no-ops as well as experts; so are the steps of an equal budget."""
