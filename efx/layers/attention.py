@@ -49,9 +49,12 @@ class Attention(nn.Module):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
         info). Where the latter is `info` itself, the context is another state of the same tokens
         (S = T), causal in the same order; while decoding it has to be that. See `TokenInfo.kv`."""
-        width = self.width
-        q_BTNH = self._queries(x_BTD, info)
-        k_BSKH, v_BSKH = self._keys_values(*((x_BTD, info) if context is None else context))
+        width, read = self.width, (x_BTD, info) if context is None else context
+        q_BTNH = k_BSKH = v_BSKH = None
+        if info.kv != "write":
+            q_BTNH = self._queries(x_BTD, info)
+        if info.kv != "read":
+            k_BSKH, v_BSKH = self._keys_values(*read)
         options = dict(
             scale=1.0 / self.head_dim if self.mup else self.head_dim**-0.5,
             window=self.window,
@@ -60,14 +63,13 @@ class Attention(nn.Module):
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
         if info.decode:
             out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, info, dropout, options)
-            return self._out(out_BTNH, width)
+            return None if out_BTNH is None else self._out(out_BTNH, width)
         probs_fn = None
         if dropout is not None:
-            k_info = info if context is None else context[1]
-            probs_fn = dropout.probs_fn(info, k_info.positions_BT)
+            probs_fn = dropout.probs_fn(info, read[1].positions_BT)
         options["probs_fn"] = probs_fn
-        if context is not None and context[1] is not info:
-            out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, info, context[1], **options)
+        if read[1] is not info:
+            out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, info, read[1], **options)
         else:
             out_BTNH = attend(
                 q_BTNH,

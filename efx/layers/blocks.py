@@ -70,7 +70,7 @@ class Block(nn.Module):
             context = norm_attention(context[0]), context[1]
         a_BTD = attention(norm_attention(x_BTD), info, context)
         if info.kv == "write":
-            return a_BTD
+            return None
         a_BTD = apply_dropout(c, "attention_output", a_BTD, info)
         return a_BTD + masked_mlp(self, c, x_BTD + a_BTD, info)
 

@@ -37,25 +37,30 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
       module: the linen module, in its compact method, whose variables the cache is.
       dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
       options: keywords of `attend_cache`.
-    Returns: [B, T, N, H].
+    Returns: [B, T, N, H]; with `info.kv` "write", for which there need be no queries, None.
     """
     if info.grouped:
         return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options)
-    rows, _, heads, width = k_BTKH.shape
-    # The rows of the cache are made when it is initialised, by a full batch.
-    size, dtype = info.cache_size, module.dtype
+    size, dtype = info.kv_size or info.cache_size, module.dtype
+
+    def zeros(make_shape):
+        # The rows of the cache are made when it is initialised, by a full batch.
+        return lambda: jnp.zeros(make_shape(*k_BTKH.shape), dtype)
+
     key, value, position, used = variables(
         module,
         info.cache_tag,
-        cached_key=lambda: jnp.zeros((rows, heads, width, size), dtype),
-        cached_value=lambda: jnp.zeros((rows, heads, size, width), dtype),
-        position=lambda: jnp.full((rows, size), -1, jnp.int32),
-        used=lambda: jnp.zeros((rows,), jnp.int32),
+        cached_key=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
+        cached_value=zeros(lambda rows, _, heads, width: (rows, heads, size, width)),
+        position=lambda: jnp.full((len(k_BTKH), size), -1, jnp.int32),
+        used=lambda: jnp.zeros((len(k_BTKH),), jnp.int32),
     ).values()
     if module.is_initializing():
         return q_BTNH
     if info.kv != "read":
         _store(k_BTKH, v_BTKH, info, key, value, position, used)
+    if info.kv == "write":
+        return None
     probs_fn = None
     if dropout is not None:
         position_BS = position.value
@@ -66,7 +71,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
         q_BTNH,
         key.value,
         value.value,
-        info.full(rows).positions_BT,
+        info.full(len(q_BTNH)).positions_BT,
         position.value,
         used=jnp.max(used.value),
         rows_B=info.rows_B,

@@ -200,17 +200,22 @@ class DepthRouted(nn.Module):
 
     @nn.compact
     def _decode(self, x_BTD, info):
-        """One or more new tokens for each row, against a cache that holds routed tokens only."""
+        """One or more new tokens for each row, against a cache that holds routed tokens only.
+
+        Those that are routed are computed as many at a time as the causal decision has room for in
+        a sequence of this length, in as many rounds as they need (`routing.in_rounds`): a block
+        that no token wants does not run, as a rule it runs once, and however many want it, the
+        result is that of one token after the other.
+        """
         c = self.config
         batch, length, _ = x_BTD.shape
         room = c.room(self.capacity, info.cache_size)
         routed = self.variable("cache", "routed", jnp.zeros, (batch,), jnp.int32)
         overflow = self.variable("cache", "overflow", jnp.zeros, (batch,), jnp.int32)
-        info = info.full(batch)
         score_BT = self.scores(x_BTD)
+        info = info.full(batch)
         wanted_BT = self._wanted(x_BTD, score_BT, info) & (info.positions_BT >= 0)
-        if not c.kv_for_skipped:
-            info = info.replace(cache_size=room)
+        info = info.replace(cache_size=room, kv_size=info.cache_size if c.kv_for_skipped else 0)
         if self.is_initializing():
             return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
         if info.alive_BT is not None:
@@ -219,19 +224,12 @@ class DepthRouted(nn.Module):
         run_BT = wanted_BT & fits_BT
         routed.value = routed.value + jnp.sum(run_BT, axis=1)
         overflow.value = overflow.value + jnp.sum(wanted_BT & ~fits_BT, axis=1)
-        gate_BT = jnp.where(run_BT, self._gate(score_BT), 0.0)
         start_BTD = self._add_light(x_BTD, ~run_BT)
         if c.kv_for_skipped:
             self.block(x_BTD, info.replace(kv="write"))
             info = info.replace(kv="read")
-        if length > 1:
-            plan = routing.first_plan(run_BT, min(length, room))
-            delta_BCD = self.block(
-                routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch)
-            )
-            gate_BC = routing.gather(gate_BT, plan)
-            return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), run_BT
-        return self._decode_one(x_BTD, start_BTD, gate_BT, run_BT, info), run_BT
+        out_BTD = self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, info)
+        return out_BTD, run_BT
 
     def _wanted(self, x_BTD, score_BT, info):
         """Decoding: bool [B, T], the new tokens that are to be computed."""
@@ -247,46 +245,39 @@ class DepthRouted(nn.Module):
         name = c.causal if info.selection in ("causal", "train") else info.selection
         return self._logit(name, x_BTD, score_BT) > 0
 
-    def _decode_one(self, x_BTD, start_BTD, gate_BT, run_BT, info):
-        """A single new token a row: the rows that want the block, a static number at a time.
+    def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, info):
+        """start + gate * block(x) for the tokens that run."""
+        batch, length, _ = x_BTD.shape
 
-        The loop runs ceil(wanted / rows) times with rows = ceil(c * B * slack): not at all when no
-        row wants the block, as a rule once, more often when more rows want it than fit at a time.
-        It is a loop and not a conditional because XLA updates what a loop carries in place, but
-        copies the caches that a conditional returns.
-        """
-        batch = x_BTD.shape[0]
-        rows = self.config.room(self.capacity, batch)
-        rank_BT = jnp.cumsum(run_BT, axis=0) - 1
-        count = jnp.sum(run_BT)
+        # Of a single token a row it is rows that are taken: a "sequence" of the batch's rows.
+        def turned(y):
+            return jnp.swapaxes(y, 0, 1) if length == 1 else y
 
-        def more(block, carry):
-            return carry[0] < count
+        places = self.config.room(self.capacity, batch if length == 1 else length)
 
-        def some(block, carry):
-            done, out_BTD = carry
-            if rows == batch:
-                positions_BT = jnp.where(run_BT, info.positions_BT, -1)
-                delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
-                return done + rows, out_BTD + _gated(delta_BTD, gate_BT)
-            # One "sequence" of the batch's rows.
-            plan = routing.first_plan((run_BT & (rank_BT >= done)).T, rows)
-
+        def some(block, plan, out_BTD):
             def take(y, fill=0):
-                return routing.gather(y[None], plan, fill)[0]
+                return turned(routing.gather(turned(y), plan, fill))
 
             mask_input = info.mask_input_BTD
             taken = info.replace(
                 positions_BT=take(info.positions_BT, -1),
                 mask_input_BTD=None if mask_input is None else take(mask_input),
-                rows_B=plan.indices_BC[0],
+                rows_B=plan.indices_BC[0] if length == 1 else None,
             )
-            delta = block(take(x_BTD), taken)
-            delta = _gated(delta, take(gate_BT))
-            return done + rows, routing.scatter_add(out_BTD[None], delta[None], plan)[0]
+            delta_BTD = _gated(block(take(x_BTD), taken), take(gate_BT))
+            return turned(routing.scatter_add(turned(out_BTD), turned(delta_BTD), plan))
 
-        start = (jnp.int32(0), start_BTD)
-        return nn.while_loop(more, some, self.block, start, carry_variables="cache")[1]
+        def all_rows(block, plan, out_BTD):
+            # As they lie, with their caches: nothing is gathered.
+            positions_BT = jnp.where(run_BT, info.positions_BT, -1)
+            delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
+            return out_BTD + _gated(delta_BTD, jnp.where(run_BT, gate_BT, 0.0))
+
+        body = all_rows if length == 1 and places == batch else some
+        return routing.in_rounds(
+            self.block, turned(run_BT), places, start_BTD, body, carries="cache"
+        )
 
 
 def _gated(delta_BTD, gate_BT):

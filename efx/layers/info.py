@@ -27,9 +27,13 @@ class TokenInfo:
       selection: how routed blocks choose tokens: "train" as configured for training (top-k looks
         ahead in the sequence), "causal" by the decision that a sampler uses, or by the name of a
         trained decision.
-      cache_size: decoding only: tokens of context that the cache of a dense block holds.
-      kv: decoding only: "both" writes the new keys and values and attends; "write" only writes
-        (the result means nothing), "read" only attends.
+      cache_size: decoding only: the most tokens of a sequence that a layer computes, in a routed
+        block those that it has room for. A cache has a slot for each, and the experts' room is a
+        share of them, as it is of the tokens that come in a full forward pass.
+      kv_size: decoding only: slots for keys and values of a block that attends to tokens which it
+        does not compute (`kv_for_skipped`); 0: `cache_size`.
+      kv: decoding only: "both" writes the new keys and values and attends; "write" writes them and
+        computes nothing else (the result is None), "read" only attends.
       grouped: decoding only: attention stays inside groups of tokens. Positions are places in a
         group then, segment_ids_BT its number in the sequence, and the cache holds one group, see
         `cache.attend_group`.
@@ -48,6 +52,7 @@ class TokenInfo:
     decode: bool = struct.field(pytree_node=False, default=False)
     selection: str = struct.field(pytree_node=False, default="causal")
     cache_size: int = struct.field(pytree_node=False, default=0)
+    kv_size: int = struct.field(pytree_node=False, default=0)
     kv: str = struct.field(pytree_node=False, default="both")
     grouped: bool = struct.field(pytree_node=False, default=False)
     cache_tag: str = struct.field(pytree_node=False, default="")

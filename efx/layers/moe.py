@@ -251,9 +251,13 @@ class MoE(nn.Module):
         lost_B = jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
         dropped.value = dropped.value.at[row_B].add(lost_B, mode="drop")
         if length > 1:
-            new = min(length, room)
-            plan = _over_experts(lambda run_BT: routing.first_plan(run_BT, new), run_BTE)
-            return _compute(x_BTD, weight_BTE, plan, experts)
+
+            def some(experts, plan, y_BTD):
+                return y_BTD + _compute(x_BTD, weight_BTE, plan, experts)
+
+            places = min(c.places(length, "causal"), room)
+            start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
+            return routing.in_rounds(experts, run_BTE, places, start_BTD, some)
         x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
         if best is None or rows * c.top_k >= c.num_experts:
             # All experts on all rows reads every weight once, which is what a step costs.

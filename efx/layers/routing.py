@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import struct
 
 
@@ -254,6 +255,40 @@ def gather_info(info, plan, batch, budget=None):
         alive_BT=None,
         mask_input_BTD=None if mask_input is None else gather(mask_input, plan),
     )
+
+
+def in_rounds(module, selected_BT, size, start, body, carries=False):
+    """What `body` makes of `start` once it has computed all that is selected, `size` a row a time.
+
+    How many are selected is not known when a program is compiled, so a loop takes the next `size`
+    of each row until no row has more, ceil(most / size) times: shapes are static, the cost follows
+    what is selected, nothing is left out, and where nothing is selected nothing is computed. It is
+    a loop and not a conditional because XLA updates what a loop carries in place, but copies the
+    caches that a conditional returns. A loop of unknown length has no reverse mode.
+
+    Args:
+      module: the module that computes, passed on to `body`; it is initialised elsewhere.
+      selected_BT: bool [B, T], or [B, T, E] for plans [E, B, C], of each expert one.
+      body: (module, plan, out) -> out.
+      carries: the collections that `module` changes, False for none.
+    """
+    rank_BT = jnp.cumsum(selected_BT, axis=1)
+    most = jnp.max(rank_BT)
+
+    def more(module, carry):
+        return carry[0] < most
+
+    def some(module, carry):
+        done, out = carry
+        left_BT = selected_BT & (rank_BT > done)
+        if left_BT.ndim == 3:
+            plan = jax.vmap(lambda left_BT: first_plan(left_BT, size), in_axes=2)(left_BT)
+        else:
+            plan = first_plan(left_BT, size)
+        return done + size, body(module, plan, out)
+
+    start = (jnp.int32(0), start)
+    return nn.while_loop(more, some, module, start, carry_variables=carries)[1]
 
 
 def quantile(scores_BT, fraction, valid_BT=None):

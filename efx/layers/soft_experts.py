@@ -176,7 +176,7 @@ class SoftBlock(nn.Module):
             context = norm_attention(context[0]), context[1]
         a_XBTD = _attention(c)(norm_attention(x_BTD), info, context)
         if info.kv == "write":
-            return a_XBTD[0]
+            return None
         a_XBTD = _dropout(c, "attention_output", a_XBTD, info)
         h_XBTD = constrain(x_BTD[None] + a_XBTD, "act_expert", "batch", "length", "act_embed")
         m_XBTD = SoftMLP(c, name="mlp")(make_norm(c, "norm_mlp")(h_XBTD))

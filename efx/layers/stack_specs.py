@@ -93,10 +93,11 @@ def cached_values(specs, cache_size):
     """Numbers in the keys (and as many in the values) that decoding one sequence keeps."""
     total = 0
     for spec in specs:
-        slots = cache_size
-        if spec.routing is not None and not spec.routing.kv_for_skipped:
-            slots = spec.routing.room(spec.capacity, cache_size)
+        slots = computed = cache_size
+        if spec.routing is not None:
+            computed = spec.routing.room(spec.capacity, cache_size)
+            slots = cache_size if spec.routing.kv_for_skipped else computed
         for block in spec.blocks:
             total += slots * costs.kv_width(block)
-            total += costs.mask_attentions(block) * slots * block.width
+            total += costs.mask_attentions(block) * computed * block.width
     return total
