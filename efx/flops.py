@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 import jax
+from jax.extend import core
 
 TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
 
@@ -82,20 +83,62 @@ def jaxpr_flops(function, *args):
 
 
 def _walk(jaxpr):
+    return sum(map(_walk_one, jaxpr.eqns))
+
+
+def _walk_one(equation):
+    if equation.primitive.name == "dot_general":
+        (contract, _), _ = equation.params["dimension_numbers"]
+        lhs = equation.invars[0].aval.shape
+        inner = math.prod(lhs[axis] for axis in contract)
+        return 2 * inner * math.prod(equation.outvars[0].aval.shape)
+    inner = [_walk(sub) for sub in _subjaxprs(equation.params)]
+    if equation.primitive.name == "cond":
+        return max(inner, default=0)
+    return sum(inner) * equation.params.get("length", 1)
+
+
+def executed_flops(function, *args):
+    """FLOPs of every dot_general that runs for these arguments: of a `while` each turn, of a `cond`
+    the branch that is taken. The function is interpreted step by step, which is slow."""
+    closed = jax.make_jaxpr(function)(*args)
+    return _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
+
+
+def _run(jaxpr, consts, arguments):
+    """(results, FLOPs)"""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     total = 0
+
+    def run(closed, arguments):
+        nonlocal total
+        results, count = _run(closed.jaxpr, closed.consts, arguments)
+        total += count
+        return results
+
+    def read(variable):
+        return variable.val if isinstance(variable, core.Literal) else values[variable]
+
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contract, _), _ = equation.params["dimension_numbers"]
-            lhs = equation.invars[0].aval.shape
-            inner = math.prod(lhs[axis] for axis in contract)
-            total += 2 * inner * math.prod(equation.outvars[0].aval.shape)
-            continue
-        inner = [_walk(sub) for sub in _subjaxprs(equation.params)]
-        if equation.primitive.name == "cond":
-            total += max(inner, default=0)
+        inputs, params = [read(variable) for variable in equation.invars], equation.params
+        if equation.primitive.name == "while":
+            first = params["cond_nconsts"]
+            second = first + params["body_nconsts"]
+            results = inputs[second:]
+            while run(params["cond_jaxpr"], (*inputs[:first], *results))[0]:
+                results = run(params["body_jaxpr"], (*inputs[first:second], *results))
+        elif equation.primitive.name == "cond":
+            results = run(params["branches"][int(inputs[0])], inputs[1:])
+        elif equation.primitive.name in ("jit", "pjit", "closed_call"):
+            results = run(params["jaxpr"], inputs)
+        elif equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            results = run(params["call_jaxpr"], inputs)
         else:
-            total += sum(inner) * equation.params.get("length", 1)
-    return total
+            total += _walk_one(equation)
+            results = equation.primitive.bind(*inputs, **params)
+            results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars], total
 
 
 def _subjaxprs(params):
