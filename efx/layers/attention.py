@@ -48,7 +48,8 @@ class Attention(nn.Module):
     def __call__(self, x_BTD, info, context=None):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
         info). Where the latter is `info` itself, the context is another state of the same tokens
-        (S = T), causal in the same order; while decoding it has to be that. See `TokenInfo.kv`."""
+        (S = T), causal in the same order. While decoding, the context is what the cache takes, and
+        S may differ from T inside of groups alone. See `TokenInfo.kv`."""
         width, read = self.width, (x_BTD, info) if context is None else context
         q_BTNH = k_BSKH = v_BSKH = None
         if info.kv != "write":
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         )
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
         if info.decode:
-            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, info, dropout, options)
+            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, info, read[1], dropout, options)
             return None if out_BTNH is None else self._out(out_BTNH, width)
         probs_fn = None
         if dropout is not None:

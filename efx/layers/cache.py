@@ -26,7 +26,7 @@ class _Tagged(nn.Module):
         return variables(self, "", **makers)
 
 
-def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
+def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options):
     """Append the new keys and values to the module's cache, then attend over all of it.
 
     Slots fill in order of arrival and every slot remembers its token's position, so a routed
@@ -35,12 +35,13 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, dropout, options):
 
     Args:
       module: the linen module, in its compact method, whose variables the cache is.
+      info: of the queries. k_info: of the keys and values, the same but inside of groups.
       dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
       options: keywords of `attend_cache`.
     Returns: [B, T, N, H]; with `info.kv` "write", for which there need be no queries, None.
     """
     if info.grouped:
-        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options)
+        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, options)
     size, dtype = info.kv_size or info.cache_size, module.dtype
 
     def zeros(make_shape):
@@ -108,7 +109,7 @@ def _and_one(y, fill):
 ALL_GROUPS = 0  # number of what the tokens of every group see
 
 
-def attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options):
+def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
     """Attention of new tokens over those of their own group, of which the cache holds the last.
 
     A slot of the cache is a place in a group. What earlier groups left there is known by their
@@ -116,14 +117,14 @@ def attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options):
     own). The new tokens may belong to several groups: they also see each other.
 
     Args:
-      info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of groups,
-        from 1; cache_size places in a group.
+      info, k_info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
+        groups, from 1; cache_size places in a group. Of the queries, and of the keys and values.
       options: `scale` and `softcap` of `attend_pairs`.
     Returns: [B, T, N, H].
     """
-    rows, _, heads, width = k_BTKH.shape
+    rows, _, heads, width = k_BSKH.shape
     size, dtype = info.cache_size, module.dtype
-    key, value, position, group = variables(
+    caches = variables(
         module,
         info.cache_tag,
         cached_key=lambda: jnp.zeros((rows, size, heads, width), dtype),
@@ -133,26 +134,26 @@ def attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, options):
     ).values()
     if module.is_initializing():
         return q_BTNH
-    place_BT, group_BT = info.positions_BT, info.segment_ids_BT
-    k_BSKH = jnp.concatenate([key.value, k_BTKH.astype(dtype)], axis=1)
-    v_BSKH = jnp.concatenate([value.value, v_BTKH.astype(dtype)], axis=1)
-    place_BS = jnp.concatenate([position.value, place_BT], axis=1)[:, None, :]
-    group_BS = jnp.concatenate([group.value, group_BT], axis=1)[:, None, :]
-    own_BTS = (group_BS == group_BT[:, :, None]) | (group_BS == ALL_GROUPS)
-    allowed_BTS = own_BTS & (place_BS >= 0) & (place_BS <= place_BT[:, :, None])
+    new = (k_BSKH, v_BSKH, k_info.positions_BT, k_info.segment_ids_BT)
+    new = [(kept, y.astype(kept.value.dtype)) for kept, y in zip(caches, new, strict=True)]
+    all_k, all_v, place_BS, group_BS = (jnp.concatenate([kept.value, y], axis=1) for kept, y in new)
+    place_BT1, group_BT1 = info.positions_BT[:, :, None], info.segment_ids_BT[:, :, None]
+    place_B1S, group_B1S = place_BS[:, None], group_BS[:, None]
+    own_BTS = (group_B1S == group_BT1) | (group_B1S == ALL_GROUPS)
+    allowed_BTS = own_BTS & (place_B1S >= 0) & (place_B1S <= place_BT1)
     out_BTNH = attend_pairs(
         q_BTNH,
-        k_BSKH,
-        v_BSKH,
+        all_k,
+        all_v,
         allowed_BTS,
         scale=options["scale"],
         softcap=options["softcap"],
     )
     # Of the groups that come in one call only the last may go on.
-    kept_BT = (place_BT >= 0) & (group_BT == jnp.max(group_BT, axis=1, keepdims=True))
-    slot_BT = jnp.where(kept_BT, place_BT, size)
+    place_BS, group_BS = k_info.positions_BT, k_info.segment_ids_BT
+    kept_BS = (place_BS >= 0) & (group_BS == jnp.max(group_BS, axis=1, keepdims=True))
+    slot_BS = jnp.where(kept_BS, place_BS, size)
     row_B1 = jnp.arange(rows)[:, None]
-    for variable, new in ((key, k_BTKH), (value, v_BTKH), (position, place_BT), (group, group_BT)):
-        new = new.astype(variable.value.dtype)
-        variable.value = variable.value.at[row_B1, slot_BT].set(new, mode="drop")
+    for kept, y in new:
+        kept.value = kept.value.at[row_B1, slot_BS].set(y, mode="drop")
     return out_BTNH

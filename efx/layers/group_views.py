@@ -16,11 +16,13 @@ class View:
     Attributes:
       inside: places in a group, [1 or B*M, P]. local, whole: the same with memory tokens before
         each group, and all places of the sequence, with memory tokens first. While decoding all
-        three are of the new tokens alone, [B, T].
+        three are of the new tokens alone, [B, C]: of those that the level has, and there are as
+        many places as it can have of a call.
       documents_BMP: of packed rows, else None.
       memory_local, memory_global: while decoding: the memory tokens, for rows that begin.
       begins, place_BT, group_BT: while decoding: whether a row begins; places of the new tokens in
-        this level (negative where it has none) and groups.
+        this level (negative where there is none) and groups.
+      plan: while decoding: which of the new tokens of the level before these are; level 0: None.
     """
 
     inside: TokenInfo
@@ -32,6 +34,7 @@ class View:
     begins: Any = None
     place_BT: Any = None
     group_BT: Any = None
+    plan: Any = None
 
 
 def views(info, groups, sizes, memory_local, memory_global):
@@ -69,14 +72,24 @@ def views(info, groups, sizes, memory_local, memory_global):
 
 
 def decoding_views(info, sizes, memory_local, memory_global):
-    """[View of each level] of new tokens; `info.positions_BT` are their positions [B, T]."""
-    group_size, position_BT = sizes[0], info.positions_BT
-    group_BT, token_BT = position_BT // group_size, position_BT % group_size
+    """[View of each level] of new tokens; `info.positions_BT` are their positions [B, T].
+
+    Tokens of a call follow each other in their row, so that of T a level of so many places a group
+    has a known number at most.
+    """
+    group_size, position_BT, plan = sizes[0], info.positions_BT, None
+    length = position_BT.shape[1]
     begins_B1 = jnp.any(position_BT == 0, axis=1, keepdims=True)
     result = []
     for size in sizes:
-        place_BT = token_BT - (group_size - size)
-        place_BT = jnp.where((position_BT >= 0) & (place_BT >= 0), place_BT, -1)
+        if size < group_size:
+            here_BT = position_BT % group_size >= group_size - size
+            room = length // group_size * size + min(size, length % group_size)
+            plan = routing.first_plan((position_BT >= 0) & here_BT, room)
+            position_BT = routing.gather(position_BT, plan, fill=-1)
+        group_BT = position_BT // group_size
+        place_BT = position_BT % group_size - (group_size - size)
+        place_BT = jnp.where(position_BT >= 0, place_BT, -1)
 
         def at(position_BT, room, place_BT=place_BT, **changes):
             position_BT = jnp.where(place_BT >= 0, position_BT, -1)
@@ -103,6 +116,7 @@ def decoding_views(info, sizes, memory_local, memory_global):
                 begins=jnp.any(begins_B1),
                 place_BT=place_BT,
                 group_BT=group_BT,
+                plan=plan,
             )
         )
     return result
@@ -110,14 +124,3 @@ def decoding_views(info, sizes, memory_local, memory_global):
 
 def _range(length):
     return jnp.arange(length, dtype=jnp.int32)[None]
-
-
-def compact(x_BTD, view, places, group_size):
-    """(plan, x [B, C, D], info) of the new tokens that a level of so many places a group has.
-
-    Tokens of a call follow each other in their row, so that of T at most C belong to the level.
-    """
-    length = x_BTD.shape[1]
-    size = length // group_size * places + min(places, length % group_size)
-    plan = routing.first_plan(view.place_BT >= 0, size)
-    return plan, routing.gather(x_BTD, plan), routing.gather_info(view.whole, plan, x_BTD.shape[0])

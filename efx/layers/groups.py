@@ -5,7 +5,7 @@ The latents of a level stand for the last tokens of their group: with P of them,
 P_0 - P + j of P_0, and it depends on tokens up to that one. So every latent has a time, all
 attention is causal in it, and while decoding a level computes a latent when its token comes, as
 any layer does with a token. Arrays of a level are [B, M, P, D] as a rule; while decoding they are
-[B, T, D] over the T new tokens, of which only those that the level has count.
+[B, C, D] over those of the new tokens that the level has.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from efx.layers import routing
 from efx.layers.blocks import BlockConfig, apply_dropout, make_attention, make_mlp, make_norm
 from efx.layers.linear import Linear
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
@@ -106,21 +107,24 @@ def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
     """(x, memory) after a stack over memory tokens and then x.
 
     Memory comes first and attention is causal, so it never depends on x: while decoding it passes
-    once, when a row begins, and then lies in the caches.
+    once, when a row begins, and then lies in the caches. The stack does not run while decoding when
+    the level has none of the new tokens.
     """
+    if memory_BCD is not None:
+        memory_BCD = jnp.broadcast_to(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
+    if info.decode:
+        if memory_BCD is not None:
+            memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
+        return if_any(jnp.any(info.positions_BT >= 0), stack, x_BTD, info), memory_BCD
     if memory_BCD is None:
         return stack(x_BTD, info), None
-    memory_BCD = jnp.broadcast_to(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
-    if info.decode:
-        memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
-        return stack(x_BTD, info), memory_BCD
     both_BTD = stack(jnp.concatenate([memory_BCD, x_BTD], axis=1), info)
     count = memory_BCD.shape[1]
     return both_BTD[:, count:], both_BTD[:, :count]
 
 
 class LevelBlocks(nn.Module):
-    """The local and global blocks of a level: [B, M, P, D] -> the same (decoding: [B, T, D])."""
+    """The local and global blocks of a level: [B, M, P, D] -> the same (decoding: [B, C, D])."""
 
     config: LevelConfig
 
@@ -149,7 +153,8 @@ class LevelBlocks(nn.Module):
 
 
 class Compress(nn.Module):
-    """[B*M, P_{i-1}, D_{i-1}] -> [B*M, P_i, D_i] (decoding: [B, T, D_{i-1}] -> [B, T, D_i]).
+    """[B*M, P_{i-1}, D_{i-1}] -> [B*M, P_i, D_i] (decoding: [B, C, D_{i-1}] of the new tokens that
+    level i - 1 has, to those that level i has: `plan`).
 
     The first block is h = x W + Attention(norm x), then h + MLP(norm h). `perceiver` computes it
     for the last P_i places of a group only, whose queries attend to all places up to their own:
@@ -160,18 +165,22 @@ class Compress(nn.Module):
     config: LevelConfig
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, info, plan=None):
         c, b = self.config, self.config.block
-        kept = slice(None) if info.decode else slice(c.inner - c.places, None)
+
+        def kept(y_BTD):
+            if y_BTD is None or plan is None:
+                return None if y_BTD is None else y_BTD[:, c.inner - c.places :]
+            return routing.gather(y_BTD, plan)
+
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
-        if c.compression == "perceiver" and not info.decode:
-            x_BTD, documents = x_BTD[:, kept], info.segment_ids_BT
+        if c.compression == "perceiver":
             last = info.replace(
-                positions_BT=info.positions_BT[:, kept],
-                segment_ids_BT=None if documents is None else documents[:, kept],
+                positions_BT=kept(info.positions_BT), segment_ids_BT=kept(info.segment_ids_BT)
             )
-            a_BTD = attention(n_BTD[:, kept], last, (n_BTD, info))
+            a_BTD = attention(kept(n_BTD), last, (n_BTD, info))
+            x_BTD, info = kept(x_BTD), last
         else:
             a_BTD = attention(n_BTD, info)
         h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
@@ -183,7 +192,7 @@ class Compress(nn.Module):
         more = (LayerSpec(b),) * (c.compression_blocks - 1)
         if more:
             h_BTD = Stack(more, False, c.remat, name="blocks")(h_BTD, info)
-        return h_BTD[:, kept]
+        return kept(h_BTD)
 
 
 def _wider(b, width, name):
@@ -208,7 +217,7 @@ class EncoderLevel(nn.Module):
         c = self.config
         compress = _remat(Compress, c.remat)(c, name="compress")
         if view.inside.decode:
-            x = compress(x, inner.inside)
+            x = compress(x, inner.inside, view.plan)
         else:
             batch, groups = x.shape[:2]
             x = compress(x.reshape(batch * groups, *x.shape[2:]), inner.inside)
@@ -232,7 +241,8 @@ def repeat_index(places, latents, repeat):
 
 
 class Upsample(nn.Module):
-    """[B, M, P_i, D_i] -> [B, M, P_{i-1}, D_{i-1}] (decoding: [B, T, D_i] -> [B, T, D_{i-1}]).
+    """[B, M, P_i, D_i] -> [B, M, P_{i-1}, D_{i-1}] (decoding: [B, C, D] of the new tokens that the
+    levels have).
 
     After a linear map, place p of the last P_i takes latent p - (P_{i-1} - P_i) of its own group;
     an earlier one takes a latent of the group before, which is the last that is complete when its
@@ -260,32 +270,36 @@ class Upsample(nn.Module):
         start = jnp.broadcast_to(first_PD[None, None], (z.shape[0], 1, *first_PD.shape))
         return jnp.concatenate([jnp.concatenate([start, before], axis=1), z], axis=2)
 
-    def _decode(self, z_BTD, first_PD, index, latents, view):
+    def _decode(self, z_BCD, first_PD, index, latents, view):
         """The cache holds the latents of two groups: of the last, and of the one that goes on."""
-        c, (batch, length, width) = self.config, z_BTD.shape
+        c, (batch, _, width) = self.config, z_BCD.shape
         kept = self.variable(
-            "cache", "latents", jnp.zeros, (batch, 2 * c.inner, width), z_BTD.dtype
+            "cache", "latents", jnp.zeros, (batch, 2 * c.inner, width), z_BCD.dtype
         )
         if self.is_initializing():
-            return z_BTD
-        place_BT, group_BT, own_BT = view.place_BT, view.group_BT, latents.place_BT >= 0
-        # An early place: from which latent, how many tokens ago, and whether it came in this call.
+            return z_BCD
+        place_BT, group_BT = view.place_BT, view.group_BT
+        # An early place: from which latent, numbered along the row, and whether that came in this
+        # call, whose latents have numbers that follow each other.
         early_BT = jnp.clip(place_BT, 0, len(index) - 1)
         latent_BT = jnp.asarray(index, jnp.int32)[early_BT]
-        ago_BT = c.group_size - c.places + place_BT + c.inner - latent_BT
-        came_BT = jnp.arange(length)[None] - ago_BT
+        first_B1 = latents.group_BT[:, :1] * c.inner + latents.place_BT[:, :1]
+        came_BT = (group_BT - 1) * c.inner + latent_BT - first_B1
+        came_BT = jnp.where(latents.place_BT[:, :1] >= 0, came_BT, -1)
         slot_BT = ((group_BT - 1) % 2) * c.inner + latent_BT
         source_BT = jnp.where(came_BT >= 0, 2 * c.inner + came_BT, slot_BT)
-        all_BSD = jnp.concatenate([kept.value, z_BTD], axis=1)
+        all_BSD = jnp.concatenate([kept.value, z_BCD], axis=1)
         taken_BTD = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(all_BSD, source_BT)
         taken_BTD = jnp.where((group_BT > 0)[..., None], taken_BTD, first_PD[early_BT])
+        own_BTD = routing.scatter_add(jnp.zeros_like(taken_BTD), z_BCD, latents.plan)
         last_B1 = jnp.max(group_BT, axis=1, keepdims=True)
-        stored_BT = own_BT & (group_BT >= last_B1 - 1)
-        slot_BT = jnp.where(stored_BT, (group_BT % 2) * c.inner + latents.place_BT, 2 * c.inner)
+        stored_BC = (latents.place_BT >= 0) & (latents.group_BT >= last_B1 - 1)
+        slot_BC = (latents.group_BT % 2) * c.inner + latents.place_BT
+        slot_BC = jnp.where(stored_BC, slot_BC, 2 * c.inner)
         kept.value = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(
-            kept.value, slot_BT, z_BTD
+            kept.value, slot_BC, z_BCD
         )
-        return jnp.where(own_BT[..., None], z_BTD, taken_BTD)
+        return jnp.where((place_BT >= c.places - c.inner)[..., None], own_BTD, taken_BTD)
 
 
 class DecoderLevel(nn.Module):

@@ -205,7 +205,7 @@ class MaskAttention(nn.Module):
             # "read" is said to a block whose keys all tokens have written; these masks see only
             # the tokens that are routed, and write theirs here.
             info = info.replace(kv="both", kv_size=0)
-            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, info, None, options)
+            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, info, info, None, options)
         else:
             u_BTNH = attend(
                 q_BTNH,

@@ -35,7 +35,6 @@ from efx.layers import (
     groups,
     learned_dropout,
     norms,
-    routing,
     stack_specs,
 )
 from efx.layers.dense_former import DenseFormerConfig
@@ -225,17 +224,14 @@ class Latent(LanguageModel):
         x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.positions_BT)
 
         def stack(x_BTD):
-            view, length = views[-1], x_BTD.shape[1]
+            view = views[-1]
             if self.memory is not None:
                 memory_BCD, entered = self._enter_stack(
                     self.memory(x_BTD.shape[0]), view.memory_global
                 )
                 groups.if_any(view.begins, self.layers, memory_BCD, entered)
-            plan, x_BCD, taken = group_views.compact(x_BTD, view, c.sizes[-1], c.group_size)
-            x_BCD, taken = self._enter_stack(x_BCD, taken)
-            x_BCD = groups.if_any(jnp.any(plan.mask_BC), self.layers, x_BCD, taken)
-            out_BTD = jnp.zeros((x_BTD.shape[0], length, c.width), x_BCD.dtype)
-            return routing.scatter_add(out_BTD, x_BCD, plan)
+            x_BTD, entered = self._enter_stack(x_BTD, view.whole)
+            return groups.if_any(jnp.any(view.place_BT >= 0), self.layers, x_BTD, entered)
 
         return self.norm_final(self._levels(x_BTD, views, stack))
 
