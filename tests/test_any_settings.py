@@ -101,8 +101,8 @@ def masks(draw):
     changes = pick(draw, "dropout.", kind=["elementwise", "attention", "standard"])
     if changes["dropout.kind"] != "attention":
         every = st.lists(st.sampled_from(families.ALL_SITES), min_size=1, unique=True).map(tuple)
-        elementwise = pick(draw, "dropout.elementwise.", detach=[True, False], sharpen=[False, True])
-        return {**changes, **elementwise, "dropout.sites": draw(every)}
+        changes |= pick(draw, "dropout.elementwise.", detach=[True, False], sharpen=[False, True])
+        return {**changes, "dropout.sites": draw(every)}
     changes["dropout.sites"] = draw(SOME_SITES)
     changes |= pick(
         draw, "dropout.attention.",
@@ -205,7 +205,7 @@ def latent(draw):
 @st.composite
 def adapters(draw, changes):
     sites = [r".*/(query|key|value|out|gate|up|down)", r".*/(up|out)", ".*/(key|value)"]
-    new = pick(draw, "adapter.", kind=["lora", "mlp"], scale=[1.5], sites=sites) | {"adapter.rank": 2}
+    new = pick(draw, "adapter.", kind=["lora", "mlp"], rank=[2], scale=[1.5], sites=sites)
     count = draw(st.sampled_from([0, 2, 3]))
     if not count:
         return new | pick(draw, "adapter.", gate=[False, True])

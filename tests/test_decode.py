@@ -1,5 +1,6 @@
 """Decoding against a cache: same logits as the full forward, and nothing computed for nothing."""
 
+import collections
 import functools
 
 import families
@@ -10,7 +11,7 @@ import pytest
 from families import VOCAB
 from flax import linen as nn
 
-from efx import models
+from efx import flops, models
 from efx.layers import attend, blocks, routing, stack
 
 CONTEXT = 24
@@ -44,6 +45,7 @@ MODELS = {
         "depth_routing.capacity": (0.25, 0.1),
         "depth_routing.slack": 1.5,
     },
+    "mod_short": {**ROUTED, "depth_routing.capacity": 0.2, "depth_routing.slack": 1.5},
     "mod_gpt2": {**ROUTED, "preset": "gpt2", "depth_routing.capacity": 0.3},
     "mod_predictor": {**ROUTED, "depth_routing.causal": "predictor", "depth_routing.capacity": 0.3},
     "mod_threshold": {**ROUTED, **OPTIONS, "depth_routing.causal": "threshold"},
@@ -68,6 +70,11 @@ MODELS = {
                           "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3,
                           "dropout.attention.input": "embedding",
                           "dropout.attention.rounding": "none"},
+    "mode_context": {**EXPERTS, **ROUTED, "depth_routing.kv_for_skipped": True,
+                     "depth_routing.capacity": 0.3, "depth_routing.every": 1,
+                     "mlp.moe.capacity_factor": 0.8},
+    "mode_context_choice": {**EXPERTS, **ROUTED, "depth_routing.kv_for_skipped": True,
+                            "depth_routing.capacity": 0.3, "mlp.moe.router": "expert_choice"},
     # Steps of one token: of 8 experts the chosen ones, up to 3 rows; of 4 all.
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
@@ -206,6 +213,8 @@ def routed_caches(name, cache):
         ("mod_threshold", 5, 5),
         ("mod_context", 5, 5),
         ("mod_context", 64, CONTEXT),
+        ("mode_context", 5, 10),
+        ("mode_context_choice", 5, 10),
         ("recursion", 1, 0),
         ("recursion", 5, 10),
         ("recursion", 64, CONTEXT),
@@ -345,10 +354,86 @@ def test_all_products_of_a_routed_block_are_conditional(batch, monkeypatch):
     assert inside >= 9 and inside % 9 == 0
 
 
+def prefill(model, length, size):
+    """(cache, tokens) -> (logits, cache), and shapes of both, of a prompt's chunk for one row."""
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+
+    def read(cache, tokens_BT):
+        positions_BT = jnp.arange(length)[None]
+        return model.apply({**variables, "cache": cache}, tokens_BT, positions_BT, decode=True,
+                           cache_size=size, mutable=["cache"])  # fmt: skip
+
+    cache = jax.eval_shape(lambda: models.init_cache(model, 1, size))
+    return read, cache, jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+
+NOOP = {**EXPERTS, "mlp.moe.num_noop": 2}
+LATENT = {"family": "latent", "group_size": 16, "latents": (4,), "level_widths": (24,),
+          "level_heads": (2,), "mlp.hidden": 128}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, tolerance",
+    [
+        ({}, 0),
+        ({**ROUTED}, 0),
+        ({**ROUTED, "depth_routing.causal": "predictor", "soft_experts.num": 2}, 0),
+        ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 8}, 0),
+        ({**ROUTED, "depth_routing.kv_for_skipped": True, "soft_experts.num": 2}, 0),
+        (MODELS["recursion_moe"], 0),
+        ({**EXPERTS, "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1}, 0),
+        ({**EXPERTS, "mlp.moe.router": "expert_choice"}, 0),
+        (NOOP, 0),
+        ({**NOOP, **ROUTED}, 0),
+        # Places inside groups are attended to all at once.
+        (LATENT, 0.2),
+        ({**LATENT, **ROUTED, "compression": "transformer", "upsampling": "attention"}, 0.3),
+    ],
+)
+def test_a_prefill_costs_what_the_ledger_says(changes, tolerance, monkeypatch):
+    """64 tokens in one call. What runs in rounds is counted once, which is what fits."""
+    monkeypatch.setattr(attend, "_CACHE_BLOCK", 64)
+    model = families.make({"num_heads": 2, **changes}, context=64)
+    counted = flops.jaxpr_flops(*prefill(model, 64, 64))
+    expected = sum(model.ledger(64, "causal").parts.values())
+    assert expected <= counted <= (1 + tolerance) * expected
+
+
+def test_keys_of_skipped_tokens_cost_two_products():
+    """Of a block whose skipped tokens write keys and values every matrix is applied once."""
+    model = families.make(MODELS["mode_context"], context=64)
+    called = collections.Counter()
+
+    def count(next_function, arguments, keywords, context):
+        if context.method_name == "__call__" and "block_1" in context.module.path:
+            path = context.module.path
+            called["/".join(path[path.index("block_1") + 1 :])] += 1
+        return next_function(*arguments, **keywords)
+
+    read, *shapes = prefill(model, 64, 64)
+    with nn.intercept_methods(count):
+        jax.eval_shape(read, *shapes)
+    assert called["mlp"] == called["attention/query"] == called["attention/out"] == 1
+    assert called["attention/key"] == called["attention/value"] == 1
+
+
+def test_masks_of_a_block_remember_what_it_computes():
+    """Also where skipped tokens write keys: the keys are of all tokens, those of masks are not."""
+    model = families.make(MODELS["dropout_context"], context=64)
+    cache = jax.eval_shape(lambda: models.init_cache(model, 1, 64))
+    kept = [x.size * x.dtype.itemsize for path, x in jax.tree_util.tree_leaves_with_path(cache)
+            if path[-1].key in ("cached_key", "cached_value")]  # fmt: skip
+    assert model.cache_bytes(64) == sum(kept)
+    block = cache["layers"]["block_1"]
+    assert block["attention"]["position"].shape == (1, 64)
+    mask = block["dropout_mlp_output"]["attention"]
+    assert mask["position"].shape == (1, routing.capacity(0.3 * 2.0, 64))
+
+
 @functools.cache
-def counting_decoder(batch):
-    """A step of "mod" that counts how often, and with how many rows, each block runs."""
-    model, params = build("mod")
+def counting_decoder(name):
+    """A step of a model that counts how often, and with how many rows, each block runs."""
+    model, params = build(name)
     ran = []
 
     def count(next_function, arguments, keywords, context):
@@ -386,7 +471,7 @@ def test_a_skipped_block_does_not_run():
     skipped = 0
     for tokens_B1, positions_B1 in chunks_of(1, 0, CONTEXT, (CONTEXT,)):
         before = cache["layers"]["block_1"]
-        (_, cache), ran = counting_decoder(1)(cache, tokens_B1, positions_B1)
+        (_, cache), ran = counting_decoder("mod")(cache, tokens_B1, positions_B1)
         after = cache["layers"]["block_1"]
         routed = int(after["routed"][0] - before["routed"][0])
         assert [name for name, _ in ran].count("block_1") == routed
@@ -397,6 +482,22 @@ def test_a_skipped_block_does_not_run():
         else:
             assert after["attention"]["used"][0] == before["attention"]["used"][0] + 1
     assert 3 < skipped < CONTEXT - 3
+
+
+def test_a_chunk_runs_as_often_as_it_needs():
+    """A routed block has two places for a chunk of five tokens: it runs again for what the first
+    round leaves over, and not at all where none is routed, as when its cache is full."""
+    model, size = build("mod_short")[0], 5
+    places, runs = routing.capacity(0.2 * 1.5, size), set()
+    cache = models.init_cache(model, 1, CONTEXT)
+    for tokens_BT, positions_BT in chunks_of(size, 0, CONTEXT, (CONTEXT,)):
+        before = int(cache["layers"]["block_1"]["routed"][0])
+        (_, cache), ran = counting_decoder("mod_short")(cache, tokens_BT, positions_BT)
+        routed = int(cache["layers"]["block_1"]["routed"][0]) - before
+        times = [name for name, _ in ran].count("block_1")
+        assert times == -(-routed // places)
+        runs.add(times)
+    assert {0, 2} <= runs
 
 
 def test_compacted_rows_are_as_if_alone():

@@ -47,6 +47,25 @@ def test_jaxpr_count_by_hand():
     assert flops.jaxpr_flops(branches, x, w) == 3 * once
 
 
+def test_executed_count_by_hand():
+    """Of loops what they turn, of conditionals what is taken."""
+    x, w, once = jnp.ones((3, 5)), jnp.ones((5, 7)), 2 * 3 * 5 * 7
+
+    def turns(count, x, w):
+        @jax.jit
+        def turn(state):
+            i, y = state
+            return i + 1, jax.lax.cond(i < 2, lambda: jax.nn.silu(y @ w @ w.T), lambda: y)
+
+        return jax.lax.while_loop(lambda state: state[0] < count, turn, (0, x))[1]
+
+    assert flops.jaxpr_flops(turns, 9, x, w) == 2 * once
+    for count, taken in ((0, 0), (1, 1), (2, 2), (9, 2)):
+        assert flops.executed_flops(turns, count, x, w) == taken * 2 * once
+    batched = jnp.ones((4, 3, 5)), jnp.ones((4, 5, 7))
+    assert flops.executed_flops(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), *batched) == 4 * once
+
+
 def test_scanned_models_are_counted_whole():
     model, length = families.make({"depth": 4}), 16
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
