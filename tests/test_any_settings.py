@@ -68,8 +68,8 @@ def routing(draw, depth, recursion):
     if kind == "mod":
         changes |= pick(draw, "depth_routing.", kv_for_skipped=[False, True], light_path=[0, 8])
         if draw(st.booleans()):
-            every = draw(st.sampled_from([1, 1, 2]))
-            changes["depth_routing.every"], count = every, depth // every
+            every = changes["depth_routing.every"] = draw(one_in(depth))
+            count = depth // every
         else:
             numbers = st.lists(st.integers(0, depth - 1), min_size=1, unique=True)
             blocks = tuple(sorted(draw(numbers)))
@@ -84,10 +84,15 @@ def routing(draw, depth, recursion):
     return {"depth_routing.kind": kind, **changes}
 
 
-def experts(draw):
-    changes = {"mlp.kind": "moe"} | pick(
+def one_in(depth):
+    """Every so manieth of the blocks."""
+    return st.sampled_from([1, 1, 2] if depth > 1 else [1])
+
+
+def experts(draw, depth):
+    changes = {"mlp.kind": "moe", "mlp.moe.every": draw(one_in(depth))} | pick(
         draw, "mlp.moe.",
-        every=[1, 1, 2], num_experts=[2, 3, 7], expert_hidden=[0, 6],
+        num_experts=[2, 3, 7], expert_hidden=[0, 6],
         router=["token_choice", "token_choice", "expert_choice"], top_k=[1, 2],
         renormalise=[True, False], capacity_factor=[0.4, 1.0, 1.5], capacity=[0.2, 0.5],
         slack=[1.0, 2.0], num_shared=[0, 1],
@@ -115,10 +120,10 @@ def masks(draw):
     return changes
 
 
-def soft(draw):
-    return pick(
+def soft(draw, depth):
+    return {"soft_experts.every": draw(one_in(depth))} | pick(
         draw, "soft_experts.",
-        num=[2, 3], every=[1, 2], shared=[0, 1], multiple=[1, 2], hidden_multiple=[1.0, 1.5],
+        num=[2, 3], shared=[0, 1], multiple=[1, 2], hidden_multiple=[1.0, 1.5],
         shared_kv=[False, True], merge=["softmax", "mean", "max"],
     )  # fmt: skip
 
@@ -128,9 +133,9 @@ def stack(draw, depth, recursion=True):
     changes = {"depth": depth, **routing(draw, depth, recursion)}
     kind = draw(st.sampled_from(["dense", "moe", "soft"]))
     if kind == "moe":
-        changes |= experts(draw)
+        changes |= experts(draw, depth)
     elif kind == "soft":
-        changes |= soft(draw)
+        changes |= soft(draw, depth)
     if draw(st.booleans()):
         changes |= masks(draw)
     if draw(st.integers(0, 3)) == 0:
@@ -173,7 +178,7 @@ def encoder_decoder(draw):
     if changes["depth"] == 1:
         changes["encoder_depth"] = 0
     if draw(st.booleans()):
-        changes |= experts(draw)
+        changes |= experts(draw, min(changes["depth"], changes["encoder_depth"] or 9))
     return changes | (masks(draw) if draw(st.booleans()) else {})
 
 
