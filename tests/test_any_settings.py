@@ -111,10 +111,11 @@ def masks(draw):
     changes["dropout.sites"] = draw(SOME_SITES)
     changes |= pick(
         draw, "dropout.attention.",
-        input=["hidden", "embedding"], num_heads=[0, 1], granularity=["feature", "token"],
+        input=["hidden", "embedding", "embedding_linear"], num_heads=[0, 1],
+        granularity=["feature", "token"],
         rounding=["none", "stochastic", "sigmoid", "sigmoid_straight_through"],
     )  # fmt: skip
-    known = changes["dropout.attention.input"] == "embedding"
+    known = changes["dropout.attention.input"] != "hidden"
     if known and changes["dropout.attention.rounding"] == "stochastic":
         changes |= pick(draw, "dropout.attention.", skip_tile=[0, 4])
     return changes
@@ -169,7 +170,8 @@ def encoder_decoder(draw):
     changes = common_settings(draw) | pick(
         draw, family=["encoder_decoder"], depth=[1, 2, 3], encoder_depth=[0, 0, 2, 3],
         cross_heads=[0, 8], order=["self_first", "cross_first", "cross_only"],
-        cross_source=["same_layer", "previous_layer", "final"], decoder_input_norm=[False, True],
+        cross_source=["same_layer", "previous_layer", "final"],
+        serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
         decoder_input_positions=[False, True],
         output_positions=["none", "subtract", "subtract_norm"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
@@ -235,7 +237,8 @@ def any_model(draw):
     if kind != "bridged":
         return (changes,), None
     # Bridges need layers that are called once and give a state for every token.
-    bridgeable = st.one_of(decoder(recursion=False), encoder_decoder())
+    streams = encoder_decoder().filter(lambda changes: changes["depth"] > 1)
+    bridgeable = st.one_of(decoder(recursion=False), streams)
     members = draw(st.lists(bridgeable, min_size=2, max_size=3))
     bridges = pick(draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"])
     return tuple(members), bridges
