@@ -9,6 +9,7 @@ The draws are the same at each run. EFX_EXAMPLES=500 tries so many new ones inst
 fails to its simplest form.
 """
 
+import functools
 import os
 
 import families
@@ -274,6 +275,7 @@ class Held:
         }
         self.forward = families.jit(model.apply)
         self.step = families.jit(self._step)
+        self.empty_cache = functools.cache(lambda rows: models.init_cache(model, rows, CONTEXT))
 
     def _step(self, cache, tokens_BT, positions_BT):
         logits_BTV, state = self.model.apply(
@@ -292,8 +294,7 @@ class Held:
     def decoded(self, tokens_BT, length_B, chunk):
         """Logits [B, T, V] of texts so long, read `chunk` tokens at a time, the last of a row with
         padding; 0: now one, now several, another number of each row."""
-        batch = len(tokens_BT)
-        cache = models.init_cache(self.model, batch, CONTEXT)
+        batch, cache = len(tokens_BT), self.empty_cache(len(tokens_BT))
         logits_BTV, done_B = np.zeros((batch, CONTEXT, VOCAB)), np.zeros(batch, int)
         while np.any(done_B < length_B):
             size, new_B = chunk, np.full(batch, chunk)
