@@ -4,7 +4,6 @@
 #   ./launch/test.sh                                       # tests of an extra not installed skip
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
 #   ./launch/test.sh tests/test_layout.py -k einsum        # any arguments of pytest
-#   ./launch/test.sh --all                                 # those marked "long" as well
 #
 # Two processes by default; a later -n wins. EFX_EXTRAS=... does what --extras does. The lints
 # (ruff, import directions, shellcheck) are tests too and run where the extra `dev` is installed.
@@ -12,7 +11,6 @@ set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 arguments=()
-marks=(-m "not long")
 while [ $# -gt 0 ]; do
   case "$1" in
     --extras)
@@ -20,7 +18,6 @@ while [ $# -gt 0 ]; do
       export EFX_EXTRAS="$2"
       shift
       ;;
-    --all) marks=() ;;
     --extras=*) export EFX_EXTRAS="${1#*=}" ;;
     *) arguments+=("$1") ;;
   esac
@@ -29,4 +26,4 @@ done
 
 python="$(bash "$root/launch/environment.sh")"
 cd -- "$root"
-exec "$python" -m pytest -n 2 ${marks[@]+"${marks[@]}"} ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m pytest -n 2 --dist loadgroup ${arguments[@]+"${arguments[@]}"}

@@ -271,7 +271,6 @@ def runs(tmp_path_factory):
     return {path.name: path for path in folder.iterdir() if path.is_dir()} | {"folder": folder}
 
 
-@pytest.mark.long
 def test_what_is_frozen_keeps_every_bit(runs):
     base, gate = params_at(runs["base"]), params_at(runs["gate_a"])
     adapter, joint = params_at(runs["adapter_a"]), params_at(runs["joint"])
@@ -290,7 +289,6 @@ def test_what_is_frozen_keeps_every_bit(runs):
             assert composed[path].tobytes() == joint[path].tobytes(), path
 
 
-@pytest.mark.long
 def test_a_composition_holds_its_experts_as_they_are(runs):
     composed = params_at(runs["compose"])
     experts = [params_at(runs[f"gate_{name}"]) for name in "ab"]
@@ -301,7 +299,6 @@ def test_a_composition_holds_its_experts_as_they_are(runs):
             assert composed[path][e].tobytes() == expert[path].tobytes(), path
 
 
-@pytest.mark.long
 def test_running_averages_are_the_bases(runs, tmp_path):
     """The threshold of a routed base, without which the composition would route nothing."""
     text, mod = runs["folder"] / "both.txt", {
@@ -319,7 +316,6 @@ def test_running_averages_are_the_bases(runs, tmp_path):
     assert any(base[path] != 0 for path in states if path.endswith("quantile"))
 
 
-@pytest.mark.long
 def test_adding_an_expert_retrains_nothing(runs, tmp_path):
     experts = tuple(str(runs[name]) for name in ("gate_b", "gate_a"))
     shutil.copytree(runs["gate_a"], tmp_path / "third")
@@ -333,7 +329,6 @@ def test_adding_an_expert_retrains_nothing(runs, tmp_path):
             assert two[path].tobytes() == three[path][[1, 0]].tobytes(), path
 
 
-@pytest.mark.long
 def test_a_composition_evaluates_samples_and_says_who_was_used(runs, capsys):
     for name in ("compose", "joint", "inclusion"):
         metrics = inference.evaluate(config_in(runs[name]), runs[name])
@@ -348,7 +343,6 @@ def test_a_composition_evaluates_samples_and_says_who_was_used(runs, capsys):
     assert "experts a token" in text
 
 
-@pytest.mark.long
 def test_composing_again_and_training_on(runs, capsys, tmp_path):
     config = config_in(runs["compose"])
     train.compose(config, runs["compose"])
@@ -360,7 +354,6 @@ def test_composing_again_and_training_on(runs, capsys, tmp_path):
     assert all(a[path].tobytes() == b[path].tobytes() for path in b)
 
 
-@pytest.mark.long
 def test_resume_is_exact(runs, tmp_path):
     changes = {"init.run": str(runs["base"])}
     text = runs["folder"] / "a.txt"
@@ -370,7 +363,6 @@ def test_resume_is_exact(runs, tmp_path):
     assert all(a[path].tobytes() == b[path].tobytes() for path in b)
 
 
-@pytest.mark.long
 def test_picture(runs, tmp_path):
     from efx.studies.expert_map import expert_map, main
 
@@ -420,7 +412,6 @@ def test_inclusion_and_depth_routing_do_not_mix():
                        "adapter.experts": ("a", "b"), "adapter.routing": "inclusion"})
 
 
-@pytest.mark.long
 def test_bad_experts_are_one_line(runs, tmp_path):
     good = tuple(str(runs[f"gate_{name}"]) for name in "ab")
     other = tmp_path / "other"

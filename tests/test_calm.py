@@ -31,11 +31,7 @@ CASES = {
         {**DECODER, "adapter.kind": "lora"}, {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
     ),
 }
-# The others are combinations of what these two have: launch/test.sh --all.
-SHORT = ("streams_read", "mod_reads")
-every_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
-)
+every_case = pytest.mark.parametrize("name", CASES)
 
 
 def settings(count, **changes):
@@ -292,7 +288,6 @@ def between(folder, **changes):
             "model.num_heads": 2, **changes}  # fmt: skip
 
 
-@pytest.mark.long
 def test_only_bridges_train(runs):
     trained, anchor = params_at(runs / "bridged"), params_at(runs / "anchor")
     other = checkpoint.files.flatten(models.unroll_variables(*scanned_variables(runs / "other")))
@@ -317,7 +312,6 @@ def scanned_variables(run):
     return e.model, {"params": params, **variables}
 
 
-@pytest.mark.long
 def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path, capsys):
     from efx.run_config import get_config
 
@@ -331,7 +325,6 @@ def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path,
     assert inference.sample(config, runs / "bridged")["new_tokens"] == 12
 
 
-@pytest.mark.long
 def test_resume_is_exact(runs, tmp_path):
     for steps in (2, 4):
         config = config_of("bridge", runs / "b.txt", **between(runs, steps=steps))
@@ -372,7 +365,6 @@ def test_members_that_cannot_be_bridged():
         bridged({}, short)
 
 
-@pytest.mark.long
 def test_bad_runs_are_one_line(runs, tmp_path):
     text = runs / "b.txt"
     chars = {**OTHER, "data.tokenizer": "chars"}

@@ -14,8 +14,6 @@ from efx import run_config, runfolder
 from efx.compose.corpus import Text
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 
-pytestmark = pytest.mark.long  # minutes in all: launch/test.sh --all
-
 CONFIG = """
 from configs import cbtm, common
 
@@ -89,7 +87,6 @@ def last_params(folder):
     return inference.restore(run_config.get_config(folder), folder)[2]
 
 
-@pytest.mark.slow
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
     folder, plan = trained
     assert (plan.seed.steps, [job.steps for job in plan.experts]) == (12, [6, 6])
@@ -102,7 +99,6 @@ def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
         assert f"--config.init.run={folder}/seed" in command and "--config.data.cluster=" in command
 
 
-@pytest.mark.slow
 def test_evaluation_agrees_with_the_ordinary_one_and_with_its_parts(trained):
     from efx import inference
 
@@ -126,7 +122,6 @@ def test_evaluation_agrees_with_the_ordinary_one_and_with_its_parts(trained):
     assert f"| top 2 | 2 | {result['top 2']['loss']:.4f} |" in text
 
 
-@pytest.mark.slow
 def test_the_ensemble_of_one_is_the_single_model(recipe, tmp_path):
     from efx.studies import cbtm
 
@@ -140,7 +135,6 @@ def test_the_ensemble_of_one_is_the_single_model(recipe, tmp_path):
         np.testing.assert_allclose(result[name]["loss"], result["top 1"]["loss"], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_no_probability_depends_on_later_text(trained):
     """Held-out text is changed from one byte on, in the middle of a block and of a piece."""
     from efx.compose import evaluate
@@ -177,7 +171,6 @@ def test_no_probability_depends_on_later_text(trained):
     assert np.unique(weights[:, 0]).size > 5  # they do follow the text
 
 
-@pytest.mark.slow
 def test_an_interrupted_expert_goes_on_to_the_same_parameters(trained, copy, recipe):
     """Expert 1 is back at step 3, and expert 0 has not begun: neither needs the other."""
     from efx.studies import cbtm
@@ -203,7 +196,6 @@ def same_tree(a, b):
     same(*({str(i): x for i, x in enumerate(side)} for side in zip(*leaves, strict=True)))
 
 
-@pytest.mark.long
 def test_the_driver_does_it_all_and_passes_over_what_is_finished(
     trained, recipe, tmp_path, root, monkeypatch, capfd
 ):
@@ -228,7 +220,6 @@ def test_the_driver_does_it_all_and_passes_over_what_is_finished(
     assert out.count("finished already") == 3
 
 
-@pytest.mark.slow
 def test_sampling_from_the_command_line(trained, capsys):
     folder, _ = trained
     command = ["efx", "--mode=sample", f"--workdir={folder}", "--prompt=def parse(self):"]
@@ -268,7 +259,6 @@ def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
     assert fingerprint(tables[0], 5) == fingerprint(tables[1], 5)  # padded for another mesh
 
 
-@pytest.mark.slow
 def test_what_does_not_belong_together_is_one_line(trained, copy, recipe, capsys):
     folder, plan = trained
     others = [arg.replace(str(folder), str(copy)) for arg in plan.experts[1].arguments]
@@ -318,7 +308,6 @@ def test_what_does_not_belong_together_is_one_line(trained, copy, recipe, capsys
     assert main_lib.main(evaluate) == 0
 
 
-@pytest.mark.slow
 def test_a_run_stays_on_its_clustering(trained, copy, recipe, capsys):
     folder, plan = trained
     command = [arg.replace(str(folder), str(copy)) for arg in plan.cluster.arguments]

@@ -400,9 +400,7 @@ COMBINED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("levels, changes", [
-    COMBINED[0], *(pytest.param(*each, marks=pytest.mark.long) for each in COMBINED[1:])
-])  # fmt: skip
+@pytest.mark.parametrize("levels, changes", COMBINED)
 def test_decoding_rows_of_different_lengths(levels, changes):
     """A padded prefill in two calls that end inside groups, then token by token over three more."""
     size = 40
@@ -460,7 +458,6 @@ def test_the_cache_keeps_latents_of_finished_groups():
         1024)
 
 
-@pytest.mark.long
 def test_a_sampler_takes_the_model():
     """Greedy, two rows, scanned layers: what the full forward likes best, token by token."""
     model = make({"scan_layers": True, "depth": 2, **MEMORY["both"]}, levels=1)

@@ -215,11 +215,9 @@ def test_test_script_passes_arguments_and_status(stub, tmp_path):
     result = call(*command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
     assert result.returncode == 5  # pytest's "no tests collected" must not pass
     assert result.stdout.splitlines() == [
-        *("-m", "pytest", "-n", "2", "-m", "not long", "-k", "a and b"),
+        *("-m", "pytest", "-n", "2", "--dist", "loadgroup", "-k", "a and b"),
         "EFX_EXTRAS=dev,interop",
     ]
-    result = call(*command, "--all", cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=0)
-    assert result.stdout.splitlines()[:-1] == ["-m", "pytest", "-n", "2", "-k", "a and b"]
 
 
 def test_ci_switches_the_extras_on(stub):

@@ -214,9 +214,7 @@ def arguments(root, study="gpt2", **changes):
             *(f"--set=model.{text}" for text in ("depth=1", *sets))]
 
 
-@pytest.mark.parametrize(
-    "study", ["gpt2", pytest.param("latent", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("study", ["gpt2", "latent"])
 def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
     argv = [*arguments(root, study), "--out", str(tmp_path)]
     assert coord_check.main(argv) == 0

@@ -3,7 +3,6 @@
 import pytest
 
 
-@pytest.mark.slow
 def test_quickstart_runs(root, tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not installed")
     nbclient = pytest.importorskip("nbclient", reason="the extra `notebooks` is not installed")

@@ -68,7 +68,6 @@ def test_a_model_that_decides_nothing():
         rows_of({})
 
 
-@pytest.mark.long
 def test_command(tmp_path, root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     run = tmp_path / "run"

@@ -214,7 +214,6 @@ def final_params(workdir, config):
     return step, params
 
 
-@pytest.mark.slow
 def test_three_steps_killed_and_three_more_equal_six(text, tmp_path, root, monkeypatch):
     """kill -9 after the checkpoint of step 3; the resumed run is the straight one, bit for bit."""
     monkeypatch.chdir(root)
@@ -265,7 +264,6 @@ RESUMED = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", RESUMED)
 def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
     """Losses, parameters and thresholds of the other families, bit for bit, on eight devices."""
@@ -287,7 +285,6 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
     close(straight, resumed, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit_cleanly(text, tmp_path, root, monkeypatch, number):
     monkeypatch.chdir(root)
