@@ -41,6 +41,7 @@ def shakespeare_path():
     return path
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config, items):
     """Tests that share models, compiled functions or runs go to one worker: those of a row of
     FAMILIES, else those of a file. Otherwise every worker would make what they share."""
