@@ -5,7 +5,8 @@
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
 #   ./launch/test.sh tests/test_layout.py -k einsum        # any arguments of pytest
 #
-# Two processes by default; a later -n wins. EFX_EXTRAS=... does what --extras does. The lints
+# Two processes by default, a file to each at a time: its tests share models, compiled functions and
+# runs, which two processes would make twice. A later -n wins. EFX_EXTRAS=... does what --extras does. The lints
 # (ruff, import directions, shellcheck) are tests too and run where the extra `dev` is installed.
 set -euo pipefail
 
@@ -26,4 +27,4 @@ done
 
 python="$(bash "$root/launch/environment.sh")"
 cd -- "$root"
-exec "$python" -m pytest -n 2 --dist loadgroup ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m pytest -n 2 --dist loadfile ${arguments[@]+"${arguments[@]}"}

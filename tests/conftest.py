@@ -39,15 +39,3 @@ def shakespeare_path():
     if not path.exists():
         pytest.skip("tinyshakespeare is not here: expected shared/data beside the project")
     return path
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config, items):
-    """Tests that share models, compiled functions or runs go to one worker: those of a row of
-    FAMILIES, else those of a file. Otherwise every worker would make what they share."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        row = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        shared = row if item.path.stem == "test_families" and row else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(shared))

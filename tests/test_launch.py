@@ -215,7 +215,7 @@ def test_test_script_passes_arguments_and_status(stub, tmp_path):
     result = call(*command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
     assert result.returncode == 5  # pytest's "no tests collected" must not pass
     assert result.stdout.splitlines() == [
-        *("-m", "pytest", "-n", "2", "--dist", "loadgroup", "-k", "a and b"),
+        *("-m", "pytest", "-n", "2", "--dist", "loadfile", "-k", "a and b"),
         "EFX_EXTRAS=dev,interop",
     ]
 
