@@ -6,8 +6,9 @@
 #   ./launch/test.sh tests/test_layout.py -k einsum        # any arguments of pytest
 #
 # Two processes by default, a file to each at a time: its tests share models, compiled functions and
-# runs, which two processes would make twice. A later -n wins. EFX_EXTRAS=... does what --extras does. The lints
-# (ruff, import directions, shellcheck) are tests too and run where the extra `dev` is installed.
+# runs, which two processes would make twice. A later -n wins. EFX_EXTRAS=... does what --extras
+# does. The lints (ruff, import directions, shellcheck) are tests too and run where the extra `dev`
+# is installed.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
