@@ -84,6 +84,9 @@ class Held:
     def bytes_per_token(self, split):
         return 1.0
 
+    def scored_tokens(self, split):
+        return 3 * 2 * families.LENGTH
+
 
 def evaluated(selection, seed=0):
     model, variables = control(selection)

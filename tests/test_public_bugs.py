@@ -216,7 +216,7 @@ def test_positions_of_routed_tokens_renumbered(monkeypatch):
         run, positions = compiled(module), range(0, 2 * LENGTH, 2)
         return np.abs(run(params, x_BTD)[0] - run(params, x_BTD, positions)[0]).max()
 
-    def renumbered(info, plan, batch):
+    def renumbered(info, plan, batch, budget):
         """The defect: rotary frequencies of places 0..C-1, whichever tokens were picked."""
         return info.replace(positions_BT=jnp.arange(plan.indices_BC.shape[1])[None])
 
