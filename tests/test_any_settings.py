@@ -28,8 +28,6 @@ from efx.layers import attend
 CONTEXT, VOCAB, CHUNK = 13, 11, 5
 EXAMPLES = int(os.environ.get("EFX_EXAMPLES", 0))
 REDUCE = (hypothesis.Phase.shrink,) if EXAMPLES else ()
-# Whether the documents of a row are held apart where they compete for the row's places, too.
-DOCUMENTS_COMPETE = False
 SOME_SITES = st.lists(st.sampled_from(families.NO_PROBS), min_size=1, unique=True).map(tuple)
 
 
@@ -56,13 +54,15 @@ def places(draw, share, count):
 SHARE = st.sampled_from([0.15, 0.3, 0.5, 0.8, 1.0])
 
 
-def routing(draw, depth, recursion):
-    kind = draw(st.sampled_from(["none", "mod", "mod", "mod", "recursion"]))
+def routing(draw, depth, recursion, stochastic):
+    kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
+    controls = ["random_fixed", *["stochastic"] * stochastic] if kind == "mod" else []
     changes = pick(
         draw, "depth_routing.",
-        gate=["identity", "sigmoid", "tanh", "one"], selection=["topk", "threshold"],
+        gate=["identity", "sigmoid", "tanh", "one"],
+        selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
     )  # fmt: skip
@@ -130,9 +130,9 @@ def soft(draw, depth):
     )  # fmt: skip
 
 
-def stack(draw, depth, recursion=True):
+def stack(draw, depth, recursion=True, stochastic=True):
     """Of a decoder's stack and of the latent one: what its blocks are, and what wraps them."""
-    changes = {"depth": depth, **routing(draw, depth, recursion)}
+    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic)}
     kind = draw(st.sampled_from(["dense", "moe", "soft"]))
     if kind == "moe":
         changes |= experts(draw, depth)
@@ -141,7 +141,8 @@ def stack(draw, depth, recursion=True):
     if draw(st.booleans()):
         changes |= masks(draw)
     if draw(st.integers(0, 3)) == 0:
-        changes |= pick(draw, "dense_former.", on=[True], dilation=[1, 2], period=[1, 2])
+        changes |= pick(draw, "dense_former.", on=[True], dilation=[1, 2])
+        changes["dense_former.period"] = draw(one_in(depth))
     return changes
 
 
@@ -163,7 +164,7 @@ def decoder(draw, recursion=True):
     )  # fmt: skip
     changes["num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
-    return changes | stack(draw, draw(st.integers(1, 4)), recursion)
+    return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 4, 4])), recursion)
 
 
 @st.composite
@@ -207,7 +208,9 @@ def latent(draw):
         "level_heads": (2, 2)[:levels], "mlp.activation": draw(st.sampled_from([None, "swiglu"])),
         "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
     }  # fmt: skip
-    return changes | stack(draw, draw(st.integers(1, 3)))
+    # Random places are drawn for what a whole pass computes: with global memory tokens, and where
+    # the context ends inside a group, decoding draws others.
+    return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
 
 
 @st.composite
@@ -273,7 +276,7 @@ class Held:
         self.variables = variables or {
             "params": families.random_params(model), **families.random_state(model)
         }
-        self.forward = families.jit(model.apply)
+        self.forward = families.jit(functools.partial(model.apply, rngs=families.keys()))
         self.step = families.jit(self._step)
         self.empty_cache = functools.cache(lambda rows: models.init_cache(model, rows, CONTEXT))
 
@@ -285,6 +288,7 @@ class Held:
             decode=True,
             cache_size=CONTEXT,
             mutable=["cache"],
+            rngs=families.keys(),
         )
         return logits_BTV, state["cache"]
 
@@ -368,12 +372,10 @@ def packed(lengths):
     return positions, documents
 
 
-def check_documents(held, tokens_BT, first):
-    """Two documents and padding in a row: changing one leaves the other as it is; where they do not
-    compete for places, the second is as if it were alone."""
+def check_documents(held, tokens_BT, first, alone):
+    """Two documents and padding in a row: changing one leaves the other as it is, also where they
+    have little room. If `alone`, the second is as if it were alone: with room for all."""
     batch, last = len(tokens_BT), CONTEXT - 1
-    if not DOCUMENTS_COMPETE:
-        held = Held(roomy(held.model), 0, held.variables)
 
     def row(tokens_BT, *lengths):
         return tokens_BT, *(np.tile(y, (batch, 1)).astype(np.int32) for y in packed(lengths))
@@ -382,15 +384,16 @@ def check_documents(held, tokens_BT, first):
     second_BT = np.broadcast_to((place_1T >= first) & (place_1T < last), tokens_BT.shape)
     both = row(tokens_BT, first, last - first)
     before_BTV = held.logits(*both)
-    for changed_BT, what in ((second_BT, "first"), (~second_BT, "second")):
+    for changed_BT in (second_BT, ~second_BT):
         other_BT = np.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
         after_BTV = held.logits(other_BT, *both[1:])
         kept_BT = ~changed_BT & (place_1T < last)
-        held.check(after_BTV, before_BTV, kept_BT, f"the {what} document", *both)
-    if not DOCUMENTS_COMPETE:
-        alone = row(np.roll(tokens_BT, -first, axis=1), last - first)
-        alone_BTV = np.roll(held.logits(*alone), first, axis=1)
-        held.check(before_BTV, alone_BTV, second_BT, "the second document alone", *alone)
+        np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
+    if alone:
+        held = Held(roomy(held.model), 0, held.variables)
+        apart = row(np.roll(tokens_BT, -first, axis=1), last - first)
+        apart_BTV = np.roll(held.logits(*apart), first, axis=1)
+        held.check(held.logits(*both), apart_BTV, second_BT, "a document alone", *apart)
 
 
 def check(members, bridges, batch, seed):
@@ -403,13 +406,14 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
+    drawn = any(member.get("depth_routing.selection") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:
-        check_documents(held, tokens_BT, int(held.rng.choice(firsts)))
+        check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)
 
 
 @hypothesis.settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 16,
     derandomize=not EXAMPLES,
     phases=(hypothesis.Phase.generate, *REDUCE),
     deadline=None,

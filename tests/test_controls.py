@@ -141,6 +141,34 @@ def test_sampling_draws_the_places_of_a_whole_context():
 # ---- fixed places ------------------------------------------------------------------------------
 
 
+def test_a_latent_stack_decodes_with_the_places_of_a_whole_pass():
+    """The stack runs in a loop, which the key has to reach."""
+    model = families.make({**CHANGES, "depth_routing.selection": "stochastic", "family": "latent",
+                           "group_size": 4, "latents": (2,), "level_widths": (8,)}, context=12)
+    variables = {"params": families.random_params(model)}
+    tokens_BT = families.tokens(batch=2, length=12)
+
+    @families.jit
+    def run(key):
+        keys = {"routing": jax.random.key(key)}
+        whole_BTV = model.apply(variables, tokens_BT, rngs=keys)
+        cache, read = models.init_cache(model, 2, 12), []
+        for start in (0, 7):
+            part_BT = tokens_BT[:, start : start + 7]
+            positions_BT = jnp.tile(jnp.arange(start, start + part_BT.shape[1])[None], (2, 1))
+            part_BTV, state = model.apply(
+                {**variables, "cache": cache}, part_BT, positions_BT, decode=True, cache_size=12,
+                mutable=["cache"], rngs=keys,
+            )
+            cache = state["cache"]
+            read.append(part_BTV)
+        return whole_BTV, jnp.concatenate(read, axis=1)
+
+    whole_BTV, read_BTV = run(0)
+    np.testing.assert_allclose(read_BTV, whole_BTV, atol=1e-4)
+    assert np.abs(run(1)[0] - whole_BTV).max() > 0.01
+
+
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.75, 1.0])
 def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capacity):
     info = TokenInfo(jnp.arange(300)[None])

@@ -91,7 +91,15 @@ def if_any(wanted, stack, x_BTD, info):
     def once(stack, carry):
         return jnp.zeros_like(wanted), stack(carry[1], info)
 
-    return nn.while_loop(more, once, stack, (wanted, x_BTD), carry_variables="cache")[1]
+    # The key of a stochastic control too: it draws its places in here.
+    return nn.while_loop(
+        more,
+        once,
+        stack,
+        (wanted, x_BTD),
+        carry_variables="cache",
+        split_rngs={"routing": False},
+    )[1]
 
 
 def memory_tokens(module, name, count, c):
