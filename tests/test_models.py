@@ -151,7 +151,7 @@ def capacities(**changes):
     (dict(), {1: 0.125, 3: 0.125, 5: 0.125}),
     (dict(every=1, capacity=0.5), dict.fromkeys(range(6), 0.5)),
     (dict(every=3), {2: 0.125, 5: 0.125}),
-    (dict(every=7), {}),
+    (dict(every=6), {5: 0.125}),
     (dict(blocks=(0, 4)), {0: 0.125, 4: 0.125}),
     (dict(capacity=(0.5, 0.25, 1.0)), {1: 0.5, 3: 0.25, 5: 1.0}),
     (dict(blocks=(2, 3), capacity=(0.5, 0.25)), {2: 0.5, 3: 0.25}),
