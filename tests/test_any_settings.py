@@ -232,7 +232,7 @@ def adapters(draw, changes):
 
 @st.composite
 def any_model(draw):
-    """(settings of the members, the last of them those of the bridges or None)."""
+    """(settings of the model, or of the members of bridges; settings of the bridges or None)."""
     one = st.one_of(decoder(), decoder(), latent(), encoder_decoder())
     changes = draw(one)
     kind = draw(st.sampled_from(["plain", "plain", "plain", "adapter", "bridged"]))
