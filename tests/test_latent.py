@@ -128,10 +128,10 @@ def reference(tokens_T, params, model):
     x = [y[len(memory) + i * sizes[-1]:][: sizes[-1]] for i in range(count)]
     for i in reversed(range(1, len(sizes))):
         p, heads = params[f"decoder_{i - 1}"], c.level_heads[i - 1]
-        z = [g @ p["upsample"]["linear"]["kernel"] for g in x]
         early = sizes[i - 1] - sizes[i]
-        before = [p["upsample"]["first"], *(early_latents(g, early, c.repeat) for g in z[:-1])]
-        x = [np.concatenate(pair) + tables[i - 1] for pair in zip(before, z, strict=True)]
+        before = [p["upsample"]["first"], *(early_latents(g, early, c.repeat) for g in x[:-1])]
+        x = [np.concatenate(pair) for pair in zip(before, x, strict=True)]
+        x = [g @ p["upsample"]["linear"]["kernel"] + tables[i - 1] for g in x]
         share, before = p.get("skip"), c.skip_joins == "before"
 
         def joined(x, share=share, skip=skips[i - 1]):

@@ -252,9 +252,10 @@ class Upsample(nn.Module):
     """[B, M, P_i, D_i] -> [B, M, P_{i-1}, D_{i-1}] (decoding: [B, C, D] of the new tokens that the
     levels have).
 
-    After a linear map, place p of the last P_i takes latent p - (P_{i-1} - P_i) of its own group;
-    an earlier one takes a latent of the group before, which is the last that is complete when its
-    token comes. The first group of a document has learned vectors there.
+    Place p of the last P_i takes latent p - (P_{i-1} - P_i) of its own group; an earlier one takes
+    a latent of the group before, which is the last that is complete when its token comes. The first
+    group of a document has learned vectors [P_{i-1} - P_i, D_i] there. Then a linear map to
+    D_{i-1}, computed before the latents are copied since that is the same and cheaper.
     """
 
     config: LevelConfig
@@ -263,10 +264,11 @@ class Upsample(nn.Module):
     def __call__(self, y, latents, view):
         """`latents` and `view` are the views of levels i and i - 1."""
         c, b = self.config, self.config.block
-        z = _wider(b, c.inner_width, "linear")(y)
+        linear = _wider(b, c.inner_width, "linear")
         init = nn.with_logical_partitioning(nn.initializers.normal(b.std), ("position", "table"))
         early = c.places - c.inner
-        first_PD = self.param("first", init, (early, b.width), jnp.float32).astype(b.dtype)
+        first_PD = self.param("first", init, (early, c.inner_width), jnp.float32)
+        z, first_PD = linear(y), linear(first_PD.astype(b.dtype))
         index = repeat_index(c.places, c.inner, c.repeat)
         if view.inside.decode:
             return self._decode(z, first_PD, index, latents, view)

@@ -145,7 +145,7 @@ def _compression_params(level):
 
 def _upsampling_params(level):
     b = level.block
-    count = {"upsampling": _linear_params(level) + (level.places - level.inner) * b.width}
+    count = {"upsampling": _linear_params(level) + (level.places - level.inner) * level.inner_width}
     if level.skip == "lerp":
         count["upsampling"] += b.width
     if level.upsampling == "attention":
