@@ -133,7 +133,7 @@ def _model(args, tile):
             "data.seq_len": args.context,
             "model.width": args.width,
             "model.depth": args.depth,
-            "model.num_heads": args.heads,
+            "model.attention.num_heads": args.heads,
             "model.dropout.attention.skip_tile": tile,
         },
     )

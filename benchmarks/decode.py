@@ -80,7 +80,7 @@ def set_routers(model, params, arguments):
     for i, spec in enumerate(model.specs()):
         if spec.routing is not None and i:
             x_BTD = layers(params)[f"block_{i - 1}"]["__call__"][0]
-            router_D = jax.random.normal(jax.random.key(i), (model.width,)).at[0].set(0)
+            router_D = jax.random.normal(jax.random.key(i), (model.config.width,)).at[0].set(0)
             ratio = (x_BTD @ router_D) / x_BTD[..., 0]
             bias = -jnp.quantile(ratio, 1 - spec.capacity)
             params["layers"][f"block_{i}"]["router"] = router_D.at[0].set(bias)

@@ -116,7 +116,7 @@ def _config(args):
             "data.seq_len": args.context,
             "model.width": args.width,
             "model.depth": args.depth,
-            "model.num_heads": args.heads,
+            "model.attention.num_heads": args.heads,
             "model.use_bias": args.bias,
             "model.dropout.kind": "none",
         },

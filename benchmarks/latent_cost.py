@@ -132,7 +132,7 @@ def _sized(config, args, context):
             "data.batch_size": max(1, args.tokens // context),
             "model.width": args.width,
             "model.depth": args.depth,
-            "model.num_heads": args.heads,
+            "model.attention.num_heads": args.heads,
             "train.loss_chunk": min(context, 512),
         },
     )

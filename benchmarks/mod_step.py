@@ -172,7 +172,7 @@ def _config(args, variant):
             "data.seq_len": args.context,
             "model.width": args.width,
             "model.depth": args.depth,
-            "model.num_heads": args.heads,
+            "model.attention.num_heads": args.heads,
             "model.depth_routing.every": args.every,
             "model.depth_routing.capacity": args.capacity,
             "train.loss_chunk": args.loss_chunk,

@@ -100,7 +100,7 @@ def _spec(args, channels):
         base(),
         {
             "model.width": args.width,
-            "model.num_heads": args.heads,
+            "model.attention.num_heads": args.heads,
             "model.depth": 1,
             "model.soft_experts.num": channels,
             "model.soft_experts.hidden_multiple": args.hidden_multiple,

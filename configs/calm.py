@@ -34,8 +34,6 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from ml_collections import ConfigDict
-
 from configs import common
 
 _FURTHER = {
@@ -76,5 +74,5 @@ def get_config(arg=""):
     config = common.base()
     common.apply(config, {**common.STDLIB, "data.eval_fraction": 0.1, "model.depth": 4})
     if "bridge" in arg.split(","):
-        config.model = ConfigDict(common.bridged())
+        config.model = common.base("bridged").model
     return common.variant(config, arg, **VARIANTS)

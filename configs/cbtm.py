@@ -37,7 +37,7 @@ VARIANTS = {
         "data.document_bytes": 1024,
         "model.width": 32,
         "model.depth": 2,
-        "model.num_heads": 2,
+        "model.attention.num_heads": 2,
         "cluster.count": 2,
         "checkpoint.every": 10,
     },

@@ -39,8 +39,6 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from ml_collections import ConfigDict
-
 from configs import common
 
 PUBLISHED = {
@@ -52,7 +50,7 @@ PUBLISHED = {
     "model.width": 150,
     "model.depth": 13,
     "model.cross_source": "same_layer",
-    "model.num_heads": 5,
+    "model.attention.num_heads": 5,
     "model.cross_heads": 10,
     "model.use_bias": False,
     "model.output_positions": "subtract",
@@ -91,15 +89,14 @@ VARIANTS = {
 
 
 def get_config(arg=""):
-    config = common.base()
-    config.model = ConfigDict(common.encoder_decoder())
+    config = common.base("encoder_decoder")
     common.apply(
         config,
         {
             **common.RECIPE,
             "model.width": 128,
             "model.depth": 4,
-            "model.num_heads": 4,
+            "model.attention.num_heads": 4,
         },
     )
     return common.variant(config, arg, recipes=("published", "seed"), **VARIANTS)

@@ -28,7 +28,7 @@ def get_config(arg=""):
             "model.preset": "gpt2",
             "model.width": 768,
             "model.depth": 12,
-            "model.num_heads": 12,
+            "model.attention.num_heads": 12,
             "model.vocab_multiple": 64,
             "train.accumulation": 20,
             "optim.learning_rate": 6e-4,

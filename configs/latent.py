@@ -61,8 +61,6 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an accelerator.
 """
 
-from ml_collections import ConfigDict
-
 from configs import common
 
 VARIANTS = {
@@ -122,8 +120,7 @@ VARIANTS = {
 
 
 def get_config(arg=""):
-    config = common.base()
-    config.model = ConfigDict(common.latent())
+    config = common.base("latent")
     common.apply(
         config,
         {
@@ -133,7 +130,7 @@ def get_config(arg=""):
             "model.level_widths": (64, 128),
             "model.width": 256,
             "model.depth": 8,
-            "model.num_heads": 8,
+            "model.attention.num_heads": 8,
         },
     )
     return common.variant(config, arg, recipes=("seed",), **VARIANTS)

@@ -12,7 +12,7 @@ from configs import common
 VARIANTS = {
     "smoke": {
         **common.ACCELERATOR_SMOKE,
-        "model.num_kv_heads": 2,
+        "model.attention.num_kv_heads": 2,
     },
 }
 
@@ -30,8 +30,8 @@ def get_config(arg=""):
             "model.preset": "llama",
             "model.width": 768,
             "model.depth": 12,
-            "model.num_heads": 12,
-            "model.num_kv_heads": 4,
+            "model.attention.num_heads": 12,
+            "model.attention.num_kv_heads": 4,
             "train.accumulation": 8,
             "optim.learning_rate": 1e-3,
             "optim.schedule.warmup_steps": 1000,

@@ -30,7 +30,7 @@ leaves open, see docs/paper_and_efx.md:
     bce_reaches_input       whether the auxiliary loss also trains what lies below the router
     slack*                  room of a causal decision, as a multiple of the capacity
     kv_for_skipped          skipped tokens still write keys and values
-    light_path              width of a small MLP for skipped tokens
+    skip_mlp              width of a small MLP for skipped tokens
 Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce`.
 
 Variants, to be combined with commas:
@@ -59,7 +59,7 @@ VARIANTS = {
         "model.depth_routing.causal": "aux_loss",
     },
     "threshold": {
-        "model.depth_routing.selection": "threshold",
+        "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,
     },
     "recursion": {

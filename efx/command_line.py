@@ -6,7 +6,9 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from efx import run_config, runfolder, settings
+from efx import config as config_lib
+from efx import run_config, runfolder
+from efx.config import known
 from efx.errors import UsageError, nearest
 
 
@@ -88,7 +90,7 @@ def load_config(source):
         folder = pathlib.Path(path).parent
         hint = nearest(path, folder.glob("*.py"))
         raise UsageError(f"--config={path}: there is no such file{hint}")
-    settings.make_configs_importable()
+    config_lib.make_configs_importable()
     try:
         spec = importlib.util.spec_from_file_location("efx_config", path)
         module = importlib.util.module_from_spec(spec)
@@ -99,7 +101,7 @@ def load_config(source):
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"--config={source} cannot be loaded: {reason}") from error
-    settings.check(config, f"--config={source}")
+    config_lib.check(config, f"--config={source}")
     return config
 
 
@@ -144,7 +146,7 @@ def _check_flags(own, argv):
 
 
 def _nearest_flag(own, name):
-    setting = settings.elsewhere(name, settings.names(settings.known()))
+    setting = config_lib.elsewhere(name, config_lib.names(known()))
     if setting:
         return f" (did you mean '--{setting}'?)"
     return nearest(f"--{name}", [f"--{flag}" for flag in own])
@@ -153,7 +155,7 @@ def _nearest_flag(own, name):
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        found = settings.require(config, key)
+        found = config_lib.require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
     if hasattr(found, "keys"):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from efx import losses, sharding
+from efx import losses, models, sharding
 from efx.layers.stack import names
 from efx.mask_changes import MaskChanges
 from efx.metrics import portion
@@ -39,7 +39,7 @@ class Evaluator:
             selections += ("train",)
         if self._routing:
             selections += self._routing.trained[1:]
-        learned = model.dropout.learned
+        learned = model.config.dropout.learned
         self._mask_changes = MaskChanges(model, mesh, rules, self._seed) if learned else None
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
         self._steps = {
@@ -80,14 +80,14 @@ class Evaluator:
             return result
         if self._routing.control:
             result |= {
-                f"eval/{name}_{self._routing.selection}": result[f"eval/{name}"]
+                f"eval/{name}_{self._routing.train_selection}": result[f"eval/{name}"]
                 for name in ("loss", "bits_per_byte")
             }
             return result | self._routed("router", causal)
         first, *others = self._routing.trained
         for selection in ("train", *others):
             loss = means[selection]["loss"]
-            name = self._routing.selection if selection == "train" else selection
+            name = self._routing.train_selection if selection == "train" else selection
             result[f"eval/loss_{name}"] = loss
             result[f"eval/bits_per_byte_{name}"] = losses.bits_per_byte(loss, bytes_per_token)
         for decision in self._routing.trained:
@@ -141,7 +141,8 @@ class Evaluator:
         if computed is None or self._moe is None:
             return self._model
         moe = dataclasses.replace(self._moe, computed_fraction=min(max(computed, 1e-9), 1.0))
-        return self._model.clone(mlp=dataclasses.replace(self._model.mlp, moe=moe))
+        mlp = dataclasses.replace(self._model.config.mlp, moe=moe)
+        return models.changed(self._model, mlp=mlp)
 
     def _expert_rows(self, means, bytes_per_token):
         """`eval/moe/...` under the causal decision; the loss under training's selection if it

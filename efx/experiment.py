@@ -6,7 +6,8 @@ import pathlib
 import jax
 import numpy as np
 
-from efx import models, runfolder, settings, sharding
+from efx import config as config_lib
+from efx import models, runfolder, sharding
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
@@ -14,19 +15,6 @@ from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what else decides which part of a source is held out.
 _OF_THE_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
-# Least values of what counts the loop's steps and batches; 0 means never, or no limit. A negative
-# `every` would be due at each step.
-LEAST = {
-    "checkpoint.every": 0,
-    "evaluate.every": 0,
-    "evaluate.batch_size": 1,
-    "evaluate.max_batches": 0,
-    "log.every": 1,
-    "log.profile_at": 0,
-    "log.profile_steps": 1,
-    "sample.every": 0,
-    "train.max_nonfinite": 0,
-}
 
 
 @dataclasses.dataclass
@@ -80,8 +68,7 @@ def prepare(config, workdir=None, parts=PARTS):
 
     parts: of the data that is wanted, see `efx.data.load`.
     """
-    settings.check(config)
-    _check_counts(config)
+    config = config_lib.check(config)
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
@@ -130,10 +117,10 @@ def _before(c, workdir):
     there = runfolder.load_config(workdir)["data"]
     same = (c.source, c.eval_source) == (there["source"], there["eval_source"])
     for key in _OF_THE_SPLIT if same else ():
-        if c[key] != there[key]:
+        if getattr(c, key) != there[key]:
             raise UsageError(
-                f"config.data.{key}: {there[key]!r} in the run, {c[key]!r} here; that would score"
-                " text that was trained on. To evaluate a whole text of your own:"
+                f"config.data.{key}: {there[key]!r} in the run, {getattr(c, key)!r} here; that"
+                " would score text that was trained on. To evaluate a whole text of your own:"
                 " --config.data.eval_source=text:PATH"
             )
     return runfolder.recorded_origin(workdir), same
@@ -155,7 +142,7 @@ def _same_everywhere(data):
 
 def _member_runs(model_config):
     """[(key, run folder)] that a bridged model is made from, the anchor first."""
-    if model_config["family"] != "bridged":
+    if model_config.family != "bridged":
         return []
     runs = [("anchor", model_config.anchor), *(("augment", run) for run in model_config.augment)]
     for key, run in runs:
@@ -188,20 +175,13 @@ def _member(key, run, data, config, mesh, rules):
 
 def _capacity_stages(model, length):
     """[(fraction of the training at which it starts, model, ledger)]."""
-    routing, start, parts = getattr(model, "depth_routing", None), 0.0, []
-    for end, capacity in routing.capacity_stages if routing else ():
+    routing, start, parts = model.config.depth_routing, 0.0, []
+    for end, capacity in routing.capacity_stages:
         staged = dataclasses.replace(routing, capacity=capacity)
-        staged = model.clone(depth_routing=staged).resolved()
+        staged = models.changed(model, depth_routing=staged)
         parts.append((start, staged, staged.ledger(length)))
         start = end
     return [*parts, (start, model, model.ledger(length))]
-
-
-def _check_counts(config):
-    for name, least in LEAST.items():
-        block, key = name.split(".")
-        if config[block][key] < least:
-            raise UsageError(f"config.{name}={config[block][key]}: must be at least {least}")
 
 
 def _check_batch(config, mesh, rules):
@@ -239,7 +219,7 @@ def _total_steps(config, parts):
     if config.steps:
         if config.steps < 0:
             raise UsageError(f"config.steps={config.steps}: must be at least 1")
-        return int(config.steps)
+        return config.steps
     ends = [start for start, *_ in parts[1:]] + [1.0]
     per_step = sum(
         (end - start) * ledger.train_flops(config.data.batch_size * config.data.seq_len)

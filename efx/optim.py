@@ -25,11 +25,10 @@ import jax.numpy as jnp
 import optax
 from flax.core import meta
 
-from efx.errors import UsageError, nearest
+from efx.config import OptimConfig
+from efx.errors import UsageError
 from efx.layers import parametrisation
-
-OPTIMIZERS = ("adamw", "lion", "muon", "schedule_free_adamw", "sgd")
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
+from efx.settings import make
 
 # Modules whose kernels are no hidden matrices: Muon leaves them to AdamW, as its authors do.
 NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
@@ -77,7 +76,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     Raises:
       UsageError: a value or a pattern of config.optim is wrong.
     """
-    _check(config_optim)
+    config_optim = _checked(config_optim)
     schedule = make_schedule(config_optim, total_steps)
     groups = parameter_groups(config_optim, params_shapes, mup_base)
     shapes = meta.unbox(params_shapes)
@@ -116,20 +115,8 @@ def make_schedule(config_optim, total_steps):
     `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
     last `decay_fraction` of E linearly down to f p at E. From E on the rate stays at f p.
     """
+    config_optim = make(OptimConfig, config_optim)
     peak, shape = config_optim.learning_rate, config_optim.schedule
-    if shape.kind not in SCHEDULES:
-        raise UsageError(
-            f"config.optim.schedule.kind={shape.kind!r} is none of {', '.join(SCHEDULES)}"
-            + nearest(shape.kind, SCHEDULES)
-        )
-    _require(shape.warmup_steps >= 0, "schedule.warmup_steps", shape.warmup_steps, "at least 0")
-    _require(shape.decay_steps >= 0, "schedule.decay_steps", shape.decay_steps, "at least 0")
-    _require(
-        0 <= shape.final_fraction <= 1, "schedule.final_fraction", shape.final_fraction, "in [0, 1]"
-    )
-    _require(
-        0 < shape.decay_fraction <= 1, "schedule.decay_fraction", shape.decay_fraction, "in (0, 1]"
-    )
     if total_steps < 1:
         raise UsageError(f"config.steps={total_steps} must be at least 1")
     end = shape.decay_steps or total_steps
@@ -179,12 +166,10 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
         if len(entry) != 2 or not isinstance(entry[0], str):
             raise UsageError(f"config.optim.{key}={entry!r} must be a pair (regex, factor)")
         pattern, factor = entry
-        _require(
-            isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0,
-            key,
-            entry,
-            "a pair (regex, finite factor >= 0)",
-        )
+        if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0):
+            raise UsageError(
+                f"config.optim.{key}={entry!r} must be a pair (regex, finite factor >= 0)"
+            )
         for path in _matching(key, pattern, paths):
             multipliers.setdefault(path, (float(factor), pattern))
     if paths and len(frozen) == len(paths):
@@ -326,32 +311,18 @@ def _stand_still():
     )
 
 
-def _check(config):
-    """Raise UsageError for the first value of config.optim that makes no sense."""
-    if config.name not in OPTIMIZERS:
-        raise UsageError(
-            f"config.optim.name={config.name!r} is none of {', '.join(OPTIMIZERS)}"
-            + nearest(config.name, OPTIMIZERS)
-        )
-    for key in ("learning_rate", "weight_decay", "clip_norm", "eps"):
-        value = config[key]
-        _require(math.isfinite(value) and value >= 0, key, value, "a finite number >= 0")
-    for key in ("b1", "b2", "momentum"):
-        _require(0 <= config[key] < 1, key, config[key], "in [0, 1)")
-    if config.name == "schedule_free_adamw":
-        _require(config.b1 > 0, "b1", config.b1, "above 0 for schedule_free_adamw")
-        _require(
-            config.schedule.kind == "constant",
-            "schedule.kind",
-            config.schedule.kind,
-            "'constant' for schedule_free_adamw, whose averaging replaces the decay "
-            "(warm-up is allowed)",
-        )
-
-
-def _require(holds, key, value, rule):
-    if not holds:
-        raise UsageError(f"config.optim.{key}={value!r} must be {rule}")
+def _checked(config_optim):
+    """The block `config.optim`, whose settings go together."""
+    c = make(OptimConfig, config_optim)
+    if c.name == "schedule_free_adamw":
+        if not c.b1:
+            raise UsageError("config.optim.b1=0.0: must be above 0 for schedule_free_adamw")
+        if c.schedule.kind != "constant":
+            raise UsageError(
+                f"config.optim.schedule.kind={c.schedule.kind!r}: must be 'constant' for "
+                "schedule_free_adamw, whose averaging replaces the decay (warm-up is allowed)"
+            )
+    return c
 
 
 def _matching(key, pattern, paths):

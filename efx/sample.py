@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models, sharding
+from efx.config import SampleConfig
 from efx.errors import UsageError
+from efx.settings import make
 
 PREFILL = 64  # tokens of a prompt that a call processes
 STREAM = 16  # tokens that a call of the decode loop makes before they are shown
@@ -51,7 +53,7 @@ class Sampler:
         self.cache_size = cache_size or model.context
         if self.cache_size > model.context:
             raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
-        unrolled = model.unrolled() if model.scan_layers else model
+        unrolled = models.unrolled(model) if model.config.scan_layers else model
         self._program = _Program(unrolled, batch_size, self.cache_size)
         self._options = dict(
             temperature=np.float32(temperature),
@@ -318,10 +320,8 @@ class TextSampler:
     """A sampler of text, by a `config.sample` block, all of which is checked here."""
 
     def __init__(self, model, tokenizer, config, *, batch_size=1):
+        config = make(SampleConfig, config)
         self.tokenizer, self.config = tokenizer, config
-        for name in ("max_new_tokens", "num_samples"):
-            if config[name] < 1:
-                raise UsageError(f"config.sample.{name}={config[name]}: must be at least 1")
         self.sampler = Sampler(
             model,
             batch_size=batch_size,

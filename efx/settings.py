@@ -1,125 +1,244 @@
-"""Which settings there are: a config has the keys of `configs/common.py`, no more and no less.
+"""Settings: each is written once, as a field of a frozen dataclass, with its meaning beside it.
 
-A config is a ConfigDict that any Python file may write to, so a misspelt key would otherwise be one
-more key, which nobody reads. Whatever set it, a config is checked as a whole.
+    @block("config.sample")
+    class SampleConfig:
+        top_k: Natural = 0  # choose among so many tokens; 0: all
+
+The field's type says what is allowed: a Python type, `Literal` choices, a range (`Natural`,
+`Share`...), tuples and unions of these, another block. Whoever makes a block gets a `UsageError`
+that names key, value and what would be right. Rules between fields are the block's `check`.
+
+A config file starts from `defaults(...)` of a block, a ConfigDict that any Python file may write to
+and that the command line overrides; `make` turns it into the block again.
 """
 
-import pathlib
-import sys
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from efx.errors import UsageError, nearest
 
 
-def make_configs_importable():
-    """Lets a config file import `configs.common`, wherever efx is started from."""
-    top = str(pathlib.Path(__file__).resolve().parent.parent)
-    if top not in sys.path:
-        sys.path.append(top)
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What a number may be: `least` and `most` are allowed themselves, `above` and `below` not."""
 
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
 
-def known(family="decoder"):
-    """The config with every key that there is for a model family, at its default.
-
-    Raises UsageError for an unknown family.
-    """
-    make_configs_importable()
-    from configs import common
-
-    if family not in common.FAMILIES:
-        raise UsageError(
-            f"config.model.family={family!r}: expected one of {', '.join(common.FAMILIES)}"
-            + nearest(family, common.FAMILIES)
+    def holds(self, value):
+        """Whether a number lies in the range, which holds no infinite one and none that is nan."""
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
         )
-    config = common.base()
-    config.model = ConfigDict(common.FAMILIES[family]())
+
+    def __str__(self):
+        low = self.least if self.above is None else self.above
+        high = self.most if self.below is None else self.below
+        if high is None and low is None:
+            return "finite"
+        if high is None:
+            return f"at least {low}" if self.above is None else f"more than {low}"
+        opening = "[" if self.above is None else "("
+        return f"in {opening}{low}, {high}{']' if self.below is None else ')'}"
+
+
+Count = Annotated[int, Range(least=1)]
+Natural = Annotated[int, Range(least=0)]
+Number = Annotated[float, Range()]
+Positive = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(least=0)]
+AtLeastOne = Annotated[float, Range(least=1)]
+Share = Annotated[float, Range(above=0, most=1)]
+Probability = Annotated[float, Range(least=0, below=1)]
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def block(where):
+    """Class decorator: a frozen dataclass whose values are converted and checked when it is made.
+
+    Args:
+      where: the block's name in a config, such as "config.model.mlp".
+    """
+
+    def decorate(cls):
+        cls.where = where
+        cls.__post_init__ = _check_fields
+        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorate
+
+
+def is_block(value):
+    """Whether a class, or an object, is a block of settings."""
+    return dataclasses.is_dataclass(value) and hasattr(value, "where")
+
+
+@functools.cache
+def _hints(cls):
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _check_fields(self):
+    for name, hint in _hints(type(self)).items():
+        value = _converted(hint, getattr(self, name), f"{self.where}.{name}")
+        object.__setattr__(self, name, value)
+    if hasattr(self, "check"):
+        self.check()
+
+
+def _options(hint):
+    """The types that a value may have one of."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _converted(hint, value, where):
+    """The value as the type of its field says: tuples for lists, a float for an int, a block for a
+    mapping; UsageError if it is none of that type."""
+    refusals = []
+    for option in _options(hint):
+        try:
+            return _as(option, value, where)
+        except UsageError as refusal:
+            refusals.append(refusal)
+    # Of several types the one that the value has says best what is wrong with it.
+    fitting = [each for each in refusals if "expected" not in str(each).rpartition(": ")[2]]
+    if fitting or len(refusals) == 1:
+        raise (fitting or refusals)[0]
+    wanted = " or ".join(map(_name, _options(hint)))
+    raise UsageError(f"{where}={value!r}: expected {wanted}")
+
+
+def _as(hint, value, where):
+    """One of the `_options` of a hint."""
+    if hint in (object, typing.Any):
+        return value
+    if hint is types.NoneType:
+        if value is None:
+            return None
+        raise UsageError(f"{where}={value!r}: expected None")
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        kind, allowed = typing.get_args(hint)
+        number = _as(kind, value, where)
+        if not allowed.holds(number):
+            raise UsageError(f"{where}={value!r}: must be {allowed}")
+        return number
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value in choices and isinstance(value, str):
+            return value
+        raise UsageError(
+            f"{where}={value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
+        )
+    if origin is tuple:
+        item, _ = typing.get_args(hint)
+        if isinstance(value, (tuple, list)):
+            return _items(item, value, where)
+    elif is_block(hint):
+        return value if isinstance(value, hint) else make(hint, value)
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise UsageError(f"{where}={value!r}: expected {_name(hint)}")
+
+
+def _items(hint, values, where):
+    try:
+        return tuple(_converted(hint, each, where) for each in values)
+    except UsageError as refusal:  # of one of them; told of all
+        message = str(refusal).partition(": ")[2]
+        raise UsageError(f"{where}={values!r}: {message}") from None
+
+
+def _name(hint):
+    origin = typing.get_origin(hint)
+    if hint is types.NoneType:
+        return "None"
+    if origin is Annotated:
+        return _name(typing.get_args(hint)[0])
+    if origin is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    if origin is tuple:
+        return f"a tuple of {_name(typing.get_args(hint)[0])}"
+    return " or ".join(map(_name, _options(hint))) if not isinstance(hint, type) else hint.__name__
+
+
+def make(cls, mapping):
+    """The block `cls` of a mapping that has all of its settings and no other."""
+    if is_block(mapping) and isinstance(mapping, cls):
+        return mapping
+    if not isinstance(mapping, Mapping) and not hasattr(mapping, "items"):
+        names = ", ".join(_hints(cls))
+        raise UsageError(f"{cls.where}={mapping!r}: it is a block of settings, {names}")
+    values, hints = dict(mapping.items()), _hints(cls)
+    for key in values:
+        if key not in hints:
+            raise UsageError(f"{cls.where}.{key} is not a setting{nearest(key, hints)}")
+    for key in hints:
+        if key not in values:
+            raise UsageError(f"{cls.where}.{key} is missing")
+    return cls(**values)
+
+
+def defaults(settings):
+    """A block as a ConfigDict. A setting that may have values of several types can be given any of
+    them, and what is None now (decided elsewhere) one of its type."""
+    config = ConfigDict()
+    for name, hint in _hints(type(settings)).items():
+        value, options = getattr(settings, name), _options(hint)
+        kinds = [each for each in options if each is not types.NoneType]
+        if is_block(value):
+            config[name] = defaults(value)
+        elif hint is object or len(kinds) > 1:
+            config[name] = config_dict.FieldReference(value, field_type=object)
+        elif value is None:
+            config[name] = config_dict.placeholder(_plain_type(kinds[0]))
+        else:
+            config[name] = value
     return config
 
 
-def check(config, where=""):
-    """UsageError unless a config has just the keys that there are, each with a value of its type.
-
-    Args:
-      config: ConfigDict, of any family.
-      where: what the config comes from, to be told with what is wrong: a file, a run folder.
-    """
-    try:
-        if not isinstance(config, ConfigDict):
-            raise UsageError(f"a config is a ConfigDict, not of type {type(config).__name__}")
-        right = known(require(config, "model.family"))
-        _check_family(config.model)
-        _check_block(config, right, "config", names(right))
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}" if where else str(error)) from None
+def _plain_type(hint):
+    if typing.get_origin(hint) is Annotated:
+        return typing.get_args(hint)[0]
+    return str if typing.get_origin(hint) is Literal else hint
 
 
-def _check_family(model):
-    """A changed `config.model.family` does not change the settings beside it."""
-    from configs import common
-
-    for family, settings in common.FAMILIES.items():
-        if family != model.family and set(settings()) == set(model):
-            raise UsageError(
-                f"config.model.family={model.family!r}: the settings of config.model are those of "
-                f"{family!r}; start from a config file of the other family"
-            )
+def as_dict(settings):
+    """A block as nested plain dicts; tuples stay tuples."""
+    return {
+        name: as_dict(value) if is_block(value) else value
+        for name in _hints(type(settings))
+        for value in [getattr(settings, name)]
+    }
 
 
-def _check_block(block, right, name, every):
-    for key in block:
-        if key not in right:
-            raise UsageError(_unknown(f"{name}.{key}", block=right, every=every))
-    for key in right:
-        if key not in block:
-            raise UsageError(f"{name}.{key} is missing")
-        value = block[key]
-        if _is_block(right[key]):
-            if not _is_block(value):
-                raise UsageError(
-                    f"{name}.{key}={value!r}: it is a block of settings, {', '.join(right[key])}"
-                )
-            _check_block(value, right[key], f"{name}.{key}", every)
-            continue
-        try:
-            right[key] = value
-        except TypeError:
-            wanted = right.get_type(key).__name__
-            raise UsageError(f"{name}.{key}={value!r}: expected {wanted}") from None
-
-
-def require(config, key):
-    """What a dotted key names in a config, a value or a block; UsageError if it names nothing."""
-    block, name = config, "config"
-    for part in key.split("."):
-        if not _is_block(block):
-            raise UsageError(f"config.{key}: {name} is a value, not a block of settings")
-        name = f"{name}.{part}"
-        if part not in block:
-            raise UsageError(_unknown(name, block, names(config)))
-        block = block[part]
-    return block
-
-
-def names(block, name="config"):
-    """The dotted names of all settings in a block that is called `name`."""
-    for key in block:
-        inner = f"{name}.{key}"
-        yield from names(block[key], inner) if _is_block(block[key]) else [inner]
-
-
-def elsewhere(key, every):
-    """The name of a setting that ends in these dotted keys, the shortest of `every` such; or ""."""
-    return min((name for name in every if name.endswith(f".{key}")), key=len, default="")
-
-
-def _unknown(name, block, every):
-    """What to say of a name that is none: where else there is such a key, or the nearest one."""
-    key = name.rpartition(".")[2]
-    found = elsewhere(key, every)
-    hint = f" (did you mean {found!r}?)" if found else nearest(key, block)
-    return f"{name} is not a setting{hint}"
-
-
-def _is_block(value):
-    return hasattr(value, "keys")
+def replaced(settings, changes):
+    """A block with some settings changed, by dotted key: `replaced(c, {"mlp.kind": "moe"})`."""
+    nested = {}
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+        else:
+            nested[name] = value
+    for name, value in nested.items():
+        if isinstance(value, dict) and is_block(getattr(settings, name)):
+            nested[name] = replaced(getattr(settings, name), value)
+    return dataclasses.replace(settings, **nested)

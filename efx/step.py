@@ -113,7 +113,9 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
     def micro_loss(params, variables, batch, total_weight, keys, step, whole):
         x_BTD, mutated = forward(params, variables, batch, keys)
-        z_loss = losses.coefficient(config.losses["z_loss"], step, total_steps, "z_loss")
+        z_loss = losses.coefficient(
+            losses.weight(config.losses, "z_loss"), step, total_steps, "z_loss"
+        )
         sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss)
         found = {name: means.sown(mutated, name) for name in ("losses", "stats")}
         extra = weighted(losses.collect_sown(found["losses"], whole), step)

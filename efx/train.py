@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import hints, models, optim, runfolder, sharding
+from efx import config as config_lib
+from efx import hints, models, optim, runfolder, settings, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
@@ -60,7 +61,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     """Train until the configured step, from the newest checkpoint of `workdir` if it has one.
 
     Args:
-      config: a full config, see `configs/common.py`.
+      config: ConfigDict or `Config`, a whole config.
       workdir: run folder, made if absent.
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
@@ -85,7 +86,7 @@ class _Run:
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
-        self.workdir = pathlib.Path(workdir)
+        self.workdir, config = pathlib.Path(workdir), config_lib.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.run = self._look(config, command_line)
         with self._timed("data and model"):
@@ -114,7 +115,10 @@ class _Run:
 
     def _look(self, config, command_line):
         return runfolder.open_run(
-            self.workdir, config.to_dict(), command_line=list(command_line), may_differ=MAY_DIFFER
+            self.workdir,
+            settings.as_dict(config),
+            command_line=list(command_line),
+            may_differ=MAY_DIFFER,
         )
 
     def _commit(self, origin, files):
@@ -292,7 +296,7 @@ class _Run:
             due = [
                 name
                 for name in ("checkpoint", "evaluate", "sample")
-                if config[name].every and self.step % config[name].every == 0
+                if (every := getattr(config, name).every) and self.step % every == 0
             ]
             if stop or due:
                 clock = self._log(self.buffer.pop_all(), clock)

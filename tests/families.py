@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from ml_collections import ConfigDict
 
 from configs import common
 from efx import losses, models
@@ -49,8 +48,13 @@ class Family:
 
 
 def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
-    changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24,
-               "mlp.moe.capacity_factor": 1.0, **changes}
+    changes = {
+        "mlp.kind": "moe",
+        "mlp.moe.num_experts": 4,
+        "mlp.moe.expert_hidden": 24,
+        "mlp.moe.capacity_factor": 1.0,
+        **changes,
+    }
     return Family(changes, looks_ahead, losses)
 
 
@@ -65,8 +69,13 @@ def _mod(looks_ahead=True, losses=("router_bce",), **changes):
 
 
 def _adapted(looks_ahead=False, losses=(), kind="lora", experts=0, **changes):
-    changes = {"adapter.kind": kind, "adapter.rank": 3, "adapter.scale": 1.5, **changes,
-               "adapter.experts": tuple(f"expert_{i}" for i in range(experts))}
+    changes = {
+        "adapter.kind": kind,
+        "adapter.rank": 3,
+        "adapter.scale": 1.5,
+        **changes,
+        "adapter.experts": tuple(f"expert_{i}" for i in range(experts)),
+    }
     return Family(changes, looks_ahead, losses)
 
 
@@ -77,201 +86,469 @@ def _streams(*losses, **changes):
 
 def _latent(row=None, **changes):
     row = row or Family({})
-    changes = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (24,),
-               "level_heads": (3,), **row.changes, **changes}
+    changes = {
+        "family": "latent",
+        "group_size": 4,
+        "latents": (2,),
+        "level_widths": (24,),
+        "level_heads": (3,),
+        **row.changes,
+        **changes,
+    }
     return dataclasses.replace(row, changes=changes)
 
 
 FAMILIES = {
-    "gpt2": Family({"preset": "gpt2", "attention_chunk": 20}),
+    "gpt2": Family({"preset": "gpt2", "attention.chunk": 20}),
     "llama": Family({}),
-    "llama_options": Family({
-        "num_kv_heads": 2, "window": 9, "attention_chunk": 20, "qk_norm": "head", "head_dim": 6,
-        "attention_softcap": 5.0, "logit_softcap": 8.0, "attention_scale": "mup", "tied": True,
-        "use_bias": True,
-    }),
+    "llama_options": Family(
+        {
+            "attention.num_kv_heads": 2,
+            "attention.window": 9,
+            "attention.chunk": 20,
+            "attention.qk_norm": "head",
+            "attention.head_dim": 6,
+            "attention.softcap": 5.0,
+            "logit_softcap": 8.0,
+            "attention.scale": "mup",
+            "tied": True,
+            "use_bias": True,
+        }
+    ),
     "mod": _mod(),
-    "mod_options": _mod(**{
-        "num_kv_heads": 2, "window": 9, "attention_chunk": 10, "qk_norm": "width",
-        "depth_routing.every": 1, "depth_routing.slack": 1.0, "depth_routing.gate": "tanh",
-        "depth_routing.bce_reaches_input": False,
-    }),
-    "mod_capacity_list": _mod(**{
-        "preset": "gpt2", "depth_routing.blocks": (0, 1), "depth_routing.gate": "identity",
-        "depth_routing.capacity": (0.25, 0.75),
-    }),
-    "mod_stochastic": _mod(looks_ahead=False, losses=(), **{
-        "depth_routing.selection": "stochastic",
-    }),
-    "mod_random_fixed": _mod(looks_ahead=False, losses=(), **{
-        "depth_routing.selection": "random_fixed", "depth_routing.every": 1,
-    }),
-    "mod_predictor": _mod(losses=("predictor_bce", "router_bce"), **{
-        "depth_routing.causal": "predictor", "depth_routing.also_train": ("aux_loss",),
-        "depth_routing.predictor_hidden": 6, "depth_routing.gate": "identity",
-    }),
-    "mod_threshold": _mod(looks_ahead=False, losses=(), **{
-        "depth_routing.causal": "threshold", "depth_routing.selection": "threshold",
-        "depth_routing.slack": 1.2,
-    }),
-    "mod_context": _mod(**{
-        "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16, "num_kv_heads": 2,
-        "window": 9, "depth_routing.every": 1, "depth_routing.also_train": ("threshold",),
-    }),
-    "recursion": _mod(**{
-        "depth": 4, "depth_routing.kind": "recursion", "depth_routing.recursions": 3,
-        "depth_routing.capacity": (1.0, 0.7, 0.4), "num_kv_heads": 2, "attention_chunk": 10,
-    }),
+    "mod_options": _mod(
+        **{
+            "attention.num_kv_heads": 2,
+            "attention.window": 9,
+            "attention.chunk": 10,
+            "attention.qk_norm": "width",
+            "depth_routing.every": 1,
+            "depth_routing.slack": 1.0,
+            "depth_routing.gate": "tanh",
+            "depth_routing.bce_reaches_input": False,
+        }
+    ),
+    "mod_capacity_list": _mod(
+        **{
+            "preset": "gpt2",
+            "depth_routing.blocks": (0, 1),
+            "depth_routing.gate": "identity",
+            "depth_routing.capacity": (0.25, 0.75),
+        }
+    ),
+    "mod_stochastic": _mod(
+        looks_ahead=False,
+        losses=(),
+        **{
+            "depth_routing.train_selection": "stochastic",
+        },
+    ),
+    "mod_random_fixed": _mod(
+        looks_ahead=False,
+        losses=(),
+        **{
+            "depth_routing.train_selection": "random_fixed",
+            "depth_routing.every": 1,
+        },
+    ),
+    "mod_predictor": _mod(
+        losses=("predictor_bce", "router_bce"),
+        **{
+            "depth_routing.causal": "predictor",
+            "depth_routing.also_train": ("aux_loss",),
+            "depth_routing.predictor_hidden": 6,
+            "depth_routing.gate": "identity",
+        },
+    ),
+    "mod_threshold": _mod(
+        looks_ahead=False,
+        losses=(),
+        **{
+            "depth_routing.causal": "threshold",
+            "depth_routing.train_selection": "threshold",
+            "depth_routing.slack": 1.2,
+        },
+    ),
+    "mod_context": _mod(
+        **{
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.skip_mlp": 16,
+            "attention.num_kv_heads": 2,
+            "attention.window": 9,
+            "depth_routing.every": 1,
+            "depth_routing.also_train": ("threshold",),
+        }
+    ),
+    "recursion": _mod(
+        **{
+            "depth": 4,
+            "depth_routing.kind": "recursion",
+            "depth_routing.recursions": 3,
+            "depth_routing.capacity": (1.0, 0.7, 0.4),
+            "attention.num_kv_heads": 2,
+            "attention.chunk": 10,
+        }
+    ),
     "moe": _moe(**{"mlp.moe.num_shared": 1}),
-    "moe_switch": _moe(**{
-        "preset": "gpt2", "mlp.moe.every": 2, "mlp.moe.num_experts": 3, "mlp.moe.top_k": 1,
-        "mlp.moe.renormalise": False, "mlp.moe.capacity_factor": 1.25,
-    }),
-    "moe_expert_choice": _moe(("expert_bce",), looks_ahead=True, **{
-        "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.4, "mlp.moe.slack": 1.0,
-    }),
-    "mode_staged": _moe(("router_bce", "load_balance", "router_z"), looks_ahead=True, **{
-        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
-    }),
-    "dropout_elementwise": Family({
-        "attention_chunk": 20, "num_kv_heads": 2, "window": 9, "dropout.kind": "elementwise",
-        "dropout.elementwise.detach": False,
-    }, losses=PENALTIES),
-    "dropout_elementwise_mod": _mod(losses=("router_bce", *PENALTIES), **{
-        "preset": "gpt2", "dropout.kind": "elementwise", "depth_routing.kv_for_skipped": True,
-        "depth_routing.every": 1, "dropout.elementwise.detach": False,
-    }),
-    "dropout_attention": Family({
-        "attention_chunk": 20, "window": 9, "dropout.kind": "attention", "dropout.sites": NO_PROBS,
-        "dropout.attention.num_heads": 2, "dropout.attention.rounding": "none",
-    }, losses=PENALTIES),
-    "dropout_attention_mod": _mod(losses=("router_bce", *PENALTIES), **{
-        "depth_routing.every": 1, "dropout.kind": "attention", "dropout.sites": NO_PROBS,
-        "dropout.attention.rounding": "stochastic",
-    }),
-    "dropout_embedding_moe": _moe(("load_balance", "router_z", *PENALTIES), **{
-        "preset": "gpt2", "dropout.kind": "attention", "dropout.sites": NO_PROBS,
-        "dropout.attention.input": "embedding", "mlp.moe.every": 2,
-        "dropout.attention.rounding": "sigmoid_straight_through",
-    }),
-    "dropout_tokens": Family({
-        "dropout.kind": "attention", "dropout.sites": ("attention_output", "mlp_output"),
-        "attention_chunk": 20,
-        "dropout.attention.granularity": "token", "dropout.attention.rounding": "none",
-    }, losses=PENALTIES),
+    "moe_switch": _moe(
+        **{
+            "preset": "gpt2",
+            "mlp.moe.every": 2,
+            "mlp.moe.num_experts": 3,
+            "mlp.moe.top_k": 1,
+            "mlp.moe.renormalise": False,
+            "mlp.moe.capacity_factor": 1.25,
+        }
+    ),
+    "moe_expert_choice": _moe(
+        ("expert_bce",),
+        looks_ahead=True,
+        **{
+            "mlp.moe.router": "expert_choice",
+            "mlp.moe.capacity": 0.4,
+            "mlp.moe.slack": 1.0,
+        },
+    ),
+    "mode_staged": _moe(
+        ("router_bce", "load_balance", "router_z"),
+        looks_ahead=True,
+        **{
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.5,
+            "depth_routing.every": 1,
+        },
+    ),
+    "dropout_elementwise": Family(
+        {
+            "attention.chunk": 20,
+            "attention.num_kv_heads": 2,
+            "attention.window": 9,
+            "dropout.kind": "elementwise",
+            "dropout.elementwise.detach": False,
+        },
+        losses=PENALTIES,
+    ),
+    "dropout_elementwise_mod": _mod(
+        losses=("router_bce", *PENALTIES),
+        **{
+            "preset": "gpt2",
+            "dropout.kind": "elementwise",
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.every": 1,
+            "dropout.elementwise.detach": False,
+        },
+    ),
+    "dropout_attention": Family(
+        {
+            "attention.chunk": 20,
+            "attention.window": 9,
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.num_heads": 2,
+            "dropout.attention.rounding": "none",
+        },
+        losses=PENALTIES,
+    ),
+    "dropout_attention_mod": _mod(
+        losses=("router_bce", *PENALTIES),
+        **{
+            "depth_routing.every": 1,
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.rounding": "stochastic",
+        },
+    ),
+    "dropout_embedding_moe": _moe(
+        ("load_balance", "router_z", *PENALTIES),
+        **{
+            "preset": "gpt2",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.input": "embedding",
+            "mlp.moe.every": 2,
+            "dropout.attention.rounding": "sigmoid_straight_through",
+        },
+    ),
+    "dropout_tokens": Family(
+        {
+            "dropout.kind": "attention",
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "attention.chunk": 20,
+            "dropout.attention.granularity": "token",
+            "dropout.attention.rounding": "none",
+        },
+        losses=PENALTIES,
+    ),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
-    "soft": Family({
-        "soft_experts.num": 4, "soft_experts.shared": 1, "soft_experts.hidden_multiple": 1.5,
-        "attention_chunk": 20,
-    }),
-    "soft_options": Family({
-        "preset": "gpt2", "soft_experts.num": 3, "soft_experts.shared_kv": True, "num_kv_heads": 2,
-        "soft_experts.merge": "max", "soft_experts.multiple": 2, "qk_norm": "width", "window": 9,
-        "attention_scale": "mup", "soft_experts.hidden_multiple": 1.0,
-    }),
-    "soft_mod": _mod(losses=("router_bce", *PENALTIES), **{
-        "soft_experts.num": 2, "soft_experts.every": 2, "soft_experts.merge": "mean", "depth": 4,
-        "dropout.kind": "elementwise", "depth_routing.kv_for_skipped": True,
-        "soft_experts.hidden_multiple": 1.0,
-    }),
-    "soft_masks": _mod(losses=("router_bce", *PENALTIES), **{
-        "soft_experts.num": 2, "dropout.kind": "attention", "dropout.sites": NO_PROBS[1:],
-        "dropout.attention.rounding": "none", "soft_experts.hidden_multiple": 1.0,
-    }),
-    "averages": Family({"dense_former.on": True, "depth": 4, "attention_chunk": 20}),
-    "averages_mod": _mod(**{
-        "preset": "gpt2", "depth": 5, "dense_former.on": True, "dense_former.dilation": 2,
-        "dense_former.period": 2,
-    }),
+    "soft": Family(
+        {
+            "soft_experts.num": 4,
+            "soft_experts.shared": 1,
+            "soft_experts.hidden_multiple": 1.5,
+            "attention.chunk": 20,
+        }
+    ),
+    "soft_options": Family(
+        {
+            "preset": "gpt2",
+            "soft_experts.num": 3,
+            "soft_experts.shared_kv": True,
+            "attention.num_kv_heads": 2,
+            "soft_experts.merge": "max",
+            "soft_experts.multiple": 2,
+            "attention.qk_norm": "width",
+            "attention.window": 9,
+            "attention.scale": "mup",
+            "soft_experts.hidden_multiple": 1.0,
+        }
+    ),
+    "soft_mod": _mod(
+        losses=("router_bce", *PENALTIES),
+        **{
+            "soft_experts.num": 2,
+            "soft_experts.every": 2,
+            "soft_experts.merge": "mean",
+            "depth": 4,
+            "dropout.kind": "elementwise",
+            "depth_routing.kv_for_skipped": True,
+            "soft_experts.hidden_multiple": 1.0,
+        },
+    ),
+    "soft_masks": _mod(
+        losses=("router_bce", *PENALTIES),
+        **{
+            "soft_experts.num": 2,
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS[1:],
+            "dropout.attention.rounding": "none",
+            "soft_experts.hidden_multiple": 1.0,
+        },
+    ),
+    "averages": Family({"dense_former.on": True, "depth": 4, "attention.chunk": 20}),
+    "averages_mod": _mod(
+        **{
+            "preset": "gpt2",
+            "depth": 5,
+            "dense_former.on": True,
+            "dense_former.dilation": 2,
+            "dense_former.period": 2,
+        }
+    ),
     "mup": Family({"mup.base_width": 16, "initialisation": "spike_no_more", "preset": "gpt2"}),
-    "streams_same": _streams(**{
-        "cross_source": "same_layer", "cross_heads": 8, "attention_chunk": 20, "use_bias": True,
-        "output_positions": "subtract_norm", "embedding_loss_gains": True,
-    }),
-    "streams_parallel": _streams(**{
-        "cross_source": "previous_layer", "order": "cross_first", "depth": 3, "encoder_depth": 4,
-        "decoder_input_norm": True, "decoder_input_positions": True, "attention_chunk": 10,
-        "embedding_loss": "log_cosine", "window": 9, "qk_norm": "head", "logit_softcap": 8.0,
-    }),
-    "streams_final": _streams(**{
-        "cross_source": "final", "order": "cross_only", "encoder_depth": 3, "norm": "rmsnorm",
-        "output_positions": "none", "embedding_loss": "cosine", "mlp.activation": "swiglu",
-    }),
-    "streams_elementwise": _streams(*PENALTIES, **{
-        "cross_source": "same_layer", "attention_chunk": 20, "dropout.kind": "elementwise",
-    }),
-    "streams_masks": _streams(*PENALTIES, **{
-        "cross_source": "previous_layer", "dropout.kind": "attention", "dropout.sites": NO_PROBS,
-        "dropout.attention.rounding": "none",
-    }),
-    "streams_shared_masks": _streams(*PENALTIES, **{
-        "cross_source": "final", "order": "cross_only", "dropout.kind": "attention",
-        "dropout.sites": NO_PROBS, "dropout.attention.input": "embedding",
-        "dropout.attention.rounding": "none",
-    }),
+    "streams_same": _streams(
+        **{
+            "cross_source": "same_layer",
+            "cross_heads": 8,
+            "attention.chunk": 20,
+            "use_bias": True,
+            "output_positions": "subtract_norm",
+            "embedding_loss_gains": True,
+        }
+    ),
+    "streams_parallel": _streams(
+        **{
+            "cross_source": "previous_layer",
+            "order": "cross_first",
+            "depth": 3,
+            "encoder_depth": 4,
+            "decoder_input_norm": True,
+            "decoder_input_positions": True,
+            "attention.chunk": 10,
+            "embedding_loss": "log_cosine",
+            "attention.window": 9,
+            "attention.qk_norm": "head",
+            "logit_softcap": 8.0,
+        }
+    ),
+    "streams_final": _streams(
+        **{
+            "cross_source": "final",
+            "order": "cross_only",
+            "encoder_depth": 3,
+            "norm": "rmsnorm",
+            "output_positions": "none",
+            "embedding_loss": "cosine",
+            "mlp.activation": "swiglu",
+        }
+    ),
+    "streams_elementwise": _streams(
+        *PENALTIES,
+        **{
+            "cross_source": "same_layer",
+            "attention.chunk": 20,
+            "dropout.kind": "elementwise",
+        },
+    ),
+    "streams_masks": _streams(
+        *PENALTIES,
+        **{
+            "cross_source": "previous_layer",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.rounding": "none",
+        },
+    ),
+    "streams_shared_masks": _streams(
+        *PENALTIES,
+        **{
+            "cross_source": "final",
+            "order": "cross_only",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.input": "embedding",
+            "dropout.attention.rounding": "none",
+        },
+    ),
     "streams_moe": dataclasses.replace(
         _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
         losses=("embedding", "load_balance", "router_z"),
     ),
     "latent": _latent(),
-    "latent_levels": _latent(**{
-        "group_size": 12, "latents": (4, 2), "level_widths": (16, 24), "level_heads": (2, 3),
-        "compression": "transformer", "compression_blocks": 2, "upsampling": "attention",
-        "upsampling_norm": False, "skip": "lerp", "repeat": "in_place", "block_order": "sequence",
-        "attention_chunk": 5,
-        "encoder_local": (2, 1), "encoder_global": (1, 0), "decoder_global": (0, 1),
-        "positions": "both", "qk_norm": "head", "use_bias": True, "tied": False,
-        "logit_softcap": 8.0, "mlp.activation": "swiglu",
-    }),
-    "latent_memory": _latent(**{
-        "group_size": 6, "memory_local": 2, "memory_global": 3, "positions": "rope",
-        "level_heads": (2,), "num_heads": 2, "attention_scale": "mup", "skip_joins": "before",
-    }),
-    "latent_mod": _latent(_mod(**{
-        "depth_routing.every": 1, "depth_routing.also_train": ("threshold",), "group_size": 6,
-        "memory_global": 2, "depth_routing.slack": 1.2,
-    })),
+    "latent_levels": _latent(
+        **{
+            "group_size": 12,
+            "latents": (4, 2),
+            "level_widths": (16, 24),
+            "level_heads": (2, 3),
+            "compression": "transformer",
+            "compression_blocks": 2,
+            "upsampling": "attention",
+            "upsampling_norm": False,
+            "skip": "lerp",
+            "repeat": "in_place",
+            "block_order": "sequence",
+            "attention.chunk": 5,
+            "encoder_local": (2, 1),
+            "encoder_global": (1, 0),
+            "decoder_global": (0, 1),
+            "positions": "both",
+            "attention.qk_norm": "head",
+            "use_bias": True,
+            "tied": False,
+            "logit_softcap": 8.0,
+            "mlp.activation": "swiglu",
+        }
+    ),
+    "latent_memory": _latent(
+        **{
+            "group_size": 6,
+            "memory_local": 2,
+            "memory_global": 3,
+            "positions": "rope",
+            "level_heads": (2,),
+            "attention.num_heads": 2,
+            "attention.scale": "mup",
+            "skip_joins": "before",
+        }
+    ),
+    "latent_mod": _latent(
+        _mod(
+            **{
+                "depth_routing.every": 1,
+                "depth_routing.also_train": ("threshold",),
+                "group_size": 6,
+                "memory_global": 2,
+                "depth_routing.slack": 1.2,
+            }
+        )
+    ),
     "latent_moe": _latent(_moe(**{"mlp.moe.every": 2, "level_widths": (16,), "level_heads": ()})),
-    "latent_parts": _latent(Family({
-        "soft_experts.num": 3, "soft_experts.every": 2, "soft_experts.shared": 1,
-        "dense_former.on": True, "latent_loss.kind": "cosine", "mup.base_width": 16,
-        "initialisation": "spike_no_more", "upsampling": "attention", "positions": "level",
-    }, losses=("latent_prediction",))),
+    "latent_parts": _latent(
+        Family(
+            {
+                "soft_experts.num": 3,
+                "soft_experts.every": 2,
+                "soft_experts.shared": 1,
+                "dense_former.on": True,
+                "latent_loss.kind": "cosine",
+                "mup.base_width": 16,
+                "initialisation": "spike_no_more",
+                "upsampling": "attention",
+                "positions": "level",
+            },
+            losses=("latent_prediction",),
+        )
+    ),
     "latent_elementwise": _latent(Family({"dropout.kind": "elementwise"}, losses=PENALTIES)),
-    "latent_masks": _latent(Family({
-        "dropout.kind": "attention", "dropout.sites": NO_PROBS, "memory_global": 1,
-        "dropout.attention.input": "embedding_linear", "dropout.attention.rounding": "none",
-    }, losses=PENALTIES)),
+    "latent_masks": _latent(
+        Family(
+            {
+                "dropout.kind": "attention",
+                "dropout.sites": NO_PROBS,
+                "memory_global": 1,
+                "dropout.attention.input": "embedding_linear",
+                "dropout.attention.rounding": "none",
+            },
+            losses=PENALTIES,
+        )
+    ),
     "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
-    "adapter_mod": _adapted(experts=3, looks_ahead=True, losses=("router_bce",), **{
-        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "adapter.routing": "topk",
-        "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 16,
-        "depth_routing.every": 1,
-    }),
-    "adapter_recursion": _adapted(experts=2, looks_ahead=True, losses=("router_bce",), **{
-        "depth": 4, "depth_routing.kind": "recursion", "depth_routing.recursions": 2,
-        "depth_routing.capacity": 0.5, "adapter.routing": "uniform",
-    }),
-    "adapter_streams": _adapted(experts=3, losses=("embedding",), **{
-        "family": "encoder_decoder", "mlp.hidden": 64, "adapter.routing": "topk",
-        "adapter.sites": ".*/(query|up|out)",
-    }),
+    "adapter_mod": _adapted(
+        experts=3,
+        looks_ahead=True,
+        losses=("router_bce",),
+        **{
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.5,
+            "adapter.routing": "topk",
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.skip_mlp": 16,
+            "depth_routing.every": 1,
+        },
+    ),
+    "adapter_recursion": _adapted(
+        experts=2,
+        looks_ahead=True,
+        losses=("router_bce",),
+        **{
+            "depth": 4,
+            "depth_routing.kind": "recursion",
+            "depth_routing.recursions": 2,
+            "depth_routing.capacity": 0.5,
+            "adapter.routing": "uniform",
+        },
+    ),
+    "adapter_streams": _adapted(
+        experts=3,
+        losses=("embedding",),
+        **{
+            "family": "encoder_decoder",
+            "mlp.hidden": 64,
+            "adapter.routing": "topk",
+            "adapter.sites": ".*/(query|up|out)",
+        },
+    ),
     "adapter_inclusion": _adapted(
-        experts=3, kind="mlp", looks_ahead=True, losses=("inclusion_bce",), **{
-            "adapter.routing": "inclusion", "adapter.capacity": 0.4, "adapter.slack": 1.0,
-            "num_kv_heads": 2, "attention_chunk": 20,
-        }),
+        experts=3,
+        kind="mlp",
+        looks_ahead=True,
+        losses=("inclusion_bce",),
+        **{
+            "adapter.routing": "inclusion",
+            "adapter.capacity": 0.4,
+            "adapter.slack": 1.0,
+            "attention.num_kv_heads": 2,
+            "attention.chunk": 20,
+        },
+    ),
 }
 NAMES = tuple(FAMILIES)
 
 
 def small_config(changes):
     """A config: two layers, 32 wide, large weights so that everything matters."""
-    config = common.base()
-    config.model = ConfigDict(getattr(common, changes.get("family", "decoder"))())
-    small = {"width": 32, "depth": 2, "num_heads": 4, "init_std": 0.2, "vocab_multiple": 16,
-             "mlp.multiple_of": 16}
+    config = common.base(changes.get("family", "decoder"))
+    small = {
+        "width": 32,
+        "depth": 2,
+        "attention.num_heads": 4,
+        "init_std": 0.2,
+        "vocab_multiple": 16,
+        "mlp.multiple_of": 16,
+    }
     for key, value in {**small, **changes}.items():
+        if key == "family":
+            continue
         key = key if key.startswith("adapter.") else f"model.{key}"
         common.apply(config, {key: value})
     return config
@@ -285,8 +562,9 @@ def model_config(changes):
 def make(changes, dtype="float32", vocab_size=VOCAB, context=LENGTH):
     """A small model with `config.model` and `config.adapter` changed so."""
     config = small_config(changes)
-    return models.build(config.model, vocab_size=vocab_size, context=context, dtype=dtype,
-                        adapter=config.adapter)
+    return models.build(
+        config.model, vocab_size=vocab_size, context=context, dtype=dtype, adapter=config.adapter
+    )
 
 
 @functools.cache
@@ -302,8 +580,16 @@ def params_of(name):
 
 
 # Standard deviations of what is not 0.3. Phases so wide that masks open and close.
-STD = {"kernel": 0.2, "embedding": 0.2, "mask_query": 0.2, "mask_key": 0.2, "mask_value": 0.1,
-       "mask_linear": 0.1, "mask_shift": 1.2, "mask_phase": 1.0}
+STD = {
+    "kernel": 0.2,
+    "embedding": 0.2,
+    "mask_query": 0.2,
+    "mask_key": 0.2,
+    "mask_value": 0.1,
+    "mask_linear": 0.1,
+    "mask_shift": 1.2,
+    "mask_phase": 1.0,
+}
 
 
 def constant(values, dtype):
@@ -316,8 +602,9 @@ def random_params(model, seed=0):
     """Parameters in which nothing is all ones or zeros: matrices N(0, 0.2^2), vectors 0.3 about
     their initial value. Drawn by numpy, because compiling initialisers takes seconds a model."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
-                            jax.random.key(0))
+    shapes = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
 
     def draw(path, leaf):
         kind = path[-1].key

@@ -8,7 +8,7 @@ LEVELS = {  # group size, latents, widths and heads of the levels below the stac
     3: {"group_size": 8, "latents": (4, 2, 1), "level_widths": (8, 8, 12),
         "level_heads": (2, 1, 2)},
 }
-SMALL = {"family": "latent", "width": 16, "num_heads": 2, "depth": 1, "positions": "both"}
+SMALL = {"family": "latent", "width": 16, "attention.num_heads": 2, "depth": 1, "positions": "both"}
 MEMORY = {"none": {}, "local": {"memory_local": 2}, "global": {"memory_global": 1},
           "both": {"memory_local": 1, "memory_global": 2}}
 FEW = {"encoder_global": 0, "decoder_local": 0}  # blocks, which compile faster

@@ -1,6 +1,7 @@
 """What the tests of efx.optim share."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import numpy as np
 import optax
 
 from efx import optim
+from efx.config import OptimConfig
 
 STEPS = 20
+OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
 CONSTANT = dict(kind="constant", warmup_steps=0)
 
 

@@ -217,7 +217,7 @@ def test_the_order_of_experts_does_not_matter(name):
 
 TINY = {
     "steps": 4, "data.seq_len": 32, "data.batch_size": 8, "data.max_bytes": 30_000,
-    "model.width": 32, "model.depth": 2, "model.num_heads": 2,
+    "model.width": 32, "model.depth": 2, "model.attention.num_heads": 2,
     "optim.schedule.warmup_steps": 1, "optim.schedule.decay_steps": 4, "checkpoint.every": 2,
     "evaluate.every": 0, "evaluate.batch_size": 8, "evaluate.max_batches": 2, "sample.every": 0,
     "log.every": 1, "log.tensorboard": False, "mesh.data": -1, "adapter.rank": 4,

@@ -67,7 +67,7 @@ def routing(draw, depth, recursion, stochastic):
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
     )  # fmt: skip
     if kind == "mod":
-        changes |= pick(draw, "depth_routing.", kv_for_skipped=[False, True], light_path=[0, 8])
+        changes |= pick(draw, "depth_routing.", kv_for_skipped=[False, True], skip_mlp=[0, 8])
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every
@@ -406,7 +406,7 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
-    drawn = any(member.get("depth_routing.selection") == "stochastic" for member in members)
+    drawn = any(member.get("depth_routing.train_selection") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from efx import flops
 from efx.layers import attend
 from efx.layers.attention import Attention
+from efx.layers.config import AttentionConfig
 from efx.layers.dropout import StandardDropout
 from efx.layers.info import TokenInfo
 from efx.layers.positions import rope
@@ -56,7 +57,7 @@ GAPS = np.array([[0, 1, 3, 4, 8, 9, 10, 13, 20, 21, 22], [2, 5, 6, 7, 9, 11, 12,
 
 CASES = {
     "causal": dict(),
-    "window": dict(window=4),
+    "attention.window": dict(window=4),
     "window_one": dict(window=1),
     "softcap": dict(softcap=0.7),
     "segments": dict(segments=SEGMENTS),
@@ -227,8 +228,8 @@ def test_probs_fn_sees_every_chunk():
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
     layer = Attention(
-        num_heads=1, num_kv_heads=1, head_dim=H, use_bias=False, rope_theta=0.0, qk_norm="none",
-        mup=False, window=0, softcap=0.0, chunk=0, std=0.2, std_out=0.2, norm_eps=1e-5,
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0), use_bias=False,
+        std=0.2, std_out=0.2, norm_eps=1e-5,
         probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32, width=8,
     )
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)

@@ -28,14 +28,20 @@ CASES = {
     "streams_read": (STREAMS, DECODER),
     "mod_reads": (MOD, DECODER),
     "adapted_read": (
-        {**DECODER, "adapter.kind": "lora"}, {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
+        {**DECODER, "adapter.kind": "lora"},
+        {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
     ),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
 
 def settings(count, **changes):
-    config = {**common.bridged(), "anchor": "a", "augment": tuple("bcd"[: count - 1]), **changes}
+    config = {
+        **common.base("bridged").model,
+        "anchor": "a",
+        "augment": tuple("bcd"[: count - 1]),
+        **changes,
+    }
     return config
 
 
@@ -52,6 +58,7 @@ def case(name):
 
 def fresh(variables):
     """With the bridges as they start."""
+
     def one(path, leaf):
         started = path[1].key.startswith("bridges_") and path[-2].key == "out"
         return jnp.zeros_like(leaf) if started else leaf
@@ -79,8 +86,14 @@ def attention(q_TD, a_SD, params, heads):
     kernel = {key: np.float64(params["attention"][key]["kernel"])
               for key in ("query", "key", "value", "out")}  # fmt: skip
     context = np.float64(a_SD) @ np.float64(params["project"]["kernel"])
-    q, k, v = (x.reshape(len(x), heads, -1) for x in (
-        np.float64(q_TD) @ kernel["query"], context @ kernel["key"], context @ kernel["value"]))
+    q, k, v = (
+        x.reshape(len(x), heads, -1)
+        for x in (
+            np.float64(q_TD) @ kernel["query"],
+            context @ kernel["key"],
+            context @ kernel["value"],
+        )
+    )
     out = np.zeros_like(q)
     for t in range(len(q)):
         for h in range(heads):
@@ -93,8 +106,11 @@ def attention(q_TD, a_SD, params, heads):
 def layer_states(model, variables, tokens_BT):
     """What leaves each layer of a model."""
     _, seen = model.apply(
-        variables, tokens_BT, capture_intermediates=lambda m, _: isinstance(m, Layer),
-        mutable=["intermediates"], method="features",
+        variables,
+        tokens_BT,
+        capture_intermediates=lambda m, _: isinstance(m, Layer),
+        mutable=["intermediates"],
+        method="features",
     )
     layers = seen["intermediates"]["layers"]
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
@@ -102,7 +118,9 @@ def layer_states(model, variables, tokens_BT):
 
 def test_the_formula():
     """Two pairs of layers of each of two models: layer by layer against numpy's cross-attention."""
-    model = bridged({}, {"width": 24, "num_heads": 2}, {"width": 40, "depth": 4}, num_heads=4)
+    model = bridged(
+        {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 4}, num_heads=4
+    )
     params = families.random_params(model)
     tokens_BT = families.tokens(batch=1)
     states = [layer_states(augment, {"params": params[f"augment_models_{a}"]}, tokens_BT)
@@ -127,9 +145,16 @@ def test_the_formula():
     np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("pairs, depth, layers", [
-    (1, 4, [3]), (2, 4, [1, 3]), (2, 5, [2, 4]), (3, 7, [2, 4, 6]), (4, 4, [0, 1, 2, 3]),
-])
+@pytest.mark.parametrize(
+    "pairs, depth, layers",
+    [
+        (1, 4, [3]),
+        (2, 4, [1, 3]),
+        (2, 5, [2, 4]),
+        (3, 7, [2, 4, 6]),
+        (4, 4, [0, 1, 2, 3]),
+    ],
+)
 def test_pairs_are_evenly_spaced(pairs, depth, layers):
     assert spaced(pairs, depth) == layers
 
@@ -153,8 +178,12 @@ def test_cached_decoding_is_the_full_forward(name):
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
         logits_BTV, state = model.apply(
-            {**variables, "cache": cache}, tokens_BT, positions_BT, decode=True,
-            cache_size=LENGTH, mutable=["cache"],
+            {**variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=LENGTH,
+            mutable=["cache"],
         )
         return logits_BTV, state["cache"]
 
@@ -168,7 +197,9 @@ def test_cached_decoding_is_the_full_forward(name):
         positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
         logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
         np.testing.assert_allclose(
-            logits_BTV, expected_BTV[:, start : start + length], atol=tolerance,
+            logits_BTV,
+            expected_BTV[:, start : start + length],
+            atol=tolerance,
             err_msg=f"at {start}",
         )
         start += length
@@ -177,9 +208,17 @@ def test_cached_decoding_is_the_full_forward(name):
 REFUSED = ("recursion", "adapter_recursion", "latent", "latent_levels", "latent_memory")
 
 
-@pytest.mark.parametrize("name", [
-    "mod_context", "dropout_embedding_moe", "streams_masks", "soft_options", "adapter", *REFUSED,
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mod_context",
+        "dropout_embedding_moe",
+        "streams_masks",
+        "soft_options",
+        "adapter",
+        *REFUSED,
+    ],
+)
 def test_every_family_is_anchor_and_member_or_is_refused(name):
     """What is taken can be traced: forward, the gradient of a training step, a cached call. (That
     the numbers are right, the cases above say.)"""
@@ -195,15 +234,24 @@ def test_every_family_is_anchor_and_member_or_is_refused(name):
     tokens_BT = families.tokens(batch=2)
 
     def loss(params, variables, key):
-        logits, _ = model.apply({"params": params, **variables}, tokens_BT, train=True,
-                                mutable=["losses", "stats", "state"],
-                                rngs={"dropout": key, "routing": key})
+        logits, _ = model.apply(
+            {"params": params, **variables},
+            tokens_BT,
+            train=True,
+            mutable=["losses", "stats", "state"],
+            rngs={"dropout": key, "routing": key},
+        )
         return jnp.mean(logits)
 
     def decode(params, variables, cache):
-        return model.apply({"params": params, **variables, "cache": cache}, tokens_BT,
-                           jnp.tile(jnp.arange(LENGTH)[None], (2, 1)), decode=True,
-                           cache_size=LENGTH, mutable=["cache"])
+        return model.apply(
+            {"params": params, **variables, "cache": cache},
+            tokens_BT,
+            jnp.tile(jnp.arange(LENGTH)[None], (2, 1)),
+            decode=True,
+            cache_size=LENGTH,
+            mutable=["cache"],
+        )
 
     jax.eval_shape(jax.grad(loss), params, variables, jax.random.key(0))
     cache = jax.eval_shape(lambda: models.init_cache(model, 2, LENGTH))
@@ -255,9 +303,9 @@ TINY = {
     "log.every": 1, "log.tensorboard": False, "optim.learning_rate": 1e-2, "sample.prompt": "ab",
     "sample.max_new_tokens": 12,
 }  # fmt: skip
-SMALL = {"model.width": 32, "model.depth": 3, "model.num_heads": 2}
+SMALL = {"model.width": 32, "model.depth": 3, "model.attention.num_heads": 2}
 OTHER = {
-    "model.width": 24, "model.depth": 2, "model.num_heads": 2, "model.scan_layers": True,
+    "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
     "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
     "model.depth_routing.every": 1, "model.depth_routing.capacity": 0.5,
 }  # fmt: skip
@@ -308,7 +356,7 @@ def scanned_variables(run):
     from efx.run_config import get_config
 
     e, _, params, variables = inference.restore(get_config(str(run)), run)
-    assert e.model.scan_layers
+    assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
 
@@ -336,14 +384,17 @@ def test_resume_is_exact(runs, tmp_path):
 # ---- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"pairs": 0}, r"config\.model\.pairs=0: must be from 1 to 2"),
-    ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
-    ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
-    ({"norm": "batchnorm"}, r"config\.model\.norm='batchnorm': expected one of none"),
-    ({"augment": ("b", "c")}, r"made from run folders: config\.model\.anchor"),
-    ({"pears": 2}, r"config\.model\.pears is not a setting \(did you mean 'pairs'\?\)"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"pairs": 0}, r"config\.model\.pairs=0: must be from 1 to 2"),
+        ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
+        ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
+        ({"norm": "batchnorm"}, r"config\.model\.norm='batchnorm': expected one of none"),
+        ({"augment": ("b", "c")}, r"made from run folders: config\.model\.anchor"),
+        ({"pears": 2}, r"config\.model\.pears is not a setting \(did you mean 'pairs'\?\)"),
+    ],
+)
 def test_bad_settings_are_one_line(changes, words):
     with pytest.raises(UsageError, match=words):
         bridged({}, {}, **changes)
@@ -354,10 +405,23 @@ def test_members_that_cannot_be_bridged():
     with pytest.raises(UsageError, match=r"config\.model\.augment=b is a Decoder whose layers"):
         bridged({}, recursion)
     # Latents of a group may be as many as the tokens of the rows that it is checked with.
-    latents = [families.make({"family": "latent", "group_size": 4, "latents": (count,),
-                              "level_widths": (24,), "level_heads": (3,)}) for count in (1, 2)]
-    for members, key in (((latents[1], {}), "anchor=a"), (({}, latents[0]), "augment=b"),
-                         (({}, latents[1]), "augment=b")):
+    latents = [
+        families.make(
+            {
+                "family": "latent",
+                "group_size": 4,
+                "latents": (count,),
+                "level_widths": (24,),
+                "level_heads": (3,),
+            }
+        )
+        for count in (1, 2)
+    ]
+    for members, key in (
+        ((latents[1], {}), "anchor=a"),
+        (({}, latents[0]), "augment=b"),
+        (({}, latents[1]), "augment=b"),
+    ):
         with pytest.raises(UsageError, match=rf"{key} is a Latent .* a state for each token"):
             bridged(*members)
     short = families.make({}, context=LENGTH // 2)

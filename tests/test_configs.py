@@ -5,7 +5,6 @@ import re
 
 import jax
 import pytest
-from ml_collections import ConfigDict
 
 from configs import common
 from efx import main, models, optim, sharding, step
@@ -36,8 +35,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_builds(name, variant):
     config = main.load_config(f"configs/{name}{variant}")
-    whole = common.base()
-    whole.model = ConfigDict(getattr(common, config.model.family)())
+    whole = common.base(config.model.family)
     assert set(keys(config)) == set(keys(whole)), "a config adds or loses no key"
     sharding.check_rules(config.rules)
     model = models.build(
@@ -100,6 +98,6 @@ def test_capacity_on_the_command_line_is_a_number_or_a_list(given, built):
         "--config.model.depth_routing.capacity_stages=((0.5,1.0),)",
     ])
     model = models.build(flags.config.model, vocab_size=9, context=8, dtype="float32")
-    assert model.depth_routing.capacity == built
-    assert model.depth_routing.also_train == ("predictor",)
-    assert model.depth_routing.capacity_stages == ((0.5, 1.0),)
+    assert model.config.depth_routing.capacity == built
+    assert model.config.depth_routing.also_train == ("predictor",)
+    assert model.config.depth_routing.capacity_stages == ((0.5, 1.0),)

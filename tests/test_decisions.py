@@ -205,7 +205,7 @@ def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
     """With accumulation it takes the mean over the micro-batches; every one starts from the same
     threshold, so what is routed, and with it the step, is that of the big batch."""
     changes = {"data.source": "text:none", "optim.name": "sgd", "optim.clip_norm": 0.0,
-               "model.depth_routing.selection": "threshold", "model.depth_routing.slack": 4.0,
+               "model.depth_routing.train_selection": "threshold", "model.depth_routing.slack": 4.0,
                "model.depth_routing.causal": "threshold",
                "model.depth_routing.threshold_warmup": 0}
     state, big = setup(common.apply(common.base(), {**TINY, **changes}))
@@ -250,8 +250,8 @@ def test_skipped_tokens_are_seen_by_routed_ones(window):
         )
 
 
-def test_skipped_tokens_take_the_light_path():
-    module, p = layer(depth_routing__light_path=8)
+def test_skipped_tokens_take_the_skip_mlp():
+    module, p = layer(depth_routing__skip_mlp=8)
     plain, x_BTD = layer()[0], activations()
     out_BTD, _ = run(module, p, x_BTD)
     routed_BTD, _ = run(plain, {k: v for k, v in p.items() if k != "light"}, x_BTD)
@@ -289,7 +289,7 @@ def test_realised_flops_follow_what_was_routed():
     model = families.make(changes)
     full = families.make({**changes, "depth_routing.capacity": 1.0}).ledger(16).nominal_per_token
     none = families.make({"depth": 1}).ledger(16)
-    router = 2 * model.width  # of the one routed block
+    router = 2 * model.config.width  # of the one routed block
     assert model.ledger(16, shares={1: (1.0, 1.0)}).nominal_per_token == pytest.approx(full)
     assert model.ledger(16, shares={1: (0.0, 0.0)}).nominal_per_token == pytest.approx(
         none.nominal_per_token + router

@@ -25,22 +25,22 @@ RECURSION = {
     "depth_routing.capacity": (1.0, 0.3, 0.2),
 }
 OPTIONS = {
-    "num_kv_heads": 2,
-    "window": 7,
-    "head_dim": 6,
-    "attention_softcap": 5.0,
+    "attention.num_kv_heads": 2,
+    "attention.window": 7,
+    "attention.head_dim": 6,
+    "attention.softcap": 5.0,
     "logit_softcap": 8.0,
-    "attention_scale": "mup",
+    "attention.scale": "mup",
 }
 MODELS = {
     "gpt2": {"preset": "gpt2"},
-    "llama": {**OPTIONS, "qk_norm": "head"},
+    "llama": {**OPTIONS, "attention.qk_norm": "head"},
     # Room for all that is decided, and far too little room for it.
     "mod": {**ROUTED, "depth_routing.capacity": 0.5},
     "mod_full": {
         **ROUTED,
         **OPTIONS,
-        "qk_norm": "width",
+        "attention.qk_norm": "width",
         "depth_routing.every": 1,
         "depth_routing.capacity": (0.25, 0.1),
         "depth_routing.slack": 1.5,
@@ -53,7 +53,7 @@ MODELS = {
         **ROUTED,
         **OPTIONS,
         "depth_routing.kv_for_skipped": True,
-        "depth_routing.light_path": 16,
+        "depth_routing.skip_mlp": 16,
         "depth_routing.capacity": 0.3,
     },
     "recursion": {**ROUTED, **OPTIONS, **RECURSION},
@@ -62,7 +62,7 @@ MODELS = {
     "recursion_moe": {**EXPERTS, **ROUTED, **RECURSION, "depth_routing.capacity": (0.5, 0.5, 0.2)},
     "dropout_elementwise": {**ROUTED, **OPTIONS, "dropout.kind": "elementwise",
                             "depth_routing.capacity": 0.3},
-    "dropout_attention": {**ROUTED, "window": 7, "dropout.kind": "attention",
+    "dropout_attention": {**ROUTED, "attention.window": 7, "dropout.kind": "attention",
                           "dropout.sites": families.NO_PROBS, "depth_routing.capacity": 0.3},
     "dropout_context": {**ROUTED, "dropout.kind": "attention", "dropout.sites": families.NO_PROBS,
                         "depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3},
@@ -79,7 +79,7 @@ MODELS = {
     "moe": {**EXPERTS, "preset": "gpt2", "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1,
             "mlp.moe.capacity_factor": 0.8},
     "moe_expert_choice": {**EXPERTS, "mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.2},
-    "soft": {**OPTIONS, "preset": "gpt2", "soft_experts.num": 3, "qk_norm": "width",
+    "soft": {**OPTIONS, "preset": "gpt2", "soft_experts.num": 3, "attention.qk_norm": "width",
              "dense_former.on": True},
     "soft_mod": {**ROUTED, **OPTIONS, "soft_experts.num": 2, "soft_experts.shared": 1,
                  "soft_experts.shared_kv": True, "depth_routing.capacity": 0.3,
@@ -122,7 +122,7 @@ def forward(name):
     logits_BTV, state = apply(tokens())
     layers = state["intermediates"]["layers"]
     return np.asarray(logits_BTV), [
-        np.asarray(layers[f"block_{i}"]["__call__"][0]) for i in range(model.depth)
+        np.asarray(layers[f"block_{i}"]["__call__"][0]) for i in range(model.config.depth)
     ]
 
 
@@ -281,12 +281,12 @@ def test_experts_fill_up(name):
 def test_slots_of_a_routed_block(capacity, slack, size, slots):
     """ceil(c * T * slack), at most T; a dense block has T."""
     changes = {"depth_routing.capacity": capacity, "depth_routing.slack": slack}
-    model = families.make({**ROUTED, **changes, "num_kv_heads": 2}, context=size)
+    model = families.make({**ROUTED, **changes, "attention.num_kv_heads": 2}, context=size)
     cache = jax.eval_shape(lambda: models.init_cache(model, 3, size))["layers"]
     dense, routed = cache["block_0"]["attention"], cache["block_1"]["attention"]
     assert dense["position"].shape == (3, size) and routed["position"].shape == (3, slots)
     for part in ("cached_key", "cached_value"):
-        head_dim = model.width // model.num_heads
+        head_dim = model.config.width // model.config.attention.num_heads
         assert dense[part].size == 3 * 2 * size * head_dim
         assert routed[part].size == 3 * 2 * slots * head_dim
     kept = [x for a in (dense, routed) for x in (a["cached_key"], a["cached_value"])]
@@ -379,7 +379,7 @@ LATENT = {"family": "latent", "group_size": 16, "latents": (4,), "level_widths":
         ({**EXPERTS, "mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1}, 0),
         ({**EXPERTS, "mlp.moe.router": "expert_choice"}, 0),
         (NOOP, 0),
-        ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.light_path": 8}, 0),
+        ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.skip_mlp": 8}, 0),
         ({**ROUTED, "depth_routing.kv_for_skipped": True, "soft_experts.num": 2}, 0),
         # These attend to a block of slots at a time, and may have fewer tokens.
         (ROUTED, 0.05),
@@ -395,7 +395,7 @@ def test_a_prefill_costs_what_the_ledger_says(changes, tolerance, monkeypatch):
     """64 tokens in one call, of a long context. What runs in rounds is counted once: as a rule that
     is how often it runs."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 64)
-    model = families.make({"num_heads": 2, **changes}, context=256)
+    model = families.make({"attention.num_heads": 2, **changes}, context=256)
     counted = flops.jaxpr_flops(*prefill(model, 64, 256))
     expected = sum(model.ledger(64, "causal").parts.values())
     assert expected <= counted <= (1 + tolerance) * expected

@@ -10,7 +10,7 @@ from flax import linen as nn
 from efx import models
 from efx.errors import UsageError
 from efx.interop import hf_config
-from efx.layers.dense_former import DenseFormerConfig
+from efx.layers.config import DenseFormerConfig
 from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer, Stack
 
@@ -28,8 +28,8 @@ def test_which_states_are_averaged():
     assert states(2, 1, 4) == [(1,), (0, 2), (1, 3), (0, 2, 4)]
     assert states(2, 3, 6) == [(), (), (1, 3), (), (), (0, 2, 4, 6)]
     # d (d + 3) / 2 weights without dilation and period, as the paper counts.
-    assert DenseFormerConfig(True, 1, 1).parameter_count(48) == 48 * 51 // 2
-    assert DenseFormerConfig(False, 1, 1).parameter_count(48) == 0
+    assert sum(len(DenseFormerConfig(on=True).states(i)) for i in range(1, 49)) == 48 * 51 // 2
+    assert not any(DenseFormerConfig().states(i) for i in range(1, 49))
 
 
 @pytest.mark.parametrize("changes", [{}, {"depth_routing.kind": "mod"}])
@@ -58,7 +58,7 @@ def test_the_formula(dilation, period):
     params = families.random_params(model)["layers"]
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 32)), jnp.float32)
     info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
-    stack = Stack(model.specs(), False, "none", model.dense_former)
+    stack = Stack(model.specs(), False, "none", model.config.dense_former)
     result = families.jit(stack.apply)({"params": params}, x_BTD, info)
     every_x, y = [x_BTD], x_BTD
     for i, spec in enumerate(model.specs(), 1):
@@ -82,7 +82,7 @@ def test_weights_of_a_recursion_count_passes():
     })
     params = families.random_params(model)
     sizes = [params["layers"][f"average_{i}"]["alpha"].size for i in (1, 2, 3, 4)]
-    assert sizes == [2, 3, 4, 5] and model.parameter_count()["averages"] == sum(sizes)
+    assert sizes == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -101,4 +101,4 @@ def test_bad_values(changes, words):
 ])
 def test_hugging_face_has_no_place_for_it(changes, key):
     with pytest.raises(UsageError, match=f"config.model.{key}=.*has no place"):
-        hf_config.config_to_hf(families.make({**changes, "qk_norm": "none"}))
+        hf_config.config_to_hf(families.make({**changes, "attention.qk_norm": "none"}))

@@ -15,7 +15,8 @@ import pytest
 from families import FAMILIES, LENGTH
 from test_calm import bridged
 
-from efx.layers import depth_config, routing
+from efx.layers import routing
+from efx.layers.config import say_if_documents_compete
 from efx.layers.depth import DepthRouted
 from efx.layers.info import TokenInfo
 
@@ -78,7 +79,7 @@ def test_the_row_is_the_exception_and_says_so(caplog):
     variables = {"params": families.random_params(model)}
     assert moved(model, variables, "train")[1] > 0.1
     assert moved(model, variables, "causal")[1:] == [0, 0]
-    depth_config.say_if_documents_compete.cache_clear()
+    say_if_documents_compete.cache_clear()
     with caplog.at_level(logging.WARNING):
         families.make(MOD).check_packing()
         assert not caplog.messages

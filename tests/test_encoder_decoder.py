@@ -43,8 +43,10 @@ def linear(x, p):
 def attention(q_TD, kv_TD, p, heads):
     """Causal, of one sequence: a query at t sees keys at <= t."""
     length, width = q_TD.shape
-    q, k, v = (linear(x, p[n]).reshape(length, heads, -1) for x, n in
-               ((q_TD, "query"), (kv_TD, "key"), (kv_TD, "value")))
+    q, k, v = (
+        linear(x, p[n]).reshape(length, heads, -1)
+        for x, n in ((q_TD, "query"), (kv_TD, "key"), (kv_TD, "value"))
+    )
     out = np.zeros_like(q)
     for h, t in itertools.product(range(heads), range(length)):
         scores = k[: t + 1, h] @ q[t, h] / np.sqrt(width / heads)
@@ -70,8 +72,12 @@ def decoder_block(d, e, p, heads, cross_heads, order):
             n = norm(d, p["norm_attention"])
             d = d + attention(n, n, p["attention"], heads)
         else:
-            d = d + attention(norm(d, p["norm_cross"]), norm(e, p["norm_encoder"]),
-                              p["cross_attention"], cross_heads)
+            d = d + attention(
+                norm(d, p["norm_cross"]),
+                norm(e, p["norm_encoder"]),
+                p["cross_attention"],
+                cross_heads,
+            )
     return d + mlp(norm(d, p["norm_mlp"]), p["mlp"])
 
 
@@ -79,8 +85,9 @@ def blocks_of(params):
     """(encoder blocks, decoder blocks) in order, wherever the layers put them."""
     layers = [params["layers"][f"block_{i}"] for i in range(len(params.get("layers", ())))]
     layers += [params["last"]["block_0"]] if "last" in params else []
-    encoder = [layer[f"encoder_{i}"] for layer in layers for i in range(9)
-               if f"encoder_{i}" in layer]
+    encoder = [
+        layer[f"encoder_{i}"] for layer in layers for i in range(9) if f"encoder_{i}" in layer
+    ]
     return encoder, [layer["decoder"] for layer in layers if "decoder" in layer]
 
 
@@ -91,7 +98,7 @@ def reference(tokens_T, params, config, reads):
     states = [table[tokens_T] + positions[:length]]
     encoder, decoder = blocks_of(params)
     for p in encoder:
-        states.append(encoder_block(states[-1], p, config["num_heads"]))
+        states.append(encoder_block(states[-1], p, config["attention"]["num_heads"]))
     serial = config["cross_source"] == "final" and config["serial_start"] == "encoder"
     x = states[-1] if serial else states[0]
     if config["decoder_input_norm"]:
@@ -101,8 +108,14 @@ def reference(tokens_T, params, config, reads):
         d = d + positions[1 : length + 1]
     assert len(decoder) == len(reads)
     for p, read in zip(decoder, reads, strict=True):
-        d = decoder_block(d, states[read], p, config["num_heads"],
-                          config["cross_heads"] or config["num_heads"], config["order"])
+        d = decoder_block(
+            d,
+            states[read],
+            p,
+            config["attention"]["num_heads"],
+            config["cross_heads"] or config["attention"]["num_heads"],
+            config["order"],
+        )
     x = norm(d, params["norm_final"])
     if config["output_positions"] != "none":
         x = x - positions[1 : length + 1]
@@ -112,17 +125,27 @@ def reference(tokens_T, params, config, reads):
 
 
 READS = [  # encoder blocks, decoder blocks, the number of the state that each of these reads
-    ("same_layer", 0, 3, (1, 2, 3)), ("same_layer", 2, 3, (1, 2, 2)), ("same_layer", 3, 2, (2, 3)),
-    ("previous_layer", 0, 3, (0, 1, 2)), ("previous_layer", 4, 3, (0, 2, 4)),
-    ("previous_layer", 2, 4, (0, 0, 1, 2)), ("previous_layer", 0, 1, (0,)),
-    ("final", 0, 2, (2, 2)), ("final embedding", 1, 2, (1, 1)), ("final", 3, 2, (3, 3)),
+    ("same_layer", 0, 3, (1, 2, 3)),
+    ("same_layer", 2, 3, (1, 2, 2)),
+    ("same_layer", 3, 2, (2, 3)),
+    ("previous_layer", 0, 3, (0, 1, 2)),
+    ("previous_layer", 4, 3, (0, 2, 4)),
+    ("previous_layer", 2, 4, (0, 0, 1, 2)),
+    ("previous_layer", 0, 1, (0,)),
+    ("final", 0, 2, (2, 2)),
+    ("final embedding", 1, 2, (1, 1)),
+    ("final", 3, 2, (3, 3)),
 ]
 OPTIONS = [
     {"order": "self_first", "use_bias": True, "output_positions": "subtract"},
     {"order": "cross_first", "decoder_input_positions": True, "cross_heads": 8},
     {"order": "cross_only", "output_positions": "none", "decoder_input_norm": True},
-    {"order": "cross_first", "output_positions": "subtract_norm", "decoder_input_norm": True,
-     "use_bias": True},
+    {
+        "order": "cross_first",
+        "output_positions": "subtract_norm",
+        "decoder_input_norm": True,
+        "use_bias": True,
+    },
 ]
 
 
@@ -131,10 +154,15 @@ def test_forward_is_the_formulas(case):
     """All sources, orders and ends, with equal and with unequal depths."""
     source, encoder_depth, depth, reads = READS[case]
     source, _, start = source.partition(" ")
-    changes = {"cross_source": source, "encoder_depth": encoder_depth, "depth": depth,
-               "serial_start": start or "encoder", **OPTIONS[case % len(OPTIONS)]}
+    changes = {
+        "cross_source": source,
+        "encoder_depth": encoder_depth,
+        "depth": depth,
+        "serial_start": start or "encoder",
+        **OPTIONS[case % len(OPTIONS)],
+    }
     model = make(changes)
-    assert model.reads() == reads
+    assert model.config.reads == reads
     params = families.random_params(model, seed=case)
     tokens_BT = families.tokens(batch=2, length=10)
     logits_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
@@ -154,7 +182,7 @@ def test_orders_and_sources_differ():
     alone = [{"encoder_0": p} for p in encoder] + [{"decoder": p} for p in decoder]
     final = {**params, "layers": {f"block_{i}": layer for i, layer in enumerate(alone)}}
     results = [
-        base.clone(**changes).apply({"params": given}, tokens_BT)
+        models.changed(base, **changes).apply({"params": given}, tokens_BT)
         for changes, given in (
             ({}, params),
             ({"order": "cross_first"}, params),
@@ -291,7 +319,8 @@ def test_loss_by_hand(source, gains):
     config = families.model_config({**STREAMS, **changes}).to_dict()
     tokens_BT, terms = families.tokens(batch=1, length=12), []
     for start, stop in ((0, 6), (6, 10)):
-        states = reference(np.asarray(tokens_BT[0, start:stop]), wide, config, model.reads())[1]
+        row_T = np.asarray(tokens_BT[0, start:stop])
+        states = reference(row_T, wide, config, model.config.reads)[1]
         ones = {"scale": np.ones(32)}
         a, b = (wide["loss"][n] if gains else ones for n in ("norm_embedding", "norm_encoder"))
         c, s = norm(states[0], a), norm(states[-1], b)
@@ -386,12 +415,16 @@ def test_one_scalar_whatever_the_kind():
 MASKS = {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS}
 
 
-@pytest.mark.parametrize("source, order, masks", [
-    ("same_layer", "self_first", {"dropout.kind": "elementwise"}),
-    ("previous_layer", "cross_first", {}), ("previous_layer", "self_first", MASKS),
-    ("final", "cross_only", {**MASKS, "dropout.attention.input": "embedding"}),
-    ("final", "self_first", {"serial_start": "embedding", "decoder_input_positions": True}),
-])
+@pytest.mark.parametrize(
+    "source, order, masks",
+    [
+        ("same_layer", "self_first", {"dropout.kind": "elementwise"}),
+        ("previous_layer", "cross_first", {}),
+        ("previous_layer", "self_first", MASKS),
+        ("final", "cross_only", {**MASKS, "dropout.attention.input": "embedding"}),
+        ("final", "self_first", {"serial_start": "embedding", "decoder_input_positions": True}),
+    ],
+)
 def test_decoding_rows_of_different_lengths(source, order, masks):
     """A padded prefill, then one token at a time; the cache has both streams and the cross keys."""
     model = make({"cross_source": source, "order": order, "depth": 2, **masks})
@@ -402,8 +435,14 @@ def test_decoding_rows_of_different_lengths(source, order, masks):
 
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
-        return model.apply({"params": params, "cache": cache}, tokens_BT, positions_BT,
-                           decode=True, cache_size=size, mutable=["cache"])
+        return model.apply(
+            {"params": params, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=size,
+            mutable=["cache"],
+        )
 
     places_T = np.arange(lengths.max())
     positions_BT = np.where(places_T[None] < lengths[:, None], places_T[None], -1)
@@ -449,24 +488,42 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
 # ---- settings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"order": "cross"}, r"config\.model\.order='cross': expected one of self_first, cross_first"),
-    ({"cross_source": "next"}, r"config\.model\.cross_source='next'.*previous_layer"),
-    ({"serial_start": "e_0"}, r"config\.model\.serial_start='e_0': expected one of encoder, emb"),
-    ({"output_positions": "add"}, r"config\.model\.output_positions='add'"),
-    ({"embedding_loss": "l2"}, r"config\.model\.embedding_loss='l2'.*mse, cosine, log_cosine"),
-    ({"norm": "batch"}, r"config\.model\.norm='batch'"),
-    ({"depth": 0}, r"config\.model\.depth=0: must be at least 1"),
-    ({"encoder_depth": -1}, r"config\.model\.encoder_depth=-1: must be at least 0"),
-    ({"cross_heads": 5}, r"width=32: does not divide by config\.model\.cross_heads=5"),
-    ({"num_heads": 5}, r"width=32: does not divide by config\.model\.num_heads=5"),
-    ({"depth": 1, "encoder_depth": 2}, r"config\.model\.encoder_depth=2: .*set it to 0"),
-    ({"mlp.activation": "relu"}, r"config\.model\.mlp\.activation='relu'"),
-    ({"dropout.sites": ("mlp",)}, r"config\.model\.dropout\.sites='mlp'"),
-    ({"dropout.rate": 1.0}, r"config\.model\.dropout\.rate=1\.0"),
-    ({"scan_layers": True, "cross_source": "final"}, r"config\.model\.scan_layers=True.*final"),
-    ({"scan_layers": True, "depth": 4, "encoder_depth": 4}, r"scan_layers=True: .*4 encoder and 4"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"order": "cross"},
+            r"config\.model\.order='cross': expected one of self_first, cross_first",
+        ),
+        ({"cross_source": "next"}, r"config\.model\.cross_source='next'.*previous_layer"),
+        (
+            {"serial_start": "e_0"},
+            r"config\.model\.serial_start='e_0': expected one of encoder, emb",
+        ),
+        ({"output_positions": "add"}, r"config\.model\.output_positions='add'"),
+        ({"embedding_loss": "l2"}, r"config\.model\.embedding_loss='l2'.*mse, cosine, log_cosine"),
+        ({"norm": "batch"}, r"config\.model\.norm='batch'"),
+        ({"depth": 0}, r"config\.model\.depth=0: must be at least 1"),
+        ({"encoder_depth": -1}, r"config\.model\.encoder_depth=-1: must be at least 0"),
+        ({"cross_heads": 5}, r"width=32 does not divide by config\.model\.cross_heads=5"),
+        (
+            {"attention.num_heads": 5},
+            r"width=32 does not divide by config\.model\.attention\.num_heads=5",
+        ),
+        ({"depth": 1, "encoder_depth": 2}, r"config\.model\.encoder_depth=2: .*set it to 0"),
+        ({"mlp.activation": "relu"}, r"config\.model\.mlp\.activation='relu'"),
+        ({"dropout.sites": ("mlp",)}, r"config\.model\.dropout\.sites=\('mlp',\): expected"),
+        ({"dropout.rate": 1.0}, r"config\.model\.dropout\.rate=1\.0"),
+        (
+            {"scan_layers": True, "cross_source": "final"},
+            r"scan_layers=True: the \d+ layers",
+        ),
+        (
+            {"scan_layers": True, "depth": 4, "encoder_depth": 4},
+            r"scan_layers=True: the \d+ layers do not repeat",
+        ),
+    ],
+)
 def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=message) as error:
         make(changes)
@@ -476,8 +533,15 @@ def test_bad_settings_are_named(changes, message):
 def test_dropout_is_on_in_training_only():
     """At every site; of a decoder block alone, so that its attention is cross-attention."""
     for site in ("embedding", "attention_probs", "attention_output", "mlp_output"):
-        model = make({"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": (site,),
-                      "order": "cross_only", "depth": 1})
+        model = make(
+            {
+                "dropout.kind": "standard",
+                "dropout.rate": 0.5,
+                "dropout.sites": (site,),
+                "order": "cross_only",
+                "depth": 1,
+            }
+        )
         params, tokens_BT = families.random_params(model), families.tokens(batch=1)
         plain = model.apply({"params": params}, tokens_BT)
         rngs = {"dropout": jax.random.key(0)}
@@ -495,14 +559,15 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     def build(names, vocab_size):
         config = main.load_config(f"configs/encoder_decoder.py:{names}")
         assert config.losses["dropout_entropy"] == config.losses["dropout_l1"] == 1.0
-        return models.build(config.model, vocab_size=vocab_size, context=config.data.seq_len,
-                            dtype="float32")
+        return models.build(
+            config.model, vocab_size=vocab_size, context=config.data.seq_len, dtype="float32"
+        )
 
     seed, small = build("seed", 50257), build("masks,smoke", 300)
-    assert (seed.width, seed.depth, seed.cross_heads, seed.context) == (150, 13, 10, 200)
+    assert (seed.config.width, seed.config.depth, seed.config.cross_heads, seed.context) == (150, 13, 10, 200)
     parts = seed.parameter_count()
     assert round((sum(parts.values()) - parts["masks"]) / 1e6, 1) == 15.8
-    assert seed.dropout.elementwise == small.dropout.elementwise
+    assert seed.config.dropout.elementwise == small.config.dropout.elementwise
     assert seed.dropout.kind == small.dropout.kind == "elementwise"
     shapes = jax.eval_shape(lambda key: models.init(small, key)["params"], jax.random.key(0))
     masks = [path for path in optim.param_paths(nn.unbox(shapes)) if path.endswith("mask_phase")]
@@ -512,6 +577,17 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
 
 def test_published_size():
     """13 layers, 150 wide, 50,257 tokens: 15.8M parameters."""
-    model = make({"width": 150, "depth": 13, "num_heads": 5, "cross_heads": 10, "vocab_multiple": 1,
-                  "cross_source": "final", "mlp.hidden": 0}, vocab_size=50257, context=200)
+    model = make(
+        {
+            "width": 150,
+            "depth": 13,
+            "attention.num_heads": 5,
+            "cross_heads": 10,
+            "vocab_multiple": 1,
+            "cross_source": "final",
+            "mlp.hidden": 0,
+        },
+        vocab_size=50257,
+        context=200,
+    )
     assert round(sum(model.parameter_count().values()) / 1e6, 1) == 15.8

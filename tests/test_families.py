@@ -113,10 +113,10 @@ def test_rows_do_not_depend_on_each_other(name, selection):
 
 def roomy(model):
     """The same with room for every token that routers pick."""
-    moe = dataclasses.replace(model.mlp.moe, capacity_factor=100.0, slack=100.0)
-    changes = dict(mlp=dataclasses.replace(model.mlp, moe=moe))
+    moe = dataclasses.replace(model.config.mlp.moe, capacity_factor=100.0, slack=100.0)
+    changes = dict(mlp=dataclasses.replace(model.config.mlp, moe=moe))
     if hasattr(model, "depth_routing"):
-        changes["depth_routing"] = dataclasses.replace(model.depth_routing, slack=100.0)
+        changes["depth_routing"] = dataclasses.replace(model.config.depth_routing, slack=100.0)
     if hasattr(model, "adapter"):
         changes["adapter"] = dataclasses.replace(model.adapter, slack=100.0)
     return model.clone(**changes)
@@ -218,7 +218,7 @@ def sized(name, depth):
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
     assert period(model.specs()) < depth
-    scanned = model.clone(scan_layers=True, remat=remat)
+    scanned = models.changed(model, scan_layers=True, remat=remat)
     stacked = {**params, "layers": scan_params(params["layers"], model.specs())}
     same, unrolled = models.unroll(scanned, stacked)
     jax.tree.map(np.testing.assert_array_equal, unrolled, params)
@@ -307,7 +307,7 @@ def test_eight_devices_are_one(name, mesh):
     if mesh == "data":
         # Routing included, a device needs no other's tokens. Scores [B, T] are let pass: XLA's
         # TopK on CPU does not split over rows. In expert choice every expert has its scores.
-        routers = {"moe_expert_choice": model.mlp.moe.num_experts, "adapter_inclusion": 3}
+        routers = {"moe_expert_choice": model.config.mlp.moe.num_experts, "adapter_inclusion": 3}
         assert gathered(step) <= BATCH * LENGTH * routers.get(name, 1)
 
 
@@ -319,7 +319,7 @@ def test_careless_routing_would_gather_the_batch(monkeypatch):
 
     monkeypatch.setattr(routing, "gather", fancy)
     model = sized("mod_options", 1)[0]
-    assert gathered(compiled_on("data", model)[0]) >= BATCH * LENGTH // 2 * model.width
+    assert gathered(compiled_on("data", model)[0]) >= BATCH * LENGTH // 2 * model.config.width
 
 
 # ---- what a model says about itself ------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_training_costs_three_times_the_forward_pass(name):
     ledger = model.ledger(LENGTH, "train")
     # The backward pass of attention computes the scores (half of this part) once more: overhead.
     extra = BATCH * ledger.parts["attention_scores"] // 2
-    if model.dropout.active("attention_probs"):
+    if model.config.dropout.active("attention_probs"):
         extra = 0  # attention keeps the probabilities that a mask multiplies
     if FAMILIES[name].changes.get("depth_routing.kv_for_skipped"):
         extra = 0  # all blocks of this row: attention over other tokens keeps its probabilities
@@ -362,7 +362,7 @@ def test_training_costs_three_times_the_forward_pass(name):
     for spec in model.specs():
         if spec.routing is not None and "predictor" in spec.routing.trained:
             # The predictor passes no gradient on to what it reads.
-            extra -= BATCH * flops.matmul(LENGTH, model.width, spec.routing.predictor_hidden)
+            extra -= BATCH * flops.matmul(LENGTH, model.config.width, spec.routing.predictor_hidden)
     assert counted == ledger.train_flops(BATCH * LENGTH, nominal=False) + extra
 
 

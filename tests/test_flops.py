@@ -70,7 +70,7 @@ def test_scanned_models_are_counted_whole():
     model, length = families.make({"depth": 4}), 16
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     for scan in (False, True):
-        one = model.clone(scan_layers=scan)
+        one = models.changed(model, scan_layers=scan)
         params = abstract_params(one)
         counted = flops.jaxpr_flops(lambda p, t, one=one: one.apply({"params": p}, t),
                                     params, tokens)
@@ -89,8 +89,9 @@ def abstract_params(model):
 def test_ledger_by_hand():
     """Llama with grouped heads, one dense block and one that computes 4 of 16 tokens."""
     model = families.make({
-        "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "depth": 2,
-        "mlp.hidden": 48, "attention_chunk": 8, "vocab_multiple": 1,
+        "width": 32, "attention.num_heads": 4, "attention.num_kv_heads": 2,
+        "attention.head_dim": 8, "depth": 2,
+        "mlp.hidden": 48, "attention.chunk": 8, "vocab_multiple": 1,
         "depth_routing.kind": "mod", "depth_routing.capacity": 0.25, "depth_routing.slack": 2.0,
     }, vocab_size=50)
     # q and out: 32 -> 32; k and v: 32 -> 16.
@@ -118,7 +119,7 @@ def test_ledger_by_hand():
 
 def test_routing_saves_what_the_paper_says():
     """At capacity c a block costs c of its matrices and c^2 of its scores."""
-    changes = {"width": 512, "num_heads": 8, "depth": 2}
+    changes = {"width": 512, "attention.num_heads": 8, "depth": 2}
     routed = {**changes, "depth_routing.kind": "mod", "depth_routing.capacity": 0.125}
     dense, mod = (families.make(c, context=2048).ledger(2048).nominal for c in (changes, routed))
     assert mod["mlp"] / dense["mlp"] == (1 + 0.125) / 2
@@ -149,7 +150,7 @@ def test_experts_cost_what_they_have_room_for():
 
 WIDE = {
     "gpt2": {"preset": "gpt2", "mlp.activation": "gelu_tanh"},
-    "llama_gqa": {"num_kv_heads": 2},
+    "llama_gqa": {"attention.num_kv_heads": 2},
     "mod": {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25},
     "moe": {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1},
     "masks": {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS},
@@ -165,7 +166,7 @@ WIDE = {
 @functools.cache
 def wide(name):
     """A model so wide that its products outweigh the rest; nothing of it is ever computed."""
-    changes = {"width": 768, "num_heads": 8, "depth": 2, "attention_chunk": 64,
+    changes = {"width": 768, "attention.num_heads": 8, "depth": 2, "attention.chunk": 64,
                "vocab_multiple": 1, "mlp.multiple_of": 64}
     return families.make({**changes, **WIDE[name]}, vocab_size=512, context=128)
 
@@ -195,16 +196,17 @@ def test_ledger_is_what_the_compiler_counts(name, training):
 
 @pytest.mark.parametrize("changes, vocab_size, context, published", [
     # GPT-2 124M: https://huggingface.co/openai-community/gpt2
-    (dict(preset="gpt2", width=768, depth=12, num_heads=12), 50257, 1024, 124_439_808),
+    ({"preset": "gpt2", "width": 768, "depth": 12, "attention.num_heads": 12}, 50257, 1024,
+     124_439_808),
     # Llama 2 7B (arXiv 2307.09288)
-    ({"width": 4096, "depth": 32, "num_heads": 32, "mlp.multiple_of": 256}, 32000, 4096,
+    ({"width": 4096, "depth": 32, "attention.num_heads": 32, "mlp.multiple_of": 256}, 32000, 4096,
      6_738_415_616),
 ])
 def test_published_parameter_counts(changes, vocab_size, context, published):
     model = families.make({**changes, "vocab_multiple": 1}, vocab_size=vocab_size, context=context)
     assert sum(model.parameter_count().values()) == published
     # Scanned, so that the shapes of all layers take one trace.
-    scanned = model.clone(scan_layers=True)
+    scanned = models.changed(model, scan_layers=True)
     assert flops.count_params(abstract_params(scanned)) == published
 
 

@@ -17,22 +17,49 @@ from efx.interop import hf
 from efx.layers.stack import scan_params
 
 V, T = 45, 24
-GPT2 = dict(vocab_size=V, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2,
-            bos_token_id=None, eos_token_id=None)
-LLAMA = dict(vocab_size=V, max_position_embeddings=32, hidden_size=32, intermediate_size=56,
-             num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2,
-             bos_token_id=None, eos_token_id=None)
+GPT2 = dict(
+    vocab_size=V,
+    n_positions=32,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+LLAMA = dict(
+    vocab_size=V,
+    max_position_embeddings=32,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=None,
+)
 VARIANTS = {
     "gpt2": ("gpt2", GPT2),
-    "gpt2_exact_gelu": ("gpt2", GPT2 | dict(activation_function="gelu", n_inner=48,
-                                            tie_word_embeddings=False)),
+    "gpt2_exact_gelu": (
+        "gpt2",
+        GPT2 | dict(activation_function="gelu", n_inner=48, tie_word_embeddings=False),
+    ),
     "llama": ("llama", LLAMA),
-    "llama_gqa_tied": ("llama", LLAMA | dict(
-        num_key_value_heads=2, head_dim=6, tie_word_embeddings=True, rms_norm_eps=1e-3,
-        rope_parameters=dict(rope_type="default", rope_theta=500.0),
-    )),
-    "llama_bias": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True,
-                                         num_key_value_heads=1)),
+    "llama_gqa_tied": (
+        "llama",
+        LLAMA
+        | dict(
+            num_key_value_heads=2,
+            head_dim=6,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0),
+        ),
+    ),
+    "llama_bias": (
+        "llama",
+        LLAMA | dict(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
+    ),
 }
 
 
@@ -44,8 +71,9 @@ def tokens(length=T):
 def transformers():
     """transformers and torch, or a skip; neither ever downloads anything here."""
     pytest.importorskip("torch", reason="torch is not installed (extra interop)")
-    return pytest.importorskip("transformers",
-                               reason="transformers is not installed (extra interop)")
+    return pytest.importorskip(
+        "transformers", reason="transformers is not installed (extra interop)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +117,9 @@ def ours(hf_config, **changes):
     """The efx model of a config.json."""
     config = common.apply(common.base(), hf.config_from_hf(hf_config))
     common.apply(config, {f"model.{key}": value for key, value in changes.items()})
-    return models.build(config.model, vocab_size=hf_config["vocab_size"], context=8,
-                        dtype="float32")
+    return models.build(
+        config.model, vocab_size=hf_config["vocab_size"], context=8, dtype="float32"
+    )
 
 
 def apply(model, params):
@@ -116,7 +145,7 @@ def test_out_and_in_again(theirs, variant, tmp_path, transformers):
     their_model = theirs(variant)
     their_model.save_pretrained(tmp_path / "theirs")
     config, model, params = hf.load_hf(tmp_path / "theirs", base(scan_layers=True))
-    assert config.model.width == 32 and model.scan_layers and "units" in params["layers"]
+    assert config.model.width == 32 and model.config.scan_layers and "units" in params["layers"]
     hf.save_hf(tmp_path / "ours", params, model)
     back = type(their_model).from_pretrained(tmp_path / "ours").eval()
     state, expected = back.state_dict(), their_model.state_dict()
@@ -130,8 +159,10 @@ def test_out_and_in_again(theirs, variant, tmp_path, transformers):
 
 def test_transformers_reads_a_model_of_ours(transformers, tmp_path):
     """A padded vocabulary is cut; a GPT-2 without biases gets biases of zero."""
-    for preset, reader in (("gpt2", transformers.GPT2LMHeadModel),
-                           ("llama", transformers.LlamaForCausalLM)):
+    for preset, reader in (
+        ("gpt2", transformers.GPT2LMHeadModel),
+        ("llama", transformers.LlamaForCausalLM),
+    ):
         model = families.make({"preset": preset, "use_bias": False, "vocab_multiple": 16})
         params = families.random_params(model)
         hf.save_hf(tmp_path / preset, params, model)
@@ -160,15 +191,20 @@ def test_shards_and_half_precision(theirs, tmp_path):
 @pytest.fixture(scope="module")
 def llama():
     """(model, parameters, state dict, config.json) of a Llama of ours."""
-    model = families.make({"num_kv_heads": 2, "vocab_multiple": 1})
+    model = families.make({"attention.num_kv_heads": 2, "vocab_multiple": 1})
     params = families.random_params(model)
     return model, params, *hf.params_to_hf(params, model)
 
 
-@pytest.mark.parametrize("changes", [
-    {"preset": "gpt2"}, {"preset": "gpt2", "mlp.activation": "gelu_tanh", "tied": False},
-    {"num_kv_heads": 2}, {"use_bias": True, "tied": True, "mlp.hidden": 40},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preset": "gpt2"},
+        {"preset": "gpt2", "mlp.activation": "gelu_tanh", "tied": False},
+        {"attention.num_kv_heads": 2},
+        {"use_bias": True, "tied": True, "mlp.hidden": 40},
+    ],
+)
 def test_round_trip(changes, tmp_path):
     model = families.make({**changes, "vocab_multiple": 16})
     params = families.random_params(model)
@@ -178,10 +214,10 @@ def test_round_trip(changes, tmp_path):
     state, config = hf.params_to_hf(params, model)
     assert json.loads(json.dumps(config)) == config
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in state.values())
-    same = ours(config, vocab_multiple=16, init_std=model.init_std)
-    same = same.clone(dropout=model.dropout, attention_chunk=model.attention_chunk)
-    assert same.clone(mlp=model.mlp) == model
-    assert same.mlp.hidden == model.mlp.hidden_size(32)
+    same = ours(config, vocab_multiple=16, init_std=model.config.init_std)
+    same = models.changed(same, dropout=model.config.dropout, attention=model.config.attention)
+    assert models.changed(same, mlp=model.config.mlp) == model
+    assert same.mlp.hidden == model.config.mlp.hidden_size(32)
     jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(state, same), params)
     hf.save_hf(tmp_path / "new", params, model)
     config = base(vocab_multiple=16)
@@ -198,12 +234,15 @@ def test_names_with_and_without_prefix(llama):
     assert "embed_tokens.weight" in bare
     jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(bare, model), params)
 
-    gpt2 = families.build("gpt2").clone(vocab_multiple=1)
+    gpt2 = models.changed(families.build("gpt2"), vocab_multiple=1)
     params = families.random_params(gpt2)
     state, _ = hf.params_to_hf(params, gpt2)
     bare = {name.removeprefix("transformer."): array for name, array in state.items()}
-    bare |= {"h.0.attn.bias": np.tri(32)[None, None], "h.1.attn.masked_bias": np.float32(-1e4),
-             "lm_head.weight": bare["wte.weight"]}
+    bare |= {
+        "h.0.attn.bias": np.tri(32)[None, None],
+        "h.1.attn.masked_bias": np.float32(-1e4),
+        "lm_head.weight": bare["wte.weight"],
+    }
     jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(bare, gpt2), params)
 
 
@@ -213,8 +252,10 @@ ROUTING = dict(kind="mod", capacity=0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_dense_to_mod(scan):
     """The dense arrays as they are, routers as the model itself would make them."""
-    dense = families.make({"depth": 4}).clone(scan_layers=scan)
-    routed = dense.clone(depth_routing=dataclasses.replace(dense.depth_routing, **ROUTING))
+    dense = models.changed(families.make({"depth": 4}), scan_layers=scan)
+    routed = models.changed(
+        dense, depth_routing=dataclasses.replace(dense.config.depth_routing, **ROUTING)
+    )
     params = families.random_params(families.make({"depth": 4}))
     given = params
     if scan:
@@ -224,8 +265,9 @@ def test_dense_to_mod(scan):
     assert jax.tree.map(jnp.shape, mod) == jax.tree.map(jnp.shape, nn.unbox(shapes))
     layers = models.unroll(routed, mod)[1]["layers"]
     routers = [np.asarray(layers[f"block_{i}"]["router"]) for i in (1, 3)]
-    dense_part = {name: {k: v for k, v in layer.items() if k != "router"}
-                  for name, layer in layers.items()}
+    dense_part = {
+        name: {k: v for k, v in layer.items() if k != "router"} for name, layer in layers.items()
+    }
     assert all(0.005 < router.std() < 0.05 for router in routers)
     assert not np.array_equal(*routers)
     jax.tree.map(np.testing.assert_array_equal, dense_part, params["layers"])
@@ -239,8 +281,8 @@ def test_dense_to_mod(scan):
 def test_a_converted_model_starts_as_the_dense_one(llama):
     """At capacity 1 with gate one, before any training."""
     model, params, state, _ = llama
-    routing = dataclasses.replace(model.depth_routing, kind="mod", capacity=1.0, gate="one")
-    routed = model.clone(depth_routing=routing, selection="train")
+    routing = dataclasses.replace(model.config.depth_routing, kind="mod", capacity=1.0, gate="one")
+    routed = models.changed(model, depth_routing=routing).clone(selection="train")
     mod = hf.params_from_hf(state, routed, jax.random.key(0))
     np.testing.assert_allclose(apply(routed, mod), apply(model, params), atol=1e-5)
 
@@ -249,7 +291,7 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
     model, params, _, _ = llama
     hf.save_hf(tmp_path / "dense", params, model)
     config, routed, mod = hf.load_hf(tmp_path / "dense", base(**{"depth_routing.kind": "mod"}))
-    assert config.model.depth_routing.kind == "mod" and config.model.num_kv_heads == 2
+    assert config.model.depth_routing.kind == "mod" and config.model.attention.num_kv_heads == 2
     assert routed.parameter_count()["router"] == 32
     assert mod["layers"]["block_1"]["router"].shape == (32,)
 
@@ -257,19 +299,33 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, changes, message", [
-    ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 and llama"),
-    ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
-    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
-    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
-    ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
-    ("llama", dict(attention_bias=True), "mlp_bias=False"),
-    ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_parameters=.*linear"),
-    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), "without scaling"),
-    ("llama", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
-     "without scaling"),
-])
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 and llama"),
+        ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
+        ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
+        (
+            "gpt2",
+            dict(scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx=True",
+        ),
+        ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
+        ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
+        ("llama", dict(attention_bias=True), "mlp_bias=False"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_parameters=.*linear"),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
+            "without scaling",
+        ),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
+            "without scaling",
+        ),
+    ],
+)
 def test_configs_that_efx_cannot_reproduce(kind, changes, message):
     with pytest.raises(UsageError, match=rf"config\.json: .*{message}"):
         hf.config_from_hf({"model_type": kind, **changes})
@@ -279,23 +335,29 @@ def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
     old = hf.config_from_hf({"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8})
-    assert (old["model.rope_theta"], old["model.num_kv_heads"]) == (5e5, 8)
+    assert (old["model.attention.rope_theta"], old["model.attention.num_kv_heads"]) == (5e5, 8)
     assert old["model.norm_eps"] == 1e-6 and old["model.mlp.hidden"] == 11008
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"qk_norm": "head"}, r"config\.model\.qk_norm='head'.*'none'"),
-    ({"window": 4}, r"config\.model\.window=4"),
-    ({"attention_scale": "mup"}, r"config\.model\.attention_scale='mup'"),
-    ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
-    ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
-    ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
-    ({"positions": "none"}, r"config\.model\.positions='none'"),
-    ({"preset": "gpt2", "num_kv_heads": 2}, r"config\.model\.num_kv_heads=2.*gpt2 format has 4"),
-    ({"preset": "gpt2", "head_dim": 6}, r"config\.model\.head_dim=6.*= 8"),
-    ({"depth_routing.kind": "mod"}, r"config\.model\.depth_routing\.kind='mod'.*routers"),
-    ({"dropout.kind": "elementwise"}, r"config\.model\.dropout\.kind='elementwise'.*masks"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention.qk_norm": "head"}, r"config\.model\.attention\.qk_norm='head'.*'none'"),
+        ({"attention.window": 4}, r"config\.model\.attention\.window=4"),
+        ({"attention.scale": "mup"}, r"config\.model\.attention\.scale='mup'"),
+        ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
+        ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
+        ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
+        ({"positions": "none"}, r"config\.model\.positions='none'"),
+        (
+            {"preset": "gpt2", "attention.num_kv_heads": 2},
+            r"config\.model\.attention\.num_kv_heads=2.*gpt2 format has 4",
+        ),
+        ({"preset": "gpt2", "attention.head_dim": 6}, r"config\.model\.attention\.head_dim=6.*= 8"),
+        ({"depth_routing.kind": "mod"}, r"config\.model\.depth_routing\.kind='mod'.*routers"),
+        ({"dropout.kind": "elementwise"}, r"config\.model\.dropout\.kind='elementwise'.*masks"),
+    ],
+)
 def test_models_that_the_formats_cannot_hold(changes, message, tmp_path):
     model = families.make(changes)
     with pytest.raises(UsageError, match=message):
@@ -312,18 +374,30 @@ def refused(state, model, message, key=None):
 def test_arrays_that_do_not_fit(llama):
     model, _, state, _ = llama
     key = "model.layers.1.self_attn.k_proj.weight"
-    refused({**state, key: state[key][:-1]}, model,
-            r"layers\.1\.self_attn\.k_proj\.weight has shape \(15, 32\), .*needs \(16, 32\)")
-    refused({**state, "model.embed_tokens.weight": np.ones((V + 1, 32))}, model,
-            r"embed_tokens\.weight has shape \(46, 32\), .* needs \(45, 32\)")
+    refused(
+        {**state, key: state[key][:-1]},
+        model,
+        r"layers\.1\.self_attn\.k_proj\.weight has shape \(15, 32\), .*needs \(16, 32\)",
+    )
+    refused(
+        {**state, "model.embed_tokens.weight": np.ones((V + 1, 32))},
+        model,
+        r"embed_tokens\.weight has shape \(46, 32\), .* needs \(45, 32\)",
+    )
     less = {name: array for name, array in state.items() if "layers.1" not in name}
     refused(less, model, r"lacks layers\.1\.\S+, layers\.1\.\S+, .* and 6 more")
-    refused({**state, "model.layers.2.mlp.up_proj.weight": state[key]}, model,
-            r"has, and this model has no place for, layers\.2\.mlp\.up_proj\.weight")
-    refused({**state, "lm_head.weight": state["lm_head.weight"] + 1},
-            model.clone(tied=True), r"lm_head\.weight differs from embed_tokens\.weight")
-    routing = dataclasses.replace(model.depth_routing, **ROUTING)
-    refused(state, model.clone(depth_routing=routing), "routed blocks: give a PRNG key")
+    refused(
+        {**state, "model.layers.2.mlp.up_proj.weight": state[key]},
+        model,
+        r"has, and this model has no place for, layers\.2\.mlp\.up_proj\.weight",
+    )
+    refused(
+        {**state, "lm_head.weight": state["lm_head.weight"] + 1},
+        models.changed(model, tied=True),
+        r"lm_head\.weight differs from embed_tokens\.weight",
+    )
+    routing = dataclasses.replace(model.config.depth_routing, **ROUTING)
+    refused(state, models.changed(model, depth_routing=routing), "routed blocks: give a PRNG key")
 
 
 def test_folders_that_do_not_fit(llama, tmp_path):
@@ -341,9 +415,9 @@ def test_folders_that_do_not_fit(llama, tmp_path):
     load(r"model\.safetensors does not exist: efx reads weights from safetensors only")
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     load(r"model\.safetensors cannot be read")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(
-        {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    ))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
     load(r"model-00001-of-00002\.safetensors does not exist")
 
 

@@ -30,8 +30,9 @@ def turn(x_TNH, positions_T, theta=10000.0):
     half = x_TNH.shape[-1] // 2
     angle = positions_T[:, None, None] * theta ** (-np.arange(half) / half)
     a, b = x_TNH[..., :half], x_TNH[..., half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle),
-                           b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
+    )
 
 
 def attention(q_TD, kv_SD, p, heads, rope, q_positions_T):
@@ -68,41 +69,51 @@ def block(x_TD, p, heads, rope, keep=None, residual=lambda x: x):
 
 def level_blocks(x, p, order, heads, rope):
     """x: list of groups [P, D]. p: parameters by name; order: ("local", "global", ...)."""
-    states = {kind: p.get(f"memory_{kind}", np.zeros((0, x[0].shape[-1])))
-              for kind in ("local", "global")}
-    stacks = sorted((name for name in p if name.startswith(("local_", "global_"))),
-                    key=lambda name: int(name.split("_")[1]))
-    blocks = [(name.split("_")[0], p[name][f"block_{i}"]) for name in stacks
-              for i in range(len(p[name]))]
+    states = {
+        kind: p.get(f"memory_{kind}", np.zeros((0, x[0].shape[-1]))) for kind in ("local", "global")
+    }
+    stacks = sorted(
+        (name for name in p if name.startswith(("local_", "global_"))),
+        key=lambda name: int(name.split("_")[1]),
+    )
+    blocks = [
+        (name.split("_")[0], p[name][f"block_{i}"]) for name in stacks for i in range(len(p[name]))
+    ]
     assert [kind for kind, _ in blocks] == list(order)
     for kind, q in blocks:
         memory, size = states[kind], len(x[0])
         if kind == "local":
             after = [block(np.concatenate([memory, g]), q, heads, rope) for g in x]
-            x = [y[len(memory):] for y in after]
+            x = [y[len(memory) :] for y in after]
             states[kind] = after[0][: len(memory)]
         else:
             y = block(np.concatenate([memory, *x]), q, heads, rope)
-            states[kind], y = y[: len(memory)], y[len(memory):]
-            x = [y[i: i + size] for i in range(0, len(y), size)]
+            states[kind], y = y[: len(memory)], y[len(memory) :]
+            x = [y[i : i + size] for i in range(0, len(y), size)]
     return x
 
 
 def early_latents(before_PD, count, repeat):
     """The last `count` of the latents again and again, or each several times."""
     copies = -(-count // len(before_PD))
-    whole = (np.tile(before_PD, (copies, 1)) if repeat == "tile"
-             else np.repeat(before_PD, copies, axis=0))
-    return whole[len(whole) - count:]
+    whole = (
+        np.tile(before_PD, (copies, 1))
+        if repeat == "tile"
+        else np.repeat(before_PD, copies, axis=0)
+    )
+    return whole[len(whole) - count :]
 
 
 def reference(tokens_T, params, model):
     """Logits [T, V]."""
-    c, rope = model.resolved(), model.positions in ("rope", "both")
+    c, rope = model.config, model.config.positions in ("rope", "both")
     sizes, count = c.sizes, -(-len(tokens_T) // c.group_size)
     padded = np.concatenate([tokens_T, np.zeros(count * c.group_size - len(tokens_T), int)])
-    tables = [params[f"positions_embed_{i}"]["embedding"] for i in range(len(sizes))
-              if c.positions != "rope"] or [0.0] * len(sizes)
+    tables = [
+        params[f"positions_embed_{i}"]["embedding"]
+        for i in range(len(sizes))
+        if c.positions != "rope"
+    ] or [0.0] * len(sizes)
     x = [params["embed"]["embedding"][g] for g in padded.reshape(count, -1)]
     if c.positions == "absolute":  # one row for each token; places of a group: the first of them
         row_T, tables[0] = np.minimum(np.arange(len(padded)), c.context - 1), tables[0][: sizes[0]]
@@ -119,13 +130,13 @@ def reference(tokens_T, params, model):
         x = [block(g, q, heads, rope, keep, lambda y, q=q: y @ q["residual"]["kernel"]) for g in x]
         for j in range(c.compression_blocks - 1 if c.compression == "transformer" else 0):
             x = [block(g, q["blocks"][f"block_{j}"], heads, rope) for g in x]
-        x = [g[len(g) - sizes[i]:] + tables[i] for g in x]
+        x = [g[len(g) - sizes[i] :] + tables[i] for g in x]
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "encoder"), heads, rope)
     memory = params.get("memory", {}).get("memory_global", np.zeros((0, c.width)))
     y = np.concatenate([memory, *x])
     for i in range(c.depth):
-        y = block(y, params["layers"][f"block_{i}"], c.num_heads, rope)
-    x = [y[len(memory) + i * sizes[-1]:][: sizes[-1]] for i in range(count)]
+        y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, rope)
+    x = [y[len(memory) + i * sizes[-1] :][: sizes[-1]] for i in range(count)]
     for i in reversed(range(1, len(sizes))):
         p, heads = params[f"decoder_{i - 1}"], c.level_heads[i - 1]
         early = sizes[i - 1] - sizes[i]
@@ -135,8 +146,10 @@ def reference(tokens_T, params, model):
         share, before = p.get("skip"), c.skip_joins == "before"
 
         def joined(x, share=share, skip=skips[i - 1]):
-            return [s + g if share is None else share * s + (1 - share) * g
-                    for s, g in zip(skip, x, strict=True)]
+            return [
+                s + g if share is None else share * s + (1 - share) * g
+                for s, g in zip(skip, x, strict=True)
+            ]
 
         both = joined(x) if before else [s + g for s, g in zip(skips[i - 1], x, strict=True)]
         if c.upsampling == "attention":
@@ -146,9 +159,18 @@ def reference(tokens_T, params, model):
                 return norm(x, p[name]) if c.upsampling_norm else x
 
             assert ("out" in p["attention"]) == ("norm_queries" in p) == c.upsampling_norm
-            x = [h + attention(normed(h, "norm_queries"), normed(g, "norm_latents"),
-                               p["attention"], heads, rope, places)
-                 for h, g in zip(both, x, strict=True)]
+            x = [
+                h
+                + attention(
+                    normed(h, "norm_queries"),
+                    normed(g, "norm_latents"),
+                    p["attention"],
+                    heads,
+                    rope,
+                    places,
+                )
+                for h, g in zip(both, x, strict=True)
+            ]
         elif before:
             x = both
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, rope)
@@ -168,12 +190,41 @@ def order_of(c, level, side):
 
 FORWARD = [
     (1, {}),
-    (2, {"compression": "transformer", "compression_blocks": 2, "upsampling": "attention",
-         "positions": "level", "repeat": "in_place", "skip": "lerp", **MEMORY["both"]}),
-    (2, {"upsampling": "attention", "positions": "rope", "block_order": "sequence", "tied": False,
-         "encoder_local": (2, 0), "decoder_global": (0, 2), "decoder_local": 2}),
-    (3, {"compression": "transformer", "skip": "lerp", "encoder_global": (2, 0, 1), "depth": 2,
-         "repeat": "in_place", **MEMORY["local"]}),
+    (
+        2,
+        {
+            "compression": "transformer",
+            "compression_blocks": 2,
+            "upsampling": "attention",
+            "positions": "level",
+            "repeat": "in_place",
+            "skip": "lerp",
+            **MEMORY["both"],
+        },
+    ),
+    (
+        2,
+        {
+            "upsampling": "attention",
+            "positions": "rope",
+            "block_order": "sequence",
+            "tied": False,
+            "encoder_local": (2, 0),
+            "decoder_global": (0, 2),
+            "decoder_local": 2,
+        },
+    ),
+    (
+        3,
+        {
+            "compression": "transformer",
+            "skip": "lerp",
+            "encoder_global": (2, 0, 1),
+            "depth": 2,
+            "repeat": "in_place",
+            **MEMORY["local"],
+        },
+    ),
     (3, {**MEMORY["global"], "decoder_global": 0, "decoder_local": (2, 1, 0)}),
     (2, {"skip_joins": "before", "positions": "absolute"}),
     (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention", **MEMORY["both"]}),
@@ -205,8 +256,9 @@ def test_repeated_latents_by_hand():
 
 # ---- causality ---------------------------------------------------------------------------------
 
-COMBINATIONS = list(itertools.product(groups.COMPRESSIONS, groups.UPSAMPLINGS, LEVELS,
-                                      ("none", "both")))
+COMBINATIONS = list(
+    itertools.product(groups.COMPRESSIONS, groups.UPSAMPLINGS, LEVELS, ("none", "both"))
+)
 
 
 @functools.cache
@@ -215,7 +267,7 @@ def combination(compression, upsampling, levels, memory):
     after 0, 1... are others); T is no whole number of groups."""
     changes = {"compression": compression, "upsampling": upsampling, **FEW, **MEMORY[memory]}
     model = make(changes, levels)
-    params, length = families.random_params(model), 3 * model.group_size - 3
+    params, length = families.random_params(model), 3 * model.config.group_size - 3
     tokens_T = families.tokens(batch=1, length=length)[0]
     later_BT = np.arange(length)[None] > np.arange(length)[:, None]
     others_BT = jnp.where(later_BT, (tokens_T + 1)[None] % VOCAB, tokens_T[None])
@@ -235,7 +287,7 @@ def test_causal_in_every_combination(compression, upsampling, levels, memory):
 def test_logits_do_not_depend_on_the_length(compression, upsampling, levels, memory):
     """The same tokens in shorter rows: of whole groups, and of a few tokens."""
     model, params, tokens_T, logits, _ = combination(compression, upsampling, levels, memory)
-    for length in (2 * model.group_size, model.group_size + 1, 2):
+    for length in (2 * model.config.group_size, model.config.group_size + 1, 2):
         shorter = apply(model, params, tokens_T[None, :length])
         np.testing.assert_allclose(shorter[0], logits[0, :length], atol=1e-5)
 
@@ -244,7 +296,7 @@ def test_logits_do_not_depend_on_the_length(compression, upsampling, levels, mem
 def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     """Aligned at the lower right: latent j of 3 sees place p of 7 iff p <= 4 + j, and all these."""
     changes = {"compression": compression, "compression_blocks": blocks}
-    (level,) = make(changes, levels=1).resolved().encoder_levels()
+    (level,) = make(changes, levels=1).levels(encoder=True)
     level = dataclasses.replace(level, inner=7, group_size=7)
     compress = groups.Compress(level)
     info = TokenInfo(jnp.arange(7)[None])
@@ -257,9 +309,14 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 
-@pytest.mark.parametrize("upsampling, skip_joins", [
-    ("repeat", "after"), ("repeat", "before"), ("attention", "after"),
-])
+@pytest.mark.parametrize(
+    "upsampling, skip_joins",
+    [
+        ("repeat", "after"),
+        ("repeat", "before"),
+        ("attention", "after"),
+    ],
+)
 def test_what_a_token_sees_of_its_own_group(upsampling, skip_joins):
     """All before it, with upsampling by attention or tokens that join before the blocks. Repeated
     latents of early places are those of the group before; where the token itself comes after the
@@ -280,9 +337,13 @@ def test_what_a_token_sees_of_its_own_group(upsampling, skip_joins):
 # ---- documents ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("upsampling, compression, positions", [
-    ("repeat", "perceiver", "absolute"), ("attention", "transformer", "rope"),
-])
+@pytest.mark.parametrize(
+    "upsampling, compression, positions",
+    [
+        ("repeat", "perceiver", "absolute"),
+        ("attention", "transformer", "rope"),
+    ],
+)
 def test_documents_do_not_see_each_other(upsampling, compression, positions):
     """Also where one ends and the next begins inside a group."""
     model = make({"upsampling": upsampling, "compression": compression, "positions": positions})
@@ -294,8 +355,9 @@ def test_documents_do_not_see_each_other(upsampling, compression, positions):
     for row in range(1, len(starts) + 1):  # row r has other tokens in document r
         changed = (tokens_BT[row] + 1) % VOCAB
         tokens_BT = tokens_BT.at[row].set(jnp.where(document_T == row, changed, tokens_BT[row]))
-    rows = [jnp.asarray(np.tile(x, (len(tokens_BT), 1)), jnp.int32)
-            for x in (position_T, document_T)]
+    rows = [
+        jnp.asarray(np.tile(x, (len(tokens_BT), 1)), jnp.int32) for x in (position_T, document_T)
+    ]
     logits = apply(model, params, tokens_BT, *rows)
     moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
     for row in range(1, len(starts) + 1):
@@ -322,8 +384,15 @@ def test_a_document_that_begins_with_a_group_is_as_if_alone():
 def test_a_token_knows_in_which_group_it_stands():
     """Groups of equal tokens with one latent each and no attention across but in the stack: which
     of them it is, only the table of positions can say."""
-    shape = {"family": "latent", "group_size": 4, "latents": (1,), "level_widths": (16,),
-             "level_heads": (2,), "encoder_global": 0, "decoder_global": 0}
+    shape = {
+        "family": "latent",
+        "group_size": 4,
+        "latents": (1,),
+        "level_widths": (16,),
+        "level_heads": (2,),
+        "encoder_global": 0,
+        "decoder_global": 0,
+    }
     tokens_BT = jnp.tile(families.tokens(batch=1, length=4), (1, 5))
 
     def groups_of(changes):
@@ -338,10 +407,15 @@ def test_a_token_knows_in_which_group_it_stands():
     assert np.abs(moved[1:] - moved[:-1]).max(axis=(1, 2)).min() > 0.1
 
 
-@pytest.mark.parametrize("family, changes", [
-    ("latent", {**LEVELS[2], "width": 16, "num_heads": 2}), ("decoder", {"preset": "gpt2"}),
-    ("encoder_decoder", {"mlp.hidden": 64}), ("decoder", {"dropout.kind": "elementwise"}),
-])
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("latent", {**LEVELS[2], "width": 16, "attention.num_heads": 2}),
+        ("decoder", {"preset": "gpt2"}),
+        ("encoder_decoder", {"mlp.hidden": 64}),
+        ("decoder", {"dropout.kind": "elementwise"}),
+    ],
+)
 def test_no_token_reads_past_the_table_of_positions(family, changes):
     """One line before anything is computed; a position that only the running program knows gives
     no number, and not the last row."""
@@ -352,7 +426,7 @@ def test_no_token_reads_past_the_table_of_positions(family, changes):
         with pytest.raises(UsageError, match=r"config\.model\.context=16: .* 17 tokens") as error:
             model.apply({"params": params}, tokens_BT, positions_BT, **options)
         assert "\n" not in str(error.value)
-    if model.dropout.by_position:  # there is no table that could give no number
+    if model.config.dropout.by_position:  # there is no table that could give no number
         return
     positions_BT = jnp.stack([jnp.arange(16), jnp.arange(16) + 1])
     logits = apply(model, params, tokens_BT[:, :16], positions_BT, jnp.ones((2, 16), jnp.int32))
@@ -362,8 +436,11 @@ def test_no_token_reads_past_the_table_of_positions(family, changes):
 def test_rows_may_outgrow_the_context_where_no_table_ends():
     for positions in ("level", "rope"):
         model = make({"positions": positions, **FEW}, levels=1, context=16)
-        shape = jax.eval_shape(model.apply, {"params": families.random_params(model)},
-                               families.tokens(batch=1, length=17)).shape
+        shape = jax.eval_shape(
+            model.apply,
+            {"params": families.random_params(model)},
+            families.tokens(batch=1, length=17),
+        ).shape
         assert shape == (1, 17, VOCAB)
 
 
@@ -380,8 +457,12 @@ def decoder(model, variables, size):
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
         logits, state = model.apply(
-            {**variables, "cache": cache}, tokens_BT, jnp.asarray(positions_BT, jnp.int32),
-            decode=True, cache_size=size, mutable=["cache"],
+            {**variables, "cache": cache},
+            tokens_BT,
+            jnp.asarray(positions_BT, jnp.int32),
+            decode=True,
+            cache_size=size,
+            mutable=["cache"],
         )
         return logits, state["cache"]
 
@@ -443,19 +524,32 @@ def test_the_stack_runs_only_when_a_latent_comes():
 
 def test_the_cache_keeps_latents_of_finished_groups():
     """And of a level without global blocks only what one group needs."""
-    shape = {"width": 64, "depth": 8, "num_heads": 4, "group_size": 16, "latents": (4,),
-             "level_widths": (32,), "level_heads": (2,), "decoder_global": 0}
+    shape = {
+        "width": 64,
+        "depth": 8,
+        "attention.num_heads": 4,
+        "group_size": 16,
+        "latents": (4,),
+        "level_widths": (32,),
+        "level_heads": (2,),
+        "decoder_global": 0,
+    }
     latent = families.make({"family": "latent", **shape}, context=1024)
-    dense = families.make({"width": 64, "depth": 8, "num_heads": 4}, context=1024)
-    more = {name: m.cache_bytes(1024) - m.cache_bytes(512)
-            for name, m in (("latent", latent), ("dense", dense))}
+    dense = families.make({"width": 64, "depth": 8, "attention.num_heads": 4}, context=1024)
+    more = {
+        name: m.cache_bytes(1024) - m.cache_bytes(512)
+        for name, m in (("latent", latent), ("dense", dense))
+    }
     # A quarter of the positions; 8 blocks of the stack and the global one of the encoder level.
     assert more["latent"] * 4 * 8 == more["dense"] * 9
-    held = {size: sum(x.nbytes for x in jax.tree.leaves(models.init_cache(latent, 1, size)))
-            for size in (512, 1024)}
+    held = {
+        size: sum(x.nbytes for x in jax.tree.leaves(models.init_cache(latent, 1, size)))
+        for size in (512, 1024)
+    }
     # Beside keys and values, a position and a group for each slot.
     assert held[1024] < 1.1 * latent.cache_bytes(1024) and held[1024] < 0.35 * dense.cache_bytes(
-        1024)
+        1024
+    )
 
 
 def test_a_sampler_takes_the_model():
@@ -468,4 +562,4 @@ def test_a_sampler_takes_the_model():
     for prompt, ids in zip(prompts, new, strict=True):
         text = [*prompt, *ids]
         best_T = np.argmax(apply(model, params, jnp.asarray([text + [0] * 4]))[0], axis=-1)
-        assert ids == best_T[len(prompt) - 1: len(text) - 1].tolist()
+        assert ids == best_T[len(prompt) - 1 : len(text) - 1].tolist()

@@ -12,7 +12,8 @@ from configs import common
 from efx import flops, losses
 from efx.errors import UsageError
 from efx.layers import latent_loss
-from efx.layers.latent_loss import LatentLossConfig, LatentPrediction
+from efx.layers.latent_loss import LatentPrediction
+from efx.models.latent_config import LatentLossConfig
 
 B, T, D = 3, 7, 6
 VALID = np.arange(T)[None] < np.array([7, 5, 1])[:, None]
@@ -20,13 +21,20 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 2, 0, 0, 0], [1] * 7])
 
 
 def module(kind="cosine", target_gradient=False, candidates="row"):
-    return LatentPrediction(LatentLossConfig(kind, target_gradient, candidates), 0.5, jnp.float32)
+    return LatentPrediction(
+        LatentLossConfig(kind=kind, target_gradient=target_gradient, candidates=candidates),
+        0.5,
+        jnp.float32,
+    )
 
 
 def params_of(module):
     tree = nn.unbox(module.init(jax.random.key(0), latents()))["params"]
-    return tree | {name: jnp.float32(value) for name, value in
-                   (("log_temperature", 0.7), ("bias", -1.3)) if name in tree}
+    return tree | {
+        name: jnp.float32(value)
+        for name, value in (("log_temperature", 0.7), ("bias", -1.3))
+        if name in tree
+    }
 
 
 def latents(seed=0):
@@ -49,14 +57,19 @@ def pairs(valid=None, segments=None):
         for t in range(T - 1):
             if valid is not None and not (valid[b, t] and valid[b, t + 1]):
                 continue
-            if segments is not None and (segments[b, t] != segments[b, t + 1]
-                                         or segments[b, t] == 0):
+            if segments is not None and (
+                segments[b, t] != segments[b, t + 1] or segments[b, t] == 0
+            ):
                 continue
             yield b, t
 
 
-MASKS = [{}, {"valid_BT": VALID}, {"segment_ids_BT": SEGMENTS},
-         {"valid_BT": VALID, "segment_ids_BT": SEGMENTS}]
+MASKS = [
+    {},
+    {"valid_BT": VALID},
+    {"segment_ids_BT": SEGMENTS},
+    {"valid_BT": VALID, "segment_ids_BT": SEGMENTS},
+]
 
 
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: "+".join(m) or "none")
@@ -84,8 +97,7 @@ def test_siglip_by_hand(masks, candidates):
                 continue
             logit = math.exp(0.7) * (unit(x[b, t] @ w) @ unit(x[c, s + 1])) - 1.3
             total += math.log1p(math.exp(-logit if (b, t) == (c, s) else logit))
-    np.testing.assert_allclose(
-        loss(m, params, latents(), **masks), total / len(chosen), rtol=1e-5)
+    np.testing.assert_allclose(loss(m, params, latents(), **masks), total / len(chosen), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "siglip"])
@@ -94,8 +106,7 @@ def test_gradients(kind):
     for target_gradient in (False, True):
         m = module(kind, target_gradient)
         params = params_of(m)
-        d_params, d_x = jax.grad(lambda p, x, m=m: loss(m, p, x), argnums=(0, 1))(
-            params, latents())
+        d_params, d_x = jax.grad(lambda p, x, m=m: loss(m, p, x), argnums=(0, 1))(params, latents())
         assert all(np.abs(d).max() > 1e-4 for d in jax.tree.leaves(d_params))
         assert (np.abs(d_x[:, -1]).max() > 1e-4) == target_gradient
         assert np.abs(d_x[:, 0]).max() > 1e-4
@@ -107,7 +118,8 @@ def test_rows_do_not_count_twice():
         m = module(kind)
         twice = jnp.concatenate([latents(), latents()])
         np.testing.assert_allclose(
-            loss(m, params_of(m), latents()), loss(m, params_of(m), twice), rtol=1e-6)
+            loss(m, params_of(m), latents()), loss(m, params_of(m), twice), rtol=1e-6
+        )
 
 
 def test_one_latent_and_zeros_are_no_trouble():
@@ -115,17 +127,24 @@ def test_one_latent_and_zeros_are_no_trouble():
         m = module(kind)
         assert loss(m, params_of(m), latents()[:, :1]) == 0.0
         value, grad = jax.value_and_grad(lambda x, m=m: loss(m, params_of(m), x))(
-            jnp.zeros((B, T, D)))
+            jnp.zeros((B, T, D))
+        )
         assert np.isfinite(value) and np.isfinite(grad).all()
     nothing = loss(m, params_of(m), latents(), valid_BT=np.zeros((B, T), bool))
     assert nothing == 0.0
 
 
-@pytest.mark.parametrize("kind, candidates", [
-    ("cosine", "row"), ("siglip", "row"), ("siglip", "batch"), ("none", "row"),
-])
+@pytest.mark.parametrize(
+    "kind, candidates",
+    [
+        ("cosine", "row"),
+        ("siglip", "row"),
+        ("siglip", "batch"),
+        ("none", "row"),
+    ],
+)
 def test_costs(kind, candidates):
-    c = LatentLossConfig(kind, False, candidates)
+    c = LatentLossConfig(kind=kind, candidates=candidates)
     counted = latent_loss.loss_flops(c, D, T, batch=B)
     if kind == "none":
         assert counted == latent_loss.loss_params(c, D) == {}
@@ -142,15 +161,20 @@ def test_its_weight_may_rise():
     config = common.base()
     assert latent_loss.LOSS in config.losses
     config.losses.latent_prediction = dict(schedule="linear", c_start=0.0, c_end=0.003, steps=200)
-    weights = [float(losses.coefficient(config.losses.latent_prediction, step, 1000))
-               for step in (0, 100, 200, 999)]
+    weights = [
+        float(losses.coefficient(config.losses.latent_prediction, step, 1000))
+        for step in (0, 100, 200, 999)
+    ]
     np.testing.assert_allclose(weights, [0.0, 0.0015, 0.003, 0.003], rtol=1e-6)
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"kind": "mse"}, r"latent_loss\.kind='mse': expected one of none, cosine, siglip"),
-    ({"candidates": "all"}, r"latent_loss\.candidates='all': expected one of row, batch"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"kind": "mse"}, r"latent_loss\.kind='mse': expected one of none, cosine, siglip"),
+        ({"candidates": "all"}, r"latent_loss\.candidates='all': expected one of row, batch"),
+    ],
+)
 def test_bad_values(changes, words):
     with pytest.raises(UsageError, match=words):
-        latent_loss.check(LatentLossConfig(**{**common.latent_loss(), **changes}))
+        LatentLossConfig(**changes)

@@ -26,7 +26,7 @@ TINY = {
     "data.batch_size": 8,
     "model.width": 16,
     "model.depth": 1,
-    "model.num_heads": 2,
+    "model.attention.num_heads": 2,
     "optim.schedule.warmup_steps": 1,
     "evaluate.every": 0,
     "evaluate.batch_size": 8,

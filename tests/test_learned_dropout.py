@@ -16,6 +16,7 @@ from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers import learned_dropout as ld
 from efx.layers.blocks import Block
+from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
 from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
 
@@ -24,7 +25,7 @@ PI = np.pi
 
 def elementwise_config(**changes):
     defaults = common.base().model.dropout.elementwise.to_dict()
-    return ld.ElementwiseConfig(**{**defaults, **changes})
+    return ElementwiseConfig(**{**defaults, **changes})
 
 
 def info(length, batch=1, **changes):
@@ -144,7 +145,7 @@ def attention_by_hand(x_TD, p):
 
 def attention_config(**changes):
     defaults = common.base().model.dropout.attention.to_dict()
-    return ld.MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
+    return MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
 
 
 def matrices(seed, *names):
@@ -340,7 +341,7 @@ def test_each_site(kind, site):
     paths = [p for p in optim.param_paths(params) if "/mask_" in p or p.startswith("mask_")]
     place = {"embedding": "dropout_embedding/", "attention_probs": "attention/probs_dropout/"}
     assert paths and all(place.get(site, f"dropout_{site}/") in path for path in paths)
-    plain = model.clone(dropout=dataclasses.replace(model.dropout, kind="none"))
+    plain = models.changed(model, dropout=dataclasses.replace(model.config.dropout, kind="none"))
     run = families.jit(lambda m_hat: model.apply({"params": m_hat}, tokens_BT))
     masked, without = run(params), families.jit(plain.apply)({"params": params}, tokens_BT)
     assert np.abs(masked - without).max() > 1e-2
@@ -420,7 +421,7 @@ def test_the_shared_pass_is_computed_once(kind, attentions, linears):
     paths = optim.param_paths(params)
     assert sum(path.endswith("mask_query") for path in paths) == attentions
     assert sum(path.endswith("mask_linear") for path in paths) == linears
-    width, length = model.width, 16
+    width, length = model.config.width, 16
     ledger = model.ledger(length)
     projections = (3 * attentions + linears) * 2 * length * width * width
     assert ledger.parts["mask_projections"] == ledger.nominal["mask_projections"] == projections
@@ -534,9 +535,9 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
     ({"attention.input": "x"}, r"dropout\.attention\.input='x': expected one of hidden, embedding"),
     ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
     ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
-    ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be greater"),
-    ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be greater than 0"),
-    ({"kind": "attention", "sites": (), "attention.num_heads": 5},
+    ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be more"),
+    ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be more than 0"),
+    ({"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 5},
      r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5"),
 ])
 def test_bad_settings_are_named(changes, message):

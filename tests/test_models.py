@@ -35,22 +35,38 @@ def test_presets():
         (gpt2, "layernorm", True, "learned", True, "gelu", 4 * 128),
         (llama, "rmsnorm", False, "rope", False, "swiglu", 352),  # 8 * 128 / 3, up to 32s
     ):
-        assert (model.norm, model.use_bias, model.positions, model.tied) == (
-            norm, bias, positions, tied)
-        assert model.mlp.activation == activation and model.norm_eps == 1e-5
-        assert model.mlp.hidden_size(128) == hidden
-        assert model.num_kv_heads == 4 and model.head_dim == 32
-    assert not gpt2.specs()[0].block.rope_theta and llama.specs()[0].block.rope_theta == 10000.0
+        assert (
+            model.config.norm,
+            model.config.use_bias,
+            model.config.positions,
+            model.config.tied,
+        ) == (norm, bias, positions, tied)
+        assert model.config.mlp.activation == activation and model.config.norm_eps == 1e-5
+        assert model.config.mlp.hidden_size(128) == hidden
+        assert model.config.attention.num_kv_heads == 4 and model.config.attention.head_dim == 32
+    assert not gpt2.config.attention.rope_theta and llama.config.attention.rope_theta == 10000.0
 
 
 def test_settings_win_over_the_preset():
-    model = build(config_model(
-        preset="gpt2", norm="rmsnorm", use_bias=False, tied=False, positions="none",
-        norm_eps=1e-6, mlp__activation="swiglu",
-    ))
-    assert (model.norm, model.use_bias, model.tied, model.positions, model.norm_eps) == (
-        "rmsnorm", False, False, "none", 1e-6)
-    assert model.mlp.activation == "swiglu"
+    model = build(
+        config_model(
+            preset="gpt2",
+            norm="rmsnorm",
+            use_bias=False,
+            tied=False,
+            positions="none",
+            norm_eps=1e-6,
+            mlp__activation="swiglu",
+        )
+    )
+    assert (
+        model.config.norm,
+        model.config.use_bias,
+        model.config.tied,
+        model.config.positions,
+        model.config.norm_eps,
+    ) == ("rmsnorm", False, False, "none", 1e-6)
+    assert model.config.mlp.activation == "swiglu"
     names = paths(families.random_params(model))
     assert "head/kernel" in names and "layers/block_0/mlp/gate/kernel" in names
     assert not any("bias" in name or "positions" in name for name in names)
@@ -77,46 +93,84 @@ def removed(*path):
     return block
 
 
-@pytest.mark.parametrize("block, message", [
-    (changed("family", value="decodre"), r"config\.model\.family='decodre'.*mean 'decoder'"),
-    (changed("preset", value="bert"), r"config\.model\.preset='bert': expected one of gpt2, llama"),
-    (changed("widht", value=3), r"config\.model\.widht is not a setting.*did you mean 'width'"),
-    (changed("depth_routing", "capactiy", value=1.0),
-     r"config\.model\.depth_routing\.capactiy is not a setting.*'capacity'"),
-    (removed("depth"), r"config\.model\.depth is missing"),
-    (removed("mlp", "hidden"), r"config\.model\.mlp\.hidden is missing"),
-    (changed("depth", value="four"), r"config\.model\.depth='four': expected int"),
-    (changed("depth", value=True), r"config\.model\.depth=True: expected int"),
-    (changed("depth", value=2.0), r"config\.model\.depth=2\.0: expected int"),
-    (changed("tied", value="yes"), r"config\.model\.tied='yes': expected bool or None"),
-    (changed("mlp", value=3), r"config\.model\.mlp=3: expected a block"),
-    (changed("depth_routing", "capacity", value="all"), r"capacity='all': expected float or"),
-    (changed("depth", value=0), r"config\.model\.depth=0: must be at least 1"),
-    (changed("width", value=-4), r"config\.model\.width=-4: must be at least 1"),
-    (changed("width", value=130), r"width=130 does not divide by config\.model\.num_heads=4"),
-    (changed("num_kv_heads", value=3), r"num_heads=4 does not divide by .*num_kv_heads=3"),
-    (changed("head_dim", value=3), r"config\.model\.head_dim=3: rope needs an even"),
-    (changed("norm", value="batch"), r"config\.model\.norm='batch'.*layernorm, rmsnorm"),
-    (changed("positions", value="alibi"), r"config\.model\.positions='alibi'"),
-    (changed("qk_norm", value="rms"), r"config\.model\.qk_norm='rms'.*none, head, width"),
-    (changed("attention_scale", value="h"), r"config\.model\.attention_scale='h'"),
-    (changed("mlp", "kind", value="moee"), r"config\.model\.mlp\.kind='moee'"),
-    (changed("mlp", "activation", value="relu"), r"config\.model\.mlp\.activation='relu'"),
-    (changed("dropout", "kind", value="some"), r"config\.model\.dropout\.kind='some'"),
-    (changed("dropout", "rate", value=1.0), r"config\.model\.dropout\.rate=1\.0: must be in"),
-    (changed("dropout", "sites", value=("mlp",)), r"config\.model\.dropout\.sites='mlp'"),
-    (changed("depth_routing", "kind", value="moe"), r"config\.model\.depth_routing\.kind='moe'"),
-    (changed("depth_routing", "gate", value="relu"), r"config\.model\.depth_routing\.gate='relu'"),
-    (changed("depth_routing", "causal", value="x"), r"config\.model\.depth_routing\.causal='x'"),
-    (changed("depth_routing", "selection", value="x"), r"depth_routing\.selection='x'"),
-    (changed("depth_routing", "capacity", value=0.0), r"capacity=0\.0: must be in \(0, 1\]"),
-    (changed("depth_routing", "capacity", value=1.5), r"capacity=1\.5: must be in \(0, 1\]"),
-    (changed("depth_routing", "capacity", value=(0.5, 2)), r"capacity=2\.0: must be in \(0, 1\]"),
-    (changed("depth_routing", "slack", value=0.5), r"depth_routing\.slack=0\.5"),
-    (changed("depth_routing", "every", value=0), r"depth_routing\.every=0"),
-    (changed("depth_routing", "blocks", value=(1, 4)), r"blocks=\(1, 4\).*between 0 and 3"),
-    (changed("depth_routing", "blocks", value=(2, 1)), r"blocks=\(2, 1\).*ascending"),
-])
+@pytest.mark.parametrize(
+    "block, message",
+    [
+        (changed("family", value="decodre"), r"config\.model\.family='decodre'.*mean 'decoder'"),
+        (
+            changed("preset", value="bert"),
+            r"config\.model\.preset='bert': expected one of gpt2, llama",
+        ),
+        (changed("widht", value=3), r"config\.model\.widht is not a setting.*did you mean 'width'"),
+        (
+            changed("depth_routing", "capactiy", value=1.0),
+            r"config\.model\.depth_routing\.capactiy is not a setting.*'capacity'",
+        ),
+        (removed("depth"), r"config\.model\.depth is missing"),
+        (removed("mlp", "hidden"), r"config\.model\.mlp\.hidden is missing"),
+        (changed("depth", value="four"), r"config\.model\.depth='four': expected int"),
+        (changed("depth", value=True), r"config\.model\.depth=True: expected int"),
+        (changed("depth", value=2.0), r"config\.model\.depth=2\.0: expected int"),
+        (changed("tied", value="yes"), r"config\.model\.tied='yes': expected bool or None"),
+        (changed("mlp", value=3), r"config\.model\.mlp=3: it is a block"),
+        (changed("depth_routing", "capacity", value="all"), r"capacity='all': expected float or"),
+        (changed("depth", value=0), r"config\.model\.depth=0: must be at least 1"),
+        (changed("width", value=-4), r"config\.model\.width=-4: must be at least 1"),
+        (
+            changed("width", value=130),
+            r"width=130 does not divide by config\.model\.attention\.num_heads=4",
+        ),
+        (
+            changed("attention", "num_kv_heads", value=3),
+            r"num_heads=4 does not divide by .*num_kv_heads=3",
+        ),
+        (
+            changed("attention", "head_dim", value=3),
+            r"config\.model\.attention\.head_dim=3: rope needs an even",
+        ),
+        (changed("norm", value="batch"), r"config\.model\.norm='batch'.*layernorm, rmsnorm"),
+        (changed("positions", value="alibi"), r"config\.model\.positions='alibi'"),
+        (
+            changed("attention", "qk_norm", value="rms"),
+            r"config\.model\.attention\.qk_norm='rms'.*none, head, width",
+        ),
+        (changed("attention", "scale", value="h"), r"config\.model\.attention\.scale='h'"),
+        (changed("mlp", "kind", value="moee"), r"config\.model\.mlp\.kind='moee'"),
+        (changed("mlp", "activation", value="relu"), r"config\.model\.mlp\.activation='relu'"),
+        (changed("dropout", "kind", value="some"), r"config\.model\.dropout\.kind='some'"),
+        (changed("dropout", "rate", value=1.0), r"config\.model\.dropout\.rate=1\.0: must be in"),
+        (
+            changed("dropout", "sites", value=("mlp",)),
+            r"dropout\.sites=\('mlp',\): expected one of",
+        ),
+        (
+            changed("depth_routing", "kind", value="moe"),
+            r"config\.model\.depth_routing\.kind='moe'",
+        ),
+        (
+            changed("depth_routing", "gate", value="relu"),
+            r"config\.model\.depth_routing\.gate='relu'",
+        ),
+        (
+            changed("depth_routing", "causal", value="x"),
+            r"config\.model\.depth_routing\.causal='x'",
+        ),
+        (
+            changed("depth_routing", "train_selection", value="x"),
+            r"depth_routing\.train_selection='x'",
+        ),
+        (changed("depth_routing", "capacity", value=0.0), r"capacity=0\.0: must be in \(0, 1\]"),
+        (changed("depth_routing", "capacity", value=1.5), r"capacity=1\.5: must be in \(0, 1\]"),
+        (
+            changed("depth_routing", "capacity", value=(0.5, 2)),
+            r"capacity=\(0\.5, 2\): must be in",
+        ),
+        (changed("depth_routing", "slack", value=0.5), r"depth_routing\.slack=0\.5"),
+        (changed("depth_routing", "every", value=0), r"depth_routing\.every=0"),
+        (changed("depth_routing", "blocks", value=(1, 4)), r"blocks=\(1, 4\).*between 0 and 3"),
+        (changed("depth_routing", "blocks", value=(2, 1)), r"blocks=\(2, 1\).*ascending"),
+    ],
+)
 def test_bad_settings_are_named(block, message):
     with pytest.raises(UsageError, match=message) as error:
         build(block)
@@ -126,14 +180,16 @@ def test_bad_settings_are_named(block, message):
 def test_bad_dtype_and_remat_are_named():
     with pytest.raises(UsageError, match=r"config\.train\.dtype='float16': expected float32 or"):
         build(config_model(), dtype="float16")
-    with pytest.raises(UsageError, match=r"config\.model\.remat='some': expected none, full, dots"):
+    with pytest.raises(UsageError, match=r"model\.remat='some': expected one of none, full, dots"):
         model = build(config_model(remat="some"))
         jax.eval_shape(lambda key: models.init(model, key), jax.random.key(0))
 
 
 def test_integers_will_do_for_floats():
     model = build(changed("depth_routing", "slack", value=2))
-    assert model.depth_routing.slack == 2.0 and isinstance(model.depth_routing.slack, float)
+    assert model.config.depth_routing.slack == 2.0 and isinstance(
+        model.config.depth_routing.slack, float
+    )
 
 
 # ---- layers of a stack -------------------------------------------------------------------------
@@ -147,15 +203,18 @@ def capacities(**changes):
     return {i: spec.capacity for i, spec in enumerate(specs) if spec.routing is not None}
 
 
-@pytest.mark.parametrize("changes, expected", [
-    (dict(), {1: 0.125, 3: 0.125, 5: 0.125}),
-    (dict(every=1, capacity=0.5), dict.fromkeys(range(6), 0.5)),
-    (dict(every=3), {2: 0.125, 5: 0.125}),
-    (dict(every=6), {5: 0.125}),
-    (dict(blocks=(0, 4)), {0: 0.125, 4: 0.125}),
-    (dict(capacity=(0.5, 0.25, 1.0)), {1: 0.5, 3: 0.25, 5: 1.0}),
-    (dict(blocks=(2, 3), capacity=(0.5, 0.25)), {2: 0.5, 3: 0.25}),
-])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(), {1: 0.125, 3: 0.125, 5: 0.125}),
+        (dict(every=1, capacity=0.5), dict.fromkeys(range(6), 0.5)),
+        (dict(every=3), {2: 0.125, 5: 0.125}),
+        (dict(every=6), {5: 0.125}),
+        (dict(blocks=(0, 4)), {0: 0.125, 4: 0.125}),
+        (dict(capacity=(0.5, 0.25, 1.0)), {1: 0.5, 3: 0.25, 5: 1.0}),
+        (dict(blocks=(2, 3), capacity=(0.5, 0.25)), {2: 0.5, 3: 0.25}),
+    ],
+)
 def test_which_blocks_are_routed(changes, expected):
     assert capacities(**changes) == expected
 
@@ -202,26 +261,44 @@ def test_unroll_leaves_unrolled_models_alone():
 
 
 def paths(params):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
 
 def test_parameter_paths():
     """Others rely on them: regexes of optimisers, checkpoints, Hugging Face."""
     shapes = {name: leaf.shape for name, leaf in paths(families.params_of("mod")).items()}
     assert shapes == {
-        "embed/embedding": (48, 32), "head/kernel": (32, 48), "norm_final/scale": (32,),
+        "embed/embedding": (48, 32),
+        "head/kernel": (32, 48),
+        "norm_final/scale": (32,),
         "layers/block_1/router": (32,),
-        **{f"layers/block_{i}/{name}": shape for i in (0, 1) for name, shape in {
-            "attention/query/kernel": (32, 32), "attention/key/kernel": (32, 32),
-            "attention/value/kernel": (32, 32), "attention/out/kernel": (32, 32),
-            "mlp/gate/kernel": (32, 96), "mlp/up/kernel": (32, 96), "mlp/down/kernel": (96, 32),
-            "norm_attention/scale": (32,), "norm_mlp/scale": (32,),
-        }.items()},
+        **{
+            f"layers/block_{i}/{name}": shape
+            for i in (0, 1)
+            for name, shape in {
+                "attention/query/kernel": (32, 32),
+                "attention/key/kernel": (32, 32),
+                "attention/value/kernel": (32, 32),
+                "attention/out/kernel": (32, 32),
+                "mlp/gate/kernel": (32, 96),
+                "mlp/up/kernel": (32, 96),
+                "mlp/down/kernel": (96, 32),
+                "norm_attention/scale": (32,),
+                "norm_mlp/scale": (32,),
+            }.items()
+        },
     }
     gpt2 = paths(families.params_of("gpt2"))
-    assert {"positions_embed/embedding", "norm_final/bias", "layers/block_0/attention/query/bias",
-            "layers/block_0/mlp/down/bias", "layers/block_1/norm_mlp/bias"} <= set(gpt2)
+    assert {
+        "positions_embed/embedding",
+        "norm_final/bias",
+        "layers/block_0/attention/query/bias",
+        "layers/block_0/mlp/down/bias",
+        "layers/block_1/norm_mlp/bias",
+    } <= set(gpt2)
     assert "head/kernel" not in gpt2
 
 
@@ -229,7 +306,7 @@ def test_parameter_paths():
 def initial():
     """{path: value} of a new gpt2 model, 4 layers."""
     model = families.make({"preset": "gpt2", "depth": 4, "width": 64, "init_std": 0.02})
-    make = families.jit(lambda key: (nn.unbox(models.init(model, key))["params"]))
+    make = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
     return paths(make(jax.random.key(0))), paths(make(jax.random.key(1)))
 
 
@@ -267,11 +344,11 @@ def test_features_and_logits_are_the_call(name):
     @families.jit
     def halves(params):
         x_BTD = model.apply({"params": params}, tokens_BT, method="features")
-        flat_ND = x_BTD.reshape(-1, model.width)
+        flat_ND = x_BTD.reshape(-1, model.config.width)
         return model.head_fn(model.head_params(params), flat_ND)
 
     logits_NV = halves(params)
-    assert set(model.head_params(params)) == {"embed" if model.tied else "head"}
+    assert set(model.head_params(params)) == {"embed" if model.config.tied else "head"}
     assert logits_NV.shape[1] == model.padded_vocab == 48 and logits_NV.dtype == jnp.float32
     padding = np.asarray(logits_NV[:, families.VOCAB :])
     assert np.all(padding == attend.MASKED)  # no probability, and a loss that stays finite
@@ -281,9 +358,11 @@ def test_features_and_logits_are_the_call(name):
 
 def test_logit_softcap():
     capped, free = families.build("llama_options"), families.build("llama_options")
-    free = free.clone(logit_softcap=0.0)
-    params, x_ND = families.params_of("llama_options"), 5 * jax.random.normal(
-        jax.random.key(0), (7, 32))
+    free = models.changed(free, logit_softcap=0.0)
+    params, x_ND = (
+        families.params_of("llama_options"),
+        5 * jax.random.normal(jax.random.key(0), (7, 32)),
+    )
     raw = free.head_fn(free.head_params(params), x_ND)[:, : families.VOCAB]
     got = capped.head_fn(capped.head_params(params), x_ND)[:, : families.VOCAB]
     assert np.abs(raw).max() > 8
@@ -297,8 +376,9 @@ def test_positions_count_from_what_is_given():
 
     def both(name):
         model, params = families.build(name), families.params_of(name)
-        apply = families.jit(lambda positions_BT: model.apply(
-            {"params": params}, tokens_BT, positions_BT))
+        apply = families.jit(
+            lambda positions_BT: model.apply({"params": params}, tokens_BT, positions_BT)
+        )
         return apply(jnp.arange(8)[None]), apply(shifted_BT)
 
     start, shifted = both("llama")
@@ -308,16 +388,19 @@ def test_positions_count_from_what_is_given():
 
 
 def test_mup_scales_scores_by_the_head_width():
-    model = families.make({"attention_scale": "mup", "depth": 1, "num_heads": 4})  # H = 8
+    model = families.make({"attention.scale": "mup", "depth": 1, "attention.num_heads": 4})  # H = 8
     params = families.random_params(model)
     query = params["layers"]["block_0"]["attention"]["query"]
     scaled = jax.tree.map(lambda x: x, params)
     scaled["layers"]["block_0"]["attention"]["query"] = {"kernel": query["kernel"] / 8**0.5}
-    plain = model.clone(attention_scale="sqrt")
+    plain = models.changed(
+        model, attention=dataclasses.replace(model.config.attention, scale="sqrt")
+    )
     tokens_BT = families.tokens(batch=2)
     np.testing.assert_allclose(
         families.jit(model.apply)({"params": params}, tokens_BT),
-        families.jit(plain.apply)({"params": scaled}, tokens_BT), atol=2e-5,
+        families.jit(plain.apply)({"params": scaled}, tokens_BT),
+        atol=2e-5,
     )
 
 
@@ -330,11 +413,9 @@ def test_dropout_only_in_training():
         plain = model.apply(variables, tokens_BT)
         return plain, model.apply(variables, tokens_BT, train=True, rngs={"dropout": key})
 
-    without = model.clone(dropout=dataclasses.replace(model.dropout, kind="none"))
+    without = models.changed(model, dropout=dataclasses.replace(model.config.dropout, kind="none"))
     plain, dropped = run(jax.random.key(0))
-    np.testing.assert_allclose(
-        plain, families.jit(without.apply)(variables, tokens_BT), atol=1e-5
-    )
+    np.testing.assert_allclose(plain, families.jit(without.apply)(variables, tokens_BT), atol=1e-5)
     assert np.abs(plain - dropped).max() > 0.1
     assert np.array_equal(dropped, run(jax.random.key(0))[1])
     assert not np.array_equal(dropped, run(jax.random.key(1))[1])
@@ -343,9 +424,13 @@ def test_dropout_only_in_training():
 @pytest.mark.parametrize("site", ["embedding", "attention_output", "mlp_output"])
 def test_each_dropout_site_counts(site):
     model = families.make({"depth": 1, "dropout.kind": "standard", "dropout.sites": (site,)})
-    text = str(jax.make_jaxpr(lambda params, key: model.apply(
-        {"params": params}, families.tokens(batch=1), train=True, rngs={"dropout": key}
-    ))(families.random_params(model), jax.random.key(0)))
+    text = str(
+        jax.make_jaxpr(
+            lambda params, key: model.apply(
+                {"params": params}, families.tokens(batch=1), train=True, rngs={"dropout": key}
+            )
+        )(families.random_params(model), jax.random.key(0))
+    )
     assert text.count("random_bits") == 1
 
 
@@ -369,12 +454,15 @@ def test_norms():
 
 
 def test_swiglu_multiplies_the_gate():
-    layer = MLP(hidden=3, activation="swiglu", use_bias=False, std=1.0, std_out=1.0,
-                dtype=jnp.float32)
+    layer = MLP(
+        hidden=3, activation="swiglu", use_bias=False, std=1.0, std_out=1.0, dtype=jnp.float32
+    )
     x = jnp.array([[[1.0, -2.0]]])
     gate, up = np.array([[1.0, 2, 3], [0, 1, 1]]), np.array([[2.0, 0, 1], [1, 1, 0]])
-    params = {name: {"kernel": jnp.float32(kernel)} for name, kernel in
-              (("gate", gate), ("up", up), ("down", np.eye(3)[:, :2]))}
+    params = {
+        name: {"kernel": jnp.float32(kernel)}
+        for name, kernel in (("gate", gate), ("up", up), ("down", np.eye(3)[:, :2]))
+    }
     g, u = x[0, 0] @ gate, x[0, 0] @ up
     np.testing.assert_allclose(
         layer.apply({"params": params}, x)[0, 0], (g / (1 + np.exp(-g)) * u)[:2], rtol=1e-5

@@ -1,6 +1,5 @@
 """muP and initialisations: what starts how, what learns how fast, and flat activations."""
 
-
 import families
 import jax
 import numpy as np
@@ -22,13 +21,20 @@ def initial(changes):
     return model, {path: np.asarray(leaf) for path, leaf in optim.param_paths(params).items()}
 
 
-@pytest.mark.parametrize("changes, table, hidden, head", [
-    ({}, 0.02, 0.02, 0.02),
-    ({"initialisation": "spike_no_more"}, (2 / 320) ** 0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5),
-    ({"mup.base_width": 16}, 0.02, 0.01, 0.0),
-    ({"mup.base_width": 16, "initialisation": "spike_no_more"}, (2 / 80) ** 0.5, (2 / 320) ** 0.5,
-     0.0),
-])
+@pytest.mark.parametrize(
+    "changes, table, hidden, head",
+    [
+        ({}, 0.02, 0.02, 0.02),
+        ({"initialisation": "spike_no_more"}, (2 / 320) ** 0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5),
+        ({"mup.base_width": 16}, 0.02, 0.01, 0.0),
+        (
+            {"mup.base_width": 16, "initialisation": "spike_no_more"},
+            (2 / 80) ** 0.5,
+            (2 / 320) ** 0.5,
+            0.0,
+        ),
+    ],
+)
 def test_how_weights_start(changes, table, hidden, head):
     _, params = initial({**changes, "tied": False})
     for path, value in params.items():
@@ -46,21 +52,32 @@ def test_logits_and_scores_follow_the_width():
     plain, params = (families.make(SMALL), None)
     params = families.random_params(plain)
     scaled = families.make({**SMALL, "mup.base_width": 16, "logit_softcap": 3.0})
-    capped = families.make({**SMALL, "attention_scale": "mup"})
-    logits = [np.asarray(families.jit(m.apply)({"params": params}, families.tokens()))
-              for m in (capped, scaled)]
+    capped = families.make({**SMALL, "attention.scale": "mup"})
+    logits = [
+        np.asarray(families.jit(m.apply)({"params": params}, families.tokens()))
+        for m in (capped, scaled)
+    ]
     np.testing.assert_allclose(logits[1], 3.0 * np.tanh(logits[0] / 4.0 / 3.0), atol=1e-5)
-    assert scaled.block().mup and not plain.block().mup
+    assert (scaled.block().attention.scale, plain.block().attention.scale) == ("mup", "sqrt")
 
 
 def updates(changes, base, value=0.25):
     """{path: update of the first step, divided by the rate} of gradients of 1."""
     model = families.make({**SMALL, "mup.base_width": base, "tied": False})
     config = common.base()
-    common.apply(config, {"optim.schedule.warmup_steps": 0, "optim.schedule.kind": "constant",
-                          "optim.clip_norm": 0.0, "optim.learning_rate": 0.1, **changes})
-    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
-                            jax.random.key(0))
+    common.apply(
+        config,
+        {
+            "optim.schedule.warmup_steps": 0,
+            "optim.schedule.kind": "constant",
+            "optim.clip_norm": 0.0,
+            "optim.learning_rate": 0.1,
+            **changes,
+        },
+    )
+    shapes = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
     optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, models.mup_base(model))
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
     ones = jax.tree.map(np.ones_like, params)
@@ -86,11 +103,17 @@ def test_hidden_matrices_learn_by_their_fan_in(name):
 def test_which_parameters_are_hidden_matrices():
     assert rate_factor("layers/block_0/mlp/experts/up/kernel", (8, 64, 256), 16) == 1 / 4
     assert rate_factor("layers/units/block_0/mlp/down/kernel", (3, 256, 64), 16) == 1 / 16
-    assert rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) \
-        == 1 / 4
+    assert (
+        rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) == 1 / 4
+    )
     assert rate_factor("mask_input/mask_linear", (64, 64), 16) == 1 / 4
-    for path in ("head/kernel", "embed/embedding", "layers/block_0/adapter/up", "norm_final/scale",
-                 "layers/block_0/dropout_mlp_output/mask_shift"):
+    for path in (
+        "head/kernel",
+        "embed/embedding",
+        "layers/block_0/adapter/up",
+        "norm_final/scale",
+        "layers/block_0/dropout_mlp_output/mask_shift",
+    ):
         assert rate_factor(path, (64, 64), 16) == 1.0
     assert rate_factor("layers/block_0/mlp/up/kernel", (64, 256), 0) == 1.0
 
@@ -98,28 +121,53 @@ def test_which_parameters_are_hidden_matrices():
 # ---- routers and gates -------------------------------------------------------------------------
 
 ROUTED = {
-    "depth": 2, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "depth_routing.kind": "mod",
-    "depth_routing.every": 1, "depth_routing.also_train": ("predictor",),
+    "depth": 2,
+    "mlp.kind": "moe",
+    "mlp.moe.num_experts": 4,
+    "depth_routing.kind": "mod",
+    "depth_routing.every": 1,
+    "depth_routing.also_train": ("predictor",),
 }
-EXPERTS = {"adapter.kind": "lora", "adapter.experts": ("a", "b"), "depth": 1,
-           "adapter.sites": ".*/(query|down)"}
+EXPERTS = {
+    "adapter.kind": "lora",
+    "adapter.experts": ("a", "b"),
+    "depth": 1,
+    "adapter.sites": ".*/(query|down)",
+}
 
 
-@pytest.mark.parametrize("changes, expected", [
-    (ROUTED, {"block_0/router": 0.02 / 4, "mlp/router": 0.02 / 4,
-              "kernel_in": 64**-0.5, "kernel_out": 32**-0.5 / 2}),
-    (ROUTED | {"depth_routing.predictor_hidden": 24},
-     {"kernel_in": 64**-0.5 / 2, "kernel_out": 24**-0.5}),
-    (EXPERTS | {"adapter.routing": "inclusion"},
-     {"query/adapter/entrance": 0.02 / 4, "mlp/down/adapter/entrance": 0.02 / 16}),
-])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (
+            ROUTED,
+            {
+                "block_0/router": 0.02 / 4,
+                "mlp/router": 0.02 / 4,
+                "kernel_in": 64**-0.5,
+                "kernel_out": 32**-0.5 / 2,
+            },
+        ),
+        (
+            ROUTED | {"depth_routing.predictor_hidden": 24},
+            {"kernel_in": 64**-0.5 / 2, "kernel_out": 24**-0.5},
+        ),
+        (
+            EXPERTS | {"adapter.routing": "inclusion"},
+            {"query/adapter/entrance": 0.02 / 4, "mlp/down/adapter/entrance": 0.02 / 16},
+        ),
+    ],
+)
 def test_routers_start_smaller_the_wider_the_model(changes, expected):
     """Base width 16, width 64. They started the same at every width, and their scores grew."""
+
     def start(base):
         model = families.make({**SMALL, **changes, "mup.base_width": base})
         made = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
-        return {path: np.asarray(leaf) for path, leaf in
-                optim.param_paths(made(jax.random.key(0))).items()}
+        return {
+            path: np.asarray(leaf)
+            for path, leaf in optim.param_paths(made(jax.random.key(0))).items()
+        }
 
     params, plain = start(16), start(0)
     for end, std in expected.items():
@@ -132,20 +180,32 @@ def test_routers_start_smaller_the_wider_the_model(changes, expected):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("changes, expected", [
-    (ROUTED, {"/router": 16 / 64, "kernel_in": 16 / 64, "kernel_out": 16 / 32}),
-    (EXPERTS | {"adapter.routing": "inclusion"},
-     {"mlp/down/adapter/entrance": 16 / 256, "query/adapter/entrance": 16 / 64,
-      "query/adapter/down": 16 / 64, "adapter/up": 1.0, "adapter/entrance_bias": 1.0}),
-    (EXPERTS | {"adapter.routing": "topk"}, {"query/adapter/gate": 16 / 64}),
-    ({"adapter.kind": "lora", "adapter.gate": True}, {"mlp/down/adapter/gate": 16 / 256}),
-])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (ROUTED, {"/router": 16 / 64, "kernel_in": 16 / 64, "kernel_out": 16 / 32}),
+        (
+            EXPERTS | {"adapter.routing": "inclusion"},
+            {
+                "mlp/down/adapter/entrance": 16 / 256,
+                "query/adapter/entrance": 16 / 64,
+                "query/adapter/down": 16 / 64,
+                "adapter/up": 1.0,
+                "adapter/entrance_bias": 1.0,
+            },
+        ),
+        (EXPERTS | {"adapter.routing": "topk"}, {"query/adapter/gate": 16 / 64}),
+        ({"adapter.kind": "lora", "adapter.gate": True}, {"mlp/down/adapter/gate": 16 / 256}),
+    ],
+)
 def test_routers_learn_by_their_fan_in(changes, expected, scan):
     """As matrices of hidden layers do; they learned at the same rate at every width."""
-    model = families.make({**SMALL, **changes, "depth": 2, "mup.base_width": 16,
-                           "scan_layers": scan})
-    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key))["params"],
-                            jax.random.key(0))
+    model = families.make(
+        {**SMALL, **changes, "depth": 2, "mup.base_width": 16, "scan_layers": scan}
+    )
+    shapes = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
     groups = optim.parameter_groups(common.base().optim, shapes, 16)
     for end, factor in expected.items():
         found = [group.mup for path, group in groups.items() if path.endswith(end)]
@@ -153,32 +213,59 @@ def test_routers_learn_by_their_fan_in(changes, expected, scan):
 
 
 def test_the_coordinate_check_measures_routers(root):
-    args = coord_check._arguments([
-        "--config", str(root / "configs/mode.py:smoke"), "--widths=16,32", "--steps=1",
-        "--context=8", "--vocab=16", *(f"--set=model.{text}" for text in (
-            "depth=1", "num_heads=1", "mlp.moe.num_experts=2", "mlp.moe.expert_hidden=8",
-            "depth_routing.every=1", "depth_routing.causal=predictor",
-        )),
-    ])
+    args = coord_check._arguments(
+        [
+            "--config",
+            str(root / "configs/mode.py:smoke"),
+            "--widths=16,32",
+            "--steps=1",
+            "--context=8",
+            "--vocab=16",
+            *(
+                f"--set=model.{text}"
+                for text in (
+                    "depth=1",
+                    "attention.num_heads=1",
+                    "mlp.moe.num_experts=2",
+                    "mlp.moe.expert_hidden=8",
+                    "depth_routing.every=1",
+                    "depth_routing.causal=predictor",
+                )
+            ),
+        ]
+    )
     found = coord_check.activations(coord_check._config(args, 16, 16), args)
-    assert sorted(found) == ["layers/block_0", "layers/block_0/mlp/router_logits",
-                             "layers/block_0/predictor_logits", "layers/block_0/router_logits",
-                             "logits"]
+    assert sorted(found) == [
+        "layers/block_0",
+        "layers/block_0/mlp/router_logits",
+        "layers/block_0/predictor_logits",
+        "layers/block_0/router_logits",
+        "logits",
+    ]
     assert all(value > 0 for value in found.values())
 
 
 def test_the_summary_says_so():
     model = families.make({**SMALL, "mup.base_width": 16})
     shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
-    row = next(line for line in optim.describe(common.base().optim, shapes, 16).splitlines()
-               if "fan_in" in line)
+    row = next(
+        line
+        for line in optim.describe(common.base().optim, shapes, 16).splitlines()
+        if "fan_in" in line
+    )
     assert row.split()[:6] == ["lr", "*", "16", "/", "fan_in", "48"]  # 6 matrices, 8 blocks
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"initialisation": "xavier"}, r"initialisation='xavier': expected one of gpt2, spike_no_more"),
-    ({"mup.base_width": -1}, r"mup\.base_width=-1: must be at least 0"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            {"initialisation": "xavier"},
+            r"initialisation='xavier': expected one of gpt2, spike_no_more",
+        ),
+        ({"mup.base_width": -1}, r"mup\.base_width=-1: must be at least 0"),
+    ],
+)
 def test_bad_values(changes, words):
     with pytest.raises(UsageError, match=words):
         families.make(changes)
@@ -194,24 +281,50 @@ def test_other_optimisers_have_other_rules(name):
 
 
 STUDIES = {  # config, learning rate, changes, what is measured
-    "gpt2": ("configs/gpt2.py:smoke", 1e-2, ("num_heads=2",), ["layers/block_0", "logits"]),
+    "gpt2": (
+        "configs/gpt2.py:smoke",
+        1e-2,
+        ("attention.num_heads=2",),
+        ["layers/block_0", "logits"],
+    ),
     # One level, a quarter as wide as the stack.
     "latent": (
-        "configs/latent.py:smoke", 4e-3,
-        ("latents=(2,)", "level_widths=(16,)", "encoder_global=0", "decoder_local=0",
-         "decoder_global=0"),
-        ["decoder_0/upsample", "encoder_0/blocks/local_0/block_0", "encoder_0/compress",
-         "layers/block_0", "logits"],
+        "configs/latent.py:smoke",
+        4e-3,
+        (
+            "latents=(2,)",
+            "level_widths=(16,)",
+            "encoder_global=0",
+            "decoder_local=0",
+            "decoder_global=0",
+        ),
+        [
+            "decoder_0/upsample",
+            "encoder_0/blocks/local_0/block_0",
+            "encoder_0/compress",
+            "layers/block_0",
+            "logits",
+        ],
     ),
 }
 
 
 def arguments(root, study="gpt2", **changes):
     config, rate, sets, _ = STUDIES[study]
-    given = {"config": root / config, "learning-rate": rate, "widths": "32,128", "steps": "4",
-             "context": "16", "batch": "8", "vocab": "32", **changes}
-    return [*(f"--{key}={value}" for key, value in given.items()),
-            *(f"--set=model.{text}" for text in ("depth=1", *sets))]
+    given = {
+        "config": root / config,
+        "learning-rate": rate,
+        "widths": "32,128",
+        "steps": "4",
+        "context": "16",
+        "batch": "8",
+        "vocab": "32",
+        **changes,
+    }
+    return [
+        *(f"--{key}={value}" for key, value in given.items()),
+        *(f"--set=model.{text}" for text in ("depth=1", *sets)),
+    ]
 
 
 @pytest.mark.parametrize("study", ["gpt2", "latent"])
@@ -220,8 +333,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
     assert coord_check.main(argv) == 0
     text = (tmp_path / "coord_check.md").read_text()
     assert text.strip() in capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in text.splitlines()[2:]]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == STUDIES[study][-1]
     for place, *cells in rows:
         mup, standard = float(cells[-2]), float(cells[-1])
@@ -231,12 +343,20 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
     assert png.startswith(b"\x89PNG") and len(png) > 5000
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"widths": "32"}, "two or more"), ({"steps": "0"}, "--steps=0"), ({"batch": "3"}, "8 devices"),
-    ({"config": "configs/nowhere.py"}, "there is no such file"),
-    ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
-    ({"config": "configs/latent.py:smoke", "widths": "32,33"}, "at 33, config.model.level_widths"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"widths": "32"}, "two or more"),
+        ({"steps": "0"}, "--steps=0"),
+        ({"batch": "3"}, "8 devices"),
+        ({"config": "configs/nowhere.py"}, "there is no such file"),
+        ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
+        (
+            {"config": "configs/latent.py:smoke", "widths": "32,33"},
+            "at 33, config.model.level_widths",
+        ),
+    ],
+)
 def test_bad_arguments(root, tmp_path, monkeypatch, capsys, changes, words):
     monkeypatch.chdir(root)
     assert coord_check.main([*arguments(root, **changes), "--out", str(tmp_path)]) == 2

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from optim_helpers import (
     CONSTANT,
+    OPTIMIZERS,
     STEPS,
     assert_same,
     built,
@@ -114,7 +115,7 @@ def test_small_gradients_are_not_clipped(params):
     np.testing.assert_allclose(optim.grad_norm(state), norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_decay_shrinks_decayed_parameters_by_lr_times_decay(params, name):
     """With gradient 0 only the decay moves a parameter; norm scales of a stack are not decayed."""
     transformation = built(params, name=name, schedule=CONSTANT, lr_multipliers=(("head/.*", 0.5),))
@@ -128,7 +129,7 @@ def test_decay_shrinks_decayed_parameters_by_lr_times_decay(params, name):
         )
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_frozen_parameters_keep_every_bit_and_have_no_state(params, name):
     params = jax.tree.map(lambda p: p, params)
     params["embed"] = {"embedding": params["embed"]["embedding"].at[0].set(-0.0)}
@@ -235,13 +236,13 @@ def test_describe(params):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(name="adamm"), r"config\.optim\.name='adamm' .*did you mean 'adamw'"),
+        (dict(name="adamm"), r"config\.optim\.name='adamm': .*did you mean 'adamw'"),
         (dict(schedule=dict(kind="cosin")), r"config\.optim\.schedule\.kind='cosin'.*'cosine'"),
-        (dict(learning_rate=-1e-3), r"config\.optim\.learning_rate=-0\.001 must be"),
+        (dict(learning_rate=-1e-3), r"config\.optim\.learning_rate=-0\.001: must be"),
         (dict(learning_rate=float("nan")), r"config\.optim\.learning_rate=nan"),
         (dict(weight_decay=-0.1), r"config\.optim\.weight_decay=-0\.1"),
         (dict(clip_norm=-1.0), r"config\.optim\.clip_norm=-1\.0"),
-        (dict(b1=1.0), r"config\.optim\.b1=1\.0 must be in \[0, 1\)"),
+        (dict(b1=1.0), r"config\.optim\.b1=1\.0: must be in \[0, 1\)"),
         (dict(b2=1.5), r"config\.optim\.b2=1\.5"),
         (dict(momentum=-0.1), r"config\.optim\.momentum"),
         (dict(eps=-1e-8), r"config\.optim\.eps"),
@@ -259,13 +260,13 @@ def test_describe(params):
         (dict(schedule=dict(final_fraction=1.5)), r"config\.optim\.schedule\.final_fraction=1\.5"),
         (
             dict(schedule=dict(kind="wsd", decay_fraction=0.0)),
-            r"decay_fraction=0\.0 must be in \(0",
+            r"decay_fraction=0\.0: must be in \(0",
         ),
         (
             dict(schedule=dict(kind="wsd", warmup_steps=18)),
             r"warmup_steps=18 and decay_fraction=0\.2",
         ),
-        (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine' must be 'constant'"),
+        (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine': must be 'constant'"),
         (
             dict(name="schedule_free_adamw", b1=0.0, schedule=CONSTANT),
             r"config\.optim\.b1=0\.0.*above",

@@ -7,6 +7,7 @@ import optax
 import pytest
 from optim_helpers import (
     CONSTANT,
+    OPTIMIZERS,
     STEPS,
     assert_same,
     built,
@@ -182,7 +183,7 @@ def test_every_optimiser_learns_a_small_problem():
     def loss(params):
         return jnp.mean((x @ params["layer"]["kernel"] - y) ** 2)
 
-    for name in optim.OPTIMIZERS:
+    for name in OPTIMIZERS:
         transformation, _ = optim.make_optimizer(
             config(name=name, learning_rate=0.1, weight_decay=0.0, schedule=CONSTANT), 60, start
         )

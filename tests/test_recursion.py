@@ -19,8 +19,11 @@ from efx.layers.info import TokenInfo
 
 LENGTH = families.LENGTH
 RECURSION = {
-    "depth": 4, "depth_routing.kind": "recursion", "depth_routing.recursions": 3,
-    "depth_routing.capacity": (1.0, 0.6, 0.3), "depth_routing.slack": 1.25,
+    "depth": 4,
+    "depth_routing.kind": "recursion",
+    "depth_routing.recursions": 3,
+    "depth_routing.capacity": (1.0, 0.6, 0.3),
+    "depth_routing.slack": 1.25,
 }
 
 
@@ -38,7 +41,7 @@ def np_recursion(model, params, x_TD, selection):
     everyone_T, alive_T, survivors = np.ones(len(x_TD), bool), np.ones(len(x_TD), bool), []
     for name, spec in zip(stack.names(model.specs()), model.specs(), strict=True):
         if isinstance(spec, stack.LayerSpec):
-            p = {"router": np.zeros(model.width), **params["layers"][name]}
+            p = {"router": np.zeros(model.config.width), **params["layers"][name]}
             x_TD = np_layer(x_TD, p, spec, everyone_T, np.arange(len(x_TD)), "one")
         elif spec.routing is None:
             x_TD = np_stack(x_TD, params, spec, everyone_T)
@@ -82,9 +85,11 @@ def traced(model, params, tokens_BT, segments_BT=None):
         with nn.intercept_methods(keep):
             x_BTD = model.bind({"params": params}).embed(tokens_BT)
             out_BTD = stack.Stack(model.specs(), False, "none").apply(
-                {"params": params["layers"]}, x_BTD,
-                TokenInfo(jnp.arange(tokens_BT.shape[1])[None], segments_BT,
-                          selection=model.selection),
+                {"params": params["layers"]},
+                x_BTD,
+                TokenInfo(
+                    jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection
+                ),
             )
         return out_BTD, list(seen)
 
@@ -133,7 +138,9 @@ def test_a_token_that_left_never_comes_back(selection):
 def test_documents_and_padding():
     """Top-k within each document and among its survivors; padding takes no place."""
     model = build()[0].clone(selection="train")
-    model = model.clone(depth_routing=dataclasses.replace(model.depth_routing, per="document"))
+    model = models.changed(
+        model, depth_routing=dataclasses.replace(model.config.depth_routing, per="document")
+    )
     segments_BT = jnp.asarray(np.repeat([[1, 2, 0]], 8, 0).repeat([12, 12, 8], 1))
     _, seen = traced(model, build()[1], families.tokens(), segments_BT)
     (*_, first_BT), (*_, second_BT) = seen
@@ -146,13 +153,16 @@ def test_documents_and_padding():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_once_for_all_tokens_is_the_dense_model(dtype):
     """The same blocks, under the same names: a dense model's parameters are those of R = 1."""
-    once = families.make({**RECURSION, "depth_routing.recursions": 1,
-                          "depth_routing.capacity": (1.0,)}, dtype)
-    dense = once.clone(depth_routing=dataclasses.replace(once.depth_routing, kind="none"))
+    once = families.make(
+        {**RECURSION, "depth_routing.recursions": 1, "depth_routing.capacity": (1.0,)}, dtype
+    )
+    dense = models.changed(
+        once, depth_routing=dataclasses.replace(once.config.depth_routing, kind="none")
+    )
     params, tokens_BT = families.random_params(dense), families.tokens(batch=2)
-    np.testing.assert_array_equal(*(
-        families.jit(model.apply)({"params": params}, tokens_BT) for model in (once, dense)
-    ))
+    np.testing.assert_array_equal(
+        *(families.jit(model.apply)({"params": params}, tokens_BT) for model in (once, dense))
+    )
     assert once.ledger(LENGTH) == dense.ledger(LENGTH)
     assert once.cache_bytes(LENGTH) == dense.cache_bytes(LENGTH)
 
@@ -161,8 +171,9 @@ def test_parameters_are_shared():
     """More passes add a router each; twice through the blocks is not once."""
     counts, first = [], {}
     for passes in (1, 2, 5):
-        model = families.make({**RECURSION, "depth_routing.recursions": passes,
-                               "depth_routing.capacity": 0.5})
+        model = families.make(
+            {**RECURSION, "depth_routing.recursions": passes, "depth_routing.capacity": 0.5}
+        )
         params = families.random_params(model)
         assert set(params["layers"]) == {"block_0", "block_1", "block_2", "block_3"} | {
             f"pass_{i}" for i in range(1, passes)
@@ -170,7 +181,7 @@ def test_parameters_are_shared():
         counts.append(flops.count_params(params))
         assert counts[-1] == sum(model.parameter_count().values())
         first[passes] = model.apply({"params": params}, families.tokens(batch=1))
-    assert counts == [counts[0], counts[0] + model.width, counts[0] + 4 * model.width]
+    assert counts == [counts[0], counts[0] + model.config.width, counts[0] + 4 * model.config.width]
     assert not np.allclose(first[1], first[2])
 
 
@@ -178,9 +189,9 @@ def test_losses_and_statistics_are_of_the_survivors():
     """Loss and agreement among the tokens that are left, fractions of the whole sequence."""
     model, params = build()
     model = model.clone(selection="train")
-    sown = families.jit(
-        lambda p, t: model.apply({"params": p}, t, mutable=["losses", "stats"])[1]
-    )(params, families.tokens())
+    sown = families.jit(lambda p, t: model.apply({"params": p}, t, mutable=["losses", "stats"])[1])(
+        params, families.tokens()
+    )
     _, seen = traced(model, params, families.tokens())
     alive_BT = np.ones((families.BATCH, LENGTH), bool)
     for number, (in_BTD, _, routed_BT) in enumerate(seen, 1):
@@ -194,9 +205,7 @@ def test_losses_and_statistics_are_of_the_survivors():
         decided_BT = (score_BT > 0) & alive_BT
         agree_BT = decided_BT == routed_BT
         np.testing.assert_allclose(stats["router/accuracy"], agree_BT[alive_BT].mean(), rtol=1e-5)
-        np.testing.assert_allclose(
-            stats["router/decided_fraction"], decided_BT.mean(), rtol=1e-5
-        )
+        np.testing.assert_allclose(stats["router/decided_fraction"], decided_BT.mean(), rtol=1e-5)
         alive_BT = routed_BT
 
 
@@ -204,13 +213,17 @@ def test_threshold_follows_the_survivors():
     """The running quantile of a pass lets through its share of those that reach it."""
     model = families.make({**RECURSION, "depth_routing.causal": "threshold"})
     params = families.random_params(model)
-    state = {"layers": {
-        name: {"quantile": jnp.float32(0), "quantile_steps": jnp.int32(0)}
-        for name in ("pass_1", "pass_2")
-    }}
-    train = families.jit(lambda p, s, t: model.apply(
-        {"params": p, "state": s}, t, train=True, mutable=["losses", "stats", "state"]
-    )[1])
+    state = {
+        "layers": {
+            name: {"quantile": jnp.float32(0), "quantile_steps": jnp.int32(0)}
+            for name in ("pass_1", "pass_2")
+        }
+    }
+    train = families.jit(
+        lambda p, s, t: model.apply(
+            {"params": p, "state": s}, t, train=True, mutable=["losses", "stats", "state"]
+        )[1]
+    )
     state = train(params, state, families.tokens())["state"]
     stats = train(params, state, families.tokens())["stats"]["layers"]
     for name, share in (("pass_1", 0.6), ("pass_2", 0.3)):
@@ -246,8 +259,14 @@ def counting_decoder():
     @families.jit
     def step(cache, token_B1, position_B1):
         with nn.intercept_methods(count):
-            return model.apply({"params": params, "cache": cache}, token_B1, position_B1,
-                               decode=True, cache_size=LENGTH, mutable=["cache"])
+            return model.apply(
+                {"params": params, "cache": cache},
+                token_B1,
+                position_B1,
+                decode=True,
+                cache_size=LENGTH,
+                mutable=["cache"],
+            )
 
     def run(*arguments):
         ran.clear()
@@ -285,18 +304,24 @@ def test_a_skipped_pass_does_not_run():
         assert np.all(held[len(places) :] == -1)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"depth": 2}, r"config\.model\.depth=2: .*at least 3 blocks"),
-    ({"depth_routing.recursions": 0}, r"depth_routing\.recursions=0: must be at least 1"),
-    ({"depth_routing.capacity": (1.0, 0.5)}, r"capacity=\(1\.0, 0\.5\): .*each of the 3 passes"),
-    ({"depth_routing.capacity": (1.0, 0.3, 0.5)}, r"none larger than the one before"),
-    ({"depth_routing.capacity": 1.5}, r"capacity=1\.5: must be in"),
-    ({"depth_routing.blocks": (1,)}, r"depth_routing\.blocks=\(1,\): not with .*recursion"),
-    ({"depth_routing.capacity_stages": ((0.5, 1.0),)}, r"capacity_stages=.*: not with"),
-    ({"depth_routing.kv_for_skipped": True}, r"kv_for_skipped=True: not with"),
-    ({"depth_routing.light_path": 8}, r"light_path=8: not with"),
-    ({"scan_layers": True}, r"scan_layers=True: not with .*recursion"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"depth": 2}, r"config\.model\.depth=2: .*at least 3 blocks"),
+        ({"depth_routing.recursions": 0}, r"depth_routing\.recursions=0: must be at least 1"),
+        (
+            {"depth_routing.capacity": (1.0, 0.5)},
+            r"capacity=\(1\.0, 0\.5\): .*each of the 3 steps",
+        ),
+        ({"depth_routing.capacity": (1.0, 0.3, 0.5)}, r"none larger than the one before"),
+        ({"depth_routing.capacity": 1.5}, r"capacity=1\.5: must be in"),
+        ({"depth_routing.blocks": (1,)}, r"depth_routing\.blocks=\(1,\): not with .*recursion"),
+        ({"depth_routing.capacity_stages": ((0.5, 1.0),)}, r"capacity_stages=.*: not with"),
+        ({"depth_routing.kv_for_skipped": True}, r"kv_for_skipped=True: not with"),
+        ({"depth_routing.skip_mlp": 8}, r"skip_mlp=8: not with"),
+        ({"scan_layers": True}, r"scan_layers=True: not with .*recursion"),
+    ],
+)
 def test_bad_settings(changes, message):
     with pytest.raises(UsageError, match=message) as error:
         families.make({**RECURSION, **changes})

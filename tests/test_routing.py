@@ -20,10 +20,23 @@ from efx.layers.stack import Layer
 # ---- plans -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fraction, length, places", [
-    (0.125, 1024, 128), (0.125, 12, 2), (0.125, 8, 1), (0.1, 30, 3), (0.3, 10, 3), (1 / 3, 9, 3),
-    (0.07, 100, 7), (0.55, 100, 55), (0.71, 10, 8), (1.0, 7, 7), (0.001, 7, 1), (2.0, 7, 7),
-])
+@pytest.mark.parametrize(
+    "fraction, length, places",
+    [
+        (0.125, 1024, 128),
+        (0.125, 12, 2),
+        (0.125, 8, 1),
+        (0.1, 30, 3),
+        (0.3, 10, 3),
+        (1 / 3, 9, 3),
+        (0.07, 100, 7),
+        (0.55, 100, 55),
+        (0.71, 10, 8),
+        (1.0, 7, 7),
+        (0.001, 7, 1),
+        (2.0, 7, 7),
+    ],
+)
 def test_capacity(fraction, length, places):
     """ceil(c T), not one more by the rounding of c T; at least 1, at most T."""
     assert routing.capacity(fraction, length) == places
@@ -36,12 +49,14 @@ def check_plan(plan, indices, mask):
 
 
 def test_topk_plan_by_hand():
-    scores_BT = jnp.array([
-        [0.1, 0.9, -0.2, 0.5],  # 1 and 3, in time order
-        [0.9, 0.1, 0.2, 0.95],  # the largest comes last, and stays last
-        [3.0, 3.0, 3.0, 3.0],  # ties: the earlier tokens, and exactly two of them
-        [-1.0, -5.0, -2.0, -9.0],  # all negative: still two
-    ])
+    scores_BT = jnp.array(
+        [
+            [0.1, 0.9, -0.2, 0.5],  # 1 and 3, in time order
+            [0.9, 0.1, 0.2, 0.95],  # the largest comes last, and stays last
+            [3.0, 3.0, 3.0, 3.0],  # ties: the earlier tokens, and exactly two of them
+            [-1.0, -5.0, -2.0, -9.0],  # all negative: still two
+        ]
+    )
     check_plan(
         routing.topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool)
     )
@@ -92,10 +107,12 @@ T, C = 9, 4
 topk = jax.jit(lambda scores_BT: routing.topk_plan(scores_BT, C))
 topk_valid = jax.jit(lambda scores_BT, valid_BT: routing.topk_plan(scores_BT, C, valid_BT))
 first = jax.jit(lambda selected_BT: routing.first_plan(selected_BT, C))
-round_trip = jax.jit(lambda x_BT, plan: (
-    routing.scatter_add(jnp.zeros((2, T)), routing.gather(x_BT, plan), plan),
-    routing.selected(plan, T),
-))
+round_trip = jax.jit(
+    lambda x_BT, plan: (
+        routing.scatter_add(jnp.zeros((2, T)), routing.gather(x_BT, plan), plan),
+        routing.selected(plan, T),
+    )
+)
 some_scores = hnp.arrays(np.float32, (2, T), elements=st.sampled_from([-2.0, -1.0, 0.0, 0.5, 3.0]))
 some_tokens = hnp.arrays(bool, (2, T))
 
@@ -155,15 +172,19 @@ def turned(x_TNH, positions_T, theta):
 def np_attention(x_TD, p, b, positions_T, visible_TS):
     """Masked attention of all T tokens, one row of a batch."""
     heads = {}
-    for name, count in (("query", b.num_heads), ("key", b.num_kv_heads), ("value", b.num_kv_heads)):
+    for name, count in (
+        ("query", b.attention.num_heads),
+        ("key", b.attention.num_kv_heads),
+        ("value", b.attention.num_kv_heads),
+    ):
         y = linear(x_TD, p[name])
-        if b.qk_norm == "width" and name != "value":
+        if b.attention.qk_norm == "width" and name != "value":
             y = norm(y, p[f"norm_{name}"], "rmsnorm", b.norm_eps)
-        y = y.reshape(len(y), count, b.head_dim)
-        if b.rope_theta and name != "value":
-            y = turned(y, positions_T, b.rope_theta)
-        heads[name] = np.repeat(y, b.num_heads // count, axis=1)
-    scores = np.einsum("tnh,snh->nts", heads["query"], heads["key"]) / np.sqrt(b.head_dim)
+        y = y.reshape(len(y), count, b.attention.head_dim)
+        if b.attention.rope_theta and name != "value":
+            y = turned(y, positions_T, b.attention.rope_theta)
+        heads[name] = np.repeat(y, b.attention.num_heads // count, axis=1)
+    scores = np.einsum("tnh,snh->nts", heads["query"], heads["key"]) / np.sqrt(b.attention.head_dim)
     scores = np.where(visible_TS, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -179,8 +200,12 @@ def np_mlp(x_TD, p, activation):
     return linear(np.asarray(jax.nn.gelu(up, approximate=False)), p["down"])
 
 
-GATES = {"identity": lambda r: r, "sigmoid": lambda r: 1 / (1 + np.exp(-r)), "tanh": np.tanh,
-         "one": np.ones_like}
+GATES = {
+    "identity": lambda r: r,
+    "sigmoid": lambda r: 1 / (1 + np.exp(-r)),
+    "tanh": np.tanh,
+    "one": np.ones_like,
+}
 
 
 def np_layer(x_TD, p, spec, routed_T, positions_T, gate):
@@ -189,12 +214,14 @@ def np_layer(x_TD, p, spec, routed_T, positions_T, gate):
     b = spec.block
     time = np.arange(len(x_TD))
     visible_TS = (time[None] <= time[:, None]) & routed_T[None]
-    if b.window:
-        visible_TS &= positions_T[:, None] - positions_T[None] < b.window
+    if b.attention.window:
+        visible_TS &= positions_T[:, None] - positions_T[None] < b.attention.window
     visible_TS |= np.eye(len(x_TD), dtype=bool)  # rows of unrouted tokens: thrown away below
     h = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
     a = np_attention(h, p["attention"], b, positions_T, visible_TS)
-    delta = a + np_mlp(norm(x_TD + a, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.activation)
+    delta = a + np_mlp(
+        norm(x_TD + a, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.mlp.activation
+    )
     gate_T = GATES[gate](x_TD @ p["router"] if "router" in p else x_TD[:, 0])
     return np.where(routed_T[:, None], x_TD + gate_T[:, None] * delta, x_TD)
 
@@ -207,8 +234,12 @@ def np_topk(score_T, size):
 
 ROWS, LENGTH = 3, 16
 OPTIONS = {
-    "preset": "llama", "num_kv_heads": 2, "depth": 1, "depth_routing.kind": "mod",
-    "depth_routing.every": 1, "depth_routing.capacity": 0.5,
+    "preset": "llama",
+    "attention.num_kv_heads": 2,
+    "depth": 1,
+    "depth_routing.kind": "mod",
+    "depth_routing.every": 1,
+    "depth_routing.capacity": 0.5,
 }
 
 
@@ -240,12 +271,18 @@ def activations(seed=0):
     return np.random.default_rng(seed).normal(size=(ROWS, LENGTH, 32)).astype(np.float32)
 
 
-@pytest.mark.parametrize("gate, window", [
-    ("identity", 0), ("sigmoid", 0), ("tanh", 5), ("one", 3),
-])
+@pytest.mark.parametrize(
+    "gate, window",
+    [
+        ("identity", 0),
+        ("sigmoid", 0),
+        ("tanh", 5),
+        ("one", 3),
+    ],
+)
 def test_layer_is_the_formula(gate, window):
     """Residual once, the gate, original positions for RoPE and window, causal among the routed."""
-    module, p = layer(depth_routing__gate=gate, window=window)
+    module, p = layer(depth_routing__gate=gate, attention__window=window)
     x_BTD = activations()
     positions_T = np.arange(LENGTH) * 2 + 3  # nothing may take places for positions
     out_BTD, _ = run(module, p, x_BTD, positions=jnp.asarray(positions_T)[None])
@@ -274,9 +311,7 @@ def test_causal_decision_is_the_formula():
     assert decided_BT[0].all() and not decided_BT[2].any() and 0 < decided_BT[1].sum() < room
     routed_BT = decided_BT & (np.cumsum(decided_BT, axis=1) <= room)
     for b in range(ROWS):
-        expected_TD = np_layer(
-            x_BTD[b], p, module.spec, routed_BT[b], np.arange(LENGTH), "sigmoid"
-        )
+        expected_TD = np_layer(x_BTD[b], p, module.spec, routed_BT[b], np.arange(LENGTH), "sigmoid")
         np.testing.assert_allclose(out_BTD[b], expected_TD, atol=2e-4)
     np.testing.assert_array_equal(out_BTD[2], x_BTD[2])
     np.testing.assert_allclose(sown["router/decided_fraction"], decided_BT.mean(), rtol=1e-5)
@@ -294,34 +329,42 @@ def test_model_is_the_formula(name):
     length = tokens_BT.shape[1]
     for b in range(2):
         x_TD = p["embed"]["embedding"][tokens_BT[b]]
-        if model.positions == "learned":
+        if model.config.positions == "learned":
             x_TD = x_TD + p["positions_embed"]["embedding"][:length]
         for i, spec in enumerate(model.specs()):
-            block = {"router": np.zeros(model.width), **p["layers"][f"block_{i}"]}
+            block = {"router": np.zeros(model.config.width), **p["layers"][f"block_{i}"]}
             routed_T, gate = np.ones(length, bool), "one"
             if spec.routing is not None:
                 size = routing.capacity(spec.capacity, length)
                 routed_T, gate = np_topk(x_TD @ block["router"], size), spec.routing.gate
             x_TD = np_layer(x_TD, block, spec, routed_T, np.arange(length), gate)
-        x_TD = norm(x_TD, p["norm_final"], model.norm, model.norm_eps)
-        table = p["embed"]["embedding"].T if model.tied else p["head"]["kernel"]
-        np.testing.assert_allclose(
-            logits_BTV[b], (x_TD @ table)[:, : model.vocab_size], atol=1e-3
-        )
+        x_TD = norm(x_TD, p["norm_final"], model.config.norm, model.config.norm_eps)
+        table = p["embed"]["embedding"].T if model.config.tied else p["head"]["kernel"]
+        np.testing.assert_allclose(logits_BTV[b], (x_TD @ table)[:, : model.vocab_size], atol=1e-3)
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
     """Bit for bit, where the compiler rounds as the program says: fused loops may round less."""
-    routed = families.make({
-        "preset": preset, "attention_chunk": 20, "depth_routing.kind": "mod",
-        "depth_routing.capacity": 1.0, "depth_routing.gate": "one",
-    }, dtype).clone(selection="train")
-    dense = routed.clone(depth_routing=dataclasses.replace(routed.depth_routing, kind="none"))
+    routed = families.make(
+        {
+            "preset": preset,
+            "attention.chunk": 20,
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 1.0,
+            "depth_routing.gate": "one",
+        },
+        dtype,
+    ).clone(selection="train")
+    dense = models.changed(
+        routed, depth_routing=dataclasses.replace(routed.config.depth_routing, kind="none")
+    )
     params, tokens_BT = families.random_params(routed), families.tokens(batch=2)
-    layers = {name: {k: v for k, v in block.items() if k != "router"}
-              for name, block in params["layers"].items()}
+    layers = {
+        name: {k: v for k, v in block.items() if k != "router"}
+        for name, block in params["layers"].items()
+    }
     assert "router" in params["layers"]["block_1"]
     exact = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
     np.testing.assert_array_equal(
@@ -381,14 +424,14 @@ def test_losses_and_stats_by_hand():
     out_BTD, sown = run(module, p, x_BTD, segments=jnp.asarray(segments_BT))
     valid_BT = segments_BT > 0
     score_BT = x_BTD.astype(np.float64) @ p["router"]
-    target_BT = np.stack([
-        np_topk(np.where(valid_T, score_T, -np.inf), valid_T.sum() // 2)
-        for score_T, valid_T in zip(score_BT, valid_BT, strict=True)
-    ])
-    assert target_BT.sum(axis=1).tolist() == [6, 8, 8]
-    np.testing.assert_array_equal(
-        np.any(np.asarray(out_BTD) != x_BTD, axis=-1), target_BT
+    target_BT = np.stack(
+        [
+            np_topk(np.where(valid_T, score_T, -np.inf), valid_T.sum() // 2)
+            for score_T, valid_T in zip(score_BT, valid_BT, strict=True)
+        ]
     )
+    assert target_BT.sum(axis=1).tolist() == [6, 8, 8]
+    np.testing.assert_array_equal(np.any(np.asarray(out_BTD) != x_BTD, axis=-1), target_BT)
     decided_BT = score_BT > 0
     hit = (decided_BT & target_BT)[valid_BT].sum()
     routed_B = (decided_BT & valid_BT).sum(axis=1)
@@ -436,9 +479,13 @@ def test_the_gate_trains_the_router(gate, reaches):
     module, p = layer(depth_routing__gate=gate)
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
     info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
-    grads = families.jit(jax.grad(lambda params: jnp.sum(
-        jnp.square(module.apply({"params": params}, activations(), info))
-    )))(p)
+    grads = families.jit(
+        jax.grad(
+            lambda params: jnp.sum(
+                jnp.square(module.apply({"params": params}, activations(), info))
+            )
+        )
+    )(p)
     assert np.all(np.isfinite(grads["router"]))
     assert np.any(np.asarray(grads["router"]) != 0) == reaches
 
@@ -446,18 +493,23 @@ def test_the_gate_trains_the_router(gate, reaches):
 def test_empty_places_have_finite_gradients():
     module, p = layer()
     x_BTD = activations()
-    x_BTD[2] -= (10 * p["router"] / np.sum(p["router"] ** 2))  # nothing of row 2 is routed
+    x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # nothing of row 2 is routed
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
     info = TokenInfo(jnp.arange(LENGTH)[None], selection="causal")
-    grads = families.jit(jax.grad(lambda params, x_BTD: jnp.sum(
-        jnp.square(module.apply({"params": params}, x_BTD, info))
-    ), argnums=(0, 1)))(p, x_BTD)
+    grads = families.jit(
+        jax.grad(
+            lambda params, x_BTD: jnp.sum(
+                jnp.square(module.apply({"params": params}, x_BTD, info))
+            ),
+            argnums=(0, 1),
+        )
+    )(p, x_BTD)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     np.testing.assert_allclose(grads[1][2], 2 * x_BTD[2], rtol=1e-6)
 
 
 def test_stochastic_control_does_not_look_at_x():
-    module, p = layer(depth_routing__selection="stochastic", depth_routing__gate="sigmoid")
+    module, p = layer(depth_routing__train_selection="stochastic", depth_routing__gate="sigmoid")
 
     def routed(x_BTD, seed):
         out_BTD, _ = run(module, p, x_BTD, rngs={"routing": jax.random.key(seed)})

@@ -26,13 +26,16 @@ def mesh_of(**sizes):
 # ---- meshes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes, expected", [
-    (dict(data=-1), dict(data=8)),
-    (dict(data=-1, tensor=4), dict(data=2, tensor=4)),
-    (dict(fsdp=-1, data=2), dict(fsdp=4, data=2)),
-    (dict(data=2, fsdp=2, tensor=2), dict(data=2, fsdp=2, tensor=2)),
-    (dict(data=-1, expert=8), dict(expert=8)),
-])
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        (dict(data=-1), dict(data=8)),
+        (dict(data=-1, tensor=4), dict(data=2, tensor=4)),
+        (dict(fsdp=-1, data=2), dict(fsdp=4, data=2)),
+        (dict(data=2, fsdp=2, tensor=2), dict(data=2, fsdp=2, tensor=2)),
+        (dict(data=-1, expert=8), dict(expert=8)),
+    ],
+)
 def test_make_mesh(sizes, expected):
     mesh = mesh_of(**sizes)
     assert dict(mesh.shape) == ONE | expected
@@ -45,15 +48,18 @@ def test_mesh_of_given_devices():
     assert set(mesh.devices.flat) == set(jax.devices()[:4])
 
 
-@pytest.mark.parametrize("sizes, message", [
-    (dict(data=-1, fsdp=-1), "at most one of them -1"),
-    (dict(data=0), "at least 1"),
-    (dict(data=-2), "at least 1"),
-    (dict(data=4), "needs 4 devices but there are 8"),
-    (dict(data=16), "needs 16 devices but there are 8"),
-    (dict(data=-1, tensor=3), "devices but there are 8"),
-    (dict(data=-1, tensor=16), "needs a multiple of 16 devices but there are 8"),
-])
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(data=-1, fsdp=-1), "at most one of them -1"),
+        (dict(data=0), "at least 1"),
+        (dict(data=-2), "at least 1"),
+        (dict(data=4), "needs 4 devices but there are 8"),
+        (dict(data=16), "needs 16 devices but there are 8"),
+        (dict(data=-1, tensor=3), "devices but there are 8"),
+        (dict(data=-1, tensor=16), "needs a multiple of 16 devices but there are 8"),
+    ],
+)
 def test_impossible_meshes(sizes, message):
     with pytest.raises(UsageError, match=rf"config\.mesh=.*{message}"):
         mesh_of(**sizes)
@@ -68,8 +74,9 @@ def without(name):
 
 def test_check_rules():
     assert sharding.check_rules(DEFAULT_RULES) == DEFAULT_RULES
-    listed = [[name, list(axes) if isinstance(axes, tuple) else axes]
-              for name, axes in DEFAULT_RULES]
+    listed = [
+        [name, list(axes) if isinstance(axes, tuple) else axes] for name, axes in DEFAULT_RULES
+    ]
     assert sharding.check_rules(listed) == DEFAULT_RULES  # as JSON gives them back
 
 
@@ -143,13 +150,27 @@ def test_tree_shardings():
     assert count.is_fully_replicated and isinstance(count, NamedSharding)
 
 
-@pytest.mark.parametrize("changes, sizes, message", [
-    ({"vocab_multiple": 1}, dict(fsdp=8), r"embed/embedding of shape \(45, 32\): 45 .*"
-     r"'fsdp'.*8 ways.*vocab_multiple=0, or a multiple of 8"),
-    ({"width": 36, "head_dim": 8}, dict(fsdp=8), r"attention/\w+/kernel of shape .*36 does not"),
-    ({"num_kv_heads": 1, "head_dim": 6}, dict(tensor=4, data=2),
-     r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 does not divide .*'tensor'"),
-])
+@pytest.mark.parametrize(
+    "changes, sizes, message",
+    [
+        (
+            {"vocab_multiple": 1},
+            dict(fsdp=8),
+            r"embed/embedding of shape \(45, 32\): 45 .*"
+            r"'fsdp'.*8 ways.*vocab_multiple=0, or a multiple of 8",
+        ),
+        (
+            {"width": 36, "attention.head_dim": 8},
+            dict(fsdp=8),
+            r"attention/\w+/kernel of shape .*36 does not",
+        ),
+        (
+            {"attention.num_kv_heads": 1, "attention.head_dim": 6},
+            dict(tensor=4, data=2),
+            r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 does not divide .*'tensor'",
+        ),
+    ],
+)
 def test_what_does_not_divide_is_named(changes, sizes, message):
     model = families.make(changes)
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
@@ -165,8 +186,13 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
     config = main.parse(shlex.split(command.replace("\\\n", " "))).config
     mesh = sharding.make_mesh(config.mesh)
     assert dict(mesh.shape) == ONE | dict(data=2, fsdp=2, tensor=2)
-    model = models.build(config.model, vocab_size=257, context=config.data.seq_len,
-                         dtype="float32", vocab_ways=sharding.ways(mesh, DEFAULT_RULES, "vocab"))
+    model = models.build(
+        config.model,
+        vocab_size=257,
+        context=config.data.seq_len,
+        dtype="float32",
+        vocab_ways=sharding.ways(mesh, DEFAULT_RULES, "vocab"),
+    )
     assert model.padded_vocab == 260
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
@@ -194,9 +220,15 @@ def test_padding_of_the_vocabulary_changes_nothing(family):
     assert plain.ledger(16).parts["head"] < wide.ledger(16).parts["head"]
 
 
-@pytest.mark.parametrize("sizes, shards", [
-    (dict(data=8), 8), (dict(data=2, fsdp=4), 8), (dict(data=2, tensor=4), 2), (dict(tensor=8), 1),
-])
+@pytest.mark.parametrize(
+    "sizes, shards",
+    [
+        (dict(data=8), 8),
+        (dict(data=2, fsdp=4), 8),
+        (dict(data=2, tensor=4), 2),
+        (dict(tensor=8), 1),
+    ],
+)
 def test_batches(sizes, shards):
     mesh = mesh_of(**sizes)
     assert sharding.batch_shards(mesh, DEFAULT_RULES) == shards

@@ -12,13 +12,18 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend, costs
+from efx.layers.config import SoftExpertsConfig
 from efx.layers.info import TokenInfo
 from efx.layers.soft_experts import SoftBlock, merge
-from efx.layers.soft_experts_config import SoftExpertsConfig
 
 B, T = 2, 11
-SMALL = {"soft_experts.num": 3, "soft_experts.hidden_multiple": 0.5, "positions": "none",
-         "width": 24, "num_heads": 4}
+SMALL = {
+    "soft_experts.num": 3,
+    "soft_experts.hidden_multiple": 0.5,
+    "positions": "none",
+    "width": 24,
+    "attention.num_heads": 4,
+}
 
 
 def block(**changes):
@@ -28,8 +33,9 @@ def block(**changes):
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 24)), jnp.float32)
     shapes = jax.eval_shape(lambda: nn.unbox(module.init(jax.random.key(0), x_BTD, info())))
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0.1, 0.4, leaf.shape), jnp.float32),
-                          shapes["params"])
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.1, 0.4, leaf.shape), jnp.float32), shapes["params"]
+    )
     return module, params, x_BTD
 
 
@@ -46,13 +52,21 @@ def reference(c, p, x):
     """The formula, channel after channel and head after head, in float64."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
     x = np.asarray(x, np.float64)
-    s, heads, kv_heads, width = c.soft.num, c.num_heads, c.num_kv_heads, c.head_dim
+    s, heads, kv_heads, width = (
+        c.soft.num,
+        c.attention.num_heads,
+        c.attention.num_kv_heads,
+        c.attention.head_dim,
+    )
     group = heads // kv_heads
 
     def linear(p, x, i=None):
         kernel, bias = p["kernel"], p["bias"] if "bias" in p else 0.0
-        return x @ kernel + bias if i is None else x @ kernel[i] + (p["bias"][i] if "bias" in p
-                                                                    else 0.0)
+        return (
+            x @ kernel + bias
+            if i is None
+            else x @ kernel[i] + (p["bias"][i] if "bias" in p else 0.0)
+        )
 
     def norm(p, x):
         centre = x.mean(-1, keepdims=True) if c.norm == "layernorm" else 0.0
@@ -65,25 +79,29 @@ def reference(c, p, x):
 
     def act(p, x, i=None):
         up = linear(p["up"], x, i)
-        if c.activation == "swiglu":
+        if c.mlp.activation == "swiglu":
             gate = linear(p["gate"], x, i)
             return gate / (1.0 + np.exp(-gate)) * up
         return np.asarray(jax.nn.gelu(up, approximate=False))
 
     attention, normed = p["attention"], norm(p["norm_attention"], x)
-    outer = (lambda y: y.reshape(B, T, kv_heads, s, group, width)) if c.soft.shared_kv else (
-        lambda y: y.reshape(B, T, s, kv_heads, group, width).swapaxes(2, 3))
+    outer = (
+        (lambda y: y.reshape(B, T, kv_heads, s, group, width))
+        if c.soft.shared_kv
+        else (lambda y: y.reshape(B, T, s, kv_heads, group, width).swapaxes(2, 3))
+    )
     query = outer(linear(attention["query"], normed))  # [B, T, K, X, G, H]
     key, value = (linear(attention[name], normed) for name in ("key", "value"))
     if c.soft.shared_kv:
-        key, value = (np.repeat(y.reshape(B, T, 1, kv_heads, width), s, axis=2)
-                      for y in (key, value))
+        key, value = (
+            np.repeat(y.reshape(B, T, 1, kv_heads, width), s, axis=2) for y in (key, value)
+        )
     else:
         key, value = (y.reshape(B, T, s, kv_heads, width) for y in (key, value))
     ys = []
     for i in range(s):
         q, k = query[:, :, :, i], key[:, :, i]
-        if c.qk_norm == "width":
+        if c.attention.qk_norm == "width":
             q = rms(attention["norm_query"], q.reshape(B, T, -1)).reshape(q.shape)
             k = rms(attention["norm_key"], k.reshape(B, T, -1)).reshape(k.shape)
         out = np.zeros((B, T, heads, width))
@@ -99,17 +117,33 @@ def reference(c, p, x):
         ys.append(h + linear(mlp["out"], z))
     y = np.stack(ys)
     return {"softmax": (softmax(y, 0) * y).sum(0), "mean": y.mean(0), "max": y.max(0)}[
-        c.soft.merge] - x
+        c.soft.merge
+    ] - x
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"soft_experts__merge": "mean"}, {"soft_experts__merge": "max"},
-    {"soft_experts__shared": 2, "soft_experts__multiple": 2},
-    {"soft_experts__shared_kv": True, "num_kv_heads": 2, "qk_norm": "width"},
-    {"preset": "gpt2", "soft_experts__shared": 1, "num_kv_heads": 2, "qk_norm": "width"},
-    {"preset": "gpt2", "soft_experts__shared_kv": True, "soft_experts__num": 5},
-    {"soft_experts__num": 1, "soft_experts__shared_kv": True},
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"soft_experts__merge": "mean"},
+        {"soft_experts__merge": "max"},
+        {"soft_experts__shared": 2, "soft_experts__multiple": 2},
+        {
+            "soft_experts__shared_kv": True,
+            "attention.num_kv_heads": 2,
+            "attention.qk_norm": "width",
+        },
+        {
+            "preset": "gpt2",
+            "soft_experts__shared": 1,
+            "attention.num_kv_heads": 2,
+            "attention.qk_norm": "width",
+        },
+        {"preset": "gpt2", "soft_experts__shared_kv": True, "soft_experts__num": 5},
+        {"soft_experts__num": 1, "soft_experts__shared_kv": True},
+    ],
+    ids=str,
+)
 def test_a_block_is_its_formula(changes):
     module, params, x_BTD = block(**changes)
     result = families.jit(module.apply)({"params": params}, x_BTD, info())
@@ -159,8 +193,10 @@ def test_every_so_manieth_block():
     assert all(spec.block.soft is None for spec in plain.specs())
     # The features of an expert are a share of the width, rounded up.
     soft = model.specs()[1].block.soft
-    assert [dataclasses.replace(soft, num=n, multiple=m).features(32)
-            for n, m in ((4, 1), (4, 3), (5, 1), (12, 6))] == [8, 24, 7, 16]
+    assert [
+        dataclasses.replace(soft, num=n, multiple=m).features(32)
+        for n, m in ((4, 1), (4, 3), (5, 1), (12, 6))
+    ] == [8, 24, 7, 16]
 
 
 @pytest.mark.parametrize("channels, shrink", [(4, 4), (12, 8), (2, 2)])
@@ -178,20 +214,29 @@ def test_fewer_latents_in_channels_cost_what_the_claim_says(channels, shrink):
 
 
 def test_the_cache_is_as_wide_as_its_keys():
-    plain, own, shared = (families.make(changes).cache_bytes(10) for changes in (
-        {}, {"soft_experts.num": 3}, {"soft_experts.num": 3, "soft_experts.shared_kv": True}))
+    plain, own, shared = (
+        families.make(changes).cache_bytes(10)
+        for changes in (
+            {},
+            {"soft_experts.num": 3},
+            {"soft_experts.num": 3, "soft_experts.shared_kv": True},
+        )
+    )
     assert own == 3 * plain and shared == plain
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"merge": "sum"}, r"soft_experts\.merge='sum': expected one of softmax, mean, max"),
-    ({"num": -1}, r"soft_experts\.num=-1: must be at least 0"),
-    ({"every": 0}, r"soft_experts\.every=0: must be at least 1"),
-    ({"every": 3}, r"soft_experts\.every=3: the stack has 2 blocks"),
-    ({"shared": -1}, r"soft_experts\.shared=-1"),
-    ({"multiple": 0}, r"soft_experts\.multiple=0"),
-    ({"hidden_multiple": 0.0}, r"soft_experts\.hidden_multiple=0\.0: must be more than 0"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"merge": "sum"}, r"soft_experts\.merge='sum': expected one of softmax, mean, max"),
+        ({"num": -1}, r"soft_experts\.num=-1: must be at least 0"),
+        ({"every": 0}, r"soft_experts\.every=0: must be at least 1"),
+        ({"every": 3}, r"soft_experts\.every=3: the stack has 2 blocks"),
+        ({"shared": -1}, r"soft_experts\.shared=-1"),
+        ({"multiple": 0}, r"soft_experts\.multiple=0"),
+        ({"hidden_multiple": 0.0}, r"soft_experts\.hidden_multiple=0\.0: must be more than 0"),
+    ],
+)
 def test_bad_values(changes, words):
     changes = {f"soft_experts.{key}": value for key, value in {"num": 2, **changes}.items()}
     with pytest.raises(UsageError, match=words):

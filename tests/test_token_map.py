@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx import main
+from efx import main, models
 from efx.errors import UsageError
 from efx.layers.stack import scan_params
 from efx.studies import token_map
@@ -21,15 +21,23 @@ def rows_of(changes, length=20):
     params = families.random_params(model)
     ids = families.tokens(batch=1, length=length)[0]
     return token_map.token_map(model, {"params": params, **families.random_state(model)}, ids), (
-        model, params, ids)
+        model,
+        params,
+        ids,
+    )
 
 
 def test_rows_are_the_masks():
     rows, (model, params, ids) = rows_of(MASKS)
-    assert list(rows) == ["embedding"] + [f"block_{i} {site}_output" for i in range(2)
-                                          for site in ("attention", "mlp")]
-    _, state = model.apply({"params": params}, ids[None], mutable=["intermediates"],
-                           capture_intermediates=lambda module, method: method == "mask")
+    assert list(rows) == ["embedding"] + [
+        f"block_{i} {site}_output" for i in range(2) for site in ("attention", "mlp")
+    ]
+    _, state = model.apply(
+        {"params": params},
+        ids[None],
+        mutable=["intermediates"],
+        capture_intermediates=lambda module, method: method == "mask",
+    )
     mask = state["intermediates"]["layers"]["block_1"]["dropout_mlp_output"]["mask"][0]
     np.testing.assert_allclose(rows["block_1 mlp_output"], np.mean(mask[0], axis=-1), atol=1e-6)
     assert 0.05 < rows["block_1 mlp_output"].mean() < 0.95
@@ -48,8 +56,12 @@ def test_rows_are_the_routes():
     )
     # Masks inside the routed block have no place for tokens that it skips.
     assert [name for name in rows if name.startswith("block_1")] == ["block_1 routed"]
-    state = model.apply({"params": params}, ids[None], mutable=["intermediates"],
-                        capture_intermediates=lambda m, _: m.name == "block_0")[1]
+    state = model.apply(
+        {"params": params},
+        ids[None],
+        mutable=["intermediates"],
+        capture_intermediates=lambda m, _: m.name == "block_0",
+    )[1]
     x_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
     wanted_T = np.asarray(x_TD @ params["layers"]["block_1"]["router"]) > 0
     np.testing.assert_array_equal(rows["block_1 routed"], wanted_T)
@@ -58,7 +70,7 @@ def test_rows_are_the_routes():
 def test_scanned_layers_are_named_as_unrolled_ones():
     rows, (model, params, ids) = rows_of(MASKS)
     stacked = {**params, "layers": scan_params(params["layers"], model.specs())}
-    scanned = token_map.token_map(model.clone(scan_layers=True), {"params": stacked}, ids)
+    scanned = token_map.token_map(models.changed(model, scan_layers=True), {"params": stacked}, ids)
     assert list(scanned) == list(rows)
     jax.tree.map(np.testing.assert_array_equal, scanned, rows)
 
@@ -71,9 +83,18 @@ def test_a_model_that_decides_nothing():
 def test_command(tmp_path, root, monkeypatch, capsys):
     monkeypatch.chdir(root)
     run = tmp_path / "run"
-    main.run(["x", "--config=configs/learned_dropout.py:smoke,skip", f"--workdir={run}",
-              "--config.steps=6", "--config.sample.every=0", "--config.model.width=16",
-              "--config.model.depth=2", "--config.data.max_bytes=20000"])
+    main.run(
+        [
+            "x",
+            "--config=configs/learned_dropout.py:smoke,skip",
+            f"--workdir={run}",
+            "--config.steps=6",
+            "--config.sample.every=0",
+            "--config.model.width=16",
+            "--config.model.depth=2",
+            "--config.data.max_bytes=20000",
+        ]
+    )
     capsys.readouterr()
     text = "def f(x):\n    return x$"
     assert token_map.main(["--workdir", str(run), "--text", text]) == 0
@@ -83,10 +104,12 @@ def test_command(tmp_path, root, monkeypatch, capsys):
         table = list(csv.reader(file))
     assert table[0][0] == "token" and "".join(row[0] for row in table[1:]) == text
     assert token_map.main(["--workdir", str(run)]) == 0
-    for bad, message in ((["--text", ""], "--text: 0 tokens"),
-                         (["--text", "x" * 100], "100 tokens; the model takes 1 to 64"),
-                         (["--out", str(tmp_path / "no" / "x.png")], "--out="),
-                         (["--step", "77"], "77")):
+    for bad, message in (
+        (["--text", ""], "--text: 0 tokens"),
+        (["--text", "x" * 100], "100 tokens; the model takes 1 to 64"),
+        (["--out", str(tmp_path / "no" / "x.png")], "--out="),
+        (["--step", "77"], "77"),
+    ):
         assert token_map.main(["--workdir", str(run), *bad]) == 2
         assert message in capsys.readouterr().err
     assert jnp.isfinite(jnp.float32([float(x) for x in table[1][1:]])).all()

@@ -10,7 +10,7 @@ families are lists here.
 # at such budgets large models otherwise end after too few steps to have learnt anything.
 BASE = {
     "model.depth": 4,
-    "model.num_heads": 2,
+    "model.attention.num_heads": 2,
     "model.mlp.multiple_of": 8,
     "data.batch_size": 4,
     "optim.learning_rate": 4e-3,

@@ -19,14 +19,14 @@ DECODER = {
     "config": "configs/mod.py:dense",
     "model.width": 48,
     "model.depth": 6,
-    "model.num_heads": 3,
+    "model.attention.num_heads": 3,
 }
 # Groups of 8 tokens 32 wide, 4 latents 48 wide, then 2 latents 64 wide, which the stack works on.
 LATENT = {
     "model.level_widths": "(32,48)",
     "model.level_heads": "(2,3)",
     "model.width": 64,
-    "model.num_heads": 4,
+    "model.attention.num_heads": 4,
     "model.depth": 4,
 }
 ATTENTION = {"model.upsampling": "attention", "model.upsampling_norm": True}

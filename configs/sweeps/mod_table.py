@@ -12,7 +12,7 @@ from configs import mode
 # parameter for the dense model. With far fewer, whatever skips more looks better, trained or not.
 SIZE = {
     "model.width": 32,
-    "model.num_heads": 2,
+    "model.attention.num_heads": 2,
     "steps": 0,
     "train_flops": 2e12,
     "evaluate.every": 0,
@@ -40,10 +40,12 @@ RUNS = {
     "MoD 25%, every second block": {"model.depth_routing.capacity": 0.25},
     "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
     "MoD 12.5%, every block": {"model.depth_routing.every": 1},
-    "stochastic 12.5%, every second block": {"model.depth_routing.selection": "stochastic"},
-    "random fixed 12.5%, every second block": {"model.depth_routing.selection": "random_fixed"},
+    "stochastic 12.5%, every second block": {"model.depth_routing.train_selection": "stochastic"},
+    "random fixed 12.5%, every second block": {
+        "model.depth_routing.train_selection": "random_fixed"
+    },
     "threshold in training too, 12.5%": {
-        "model.depth_routing.selection": "threshold",
+        "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,
     },
     "MoD 12.5%, auxiliary loss": {"model.depth_routing.causal": "aux_loss"},

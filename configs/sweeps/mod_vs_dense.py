@@ -13,7 +13,7 @@ def get_sweep():
             "MoD, 12.5% every second block": {},
             # The same with tokens picked at random: what learned routing adds.
             "stochastic, 12.5% every second block": {
-                "model.depth_routing.selection": "stochastic",
+                "model.depth_routing.train_selection": "stochastic",
             },
             "dense twin": {"model.depth_routing.kind": "none"},
             # A forward pass costs it about what it costs the first: the fair opponent.

@@ -135,8 +135,8 @@ def _unit(x):
 def check(config):
     """Raises UsageError unless the values of a `config.cluster` block make sense."""
     for key in ("count", "features", "min_documents", "dimensions", "iterations", "restarts"):
-        if config[key] < 1:
-            raise UsageError(f"config.cluster.{key}={config[key]}: must be at least 1")
+        if getattr(config, key) < 1:
+            raise UsageError(f"config.cluster.{key}={getattr(config, key)}: must be at least 1")
     if config.method not in METHODS:
         raise UsageError(
             f"config.cluster.method={config.method!r}: expected {' or '.join(METHODS)}"

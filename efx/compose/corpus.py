@@ -36,8 +36,10 @@ class Corpus:
         split.check(config_data.split, config_data.eval_fraction)
         clusters.check(config_data)
         for key in ("source", "eval_source"):
-            if config_data[key].startswith("tokens:"):
-                raise UsageError(f"config.data.{key}={config_data[key]!r}: clustering needs text")
+            if getattr(config_data, key).startswith("tokens:"):
+                raise UsageError(
+                    f"config.data.{key}={getattr(config_data, key)!r}: clustering needs text"
+                )
         splits = not config_data.eval_source or config_data.withhold
         if splits and config_data.split != "documents":
             raise UsageError(

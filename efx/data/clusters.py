@@ -23,31 +23,6 @@ def corpus_key(origin, config_data):
     return content_key(*parts)
 
 
-def check(config_data):
-    """Raises UsageError unless the settings of mixtures and clusters fit each other."""
-    c = config_data
-    if c.document_bytes < 0:
-        raise UsageError(f"config.data.document_bytes={c.document_bytes} should be 0 or more")
-    if c.cluster < -1:
-        raise UsageError(f"config.data.cluster={c.cluster} should be -1 (every cluster) or more")
-    if c.cluster >= 0 and not c.clusters:
-        raise UsageError(
-            f"config.data.cluster={c.cluster} needs config.data.clusters, the folder of a"
-            " clustering (made by --mode=cluster)"
-        )
-    mixed, tokens = (c.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
-    splits = not c.eval_source or c.withhold
-    if (mixed or c.clusters) and splits and c.split != "documents":
-        why = "a mixture" if mixed else "config.data.clusters"
-        raise UsageError(
-            f"config.data.split={c.split!r}: {why} needs config.data.split=documents, since the"
-            " tail of the text is all of one kind"
-        )
-    if tokens and (c.clusters or c.document_bytes):
-        key = "clusters" if c.clusters else "document_bytes"
-        raise UsageError(f"config.data.{key}={c[key]!r} needs text, and {c.source} holds tokens")
-
-
 class Documents:
     """Which training documents belong to a cluster; held-out text is the same for all clusters.
 

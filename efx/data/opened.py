@@ -56,11 +56,11 @@ class Opened:
 
     def _open(self, key):
         c, setting = self._config, f"config.data.{key}"
-        kind, argument = sources.parse(c[key], setting)
+        kind, argument = sources.parse(getattr(c, key), setting)
         if kind != "tokens":
             return sources.open_source(c, self._root, key)
         limit = c.max_bytes if key == "source" else 0
-        return shards.TokenShards(f"{setting}={c[key]!r}", argument, limit, self._root)
+        return shards.TokenShards(f"{setting}={getattr(c, key)!r}", argument, limit, self._root)
 
     def _refuse_changes(self, before):
         for key, one in self._both():

@@ -5,16 +5,16 @@ import operator
 
 import numpy as np
 
-from efx.data import clusters, corpus, split
+from efx.config import DataConfig
+from efx.data import corpus
 from efx.data.cache import content_key
 from efx.data.corpus import PARTS
 from efx.data.opened import Opened
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError
+from efx.settings import make
 
-SHUFFLES = ("windows", "random")
-ON_CHANGE = ("error", "keep_split")
 # Longer than any run: the training data never ends.
 _STEPS = 1 << 40
 
@@ -48,8 +48,7 @@ def load(
     Raises:
       UsageError: one line that names the key, value or file at fault.
     """
-    c = config_data
-    _check(c)
+    c = make(DataConfig, config_data)
     opened = Opened(c, parts if tokenizer_path else PARTS, before, same_text)
     tokenizer = opened.tokenizer(tokenizer_path)
     found = {part: one for part, one in opened.streams(tokenizer).items() if part in parts}
@@ -69,27 +68,6 @@ def load(
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
     data.members, data.origin = opened.members, opened.origin
     return data
-
-
-def _check(c):
-    for key in ("seq_len", "batch_size"):
-        if c[key] < 1:
-            raise UsageError(f"config.data.{key}={c[key]} should be at least 1")
-    if c.max_bytes < 0:
-        raise UsageError(f"config.data.max_bytes={c.max_bytes} should be 0 (no limit) or more")
-    split.check(c.split, c.eval_fraction)
-    clusters.check(c)
-    for key, known in (("shuffle", SHUFFLES), ("on_change", ON_CHANGE)):
-        if c[key] not in known:
-            hint = nearest(c[key], known)
-            raise UsageError(f"config.data.{key}={c[key]!r} is not one of {', '.join(known)}{hint}")
-    if c.packing and c.shuffle == "random":
-        raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
-    if c.withhold and not c.eval_source:
-        raise UsageError(
-            "config.data.withhold=True goes with config.data.eval_source; without one a part of"
-            " config.data.source is held out anyway"
-        )
 
 
 class Data:
@@ -222,8 +200,6 @@ class EvalBatches:
     """See `Data.eval_batches`."""
 
     def __init__(self, data, batch_size, max_batches, rows):
-        if batch_size < 1:
-            raise UsageError(f"config.evaluate.batch_size={batch_size} should be at least 1")
         self._rows = np.arange(batch_size) if rows is None else np.asarray(rows)
         self._size, self._limit = batch_size, max_batches
         self._stream, self._seq_len = data._streams["eval"], data._config.seq_len

@@ -74,7 +74,7 @@ def open_source(config_data, root, key="source"):
     from efx.data.mixture import Pieces
 
     limit = config_data.max_bytes if key == "source" else 0
-    source = _open(config_data, config_data[key], root, f"config.data.{key}", limit)
+    source = _open(config_data, getattr(config_data, key), root, f"config.data.{key}", limit)
     size = config_data.document_bytes
     return Pieces(source, size) if size else source
 

@@ -17,23 +17,12 @@ import logging
 import numpy as np
 
 from efx.data.sources import document_digest
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 SPLITS = ("tail", "documents")
 _STRIDE = 1 << 24  # bytes looked at together
-
-
-def check(split, eval_fraction):
-    """Raises UsageError unless the two values make sense."""
-    if split not in SPLITS:
-        hint = nearest(split, SPLITS)
-        raise UsageError(f"config.data.split={split!r} is not one of tail, documents{hint}")
-    if not 0 < eval_fraction < 1:
-        raise UsageError(
-            f"config.data.eval_fraction={eval_fraction} should lie between 0 and 1, excluding both"
-        )
 
 
 def split_documents(source, split, eval_fraction):

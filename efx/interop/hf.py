@@ -68,11 +68,10 @@ def params_from_hf(state_dict, model, key=None):
       key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
     Raises: UsageError naming the arrays that are missing, left over, or of another shape.
     """
-    model = model.resolved()
     dense, kind = _dense(model), kind_of(model)
     state = {name.removeprefix(_PREFIX[kind]): array for name, array in state_dict.items()}
     state = {name: array for name, array in state.items() if not _BUFFERS.fullmatch(name)}
-    if dense.tied:
+    if dense.config.tied:
         _drop_tied_head(state, f"{_MODULES[kind][0][0]}.weight")
     shapes, flat, missing = _shapes(dense), {}, []
     for name, paths, transposed in _arrays(dense, kind, shapes):
@@ -104,7 +103,7 @@ def params_to_hf(params, model):
 
     A GPT-2 without biases gets biases of zero, which compute the same.
     """
-    model, params = models.unroll(model.resolved(), params)
+    model, params = models.unroll(model, params)
     config, kind = config_to_hf(model), kind_of(model)
     flat = {path: _numpy(array) for path, array in _flatten(params).items()}
     shapes = {path: array.shape for path, array in flat.items()}
@@ -117,7 +116,7 @@ def params_to_hf(params, model):
         array = np.concatenate(parts, axis=-1)
         name = name if name == "lm_head.weight" else _PREFIX[kind] + name
         state[name] = np.ascontiguousarray(array.T if transposed else array)
-        if kind == "gpt2" and not model.use_bias and paths[0].endswith(("kernel", "scale")):
+        if kind == "gpt2" and not model.config.use_bias and paths[0].endswith(("kernel", "scale")):
             if not name.startswith("lm_head"):
                 state[name.replace("weight", "bias")] = np.zeros(array.shape[-1], np.float32)
     return state, config
@@ -132,7 +131,6 @@ def mod_from_dense(params, model, key=None):
       key: PRNG key of the fresh routers; not needed where no block is routed.
     Returns: the dense arrays as they are, and routers as the model itself initialises them.
     """
-    model = model.resolved()
     layers = params["layers"]
     if "units" in layers:
         layers = unroll_params(layers, _dense(model).specs())
@@ -142,7 +140,7 @@ def mod_from_dense(params, model, key=None):
         layers = {name: {**layer} for name, layer in layers.items()}
         for name, router in _routers(model, key).items():
             layers.setdefault(name, {})["router"] = router
-    if model.scan_layers:
+    if model.config.scan_layers:
         layers = scan_params(layers, model.specs())
     return {**params, "layers": layers}
 
@@ -191,7 +189,7 @@ def _arrays(model, kind, shapes):
     """[(name in the state dict, our paths, transposed)] of every array that `shapes` has."""
     found = []
     for theirs, ours in _MODULES[kind]:
-        for i in range(model.depth) if "{}" in theirs else (None,):
+        for i in range(model.config.depth) if "{}" in theirs else (None,):
             name = theirs.format(i)
             parent = "" if i is None else f"layers/block_{i}/"
             for leaf in ("kernel", "scale", "embedding", "bias"):
@@ -205,8 +203,8 @@ def _arrays(model, kind, shapes):
 
 def _dense(model):
     """The same model without routing, unrolled."""
-    routing = dataclasses.replace(model.depth_routing, kind="none")
-    return model.clone(depth_routing=routing, scan_layers=False)
+    routing = dataclasses.replace(model.config.depth_routing, kind="none")
+    return models.changed(model, depth_routing=routing, scan_layers=False)
 
 
 def _shapes(model):
@@ -219,7 +217,7 @@ def _shapes(model):
 
 def _routers(model, key):
     """{layer: router} as initialised; compiled, so that nothing else is computed."""
-    model = model.clone(scan_layers=False)
+    model = models.changed(model, scan_layers=False)
 
     def make(key):
         layers = nn.unbox(models.init(model, key))["params"]["layers"]

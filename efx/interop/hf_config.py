@@ -1,5 +1,7 @@
 """What a Hugging Face config.json says, as config.model, and the other way round."""
 
+import operator
+
 from efx.errors import UsageError
 
 # What a config.json may leave out, with transformers' own defaults.
@@ -42,13 +44,13 @@ _ACTIVATIONS = {
     "llama": {"silu": "swiglu"},
 }
 # What efx's attention can do and neither format can say.
-_PLAIN = dict(
-    qk_norm="none",
-    attention_scale="sqrt",
-    window=0,
-    attention_softcap=0.0,
-    logit_softcap=0.0,
-)
+_PLAIN = {
+    "attention.qk_norm": "none",
+    "attention.scale": "sqrt",
+    "attention.window": 0,
+    "attention.softcap": 0.0,
+    "logit_softcap": 0.0,
+}
 
 
 def config_from_hf(hf):
@@ -82,9 +84,9 @@ def config_from_hf(hf):
                 "context": hf["n_positions"],
                 "width": hf["n_embd"],
                 "depth": hf["n_layer"],
-                "num_heads": hf["n_head"],
-                "num_kv_heads": 0,
-                "head_dim": 0,
+                "attention.num_heads": hf["n_head"],
+                "attention.num_kv_heads": 0,
+                "attention.head_dim": 0,
                 "norm": "layernorm",
                 "norm_eps": float(hf["layer_norm_epsilon"]),
                 "use_bias": True,
@@ -101,14 +103,14 @@ def config_from_hf(hf):
                 "context": hf["max_position_embeddings"],
                 "width": hf["hidden_size"],
                 "depth": hf["num_hidden_layers"],
-                "num_heads": hf["num_attention_heads"],
-                "num_kv_heads": hf["num_key_value_heads"] or 0,
-                "head_dim": hf["head_dim"] or 0,
+                "attention.num_heads": hf["num_attention_heads"],
+                "attention.num_kv_heads": hf["num_key_value_heads"] or 0,
+                "attention.head_dim": hf["head_dim"] or 0,
                 "norm": "rmsnorm",
                 "norm_eps": float(hf["rms_norm_eps"]),
                 "use_bias": bool(hf["attention_bias"]),
                 "positions": "rope",
-                "rope_theta": _rope_theta(hf),
+                "attention.rope_theta": _rope_theta(hf),
                 "mlp.activation": _ACTIVATIONS[kind][hf["hidden_act"]],
                 "mlp.hidden": hf["intermediate_size"],
             }
@@ -118,20 +120,20 @@ def config_from_hf(hf):
 
 def config_to_hf(model):
     """The config.json, as a dict, of a dense decoder. Raises UsageError where there is none."""
-    model, kind = model.resolved(), kind_of(model)
-    if model.depth_routing.kind != "none":
+    c, kind = model.config, kind_of(model)
+    if c.depth_routing.kind != "none":
         raise UsageError(
-            f"config.model.depth_routing.kind={model.depth_routing.kind!r}: a Hugging Face "
+            f"config.model.depth_routing.kind={c.depth_routing.kind!r}: a Hugging Face "
             f"{kind} checkpoint has no place for routers; only dense models can be written"
         )
-    if model.mlp.kind != "dense":
+    if c.mlp.kind != "dense":
         raise UsageError(
-            f"config.model.mlp.kind={model.mlp.kind!r}: a Hugging Face {kind} checkpoint has no "
+            f"config.model.mlp.kind={c.mlp.kind!r}: a Hugging Face {kind} checkpoint has no "
             "place for experts; only dense models can be written"
         )
-    if model.dropout.learned:
+    if c.dropout.learned:
         raise UsageError(
-            f"config.model.dropout.kind={model.dropout.kind!r}: a Hugging Face {kind} checkpoint "
+            f"config.model.dropout.kind={c.dropout.kind!r}: a Hugging Face {kind} checkpoint "
             "has no place for learned masks"
         )
     if hasattr(model, "adapter"):
@@ -142,42 +144,42 @@ def config_to_hf(model):
     common = dict(
         model_type=kind,
         vocab_size=model.vocab_size,
-        tie_word_embeddings=model.tied,
+        tie_word_embeddings=c.tied,
         dtype="float32",
         bos_token_id=None,
         eos_token_id=None,
-        initializer_range=model.init_std,
+        initializer_range=c.init_std,
     )
     if kind == "gpt2":
         names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS[kind].items())}
         return dict(
             common,
             architectures=["GPT2LMHeadModel"],
-            n_positions=model.context,
-            n_embd=model.width,
-            n_layer=model.depth,
-            n_head=model.num_heads,
-            n_inner=model.mlp.hidden_size(model.width),
-            layer_norm_epsilon=model.norm_eps,
-            activation_function=names[model.mlp.activation],
+            n_positions=c.context,
+            n_embd=c.width,
+            n_layer=c.depth,
+            n_head=c.attention.num_heads,
+            n_inner=c.mlp.hidden_size(c.width),
+            layer_norm_epsilon=c.norm_eps,
+            activation_function=names[c.mlp.activation],
         )
     return dict(
         common,
         architectures=["LlamaForCausalLM"],
-        max_position_embeddings=model.context,
-        hidden_size=model.width,
-        intermediate_size=model.mlp.hidden_size(model.width),
-        num_hidden_layers=model.depth,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        max_position_embeddings=c.context,
+        hidden_size=c.width,
+        intermediate_size=c.mlp.hidden_size(c.width),
+        num_hidden_layers=c.depth,
+        num_attention_heads=c.attention.num_heads,
+        num_key_value_heads=c.attention.num_kv_heads,
+        head_dim=c.attention.head_dim,
         hidden_act="silu",
-        rms_norm_eps=model.norm_eps,
-        attention_bias=model.use_bias,
-        mlp_bias=model.use_bias,
+        rms_norm_eps=c.norm_eps,
+        attention_bias=c.use_bias,
+        mlp_bias=c.use_bias,
         # Before transformers 5 the first key is read, since then the second.
-        rope_theta=model.rope_theta,
-        rope_parameters=dict(rope_theta=model.rope_theta, rope_type="default"),
+        rope_theta=c.attention.rope_theta,
+        rope_parameters=dict(rope_theta=c.attention.rope_theta, rope_type="default"),
     )
 
 
@@ -206,38 +208,38 @@ def _rope_theta(hf):
 
 def kind_of(model):
     """ "gpt2" or "llama": the format that computes what this decoder computes, but for routing."""
-    model = model.resolved()
-    kind = {"learned": "gpt2", "rope": "llama", "none": None}[model.positions]
+    c = model.config
+    kind = {"learned": "gpt2", "rope": "llama", "none": None}[c.positions]
     wanted = {
-        "gpt2": dict(norm="layernorm", num_kv_heads=model.num_heads),
-        "llama": dict(norm="rmsnorm"),
+        "gpt2": {"norm": "layernorm", "attention.num_kv_heads": c.attention.num_heads},
+        "llama": {"norm": "rmsnorm"},
     }
     if kind is None:
         raise UsageError("config.model.positions='none': no Hugging Face format is without")
-    for name, value in {**_PLAIN, **wanted[kind]}.items():
-        if getattr(model, name) != value:
-            raise UsageError(
-                f"config.model.{name}={getattr(model, name)!r}: Hugging Face's {kind} format "
-                f"has {value!r}"
-            )
     absent = {
-        "soft_experts.num": model.soft_experts.num,
-        "dense_former.on": model.dense_former.on,
-        "mup.base_width": model.mup.base_width,
+        "soft_experts.num": c.soft_experts.num,
+        "dense_former.on": c.dense_former.on,
+        "mup.base_width": c.mup.base_width,
     }
     for name, value in absent.items():
         if value:
             raise UsageError(
                 f"config.model.{name}={value}: Hugging Face's {kind} format has no place for it"
             )
-    if model.mlp.activation not in _ACTIVATIONS[kind].values():
+    for name, value in {**_PLAIN, **wanted[kind]}.items():
+        given = operator.attrgetter(name)(c)
+        if given != value:
+            raise UsageError(
+                f"config.model.{name}={given!r}: Hugging Face's {kind} format has {value!r}"
+            )
+    if c.mlp.activation not in _ACTIVATIONS[kind].values():
         raise UsageError(
-            f"config.model.mlp.activation={model.mlp.activation!r}: Hugging Face's {kind} format "
+            f"config.model.mlp.activation={c.mlp.activation!r}: Hugging Face's {kind} format "
             f"has {' or '.join(sorted(set(_ACTIVATIONS[kind].values())))}"
         )
-    if kind == "gpt2" and model.num_heads * model.head_dim != model.width:
+    if kind == "gpt2" and c.attention.num_heads * c.attention.head_dim != c.width:
         raise UsageError(
-            f"config.model.head_dim={model.head_dim}: Hugging Face's gpt2 format has "
-            f"width / num_heads = {model.width / model.num_heads:g}"
+            f"config.model.attention.head_dim={c.attention.head_dim}: Hugging Face's gpt2 format "
+            f"has width / num_heads = {c.width / c.attention.num_heads:g}"
         )
     return kind

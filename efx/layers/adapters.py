@@ -15,7 +15,6 @@ experts come to, see `Adapter`.
 """
 
 import dataclasses
-import math
 import re
 
 import jax
@@ -26,84 +25,11 @@ from flax import linen as nn
 from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import cache, routing
+from efx.layers.adapter_config import AdapterConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
 from efx.layers.moe import ROUTER_STD
-
-KINDS = ("none", "lora", "mlp")
-ROUTINGS = ("topk", "uniform", "inclusion")
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
-    """`config.adapter`.
-
-    Attributes:
-      kind: one of `KINDS`.
-      rank: R. scale: what adapter(u) is multiplied by.
-      sites: regex (whole path) of the linear layers that have one.
-      gate: a single adapter is multiplied by sigmoid(v.u).
-      experts: run folders whose adapters are composed; none: a single adapter of this run's own.
-      routing: one of `ROUTINGS`. top_k: experts for a token and layer.
-      capacity, slack: inclusion: share of a sequence that an expert takes in training, and room of
-        the causal decision as a multiple of it.
-    """
-
-    kind: str
-    rank: int
-    scale: float
-    sites: str
-    gate: bool
-    experts: tuple[str, ...]
-    routing: str
-    top_k: int
-    capacity: float
-    slack: float
-
-    @property
-    def choices(self):
-        """Of the several experts: how many; 0 for a single adapter."""
-        return len(self.experts)
-
-    @property
-    def looks_ahead(self):
-        return bool(self.experts) and self.routing == "inclusion"
-
-    def budget(self, length, selection, documents=None):
-        """Inclusion: `routing.Budget` of an expert."""
-        fraction = self.capacity if selection == "train" else self.capacity * self.slack
-        return routing.Budget(min(1.0, fraction), length, documents)
-
-    def places(self, length, selection):
-        """Inclusion: tokens of a sequence that an expert has room for."""
-        return self.budget(length, selection).size
-
-
-def check(c):
-    """Raises UsageError, naming the key, for the first value that makes no sense."""
-
-    def require(holds, name, rule):
-        if not holds:
-            raise UsageError(f"config.adapter.{name}={getattr(c, name)!r}: {rule}")
-
-    require(c.kind in KINDS, "kind", f"expected one of {', '.join(KINDS)}")
-    if c.kind == "none":
-        require(not c.experts, "experts", "needs the config.adapter.kind that these experts have")
-        require(not c.gate, "gate", "needs a config.adapter.kind other than 'none'")
-    require(c.routing in ROUTINGS, "routing", f"expected one of {', '.join(ROUTINGS)}")
-    require(c.rank >= 1, "rank", "must be at least 1")
-    require(math.isfinite(c.scale) and c.scale != 0, "scale", "must be a finite number but 0")
-    require(0 < c.capacity <= 1, "capacity", "must be in (0, 1]")
-    require(c.slack >= 1, "slack", "must be at least 1")
-    require(len(set(c.experts)) == len(c.experts), "experts", "names a run twice")
-    if c.experts and c.routing == "topk":
-        rule = f"must be from 1 to the number of config.adapter.experts, {c.choices}"
-        require(1 <= c.top_k <= c.choices, "top_k", rule)
-    try:
-        re.compile(c.sites)
-    except re.error as error:
-        require(False, "sites", f"is not a regular expression: {error}")
 
 
 def standardise(x):

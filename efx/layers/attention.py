@@ -8,6 +8,7 @@ from flax import linen as nn
 from efx.layers import norms
 from efx.layers.attend import attend, attend_context
 from efx.layers.cache import attend_cached
+from efx.layers.config import AttentionConfig
 from efx.layers.linear import Linear
 from efx.layers.positions import rope
 from efx.sharding import constrain
@@ -17,26 +18,14 @@ class Attention(nn.Module):
     """Causal self-attention with grouped keys and values; returns what is added to the residual.
 
     Attributes:
-      num_heads, num_kv_heads, head_dim: N, K, H; N is a multiple of K.
-      rope_theta: base of the rotary embedding, 0 for none.
-      qk_norm: RMS-normalise queries and keys: "none", "head" (over H) or "width" (over N*H).
-      mup: scale the scores by 1/H instead of 1/sqrt(H).
-      window: how many positions back a query sees, its own included; 0 for all.
+      config: as resolved; N is a multiple of K.
       std, std_out: initialisation of the input and the output projections.
       probs_dropout: factory of a module applied to the attention probabilities, or None.
       width: of the output; None: the heads side by side, without an output matrix.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    config: AttentionConfig
     use_bias: bool
-    rope_theta: float
-    qk_norm: str
-    mup: bool
-    window: int
-    softcap: float
-    chunk: int
     std: float
     std_out: float
     norm_eps: float
@@ -50,17 +39,13 @@ class Attention(nn.Module):
         info). Where the latter is `info` itself, the context is another state of the same tokens
         (S = T), causal in the same order. While decoding, the context is what the cache takes, and
         S may differ from T inside of groups alone. See `TokenInfo.kv`."""
-        width, read = self.width, (x_BTD, info) if context is None else context
+        c, width, read = self.config, self.width, (x_BTD, info) if context is None else context
         q_BTNH = k_BSKH = v_BSKH = None
         if info.kv != "write":
             q_BTNH = self._queries(x_BTD, info)
         if info.kv != "read":
             k_BSKH, v_BSKH = self._keys_values(*read)
-        options = dict(
-            scale=1.0 / self.head_dim if self.mup else self.head_dim**-0.5,
-            window=self.window,
-            softcap=self.softcap,
-        )
+        options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
         if info.decode:
             out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, info, read[1], dropout, options)
@@ -76,7 +61,7 @@ class Attention(nn.Module):
                 q_BTNH,
                 k_BSKH,
                 v_BSKH,
-                chunk=self.chunk,
+                chunk=c.chunk,
                 positions_BT=info.positions_BT,
                 segment_ids_BT=info.segment_ids_BT,
                 **options,
@@ -86,7 +71,9 @@ class Attention(nn.Module):
         return self._out(out_BTNH, width)
 
     def _out(self, out_BTNH, width):
-        out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], self.num_heads * self.head_dim)
+        out_BTD = out_BTNH.reshape(
+            *out_BTNH.shape[:2], self.config.num_heads * self.config.head_dim
+        )
         if width is None:
             return out_BTD
         return Linear(
@@ -94,35 +81,37 @@ class Attention(nn.Module):
         )(out_BTD)
 
     def _queries(self, x_BTD, info):
-        q_BTNH = self._heads("query", x_BTD, self.num_heads, "heads")
-        if self.rope_theta:
-            q_BTNH = rope(q_BTNH, info.positions_BT, self.rope_theta)
+        c = self.config
+        q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
+        if c.rope_theta:
+            q_BTNH = rope(q_BTNH, info.positions_BT, c.rope_theta)
         return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
     def _keys_values(self, x_BSD, info):
-        k_BSKH = self._heads("key", x_BSD, self.num_kv_heads, "kv_heads")
-        v_BSKH = self._project("value", x_BSD, self.num_kv_heads, "kv_heads")
+        c = self.config
+        k_BSKH = self._heads("key", x_BSD, c.num_kv_heads, "kv_heads")
+        v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = v_BSKH.reshape(k_BSKH.shape)
-        if self.rope_theta:
-            k_BSKH = rope(k_BSKH, info.positions_BT, self.rope_theta)
+        if c.rope_theta:
+            k_BSKH = rope(k_BSKH, info.positions_BT, c.rope_theta)
         k_BSKH, v_BSKH = (
             constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
         )
         return k_BSKH, v_BSKH
 
     def _project(self, name, x_BTD, heads, axis):
-        features = heads * self.head_dim
+        features = heads * self.config.head_dim
         return Linear(features, ("embed", axis), self.std, self.use_bias, self.dtype, name=name)(
             x_BTD
         )
 
     def _heads(self, name, x_BTD, heads, axis):
         y = self._project(name, x_BTD, heads, axis)
-        if self.qk_norm == "width":
+        if self.config.qk_norm == "width":
             norm = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")
             y = self._norm_width(norm, y, heads)
-        y = y.reshape(*y.shape[:-1], heads, self.head_dim)
-        if self.qk_norm == "head":
+        y = y.reshape(*y.shape[:-1], heads, self.config.head_dim)
+        if self.config.qk_norm == "head":
             y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
         return y
 

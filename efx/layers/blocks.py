@@ -1,6 +1,5 @@
 """The transformer block, and the parts that blocks are built from."""
 
-import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
@@ -9,46 +8,10 @@ from flax import linen as nn
 from efx import means
 from efx.layers import norms, open_rows
 from efx.layers.attention import Attention
-from efx.layers.dropout import DropoutConfig
+from efx.layers.config import BlockConfig
 from efx.layers.learned_dropout import make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
-from efx.layers.moe_config import MoEConfig
-from efx.layers.soft_experts_config import SoftExpertsConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockConfig:
-    """Everything one pre-norm block needs to know; sizes as in `Attention` and `MLP`.
-
-    `context` is the longest sequence, `router_scale` a factor on what routers start from. With
-    `moe` the MLP is a Mixture of Experts, and `hidden` the width of one expert; with `soft` it is a
-    `soft_experts.SoftBlock`, and the numbers of heads and `hidden` are those of one channel.
-    """
-
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden: int
-    activation: str
-    norm: str
-    norm_eps: float
-    use_bias: bool
-    rope_theta: float
-    qk_norm: str
-    mup: bool
-    window: int
-    softcap: float
-    chunk: int
-    std: float
-    std_out: float
-    dropout: DropoutConfig
-    dtype: jnp.dtype
-    context: int = 0
-    router_scale: float = 1.0
-    moe: MoEConfig | None = None
-    soft: SoftExpertsConfig | None = None
 
 
 class Block(nn.Module):
@@ -75,7 +38,7 @@ class Block(nn.Module):
         return a_BTD + masked_mlp(self, c, x_BTD + a_BTD, info)
 
 
-class LightPath(nn.Module):
+class SkipMLP(nn.Module):
     """A small pre-norm MLP for tokens that a depth-routed block skips; returns the increment."""
 
     config: BlockConfig
@@ -84,7 +47,7 @@ class LightPath(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        mlp = MLP(self.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
+        mlp = MLP(self.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
         return mlp(make_norm(c, "norm")(x_BTD), None)
 
 
@@ -99,16 +62,8 @@ def make_attention(c, name, kind=Attention, **changes):
     if c.dropout.active("attention_probs"):
         probs_dropout = partial(make_dropout, c, "attention_probs")
     fields = dict(
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
+        config=c.attention,
         use_bias=c.use_bias,
-        rope_theta=c.rope_theta,
-        qk_norm=c.qk_norm,
-        mup=c.mup,
-        window=c.window,
-        softcap=c.softcap,
-        chunk=c.chunk,
         std=c.std,
         std_out=c.std_out,
         norm_eps=c.norm_eps,
@@ -122,7 +77,7 @@ def make_attention(c, name, kind=Attention, **changes):
 
 def make_mlp(c, name):
     """An MLP, or the experts that stand in its place."""
-    options = c.hidden, c.activation, c.use_bias, c.std, c.std_out, c.dtype
+    options = c.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype
     if c.moe is None:
         return MLP(*options, name=name)
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)

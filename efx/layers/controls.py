@@ -44,7 +44,6 @@ def random_fixed(info, seed, capacity):
 # the block's own, drawn when the model is initialised and kept with its state.
 BY_TOKEN = {"random_fixed": random_fixed}
 STOCHASTIC = "stochastic"
-CONTROLS = (STOCHASTIC, *BY_TOKEN)
 # Seeds of blocks are below this: the mean of equal ones over many micro-batches stays exact.
 SEEDS = 4096
 
@@ -53,7 +52,7 @@ def noise(module, batch, length):
     """N(0, 1), [B, T], of a module with the rng stream "routing"."""
     if not module.has_rng("routing"):
         raise UsageError(
-            f"config.model.depth_routing.selection={STOCHASTIC!r} draws places from a key: call "
-            "the model with rngs={'routing': key}"
+            f"config.model.depth_routing.train_selection={STOCHASTIC!r} draws places from a key: "
+            "call the model with rngs={'routing': key}"
         )
     return jax.random.normal(module.make_rng("routing"), (batch, length))

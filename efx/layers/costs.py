@@ -8,13 +8,13 @@ from efx import flops
 
 def block_flops(b, tokens, pairs, context=None):
     """Of a block that computes `tokens` and attends to `context` places (None: to themselves)."""
-    heads = channels(b) * b.num_heads
+    heads = channels(b) * b.attention.num_heads
     context = tokens if context is None else context
     mlp = _matrices(b) * flops.matmul(tokens, b.width, b.hidden)
     return {
-        "attention_projections": flops.matmul(tokens, b.width, 2 * heads * b.head_dim)
+        "attention_projections": flops.matmul(tokens, b.width, 2 * heads * b.attention.head_dim)
         + flops.matmul(context, b.width, 2 * kv_width(b)),
-        "attention_scores": flops.attention_scores(pairs, heads, b.head_dim),
+        "attention_scores": flops.attention_scores(pairs, heads, b.attention.head_dim),
         "mlp": mlp if b.soft is None else _soft_mlp_flops(b, tokens),
     }
 
@@ -27,7 +27,7 @@ def channels(b):
 def kv_width(b):
     """Numbers that the keys of one token are, over all channels; its values are as many."""
     shared = b.soft is not None and b.soft.shared_kv
-    return (1 if shared else channels(b)) * b.num_kv_heads * b.head_dim
+    return (1 if shared else channels(b)) * b.attention.num_kv_heads * b.attention.head_dim
 
 
 def _soft_mlp_flops(b, tokens):
@@ -54,7 +54,7 @@ def _soft_mlp_params(b):
 
 
 def _matrices(b):
-    return 3 if b.activation == "swiglu" else 2
+    return b.mlp.matrices
 
 
 def _predictor_width(b, r):
@@ -62,33 +62,38 @@ def _predictor_width(b, r):
 
 
 def routing_flops(b, r, length):
-    """What routing adds: scores and decisions, and the light path, which is computed for every
+    """What routing adds: scores and decisions, and the skip MLP, which is computed for every
     token and kept for the skipped ones."""
     hidden = _predictor_width(b, r)
     predictor = flops.matmul(length, b.width, hidden) + flops.matmul(length, hidden, 1)
     router = 0 if r.control else flops.matmul(length, b.width, 1)
     counted = {"router": router + predictor}
-    if r.light_path:
-        counted["light_path"] = _matrices(b) * flops.matmul(length, b.width, r.light_path)
+    if r.skip_mlp:
+        counted["skip_mlp"] = _matrices(b) * flops.matmul(length, b.width, r.skip_mlp)
     return counted
 
 
 def routing_params(b, r, norm):
     hidden = _predictor_width(b, r)
     counted = {"router": (0 if r.control else b.width) + hidden * (b.width + 1)}
-    if r.light_path:
-        bias = (_matrices(b) - 1) * r.light_path + b.width if b.use_bias else 0
-        counted["light_path"] = norm + _matrices(b) * b.width * r.light_path + bias
+    if r.skip_mlp:
+        bias = (_matrices(b) - 1) * r.skip_mlp + b.width if b.use_bias else 0
+        counted["skip_mlp"] = norm + _matrices(b) * b.width * r.skip_mlp + bias
     return counted
 
 
 def block_params(b):
-    heads, kv = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    heads, kv = (
+        b.attention.num_heads * b.attention.head_dim,
+        b.attention.num_kv_heads * b.attention.head_dim,
+    )
     all_heads, all_kv, matrices = channels(b) * heads, kv_width(b), _matrices(b)
     bias = (0, 0)
     if b.use_bias:
         bias = all_heads + 2 * all_kv + channels(b) * b.width, (matrices - 1) * b.hidden + b.width
-    norms_qk = {"none": 0, "head": 2 * b.head_dim, "width": heads + kv}[b.qk_norm]
+    norms_qk = {"none": 0, "head": 2 * b.attention.head_dim, "width": heads + kv}[
+        b.attention.qk_norm
+    ]
     mlp = matrices * b.width * b.hidden + bias[1]
     return {
         "attention": b.width * (2 * all_heads + 2 * all_kv) + bias[0] + norms_qk,

@@ -13,7 +13,6 @@ from flax import linen as nn
 
 from efx import means
 
-DECISIONS = ("aux_loss", "predictor", "threshold")
 # Under which name the loss that trains a decision is sown. The threshold is not trained by one.
 LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
 

@@ -10,57 +10,8 @@ Each token is averaged with itself only, so causality and decoding caches are no
 The averages are elementwise work, which the FLOP ledger does not count.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from flax import linen as nn
-
-from efx.errors import UsageError
-
-
-@dataclasses.dataclass(frozen=True)
-class DenseFormerConfig:
-    """`config.model.dense_former`.
-
-    Attributes:
-      on: whether a stack has averages.
-      dilation: k; X_i, X_{i-k}, X_{i-2k}... are averaged.
-      period: p; blocks p, 2p, ..., counted from one, are followed by an average.
-    """
-
-    on: bool
-    dilation: int
-    period: int
-
-    def states(self, block):
-        """The j of the X_j that are averaged after block i = 1..L, ascending; () for none."""
-        if not self.on or block % self.period:
-            return ()
-        return tuple(range(block % self.dilation, block + 1, self.dilation))
-
-    def parameter_count(self, depth):
-        """Weights in a stack of so many blocks."""
-        return sum(len(self.states(i)) for i in range(1, depth + 1))
-
-
-def check(c, depth, scan_layers):
-    """Raise UsageError for a bad value of `config.model.dense_former`, used or not, in a stack of
-    so many blocks."""
-    for name in ("dilation", "period"):
-        if getattr(c, name) < 1:
-            raise UsageError(
-                f"config.model.dense_former.{name}={getattr(c, name)}: must be at least 1"
-            )
-    if c.on and c.period > depth:
-        raise UsageError(
-            f"config.model.dense_former.period={c.period}: the stack has {depth} blocks, so none "
-            "would have averages; set config.model.dense_former.on=False if that is meant"
-        )
-    if c.on and scan_layers:
-        raise UsageError(
-            "config.model.scan_layers=True: not with config.model.dense_former.on=True, where "
-            "blocks read the states of all blocks before them"
-        )
 
 
 class StateAverage(nn.Module):

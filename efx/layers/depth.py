@@ -13,8 +13,15 @@ from flax import linen as nn
 
 from efx import means
 from efx.layers import controls, decisions, routing
-from efx.layers.depth_config import GATES, DepthRoutingConfig
+from efx.layers.config import DepthRoutingConfig
 from efx.layers.moe import ROUTER_STD
+
+GATES = {
+    "identity": lambda r: r,  # the paper's equation 1
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "one": jnp.ones_like,
+}
 
 
 class DepthRouted(nn.Module):
@@ -27,7 +34,7 @@ class DepthRouted(nn.Module):
     Attributes:
       make_block: constructor of the block, a module (x, info, context=None) -> increment.
       capacity: share of the sequence that is routed.
-      make_light: constructor of the light path, a module x -> increment, or None.
+      make_skip_mlp: constructor of the skip MLP, a module x -> increment, or None.
       shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
       survivors: share of the sequence that may be routed, see `TokenInfo.alive_BT`.
     """
@@ -35,7 +42,7 @@ class DepthRouted(nn.Module):
     make_block: Callable | None
     config: DepthRoutingConfig
     capacity: float
-    make_light: Callable | None = None
+    make_skip_mlp: Callable | None = None
     shared: nn.Module | None = None
     survivors: float = 1.0
 
@@ -57,7 +64,7 @@ class DepthRouted(nn.Module):
                 (block.width,),
                 jnp.float32,
             )
-        if self.config.selection in controls.BY_TOKEN:
+        if self.config.train_selection in controls.BY_TOKEN:
             self.seed = self.variable(
                 "state",
                 "seed",
@@ -73,8 +80,8 @@ class DepthRouted(nn.Module):
         if "threshold" in trained:
             self.quantile = self.variable("state", "quantile", jnp.zeros, (), jnp.float32)
             self.quantile_steps = self.variable("state", "quantile_steps", jnp.zeros, (), jnp.int32)
-        if self.make_light is not None:
-            self.light = self.make_light()
+        if self.make_skip_mlp is not None:
+            self.skip_mlp = self.make_skip_mlp()
 
     def scores(self, x_BTD):
         """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
@@ -110,7 +117,7 @@ class DepthRouted(nn.Module):
         )
         gate_BC = self._gate(routing.gather(score_BT, plan))
         routed_BT = routing.selected(plan, x_BTD.shape[1])
-        start_BTD = self._add_light(x_BTD, ~routed_BT)
+        start_BTD = self._add_skip_mlp(x_BTD, ~routed_BT)
         return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
 
     def _choose(self, x_BTD, score_BT, info, valid_BT, real_BT):
@@ -129,7 +136,7 @@ class DepthRouted(nn.Module):
         if info.selection != "train":
             name = c.causal if info.selection == "causal" else info.selection
             return budget.first(decided_BT[name]), budget
-        if c.selection == "threshold":
+        if c.train_selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
             chosen_BT = jnp.where(warm, decided_BT["threshold"], target_BT)
             return budget.first(chosen_BT), budget
@@ -139,7 +146,7 @@ class DepthRouted(nn.Module):
         """The same by a control, which has nothing to learn."""
         c, (batch, length, _) = self.config, x_BTD.shape
         budget = c.budget(self.capacity, length, info.documents())
-        if c.selection == controls.STOCHASTIC:
+        if c.train_selection == controls.STOCHASTIC:
             plan = budget.top(controls.noise(self, batch, length), valid_BT)
             wanted_BT = run_BT = routing.selected(plan, length)
         else:
@@ -151,7 +158,7 @@ class DepthRouted(nn.Module):
         return plan, budget
 
     def _by_token(self, info):
-        return controls.BY_TOKEN[self.config.selection](info, self.seed.value, self.capacity)
+        return controls.BY_TOKEN[self.config.train_selection](info, self.seed.value, self.capacity)
 
     def _logit(self, name, x_BTD, score_BT):
         """What a decision compares with 0."""
@@ -166,11 +173,11 @@ class DepthRouted(nn.Module):
     def _gate(self, score):
         return GATES["one" if self.config.control else self.config.gate](score)
 
-    def _add_light(self, x_BTD, skipped_BT):
-        """x with the light path's increment added to the tokens that are not routed."""
-        if self.make_light is None:
+    def _add_skip_mlp(self, x_BTD, skipped_BT):
+        """x with the skip MLP's increment added to the tokens that are not routed."""
+        if self.make_skip_mlp is None:
             return x_BTD
-        return x_BTD + jnp.where(skipped_BT[..., None], self.light(x_BTD), 0)
+        return x_BTD + jnp.where(skipped_BT[..., None], self.skip_mlp(x_BTD), 0)
 
     def _follow_quantile(self, score_BT, valid_BT):
         # Of those that may be routed: together they are routed as often as the capacity says.
@@ -217,14 +224,14 @@ class DepthRouted(nn.Module):
         wanted_BT = self._wanted(x_BTD, score_BT, info) & (info.positions_BT >= 0)
         info = info.replace(cache_size=room, kv_size=info.cache_size if c.kv_for_skipped else 0)
         if self.is_initializing():
-            return self._add_light(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
+            return self._add_skip_mlp(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
         if info.alive_BT is not None:
             wanted_BT, info = wanted_BT & info.alive_BT, info.replace(alive_BT=None)
         fits_BT = routed.value[:, None] + jnp.cumsum(wanted_BT, axis=1) <= room
         run_BT = wanted_BT & fits_BT
         routed.value = routed.value + jnp.sum(run_BT, axis=1)
         overflow.value = overflow.value + jnp.sum(wanted_BT & ~fits_BT, axis=1)
-        start_BTD = self._add_light(x_BTD, ~run_BT)
+        start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         if c.kv_for_skipped:
             self.block(x_BTD, info.replace(kv="write"))
             info = info.replace(kv="read")
@@ -234,9 +241,9 @@ class DepthRouted(nn.Module):
     def _wanted(self, x_BTD, score_BT, info):
         """Decoding: bool [B, T], the new tokens that are to be computed."""
         c = self.config
-        if c.selection in controls.BY_TOKEN:
+        if c.train_selection in controls.BY_TOKEN:
             return self._by_token(info)
-        if c.selection == controls.STOCHASTIC:
+        if c.train_selection == controls.STOCHASTIC:
             # Places of the whole context, the same at each call with the same key.
             size = info.cache_size
             noise_BS = controls.noise(self, x_BTD.shape[0], size)

@@ -17,15 +17,10 @@ import numpy as np
 from flax import linen as nn
 
 from efx.layers import routing
-from efx.layers.blocks import BlockConfig, apply_dropout, make_attention, make_mlp, make_norm
+from efx.layers.blocks import apply_dropout, make_attention, make_mlp, make_norm
+from efx.layers.config import BlockConfig
 from efx.layers.linear import Linear
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
-
-COMPRESSIONS = ("perceiver", "transformer")
-ORDERS = ("interleaved", "sequence")
-UPSAMPLINGS = ("repeat", "attention")
-REPEATS = ("tile", "in_place")
-SKIPS = ("sum", "lerp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,41 +28,27 @@ class LevelConfig:
     """One level of the encoder or of the decoder.
 
     Attributes:
+      model: the resolved `LatentConfig`.
       block: the level's blocks, D_i wide.
-      group_size: P_0.
       places: P_i, latents a group has here.
       inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
         to the latent stack (decoder): what the level reads.
-      compression, compression_blocks, upsampling, upsampling_norm, repeat, skip, skip_joins: see
-        `configs/common.py`.
-      local_blocks, global_blocks: how many of each; order: one of `ORDERS`.
-      memory_local, memory_global: learned tokens before each group, before all groups.
+      local_blocks, global_blocks: how many of each.
     """
 
+    model: object
     block: BlockConfig
-    group_size: int
     places: int
     inner: int
     inner_width: int
-    compression: str
-    compression_blocks: int
-    upsampling: str
-    upsampling_norm: bool
-    repeat: str
-    skip: str
-    skip_joins: str
     local_blocks: int
     global_blocks: int
-    order: str
-    memory_local: int
-    memory_global: int
-    remat: str
 
     @property
     def runs(self):
         """(("local" or "global", how many in a row), ...) in order."""
         kinds = ["local"] * self.local_blocks + ["global"] * self.global_blocks
-        if self.order == "interleaved":
+        if self.model.block_order == "interleaved":
             pairs = itertools.zip_longest(kinds[: self.local_blocks], kinds[self.local_blocks :])
             kinds = [kind for pair in pairs for kind in pair if kind]
         return tuple((kind, len(list(run))) for kind, run in itertools.groupby(kinds))
@@ -139,14 +120,14 @@ class LevelBlocks(nn.Module):
     @nn.compact
     def __call__(self, x, view):
         c, shape = self.config, x.shape
-        counts = {"local": c.memory_local, "global": c.memory_global}
+        counts = {"local": c.model.memory_local, "global": c.model.memory_global}
         infos = {"local": (view.local, view.memory_local)}
         infos["global"] = (view.whole, view.memory_global)
         memory = {}
         for i, (kind, count) in enumerate(c.runs):
             if kind not in memory:
                 memory[kind] = memory_tokens(self, f"memory_{kind}", counts[kind], c.block)
-            stack = Stack((LayerSpec(c.block),) * count, False, c.remat, name=f"{kind}_{i}")
+            stack = Stack((LayerSpec(c.block),) * count, False, c.model.remat, name=f"{kind}_{i}")
             info, memory_info = infos[kind]
             x_BTD = x.reshape(-1, *shape[2:]) if kind == "local" and not info.decode else x
             x_BTD = x_BTD.reshape(x_BTD.shape[0], -1, shape[-1])
@@ -183,7 +164,7 @@ class Compress(nn.Module):
 
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
-        if c.compression == "perceiver":
+        if c.model.compression == "perceiver":
             last = info.replace(
                 positions_BT=kept(info.positions_BT), segment_ids_BT=kept(info.segment_ids_BT)
             )
@@ -195,11 +176,11 @@ class Compress(nn.Module):
         h_BTD = h_BTD + apply_dropout(b, "attention_output", a_BTD, info)
         m_BTD = make_mlp(b, "mlp")(make_norm(b, "norm_mlp")(h_BTD), info)
         h_BTD = h_BTD + apply_dropout(b, "mlp_output", m_BTD, info)
-        if c.compression == "perceiver":
+        if c.model.compression == "perceiver":
             return h_BTD
-        more = (LayerSpec(b),) * (c.compression_blocks - 1)
+        more = (LayerSpec(b),) * (c.model.compression_blocks - 1)
         if more:
-            h_BTD = Stack(more, False, c.remat, name="blocks")(h_BTD, info)
+            h_BTD = Stack(more, False, c.model.remat, name="blocks")(h_BTD, info)
         return kept(h_BTD)
 
 
@@ -223,7 +204,7 @@ class EncoderLevel(nn.Module):
     @nn.compact
     def __call__(self, x, inner, view, positions):
         c = self.config
-        compress = _remat(Compress, c.remat)(c, name="compress")
+        compress = _remat(Compress, c.model.remat)(c, name="compress")
         if view.inside.decode:
             x = compress(x, inner.inside, view.plan)
         else:
@@ -269,7 +250,7 @@ class Upsample(nn.Module):
         early = c.places - c.inner
         first_PD = self.param("first", init, (early, c.inner_width), jnp.float32)
         z, first_PD = linear(y), linear(first_PD.astype(b.dtype))
-        index = repeat_index(c.places, c.inner, c.repeat)
+        index = repeat_index(c.places, c.inner, c.model.repeat)
         if view.inside.decode:
             return self._decode(z, first_PD, index, latents, view)
         before = z[:, :-1][:, :, index]
@@ -332,17 +313,17 @@ class DecoderLevel(nn.Module):
         x = Upsample(c, name="upsample")(y, latents, view)
         if positions is not None:
             x = x + positions(view.place_BT, c.places)
-        spread, before = x, c.skip_joins == "before"
+        spread, before = x, c.model.skip_joins == "before"
         if before:
             x = self._join(x, skip)
-        if c.upsampling == "attention":
+        if c.model.upsampling == "attention":
 
             def inside(x):
                 return x if view.inside.decode else x.reshape(-1, *x.shape[2:])
 
             x = x if before else skip + x
             q, read, changes = inside(x), inside(spread), {"width": None}
-            if c.upsampling_norm:
+            if c.model.upsampling_norm:
                 q = make_norm(b, "norm_queries")(q)
                 read, changes = make_norm(b, "norm_latents")(read), {}
             attention = make_attention(b, "attention", **changes)
@@ -353,7 +334,7 @@ class DecoderLevel(nn.Module):
         return x if before else self._join(x, skip)
 
     def _join(self, x, skip):
-        if self.config.skip == "sum":
+        if self.config.model.skip == "sum":
             return x + skip
         init = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("norm",))
         share_D = self.param("skip", init, (skip.shape[-1],), jnp.float32).astype(x.dtype)

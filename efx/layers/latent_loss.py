@@ -11,47 +11,16 @@ Latents that are all alike have no cosine loss at all, so its weight is small; t
 tells latents apart and is not minimised by that.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops, means
-from efx.errors import UsageError
 from efx.layers.linear import Linear
 
-KINDS = ("none", "cosine", "siglip")
-CANDIDATES = ("row", "batch")
 LOSS = "latent_prediction"
 # Where a and b start (arXiv 2303.15343, section 3.2): most pairs are no match.
 LOG_TEMPERATURE, BIAS = 2.302585092994046, -10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentLossConfig:
-    """`config.model.latent_loss`; its weight is `config.losses.latent_prediction`.
-
-    Attributes:
-      kind: one of `KINDS`.
-      target_gradient: the loss also moves the latents that are predicted.
-      candidates: siglip: "row" (each sequence for itself: accumulation does not change the loss) or
-        "batch" (all sequences of a micro-batch, over all devices).
-    """
-
-    kind: str
-    target_gradient: bool
-    candidates: str
-
-
-def check(c):
-    """Raise UsageError for a bad value of `config.model.latent_loss`, used or not."""
-    for name, choices in (("kind", KINDS), ("candidates", CANDIDATES)):
-        if getattr(c, name) not in choices:
-            raise UsageError(
-                f"config.model.latent_loss.{name}={getattr(c, name)!r}: expected one of "
-                + ", ".join(choices)
-            )
 
 
 def pair_validity(length, valid_BT=None, segment_ids_BT=None):
@@ -97,7 +66,7 @@ class LatentPrediction(nn.Module):
       std: initialisation of W.
     """
 
-    config: LatentLossConfig
+    config: object  # `LatentLossConfig`
     std: float
     dtype: jnp.dtype
 

@@ -18,26 +18,16 @@ All parameters are leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all
 decay, by its default pattern, none. All arithmetic of masks is float32.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.errors import UsageError
 from efx.layers.attend import attend
 from efx.layers.cache import attend_cached
-from efx.layers.dropout import (
-    KINDS,
-    SITES,
-    DropoutConfig,
-    ElementwiseConfig,
-    MaskAttentionConfig,
-    StandardDropout,
-)
+from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
+from efx.layers.dropout import StandardDropout
 from efx.layers.masks import (
-    ROUNDINGS,
     cosine_mask,
     penalties,
     rounded,
@@ -45,10 +35,6 @@ from efx.layers.masks import (
     statistics,
 )
 from efx.sharding import constrain
-
-INPUTS = ("hidden", "embedding", "embedding_linear")
-GRANULARITIES = ("feature", "token")
-
 
 # ---- what is reported of a mask ------------------------------------------------------------------
 
@@ -303,9 +289,10 @@ class AttentionMask(nn.Module):
 
 
 def _mask_attention(b):
-    """The attention of one mask of a block `b` (`blocks.BlockConfig`), not yet bound."""
+    """The attention of one mask of a block `b` (`BlockConfig`), not yet bound."""
     heads = b.dropout.attention.num_heads
-    return MaskAttention(heads, b.mup, b.window, b.chunk, b.std, b.dtype, parent=None)
+    a = b.attention
+    return MaskAttention(heads, a.scale == "mup", a.window, a.chunk, b.std, b.dtype, parent=None)
 
 
 def make_mask_input(b):
@@ -325,65 +312,3 @@ def make_dropout(b, site, name=None):
     if site == "attention_probs":
         return ElementwiseProbsMask(c.elementwise, b.context, name=name)
     return ElementwiseMask(c.elementwise, name=name)
-
-
-def resolved(c: DropoutConfig, width, num_heads):
-    """`config.model.dropout` of a model so wide with so many heads, checked and filled in.
-
-    Raises UsageError for a bad value.
-    """
-
-    def one_of(name, value, choices):
-        if value not in choices:
-            raise UsageError(
-                f"config.model.dropout.{name}={value!r}: expected one of {', '.join(choices)}"
-            )
-
-    one_of("kind", c.kind, KINDS)
-    for site in c.sites:
-        one_of("sites", site, SITES)
-    if not 0 <= c.rate < 1:
-        raise UsageError(f"config.model.dropout.rate={c.rate}: must be in [0, 1)")
-    a = dataclasses.replace(c.attention, num_heads=c.attention.num_heads or num_heads)
-    one_of("attention.input", a.input, INPUTS)
-    one_of("attention.rounding", a.rounding, ROUNDINGS)
-    one_of("attention.granularity", a.granularity, GRANULARITIES)
-    if a.skip_tile < 0:
-        raise UsageError(
-            f"config.model.dropout.attention.skip_tile={a.skip_tile}: must be at least 0"
-        )
-    if c.skips and (a.input == "hidden" or a.rounding != "stochastic"):
-        raise UsageError(
-            f"config.model.dropout.attention.skip_tile={a.skip_tile} needs masks that are known "
-            "before the MLP and are exactly 0: attention.input='embedding' or 'embedding_linear' "
-            f"(not {a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
-        )
-    scales = ("elementwise.sharpen_scale", c.elementwise.sharpen_scale)
-    for name, value in (scales, ("attention.sigmoid_scale", a.sigmoid_scale)):
-        if value <= 0:
-            raise UsageError(f"config.model.dropout.{name}={value}: must be greater than 0")
-    for name in ("a_std", "b_std"):
-        value = getattr(c.elementwise, name)
-        if value < 0:
-            raise UsageError(f"config.model.dropout.elementwise.{name}={value}: must be at least 0")
-    if not 0 <= a.shift_init <= 3.1416:
-        raise UsageError(
-            f"config.model.dropout.attention.shift_init={a.shift_init}: must be in [0, pi]"
-        )
-    if c.kind == "attention" and "attention_probs" in c.sites:
-        raise UsageError(
-            "config.model.dropout.sites has 'attention_probs', but the masks of "
-            "config.model.dropout.kind='attention' are as wide as the model: leave that site out, "
-            "or use kind='elementwise'"
-        )
-    if c.kind == "attention" and (a.num_heads < 1 or width % a.num_heads):
-        raise UsageError(
-            f"config.model.width={width} does not divide by "
-            f"config.model.dropout.attention.num_heads={a.num_heads} (0: config.model.num_heads)"
-        )
-    if c.kind != "none" and not c.sites:
-        raise UsageError(
-            f"config.model.dropout.sites=(): kind={c.kind!r} would be nowhere; give some of "
-            f"{', '.join(SITES)}, or set config.model.dropout.kind='none' if that is meant"
-        )
-    return dataclasses.replace(c, attention=a)

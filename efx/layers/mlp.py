@@ -1,6 +1,5 @@
 """The dense feed-forward layer."""
 
-import dataclasses
 import math
 
 import jax
@@ -8,36 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.linear import Linear
-from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
-
-
-@dataclasses.dataclass(frozen=True)
-class MLPConfig:
-    """`config.model.mlp`.
-
-    Attributes:
-      kind: "dense" or "moe".
-      activation: "gelu" (exact), "gelu_tanh", "swiglu"; None: the preset's.
-      hidden: F; 0: 4D, or for swiglu multiple_of * ceil((8D/3) / multiple_of).
-      multiple_of: rounding of the swiglu width.
-      moe: with kind "moe": the experts.
-    """
-
-    kind: str
-    activation: str | None
-    hidden: int
-    multiple_of: int
-    moe: MoEConfig
-
-    def hidden_size(self, width):
-        if self.hidden:
-            return self.hidden
-        if self.activation != "swiglu":
-            return 4 * width
-        return self.multiple_of * -(-8 * width // (3 * self.multiple_of))
 
 
 @jax.custom_vjp
@@ -69,7 +39,7 @@ exact_gelu.defvjp(_exact_gelu_forward, _exact_gelu_backward)
 
 
 def activate(activation, inward):
-    """h [..., F] of one of `ACTIVATIONS`; `inward(name)` is the input times the matrix `name`."""
+    """h [..., F]; `inward(name)` is the input times the matrix `name`."""
     if activation == "swiglu":
         return jax.nn.silu(inward("gate")) * inward("up")
     gelu = jax.nn.gelu if activation == "gelu_tanh" else exact_gelu

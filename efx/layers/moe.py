@@ -18,8 +18,8 @@ from flax import linen as nn
 
 from efx import means
 from efx.layers import cache, routing
+from efx.layers.config import MoEConfig
 from efx.layers.mlp import MLP, activate
-from efx.layers.moe_config import MoEConfig
 from efx.sharding import constrain
 
 ROUTER_STD = 0.02

@@ -13,7 +13,6 @@ layers, whose outputs stay as few as they are: one number, or one for each exper
 decay keeps its strength, lr * weight_decay.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 from efx.errors import UsageError
@@ -26,22 +25,6 @@ OUTPUT = "head"
 PREDICTOR, ADAPTER, EXPERTS = "predictor", "adapter", "mlp"
 # Optimisers whose update of an entry does not depend on the size of its gradient.
 MUP_OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
-INITIALISATIONS = ("gpt2", "spike_no_more")
-
-
-@dataclasses.dataclass(frozen=True)
-class MuPConfig:
-    """`config.model.mup`.
-
-    Attributes:
-      base_width: width at which the learning rate was found; 0: no muP.
-    """
-
-    base_width: int
-
-    def logit_scale(self, width):
-        """Factor on the logits of a model so wide, and on what its routers start from."""
-        return self.base_width / width if self.base_width else 1.0
 
 
 class Deviations(NamedTuple):
@@ -64,17 +47,6 @@ def deviations(initialisation, init_std, mup, width):
     else:
         hidden, table = init_std * (base / width if base else 1.0) ** 0.5, init_std
     return Deviations(table, 0.0 if base else table, hidden)
-
-
-def check(initialisation, mup):
-    """Raise UsageError for a bad value of `config.model.initialisation` or `config.model.mup`."""
-    if initialisation not in INITIALISATIONS:
-        raise UsageError(
-            f"config.model.initialisation={initialisation!r}: expected one of "
-            + ", ".join(INITIALISATIONS)
-        )
-    if mup.base_width < 0:
-        raise UsageError(f"config.model.mup.base_width={mup.base_width}: must be at least 0")
 
 
 def rate_factor(path, shape, base_width):

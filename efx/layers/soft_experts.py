@@ -11,6 +11,7 @@ Channels are one batched computation: their heads are the heads of one attention
 batched product. In arrays they are the axis X, in logical axes "expert".
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
-from efx.layers.blocks import BlockConfig, apply_dropout, make_attention, make_norm
+from efx.layers.blocks import apply_dropout, make_attention, make_norm
+from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear, Experts
 from efx.sharding import constrain
@@ -59,15 +61,15 @@ class ChannelAttention(Attention):
         """(how the axis of all heads splits, where among these axes the channels are)."""
         if not self.shared_kv:
             return (self.channels, heads // self.channels), 0
-        if heads == self.num_kv_heads:
+        if heads == self.config.num_kv_heads:
             return (1, heads), 0
-        groups = heads // (self.num_kv_heads * self.channels)
-        return (self.num_kv_heads, self.channels, groups), 1
+        groups = heads // (self.config.num_kv_heads * self.channels)
+        return (self.config.num_kv_heads, self.channels, groups), 1
 
     def _by_channel(self, y, heads):
         """[B, T, all heads * H] -> [B, T, X, the heads of a channel * H]."""
         split, place = self._order(heads)
-        y = y.reshape(*y.shape[:2], *split, self.head_dim)
+        y = y.reshape(*y.shape[:2], *split, self.config.head_dim)
         y = jnp.moveaxis(y, 2 + place, 2)
         return y.reshape(*y.shape[:3], -1)
 
@@ -75,12 +77,12 @@ class ChannelAttention(Attention):
         """The inverse of `_by_channel`."""
         split, place = self._order(heads)
         rest = split[:place] + split[place + 1 :]
-        y = y.reshape(*y.shape[:3], *rest, self.head_dim)
-        return jnp.moveaxis(y, 2, 2 + place).reshape(*y.shape[:2], heads * self.head_dim)
+        y = y.reshape(*y.shape[:3], *rest, self.config.head_dim)
+        return jnp.moveaxis(y, 2, 2 + place).reshape(*y.shape[:2], heads * self.config.head_dim)
 
     def _out(self, out_BTNH, width):
         batch, length = out_BTNH.shape[:2]
-        y = self._by_channel(out_BTNH.reshape(batch, length, -1), self.num_heads)
+        y = self._by_channel(out_BTNH.reshape(batch, length, -1), self.config.num_heads)
         y = jnp.moveaxis(y, 2, 0).reshape(self.channels, batch * length, -1)
         axes = ("heads", "embed")
         linear = ExpertLinear(
@@ -151,7 +153,7 @@ class SoftMLP(nn.Module):
         channels, batch, length, width = h_XBTD.shape
         features = soft.features(width)
         # The experts' last matrix is not the residual's: P is.
-        options = (c.activation, c.use_bias, c.std, c.std, c.dtype, features)
+        options = (c.mlp.activation, c.use_bias, c.std, c.std, c.dtype, features)
         h_XCD = h_XBTD.reshape(channels, batch * length, width)
         y_XCD = Experts(channels, c.hidden, *options, name="experts")(h_XCD)
         if soft.shared:
@@ -191,8 +193,11 @@ def _attention(c):
         c,
         "attention",
         kind,
-        num_heads=c.num_heads * channels,
-        num_kv_heads=c.num_kv_heads * (1 if shared_kv else channels),
+        config=dataclasses.replace(
+            c.attention,
+            num_heads=c.attention.num_heads * channels,
+            num_kv_heads=c.attention.num_kv_heads * (1 if shared_kv else channels),
+        ),
     )
 
 

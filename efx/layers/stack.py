@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers.blocks import Block, BlockConfig, LightPath
-from efx.layers.dense_former import Averages, DenseFormerConfig
+from efx.layers.blocks import Block, SkipMLP
+from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
+from efx.layers.dense_former import Averages
 from efx.layers.depth import DepthRouted
-from efx.layers.depth_config import DepthRoutingConfig
 from efx.layers.soft_experts import SoftBlock
 from efx.sharding import constrain
 
@@ -93,10 +93,9 @@ class Layer(nn.Module):
         if spec.routing is None:
             self.inner = block()
         else:
-            light = partial(LightPath, spec.block, spec.routing.light_path)
-            self.inner = DepthRouted(
-                block, spec.routing, spec.capacity, light if spec.routing.light_path else None
-            )
+            hidden = spec.routing.skip_mlp
+            skip_mlp = partial(SkipMLP, spec.block, hidden) if hidden else None
+            self.inner = DepthRouted(block, spec.routing, spec.capacity, skip_mlp)
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
@@ -226,10 +225,6 @@ class SharedStack(nn.Module):
 def _layer_class(spec, remat, scanned):
     if remat == "none":
         return spec.module
-    if remat not in REMAT_POLICIES:
-        raise UsageError(
-            f"config.model.remat={remat!r}: expected none, {', '.join(REMAT_POLICIES)}"
-        )
     return nn.remat(spec.module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
 
 

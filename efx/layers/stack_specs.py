@@ -3,38 +3,37 @@
 The decoder is such a stack, the latent transformer has one in its middle.
 """
 
-import dataclasses
-
 from efx import flops
-from efx.layers import attend, costs, depth_config, moe_config, soft_experts_config
+from efx.layers import attend, costs, moe_config
+from efx.layers.config import with_experts, with_soft_experts
 from efx.layers.stack import LayerSpec, PassSpec
 
 
-def make(block, depth, mlp, routing, soft):
+def make(b, c):
     """The layers of a stack.
 
     Args:
-      block: `BlockConfig` of a block without experts.
-      mlp, routing, soft: `config.model.mlp`, `.depth_routing` and `.soft_experts`.
+      b: `BlockConfig` of a block without experts.
+      c: the resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
     """
-    moe = mlp.moe
-    sparse = dataclasses.replace(block, moe=moe, hidden=moe.expert_hidden or block.hidden)
-    kinds = [sparse if mlp.kind == "moe" and moe.in_block(i) else block for i in range(depth)]
-    kinds = soft_experts_config.block_kinds(soft, kinds)
+    routing = c.depth_routing
+    blocks = [
+        with_soft_experts(with_experts(b, c.mlp, i), c.soft_experts, i) for i in range(c.depth)
+    ]
     if routing.kind == "recursion":
-        return LayerSpec(kinds[0]), *_passes(routing, kinds), LayerSpec(kinds[-1])
-    routed = depth_config.routed_blocks(routing, depth)
+        return LayerSpec(blocks[0]), *_recursion(routing, blocks), LayerSpec(blocks[-1])
+    routed = routing.routed_blocks(c.depth)
     return tuple(
-        LayerSpec(kind, routing, routed[i]) if i in routed else LayerSpec(kind)
-        for i, kind in enumerate(kinds)
+        LayerSpec(block, routing, routed[i]) if i in routed else LayerSpec(block)
+        for i, block in enumerate(blocks)
     )
 
 
-def _passes(routing, kinds):
+def _recursion(routing, blocks):
     """The passes of a recursion through all blocks but the first and the last."""
     before = 1.0
-    for i, share in enumerate(depth_config.passes(routing)):
-        yield PassSpec(i, kinds[1:-1], routing if share < 1 else None, share, before)
+    for i, share in enumerate(routing.steps):
+        yield PassSpec(i, tuple(blocks[1:-1]), routing if share < 1 else None, share, before)
         before = share
 
 
@@ -56,19 +55,19 @@ def stack_flops(specs, length, selection, shares=None):
             if r is not None and r.kv_for_skipped:
                 context = length
                 visited = tokens * length
-                allowed = flops.causal_pairs(length, b.window) * tokens / length
+                allowed = flops.causal_pairs(length, b.attention.window) * tokens / length
             else:
-                visited = attend.visited_pairs(tokens, b.chunk, b.window)
-                allowed = flops.causal_pairs(tokens, b.window)
+                visited = attend.visited_pairs(tokens, b.attention.chunk, b.attention.window)
+                allowed = flops.causal_pairs(tokens, b.attention.window)
             experts = moe_config.block_flops(b, tokens, selection, nominal=False)
             parts.append(costs.block_flops(b, tokens, visited, context) | experts)
-            own = attend.visited_pairs(tokens, b.chunk, b.window)
+            own = attend.visited_pairs(tokens, b.attention.chunk, b.attention.window)
             parts.append(costs.mask_flops(b, tokens, own))
-            own = flops.causal_pairs(tokens, b.window)
+            own = flops.causal_pairs(tokens, b.attention.window)
             if shares and i in shares:
                 token_share, pair_share = shares[i]
                 tokens = token_share * length
-                pairs = flops.causal_pairs(length, b.window)
+                pairs = flops.causal_pairs(length, b.attention.window)
                 own = pairs * pair_share
                 allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
             experts = moe_config.block_flops(b, tokens, selection, nominal=True)

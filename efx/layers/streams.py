@@ -10,17 +10,14 @@ from flax import linen as nn
 from efx import means
 from efx.layers.blocks import (
     Block,
-    BlockConfig,
     apply_dropout,
     make_attention,
     make_norm,
     masked_mlp,
 )
+from efx.layers.config import BlockConfig
 from efx.layers.norms import LayerNorm
 from efx.sharding import constrain
-
-ORDERS = ("self_first", "cross_first", "cross_only")
-DISTANCES = ("mse", "cosine", "log_cosine")
 
 
 @dataclasses.dataclass(frozen=True)

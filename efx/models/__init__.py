@@ -8,7 +8,8 @@ Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losse
 sown by the layers, and `means`, what these are made of, so that batches add up (efx/means.py);
 `state`, running averages that a checkpoint keeps. Every family also has
 `features` and `logits` (the two halves of a call), `head_params` and `head_fn` (the output layer
-as a pure function), `ledger`, `parameter_count`, `cache_bytes`, `specs` and `unrolled`.
+as a pure function), `ledger`, `specs` and
+`check_packing`.
 
 Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
 position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,
@@ -17,21 +18,22 @@ a group, L stacked layers, R low rank, X channels.
 """
 
 import dataclasses
-import types
-import typing
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from efx.errors import UsageError, nearest
-from efx.layers.adapters import AdapterConfig
-from efx.layers.stack import unroll_params
+from efx.errors import UsageError
+from efx.layers.adapter_config import AdapterConfig
+from efx.layers.stack import period, unroll_params
+from efx.models import bridged
 from efx.models.bridged import Bridged
+from efx.models.configs import config_of
 from efx.models.decoder import Decoder
 from efx.models.encoder_decoder import EncoderDecoder
 from efx.models.gated import adapt
+from efx.models.language_model import unrolled
 from efx.models.latent import Latent
+from efx.settings import make
 
 FAMILIES = {
     "decoder": Decoder,
@@ -45,11 +47,11 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
     """The module of a config's `model` block.
 
     Args:
-      model_config: mapping with `family` and exactly the fields of that family.
+      model_config: a block of `CONFIGS`, or a mapping with exactly its settings.
       vocab_size: V of the tokenizer.
       context: longest sequence; `config.model.context` when that is not 0.
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
-      adapter: mapping, a config's `adapter` block; None: no adapters.
+      adapter: `AdapterConfig` or a mapping, a config's `adapter` block; None: no adapters.
       members: family "bridged": the models of its anchor and of those that augment it.
       vocab_ways: what the vocabulary is padded to a multiple of where the config does not say:
         over how many devices it is to be split.
@@ -57,88 +59,49 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
       UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
         fit each other.
     """
-    fields = dict(model_config)
-    family = fields.pop("family", None)
-    if family not in FAMILIES:
-        raise UsageError(
-            f"config.model.family={family!r}: expected one of {', '.join(FAMILIES)}"
-            + nearest(family, FAMILIES)
-        )
+    c = config_of(model_config)
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f"config.train.dtype={dtype!r}: expected float32 or bfloat16")
-    given = dict(vocab_size=vocab_size, dtype=jnp.dtype(dtype), selection="auto")
-    given["context"] = fields.pop("context", 0) or context
-    if fields.get("vocab_multiple") == 0:
-        fields["vocab_multiple"] = vocab_ways
-    cls = FAMILIES[family]
-    if cls is Bridged:
-        if len(members) != 1 + len(fields["augment"]):
+    if vocab_size < 1 or context < 1:
+        raise UsageError(f"a model of {vocab_size} tokens and sequences of {context}: at least 1")
+    changes = {"context": c.context or context}
+    if c.family != "bridged":  # its vocabulary is the anchor's
+        changes["vocab_multiple"] = c.vocab_multiple or vocab_ways
+    c = dataclasses.replace(c, **changes).resolved()
+    fields = dict(config=c, vocab_size=vocab_size, dtype=jnp.dtype(dtype))
+    if c.family == "bridged":
+        if len(members) != 1 + len(c.augment):
             raise UsageError(
                 "config.model.family='bridged' is made from run folders: config.model.anchor and "
                 "config.model.augment"
             )
-        given.update(anchor_model=members[0], augment_models=tuple(members[1:]))
+        members = [unrolled(member) for member in members]
+        bridged.check(c, members[0], members[1:])
+        fields.update(anchor_model=members[0], augment_models=tuple(members[1:]))
     elif members:
-        raise ValueError(f"a model of the family {family!r} has no members")
-    values = _typed(cls, fields, "config.model", given)
-    model = cls(**values).resolved()
+        raise ValueError(f"a model of the family {c.family!r} has no members")
+    model = FAMILIES[c.family](**fields)
+    if c.scan_layers:
+        period(model.specs())
     if adapter is None:
         return model
-    if cls is Bridged and adapter["kind"] != "none":
+    adapter = make(AdapterConfig, adapter)
+    if c.family == "bridged" and adapter.kind != "none":
         raise UsageError(
-            f"config.adapter.kind={adapter['kind']!r}: not with config.model.family='bridged'; "
+            f"config.adapter.kind={adapter.kind!r}: not with config.model.family='bridged'; "
             "bridge a run that has adapters instead"
         )
-    return adapt(model, AdapterConfig(**_typed(AdapterConfig, dict(adapter), "config.adapter")))
+    return adapt(model, adapter)
 
 
-def _typed(cls, mapping, where, given=None):
-    """Keyword arguments of a dataclass from a mapping: all fields present, known and well typed."""
-    given = given or {}
-    hints = typing.get_type_hints(cls)
-    fields = {
-        f.name: f
-        for f in dataclasses.fields(cls)
-        if f.init and f.name not in ("parent", "name") and f.name not in given
-    }
-    for key in mapping:
-        if key not in fields:
-            raise UsageError(f"{where}.{key} is not a setting{nearest(key, fields)}")
-    values = dict(given)
-    for name in fields:
-        if name not in mapping:
-            raise UsageError(f"{where}.{name} is missing from the config")
-        values[name] = _cast(hints[name], mapping[name], f"{where}.{name}")
-    return values
-
-
-def _cast(hint, value, where):
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping) and not hasattr(value, "items"):
-            raise UsageError(f"{where}={value!r}: expected a block of settings")
-        return hint(**_typed(hint, dict(value.items()), where))
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if option is types.NoneType and value is None:
-            return None
-        if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
-            item = typing.get_args(option)[0]
-            return tuple(_cast(item, x, where) for x in value)
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(option, type) and isinstance(value, option):
-            if not (option is int and isinstance(value, bool)):
-                return value
-    wanted = " or ".join(
-        "None" if o is types.NoneType else getattr(o, "__name__", str(o)) for o in options
-    )
-    raise UsageError(f"{where}={value!r}: expected {wanted}")
+def changed(model, **changes):
+    """The same model with settings of its config changed, which is checked anew."""
+    return model.clone(config=dataclasses.replace(model.config, **changes))
 
 
 def mup_base(model):
     """`config.model.mup.base_width` of a family that has it, else 0; the optimiser asks for it."""
-    mup = getattr(model, "mup", None)
-    return mup.base_width if mup else 0
+    return model.config.mup.base_width
 
 
 def init(model, key):
@@ -165,14 +128,14 @@ def init_cache(model, batch, cache_size):
 
 def unroll(model, params):
     """(model, params) with scanned layers unrolled; as they are when they already are."""
-    if not model.scan_layers:
+    if not model.config.scan_layers:
         return model, params
-    return model.unrolled(), _unroll(model, params)
+    return unrolled(model), _unroll(model, params)
 
 
 def unroll_variables(model, variables):
     """Every collection of a model with scanned layers as those of the unrolled model."""
-    if not model.scan_layers:
+    if not model.config.scan_layers:
         return variables
     return {name: _unroll(model, tree) for name, tree in variables.items()}
 

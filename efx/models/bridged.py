@@ -13,9 +13,6 @@ leave the layers of B, so that no family knows of it. Of a family with two strea
 one, the decoder's. Members run unrolled, nothing recomputed, as in evaluation.
 """
 
-import dataclasses
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -24,11 +21,10 @@ from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend, norms
 from efx.layers.attention import Attention
+from efx.layers.config import AttentionConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
-
-NORMS = ("none", "rmsnorm", "layernorm")
 
 
 class Bridge(nn.Module):
@@ -48,17 +44,10 @@ class Bridge(nn.Module):
             h_BTD = norms.make_norm(self.norm, **options, name="norm_query")(h_BTD)
             a_BTD = norms.make_norm(self.norm, **options, name="norm_context")(a_BTD)
         project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
+        heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_heads)
         attention = Attention(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=width // self.num_heads,
+            config=AttentionConfig(**heads, head_dim=width // self.num_heads, rope_theta=0.0),
             use_bias=False,
-            rope_theta=0.0,
-            qk_norm="none",
-            mup=False,
-            window=0,
-            softcap=0.0,
-            chunk=0,
             std=self.std,
             std_out=0.0,  # the anchor as it was, to begin with
             norm_eps=1e-5,
@@ -71,42 +60,21 @@ class Bridge(nn.Module):
 
 
 class Bridged(LanguageModel):
-    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+    """Tokens to logits; see `efx.models` for the contract and `BridgedConfig` for each knob.
 
     `anchor` and `augment` are the run folders that `anchor_model` and `augment_models` were made
     from; whoever builds the model reads those, and `efx.checkpoint.start_from` their parameters.
     """
 
-    vocab_size: int
-    context: int
-    dtype: jnp.dtype
-    anchor: str
-    augment: tuple[str, ...]
-    pairs: int
-    num_heads: int
-    norm: str
-    init_std: float
-    anchor_model: nn.Module
-    augment_models: tuple
-    selection: str = "auto"
-
-    causal_in_training: ClassVar[str] = "always"
-    scan_layers: ClassVar[bool] = False
-
-    def resolved(self):
-        """The same module, unrolled and checked."""
-        model = self.clone(
-            anchor_model=self.anchor_model.unrolled(),
-            augment_models=tuple(each.unrolled() for each in self.augment_models),
-        )
-        _check(model)
-        return model
+    anchor_model: nn.Module = None
+    augment_models: tuple = ()
 
     def setup(self):
+        c = self.config
         # bridges_<a * pairs + k>: of augmenting model a at pair k.
         self.bridges = [
-            Bridge(self.num_heads, self.norm, self.init_std, self.dtype)
-            for _ in range(len(self.augment_models) * self.pairs)
+            Bridge(c.num_heads, c.norm, c.init_std, self.dtype)
+            for _ in range(len(self.augment_models) * c.pairs)
         ]
 
     def features(
@@ -126,8 +94,8 @@ class Bridged(LanguageModel):
             states = {}
             with nn.intercept_methods(_AtLayers(model.path, states.__setitem__)):
                 model.features(*given)
-            read.append([states[i][0] for i in spaced(self.pairs, depth_of(model))])
-        places = spaced(self.pairs, depth_of(self.anchor_model))
+            read.append([states[i][0] for i in spaced(self.config.pairs, depth_of(model))])
+        places = spaced(self.config.pairs, depth_of(self.anchor_model))
 
         def add(layer, state):
             if layer not in places:
@@ -136,7 +104,7 @@ class Bridged(LanguageModel):
             pair = places.index(layer)
             delta_BTD = jnp.zeros_like(h_BTD)
             for a, states in enumerate(read):
-                bridge = self.bridges[a * self.pairs + pair]
+                bridge = self.bridges[a * self.config.pairs + pair]
                 delta_BTD = delta_BTD + bridge(h_BTD, states[pair], info)
             return h_BTD + delta_BTD
 
@@ -157,26 +125,17 @@ class Bridged(LanguageModel):
         """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
         return self.anchor_model.head_fn(head_params, x_ND)
 
-    @property
-    def dropout(self):
-        """None that changes in training."""
-        return dataclasses.replace(self.anchor_model.dropout, kind="none")
-
     @nn.nowrap
     def specs(self):
         """None that decide anything of their own: the members' layers are the members'."""
         return ()
 
     @nn.nowrap
-    def unrolled(self):
-        return self
-
-    @nn.nowrap
     def ledger(self, length, selection="causal", shares=None):
         """FLOPs of one sequence, see `flops.Ledger`. Members compute what they do in evaluation.
 
         Training costs less than three times as much: frozen parameters need no gradients."""
-        width = self.anchor_model.width
+        width = self.anchor_model.config.width
         counts = []
         for kind, pairs in (
             ("parts", attend.visited_pairs(length)),
@@ -186,31 +145,40 @@ class Bridged(LanguageModel):
             for model in self.augment_models:
                 own = getattr(model.ledger(length, "causal"), kind)
                 added.append({name: own[name] for name in own if name != "head"})
-                bridge = flops.matmul(length, model.width, width)
+                bridge = flops.matmul(length, model.config.width, width)
                 bridge += 4 * flops.matmul(length, width, width)
-                scores = flops.attention_scores(pairs, self.num_heads, width // self.num_heads)
-                added += [{"bridges": bridge, "attention_scores": scores}] * self.pairs
+                heads = self.config.num_heads
+                scores = flops.attention_scores(pairs, heads, width // heads)
+                added += [{"bridges": bridge, "attention_scores": scores}] * self.config.pairs
             counts.append(flops.add(added))
         return flops.Ledger(length, *counts)
 
     @nn.nowrap
     def parameter_count(self):
         """{component: parameters}, by formula."""
-        width = self.anchor_model.width
+        width = self.anchor_model.config.width
         counts = [self.anchor_model.parameter_count()]
-        each = {"none": 0, "rmsnorm": 1, "layernorm": 2}[self.norm]
+        each = {"none": 0, "rmsnorm": 1, "layernorm": 2}[self.config.norm]
         for model in self.augment_models:
             own = model.parameter_count()
             counts.append({name: own[name] for name in own if name != "head"})
-            bridge = model.width * width + 4 * width * width + each * (width + model.width)
-            counts.append({"bridges": self.pairs * bridge})
+            bridge = (
+                model.config.width * width + 4 * width * width + each * (width + model.config.width)
+            )
+            counts.append({"bridges": self.config.pairs * bridge})
         return flops.add(counts)
 
     @nn.nowrap
     def cache_bytes(self, cache_size):
         """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
         members = (self.anchor_model, *self.augment_models)
-        bridges = len(self.augment_models) * self.pairs * 2 * cache_size * self.anchor_model.width
+        bridges = (
+            len(self.augment_models)
+            * self.config.pairs
+            * 2
+            * cache_size
+            * self.anchor_model.config.width
+        )
         own = sum(model.cache_bytes(cache_size) for model in members)
         return own + bridges * jnp.dtype(self.dtype).itemsize
 
@@ -254,18 +222,15 @@ class _AtLayers:
         return (*streams[:-1], new) if isinstance(out, tuple) else new
 
 
-def _check(c):
-    if not c.augment_models:
-        raise UsageError("config.model.augment=(): needs the run folder of at least one model")
-    if c.norm not in NORMS:
-        raise UsageError(f"config.model.norm={c.norm!r}: expected one of {', '.join(NORMS)}")
-    width = c.anchor_model.width
-    if c.num_heads < 1 or width % c.num_heads:
+def check(c, anchor_model, augment_models):
+    """UsageError unless a resolved `BridgedConfig` and the models of its runs go together."""
+    width = anchor_model.config.width
+    if width % c.num_heads:
         raise UsageError(
             f"config.model.num_heads={c.num_heads} does not divide the anchor's width of {width}"
         )
-    members = [("anchor", c.anchor, c.anchor_model)]
-    members += [("augment", *pair) for pair in zip(c.augment, c.augment_models, strict=True)]
+    members = [("anchor", c.anchor, anchor_model)]
+    members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
     for key, run, model in members:
         if model.context < c.context:
             raise UsageError(

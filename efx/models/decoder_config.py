@@ -1,94 +1,73 @@
-"""Values that `config.model` of the decoder may have, and what its presets decide."""
+"""`config.model` of the decoder, and what its presets decide."""
 
 import dataclasses
+from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers import (
-    dense_former,
-    depth_config,
-    learned_dropout,
-    moe_config,
-    parametrisation,
-    soft_experts_config,
+from efx.layers.config import (
+    DenseFormerConfig,
+    DepthRoutingConfig,
+    Initialisation,
+    MuPConfig,
+    Norm,
+    SoftExpertsConfig,
 )
-from efx.layers.mlp import ACTIVATIONS
+from efx.models.config import ModelConfig
+from efx.settings import block
 
-# What a preset decides when the config leaves the field at None.
+# What a preset decides where a setting is None.
 PRESETS = {
-    "gpt2": dict(
-        norm="layernorm",
-        norm_eps=1e-5,
-        use_bias=True,
-        positions="learned",
-        tied=True,
-        activation="gelu",
-    ),
-    "llama": dict(
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        use_bias=False,
-        positions="rope",
-        tied=False,
-        activation="swiglu",
-    ),
+    "gpt2": dict(norm="layernorm", use_bias=True, positions="learned", tied=True),
+    "llama": dict(norm="rmsnorm", use_bias=False, positions="rope", tied=False),
 }
+ACTIVATIONS = {"gpt2": "gelu", "llama": "swiglu"}
 
 
-def resolve(model):
-    """The model with the preset's values in the fields left at None.
+@block("config.model")
+class DecoderConfig(ModelConfig):
+    """A causal language model, dense, routed by depth or with experts."""
 
-    Raises UsageError, which names the config key, for a bad value.
-    """
+    family: Literal["decoder"] = "decoder"
+    preset: Literal["gpt2", "llama"] = "llama"  # decides every setting below that is None
+    norm: Norm | None = None
+    use_bias: bool | None = None
+    positions: Literal["learned", "rope", "none"] | None = None
+    tied: bool | None = None  # the output layer is the token embedding
+    # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
+    initialisation: Initialisation = "gpt2"
+    mup: MuPConfig = MuPConfig()
+    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
+    soft_experts: SoftExpertsConfig = SoftExpertsConfig()
+    dense_former: DenseFormerConfig = DenseFormerConfig()
 
-    def one_of(name, value, choices):
-        if value not in choices:
-            raise UsageError(f"config.model.{name}={value!r}: expected one of {', '.join(choices)}")
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
 
-    one_of("preset", model.preset, PRESETS)
-    preset = PRESETS[model.preset]
-    fields = {
-        name: preset[name]
-        for name in preset
-        if name != "activation" and getattr(model, name) is None
-    }
-    mlp = model.mlp
-    if mlp.activation is None:
-        mlp = dataclasses.replace(mlp, activation=preset["activation"])
-    kv_heads = model.num_kv_heads or model.num_heads
-    for name in ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple"):
-        if getattr(model, name) < 1:
-            raise UsageError(f"config.model.{name}={getattr(model, name)}: must be at least 1")
-    head_dim = model.head_dim
-    if not head_dim:
-        if model.width % model.num_heads:
-            raise UsageError(
-                f"config.model.width={model.width} does not divide by "
-                f"config.model.num_heads={model.num_heads}"
-            )
-        head_dim = model.width // model.num_heads
-    if model.num_heads % kv_heads:
-        raise UsageError(
-            f"config.model.num_heads={model.num_heads} does not divide by "
-            f"config.model.num_kv_heads={kv_heads}"
+    def resolved(self):
+        """With the preset's values filled in; UsageError for settings that do not go together."""
+        preset = PRESETS[self.preset]
+        given = {name: getattr(self, name) for name in preset if getattr(self, name) is not None}
+        filled = preset | given
+        check_stack(self)
+        return dataclasses.replace(
+            self,
+            **filled,
+            attention=self.attention.resolved(
+                self.width, filled["positions"] == "rope", self.mup.base_width > 0
+            ),
+            mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),
+            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
-    dropout = learned_dropout.resolved(model.dropout, model.width, model.num_heads)
-    fields.update(mlp=mlp, num_kv_heads=kv_heads, head_dim=head_dim, dropout=dropout)
-    model = model.clone(**fields)
-    one_of("norm", model.norm, ("layernorm", "rmsnorm"))
-    one_of("positions", model.positions, ("learned", "rope", "none"))
-    one_of("qk_norm", model.qk_norm, ("none", "head", "width"))
-    one_of("attention_scale", model.attention_scale, ("sqrt", "mup"))
-    moe_config.check(mlp, model.depth)
-    one_of("mlp.activation", mlp.activation, ACTIVATIONS)
-    if model.positions == "rope" and head_dim % 2:
-        raise UsageError(f"config.model.head_dim={head_dim}: rope needs an even head width")
-    depth_config.check(model.depth_routing, model.depth)
-    soft_experts_config.check(model.soft_experts, mlp, model.depth)
-    dense_former.check(model.dense_former, model.depth, model.scan_layers)
-    parametrisation.check(model.initialisation, model.mup)
-    if model.scan_layers and model.depth_routing.kind == "recursion":
+
+
+def check_stack(c):
+    """UsageError unless a stack of blocks can be as a family's config says."""
+    c.depth_routing.check_depth(c.depth)
+    c.soft_experts.check_depth(c.depth, c.mlp)
+    c.dense_former.check_depth(c.depth, c.scan_layers)
+    if c.scan_layers and c.depth_routing.kind == "recursion":
         raise UsageError(
             "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
             "whose layers do not repeat a pattern"
         )
-    return model

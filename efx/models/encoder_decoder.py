@@ -15,21 +15,17 @@ layer of `previous_layer` is a decoder block alone.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
 from efx.layers import attend, costs, moe_config, norms
-from efx.layers.blocks import BlockConfig
-from efx.layers.dropout import DropoutConfig
+from efx.layers.config import with_experts
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear
-from efx.layers.mlp import MLPConfig
 from efx.layers.stack import Stack
 from efx.layers.streams import EmbeddingLoss, PairSpec
-from efx.models.encoder_decoder_config import resolve
 from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
 
@@ -38,7 +34,7 @@ ATTENTION_SITES, MLP_SITES = ("attention_probs", "attention_output"), ("mlp_outp
 
 
 class EncoderDecoder(LanguageModel):
-    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
+    """Tokens to logits; see `efx.models` for the contract and `EncoderDecoderConfig` for each knob.
 
     e_0 = tok + pos; d_0 = Linear(s), optionally of LN(s), optionally + the position embedding of
     the next position. s is e_0; in the serial encoder-decoder it is the encoder's output e_E, or
@@ -46,63 +42,22 @@ class EncoderDecoder(LanguageModel):
     the next position, optionally LN of that; logits by the token embedding.
     """
 
-    vocab_size: int
-    context: int
-    dtype: jnp.dtype
-    width: int
-    depth: int
-    encoder_depth: int
-    num_heads: int
-    cross_heads: int
-    order: str
-    cross_source: str
-    serial_start: str
-    decoder_input_norm: bool
-    decoder_input_positions: bool
-    output_positions: str
-    embedding_loss: str
-    embedding_loss_gains: bool
-    norm: str
-    norm_eps: float
-    use_bias: bool
-    qk_norm: str
-    attention_scale: str
-    window: int
-    attention_softcap: float
-    logit_softcap: float
-    attention_chunk: int
-    init_std: float
-    vocab_multiple: int
-    scan_layers: bool
-    remat: str
-    mlp: MLPConfig
-    dropout: DropoutConfig
-    selection: str = "auto"
-
-    tied: ClassVar[bool] = True  # the output layer is the token embedding
-
-    causal_in_training: ClassVar[str] = "unless mlp.moe routes by expert_choice"
-
-    def resolved(self):
-        """The same module with everything checked and the activation filled in."""
-        return resolve(self)
-
     def setup(self):
-        c = self.resolved()
-        self.embed = c.token_table(c.width, c.init_std)
+        c = self.config
+        self.embed = self.token_table(c.width, c.init_std)
         self.positions_embed = Embedding(
-            c.num_positions, c.width, c.init_std, c.dtype, axes=("position", "table")
+            c.num_positions, c.width, c.init_std, self.dtype, axes=("position", "table")
         )
-        block = c.block()
+        block = self.block()
         self.dropout_embedding = make_dropout(block, "embedding")
         self.mask_input = make_mask_input(block)
-        norm = dict(use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=None)
+        norm = dict(use_bias=c.use_bias, eps=c.norm_eps, dtype=self.dtype, name=None)
         if c.decoder_input_norm:
             self.norm_input = norms.make_norm(c.norm, **norm)
         self.decoder_input = Linear(
-            c.width, ("embed", "table"), c.init_std, c.use_bias, dtype=c.dtype
+            c.width, ("embed", "table"), c.init_std, c.use_bias, dtype=self.dtype
         )
-        specs, last = c.all_specs()
+        specs, last = self.all_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat)
         self.last = last and Stack((last,), False, c.remat)
         self.norm_final = norms.make_norm(c.norm, **norm)
@@ -121,6 +76,7 @@ class EncoderDecoder(LanguageModel):
         cache_size=0,
     ):
         """The state [B, T, D] that the output layer reads; arguments as in `Decoder.features`."""
+        c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
@@ -132,77 +88,49 @@ class EncoderDecoder(LanguageModel):
         e_BTD = embedded_BTD
         if self.dropout_embedding is not None:
             e_BTD = self.dropout_embedding(e_BTD, info)
-        next_BT = here_BT + 1 if self.decoder_input_positions else None
+        next_BT = here_BT + 1 if c.decoder_input_positions else None
         streams, before = (constrain(e_BTD, "batch", "length", "act_embed"),), None
-        if self.starts_from_encoder:
-            before = {self.encoder_blocks: lambda streams: self._begin_decoder(*streams, next_BT)}
+        if c.starts_from_encoder:
+            before = {c.encoder_blocks: lambda streams: self._begin_decoder(*streams, next_BT)}
         else:
             streams = self._begin_decoder(*streams, next_BT)
         if self.layers.specs:
             streams = self.layers(streams, info, before)
         e_BTD, d_BTD = self.last(streams, info) if self.last else streams
-        if self.embedding_loss != "none" and not decode:
+        if c.embedding_loss != "none" and not decode:
             self.loss(embedded_BTD, e_BTD, segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
-        if self.output_positions != "none":
+        if c.output_positions != "none":
             x_BTD = x_BTD - self.positions_embed(here_BT + 1)
-        if self.output_positions == "subtract_norm":
+        if c.output_positions == "subtract_norm":
             x_BTD = self.norm_output(x_BTD)
         return x_BTD
 
     def _begin_decoder(self, s_BTD, next_BT):
         """Both streams of an encoder's state: (s, d_0)."""
-        d_BTD = self.decoder_input(self.norm_input(s_BTD) if self.decoder_input_norm else s_BTD)
+        d_BTD = self.decoder_input(
+            self.norm_input(s_BTD) if self.config.decoder_input_norm else s_BTD
+        )
         if next_BT is not None:
             d_BTD = d_BTD + self.positions_embed(next_BT)
         return s_BTD, constrain(d_BTD, "batch", "length", "act_embed")
 
-    @property
-    def starts_from_encoder(self):
-        """Whether the decoder's first state is made of the encoder's output."""
-        return self.cross_source == "final" and self.serial_start == "encoder"
-
-    @property
-    def num_positions(self):
-        """Rows of the position table: the last token, too, has a next position."""
-        return self.context + (self.decoder_input_positions or self.output_positions != "none")
-
-    @property
-    def encoder_blocks(self):
-        """E."""
-        return self.encoder_depth or self.depth - (self.cross_source == "previous_layer")
-
-    @nn.nowrap
-    def reads(self):
-        """After how many encoder blocks is the state that each decoder block reads: r(1)..r(L)."""
-        blocks, depth = self.encoder_blocks, self.depth
-        if self.cross_source == "final":
-            return (blocks,) * depth
-        if self.cross_source == "same_layer":
-            return tuple(-(-j * blocks // depth) for j in range(1, depth + 1))
-        return tuple(j * blocks // max(1, depth - 1) for j in range(depth))
-
     def specs(self):
         """The layers of the stack; without the lone decoder block that ends `previous_layer`."""
-        return self.resolved().all_specs()[0]
+        return self.all_specs()[0]
 
     @nn.nowrap
     def all_specs(self):
-        """(the layers of the stack, the layer after these or None) of a resolved model."""
-        c, reads = self, self.reads()
+        """(the layers of the stack, the layer after these or None)."""
+        c, reads = self.config, self.config.reads
         parallel = c.cross_source == "previous_layer"
-        encoder = c.block(c.encoder_blocks * 2)
-        decoder = c.block(c.depth * (2 if c.order == "cross_only" else 3))
-        cross = dataclasses.replace(
-            decoder,
-            num_heads=c.cross_heads,
-            num_kv_heads=c.cross_heads,
-            head_dim=c.width // c.cross_heads,
-        )
+        encoder = self.block(c.encoder_blocks * 2)
+        decoder = self.block(c.depth * (2 if c.order == "cross_only" else 3))
+        cross = dataclasses.replace(decoder, attention=c.cross_attention)
 
         def layer(first, last, j):
-            blocks = tuple(_with_experts(encoder, c.mlp, i) for i in range(first, last))
-            block = None if j is None else _with_experts(decoder, c.mlp, j)
+            blocks = tuple(with_experts(encoder, c.mlp, i) for i in range(first, last))
+            block = None if j is None else with_experts(decoder, c.mlp, j)
             return PairSpec(blocks, block, cross, c.order, parallel)
 
         if c.cross_source == "final":
@@ -215,59 +143,34 @@ class EncoderDecoder(LanguageModel):
     @nn.nowrap
     def block(self, additions=1):
         """A block of a stream to whose state so many sublayers add."""
-        return BlockConfig(
-            width=self.width,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=self.width // self.num_heads,
-            hidden=self.mlp.hidden_size(self.width),
-            activation=self.mlp.activation,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            use_bias=self.use_bias,
-            rope_theta=0.0,
-            qk_norm=self.qk_norm,
-            mup=self.attention_scale == "mup",
-            window=self.window,
-            softcap=self.attention_softcap,
-            chunk=self.attention_chunk,
-            std=self.init_std,
-            std_out=self.init_std / max(1, additions) ** 0.5,
-            dropout=self.dropout,
-            dtype=self.dtype,
-            context=self.context,
-        )
+        std = self.config.init_std
+        return self.config.block(std=std, std_out=std / max(1, additions) ** 0.5, dtype=self.dtype)
 
     @nn.nowrap
     def _parts(self):
         """(blocks with an MLP, blocks whose self-attention there is, cross-attentions)."""
-        specs, last = self.resolved().all_specs()
+        specs, last = self.all_specs()
         specs = (*specs, *([last] if last else []))
         crosses = [spec.cross for spec in specs if spec.decoder]
         blocks = [block for spec in specs for block in spec.blocks]
         selves = [block for spec in specs for block in spec.encoder]
-        if self.order != "cross_only":
+        if self.config.order != "cross_only":
             selves += [spec.decoder for spec in specs if spec.decoder]
         return blocks, selves, crosses
 
     @nn.nowrap
-    def unrolled(self):
-        """The same model with unrolled layers; `models.unroll` converts the parameters."""
-        return self.clone(scan_layers=False, remat="none")
-
-    @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts only."""
-        c = self.resolved()
-        blocks, selves, crosses = c._parts()
-        fixed = {"decoder_input": flops.matmul(length, self.width, self.width)}
+        c = self.config
+        blocks, selves, crosses = self._parts()
+        fixed = {"decoder_input": flops.matmul(length, c.width, c.width)}
         counts = []
         for pairs, nominal in (
-            (attend.visited_pairs(length, self.attention_chunk, self.window), False),
-            (flops.causal_pairs(length, self.window), True),
+            (attend.visited_pairs(length, c.attention.chunk, c.attention.window), False),
+            (flops.causal_pairs(length, c.attention.window), True),
         ):
-            head = c.head_flops(length, self.width, nominal)
-            parts = [fixed, head, costs.embedding_mask_flops(c.block(), length, pairs)]
+            head = self.head_flops(length, c.width, nominal)
+            parts = [fixed, head, costs.embedding_mask_flops(self.block(), length, pairs)]
             for b in (*selves, *crosses):
                 part = costs.block_flops(b, length, pairs)
                 parts.append({key: part[key] for key in part if key != "mlp"})
@@ -282,12 +185,12 @@ class EncoderDecoder(LanguageModel):
     @nn.nowrap
     def parameter_count(self):
         """{component: parameters}, by formula."""
-        c = self.resolved()
-        blocks, selves, crosses = c._parts()
+        c = self.config
+        blocks, selves, crosses = self._parts()
         norm = c.width * (2 if c.norm == "layernorm" and c.use_bias else 1)
         single = 1 + c.decoder_input_norm + (c.output_positions == "subtract_norm")
         count = {
-            "embedding": c.padded_vocab * c.width,
+            "embedding": self.padded_vocab * c.width,
             "positions": c.num_positions * c.width,
             "decoder_input": c.width * (c.width + c.use_bias),
             "norm": norm * (single + len(blocks) + len(selves) + 2 * len(crosses)),
@@ -298,7 +201,7 @@ class EncoderDecoder(LanguageModel):
         parts += [{"cross_attention": costs.block_params(b)["attention"]} for b in crosses]
         parts += [costs.mask_params(b, ATTENTION_SITES) for b in (*selves, *crosses)]
         parts += [costs.mask_params(b, MLP_SITES) for b in blocks]
-        parts.append(costs.embedding_mask_params(c.block()))
+        parts.append(costs.embedding_mask_params(self.block()))
         for b in blocks:
             parts.append({"mlp": costs.block_params(b)["mlp"]} | moe_config.block_params(b))
         return flops.add([count, *parts])
@@ -307,17 +210,11 @@ class EncoderDecoder(LanguageModel):
     def cache_bytes(self, cache_size):
         """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps: those
         of both streams, of the encoder states that cross-attention reads, and of masks."""
-        c = self.resolved()
-        blocks, selves, crosses = c._parts()
+        c = self.config
+        blocks, selves, crosses = self._parts()
         attentions = (*selves, *crosses)
-        heads = sum(b.num_kv_heads * b.head_dim for b in attentions)
+        heads = sum(b.attention.num_kv_heads * b.attention.head_dim for b in attentions)
         masks = sum(costs.mask_attentions(b, ATTENTION_SITES) for b in attentions)
         masks += sum(costs.mask_attentions(b, MLP_SITES) for b in blocks)
-        masks += costs.embedding_mask_attentions(c.block())
-        return 2 * (heads + masks * c.width) * cache_size * jnp.dtype(c.dtype).itemsize
-
-
-def _with_experts(block, mlp, index):
-    if mlp.kind != "moe" or not mlp.moe.in_block(index):
-        return block
-    return dataclasses.replace(block, moe=mlp.moe, hidden=mlp.moe.expert_hidden or block.hidden)
+        masks += costs.embedding_mask_attentions(self.block())
+        return 2 * (heads + masks * c.width) * cache_size * jnp.dtype(self.dtype).itemsize

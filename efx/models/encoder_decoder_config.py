@@ -1,69 +1,98 @@
-"""Values that `config.model` of the encoder-decoder may have."""
+"""`config.model` of the encoder-decoder."""
 
 import dataclasses
+from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers import learned_dropout, moe_config
-from efx.layers.mlp import ACTIVATIONS
-from efx.layers.stack import period
-from efx.layers.streams import DISTANCES, ORDERS
-
-CHOICES = {
-    "norm": ("layernorm", "rmsnorm"),
-    "order": ORDERS,
-    "cross_source": ("same_layer", "previous_layer", "final"),
-    "serial_start": ("encoder", "embedding"),
-    "output_positions": ("none", "subtract", "subtract_norm"),
-    "embedding_loss": ("none", *DISTANCES),
-    "qk_norm": ("none", "head", "width"),
-    "attention_scale": ("sqrt", "mup"),
-}
+from efx.layers.config import Norm
+from efx.models.config import ModelConfig
+from efx.settings import Natural, block
 
 
-def resolve(model):
-    """The model with its activation; every bad value is named with its config key."""
+@block("config.model")
+class EncoderDecoderConfig(ModelConfig):
+    """A causal language model of two streams; `depth` is the number of decoder blocks."""
 
-    def bad(name, value, message):
-        raise UsageError(f"config.model.{name}={value!r}: {message}")
+    family: Literal["encoder_decoder"] = "encoder_decoder"
+    # Encoder blocks; 0: as many as decoder blocks, with cross_source="previous_layer" one less
+    # (what the last would give is read by nothing).
+    encoder_depth: Natural = 0
+    cross_heads: Natural = 0  # of cross-attention, each width / cross_heads wide; 0: as num_heads
+    # "cross_only": a decoder without self-attention
+    order: Literal["self_first", "cross_first", "cross_only"] = "self_first"
+    # The encoder state that a decoder block reads: "same_layer", this layer's output;
+    # "previous_layer", what enters the layer, so that both streams of a layer run at once;
+    # "final", the serial encoder-decoder. For unequal depths see models/encoder_decoder.py.
+    cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
+    # "final" only: d_0 = Linear(the encoder's output); "embedding": Linear(e_0), as elsewhere.
+    serial_start: Literal["encoder", "embedding"] = "encoder"
+    decoder_input_norm: bool = False  # d_0 is linear in the norm of that state, not in the state
+    decoder_input_positions: bool = False  # d_0 + the position embedding of the next position
+    # LN(d_L) minus the position embedding of the next position: "subtract", "subtract_norm" (a
+    # norm after it), "none".
+    output_positions: Literal["none", "subtract", "subtract_norm"] = "subtract"
+    # Its weight: config.losses.embedding.
+    embedding_loss: Literal["none", "mse", "cosine", "log_cosine"] = "mse"
+    # Norms of that loss with gain and bias: the published form, which 0 gains minimise.
+    embedding_loss_gains: bool = False
+    norm: Norm = "layernorm"
+    use_bias: bool = False
 
-    def one_of(name, value, choices):
-        if value not in choices:
-            bad(name, value, f"expected one of {', '.join(choices)}")
+    tied: ClassVar[bool] = True  # the output layer is the token embedding
+    causal_in_training: ClassVar[str] = "unless mlp.moe routes by expert_choice"
 
-    for name, choices in CHOICES.items():
-        one_of(name, getattr(model, name), choices)
-    sizes = ("width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple")
-    for name, least in (*((name, 1) for name in sizes), ("encoder_depth", 0), ("cross_heads", 0)):
-        if getattr(model, name) < least:
-            bad(name, getattr(model, name), f"must be at least {least}")
-    model = model.clone(
-        cross_heads=model.cross_heads or model.num_heads,
-        mlp=dataclasses.replace(model.mlp, activation=model.mlp.activation or "gelu"),
-        dropout=learned_dropout.resolved(model.dropout, model.width, model.num_heads),
-    )
-    for name in ("num_heads", "cross_heads"):
-        if model.width % getattr(model, name):
-            bad(
-                "width",
-                model.width,
-                f"does not divide by config.model.{name}={getattr(model, name)}",
+    def resolved(self):
+        """With everything made out; UsageError for settings that do not go together."""
+        cross_heads = self.cross_heads or self.attention.num_heads
+        if self.width % cross_heads:
+            raise UsageError(
+                f"config.model.width={self.width} does not divide by "
+                f"config.model.cross_heads={cross_heads}"
             )
-    if model.cross_source == "previous_layer" and model.depth == 1 and model.encoder_depth:
-        bad(
-            "encoder_depth",
-            model.encoder_depth,
-            "the one decoder block of cross_source='previous_layer' reads e_0; set it to 0",
+        if self.cross_source == "previous_layer" and self.depth == 1 and self.encoder_depth:
+            raise UsageError(
+                f"config.model.encoder_depth={self.encoder_depth}: the one decoder block of "
+                "cross_source='previous_layer' reads e_0; set it to 0"
+            )
+        return dataclasses.replace(
+            self,
+            cross_heads=cross_heads,
+            attention=self.attention.resolved(self.width, rope=False, mup=False),
+            mlp=self.mlp.resolved(max(self.depth, self.encoder_blocks), "gelu"),
+            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
-    moe_config.check(model.mlp, max(model.depth, model.encoder_blocks))
-    one_of("mlp.activation", model.mlp.activation, ACTIVATIONS)
-    if model.scan_layers:
-        try:
-            period(model.all_specs()[0])
-        except UsageError:
-            bad(
-                "scan_layers",
-                True,
-                f"cross_source={model.cross_source!r} with {model.encoder_blocks} encoder and "
-                f"{model.depth} decoder blocks has layers that do not repeat a pattern",
-            )
-    return model
+
+    @property
+    def cross_attention(self):
+        """The `AttentionConfig` of cross-attention, of a resolved config."""
+        return dataclasses.replace(
+            self.attention,
+            num_heads=self.cross_heads,
+            num_kv_heads=self.cross_heads,
+            head_dim=self.width // self.cross_heads,
+        )
+
+    @property
+    def starts_from_encoder(self):
+        """Whether the decoder's first state is made of the encoder's output."""
+        return self.cross_source == "final" and self.serial_start == "encoder"
+
+    @property
+    def num_positions(self):
+        """Rows of the position table: the last token, too, has a next position."""
+        return self.context + (self.decoder_input_positions or self.output_positions != "none")
+
+    @property
+    def encoder_blocks(self):
+        """E."""
+        return self.encoder_depth or self.depth - (self.cross_source == "previous_layer")
+
+    @property
+    def reads(self):
+        """After how many encoder blocks is the state that each decoder block reads: r(1)..r(L)."""
+        blocks, depth = self.encoder_blocks, self.depth
+        if self.cross_source == "final":
+            return (blocks,) * depth
+        if self.cross_source == "same_layer":
+            return tuple(-(-j * blocks // depth) for j in range(1, depth + 1))
+        return tuple(j * blocks // max(1, depth - 1) for j in range(depth))

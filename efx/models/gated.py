@@ -15,9 +15,11 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers.adapters import Adapter, AdapterConfig, Interceptor, Site, check
+from efx.layers.adapter_config import AdapterConfig
+from efx.layers.adapters import Adapter, Interceptor, Site
 from efx.layers.linear import Linear
 from efx.layers.stack import names
+from efx.models.language_model import unrolled
 
 
 def adapt(model, config):
@@ -28,11 +30,10 @@ def adapt(model, config):
       config: an `AdapterConfig`.
     Raises: UsageError, e.g. where no layer matches `config.sites`.
     """
-    check(config)
     if config.kind == "none":
         return model
-    routing = getattr(model, "depth_routing", None)
-    if config.looks_ahead and routing is not None and routing.kind != "none":
+    routing = model.config.depth_routing
+    if config.looks_ahead and routing.kind != "none":
         raise UsageError(
             "config.adapter.routing='inclusion': not with "
             f"config.model.depth_routing.kind={routing.kind!r}; the two would decide about the "
@@ -63,15 +64,15 @@ def adapted_family(cls):
 
         def features(self, *args, **kwargs):
             """See the family; adapters are added to every layer that it calls."""
-            mup = getattr(self, "mup", None)
-            interceptor = Interceptor(self.adapter, self.path, mup.base_width if mup else 0)
+            base_width = self.config.mup.base_width
+            interceptor = Interceptor(self.adapter, self.path, base_width)
             with nn.intercept_methods(interceptor):
                 return super().features(*args, **kwargs)
 
         @nn.nowrap
         def sites(self, length, selection):
             """The adapted layers of the unrolled model, for one sequence of so many tokens."""
-            return _sites(self.unrolled().clone(selection=selection), length)
+            return _sites(unrolled(self).clone(selection=selection), length)
 
         @nn.nowrap
         def ledger(self, length, selection="train", shares=None):

@@ -1,22 +1,35 @@
 """What families have in common: the call, what layers are told, and the output layer."""
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend, depth_config
+from efx.layers import attend
+from efx.layers.config import say_if_documents_compete
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Embedding, Linear
 from efx.sharding import constrain
 
 
 class LanguageModel(nn.Module):
-    """Base of the families, without fields.
+    """Base of the families. A family has `features`, and, if it does not bring an output layer of
+    its own, `embed` and, untied, `head`.
 
-    A family has `features`, `resolved`, `vocab_size`, `selection`, and, if it does not bring an
-    output layer of its own, `vocab_multiple`, `logit_softcap`, `tied`, `embed` and, untied, `head`.
+    Attributes:
+      config: the family's block of settings, resolved.
+      dtype: of activations; parameters are float32.
+      selection: how routed blocks choose, see `TokenInfo`; "auto": "train" in training, else
+        "causal".
     """
+
+    config: Any
+    vocab_size: int
+    dtype: jnp.dtype
+    selection: str = "auto"
 
     def __call__(
         self,
@@ -49,19 +62,23 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def check_context(self, length):
         """Raise UsageError if so many tokens are more than there are learned positions for."""
-        if length > self.context:
+        if length > self.config.context:
             raise UsageError(
-                f"config.model.context={self.context}: what is learned for positions ends there, "
-                f"and these rows have {length} tokens; shorten them, or train with a longer context"
+                f"config.model.context={self.config.context}: what is learned for positions ends "
+                f"there, and these rows have {length} tokens; shorten them, or train with a longer "
+                "context"
             )
 
     @nn.nowrap
     def check_packing(self):
         """Raise UsageError if the model cannot compute rows of several documents; say so where its
         settings let what one document holds change what is computed of another."""
-        routing = getattr(self, "depth_routing", None)
-        if routing is not None:
-            depth_config.say_if_documents_compete(routing)
+        say_if_documents_compete(self.config.depth_routing)
+
+    @property
+    def context(self):
+        """Tokens of the longest sequence."""
+        return self.config.context
 
     @property
     def logit_scale(self):
@@ -70,14 +87,14 @@ class LanguageModel(nn.Module):
 
     def logits(self, x):
         """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
-        c = self.resolved()
+        c = self.config
         logits = self.embed.attend(x) if c.tied else self.head(x).astype(jnp.float32)
-        if c.logit_scale != 1.0:
-            logits = logits * c.logit_scale
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if c.logit_softcap:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        if c.padded_vocab > c.vocab_size:
-            real = jnp.arange(c.padded_vocab) < c.vocab_size
+        if self.padded_vocab > self.vocab_size:
+            real = jnp.arange(self.padded_vocab) < self.vocab_size
             real = real.reshape((1,) * (logits.ndim - 1) + real.shape)
             logits = jnp.where(real, logits, attend.MASKED)
         return logits
@@ -86,7 +103,7 @@ class LanguageModel(nn.Module):
     def head_params(self, params):
         """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes:
         a loss that goes over slices of the sequence would otherwise gather it in every slice."""
-        if self.resolved().tied:
+        if self.config.tied:
             table_VD = params["embed"]["embedding"]
             return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
         kernel_DV = params["head"]["kernel"]
@@ -99,7 +116,8 @@ class LanguageModel(nn.Module):
 
     @property
     def padded_vocab(self):
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        multiple = self.config.vocab_multiple
+        return -(-self.vocab_size // multiple) * multiple
 
     @nn.nowrap
     def token_table(self, width, std):
@@ -120,3 +138,10 @@ class LanguageModel(nn.Module):
         on the mesh."""
         vocab = self.vocab_size if nominal else self.padded_vocab
         return {"head": flops.matmul(length, width, vocab)}
+
+
+def unrolled(model):
+    """The same model with unrolled layers; `models.unroll` converts the parameters."""
+    if not model.config.scan_layers and model.config.remat == "none":
+        return model
+    return model.clone(config=dataclasses.replace(model.config, scan_layers=False, remat="none"))

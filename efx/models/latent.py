@@ -23,28 +23,15 @@ While decoding, finished groups keep keys and values of their latents only (and 
 global blocks elsewhere, if there are any); attentions inside groups keep those of one group.
 """
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import (
-    group_views,
-    groups,
-    learned_dropout,
-    norms,
-    stack_specs,
-)
-from efx.layers.dense_former import DenseFormerConfig
-from efx.layers.depth_config import DepthRoutingConfig
-from efx.layers.dropout import DropoutConfig, StandardDropout
-from efx.layers.latent_loss import LatentLossConfig, LatentPrediction
+from efx.layers import group_views, groups, learned_dropout, norms, stack_specs
+from efx.layers.dropout import StandardDropout
+from efx.layers.latent_loss import LatentPrediction
 from efx.layers.linear import Embedding
-from efx.layers.mlp import MLPConfig
-from efx.layers.parametrisation import MuPConfig
-from efx.layers.soft_experts_config import SoftExpertsConfig
 from efx.layers.stack import Stack
 from efx.models import latent_config, latent_costs
 from efx.models.language_model import LanguageModel
@@ -52,103 +39,38 @@ from efx.sharding import constrain
 
 
 class Latent(LanguageModel):
-    """Tokens to logits; see `efx.models` for the contract and `configs/common.py` for each knob.
-
-    `width`, `depth` and `num_heads` are those of the latent stack.
-    """
-
-    vocab_size: int
-    context: int
-    dtype: jnp.dtype
-    group_size: int
-    latents: tuple[int, ...]
-    width: int
-    depth: int
-    num_heads: int
-    level_widths: tuple[int, ...]
-    level_heads: tuple[int, ...]
-    compression: str
-    compression_blocks: int
-    encoder_local: int | tuple[int, ...]
-    encoder_global: int | tuple[int, ...]
-    decoder_local: int | tuple[int, ...]
-    decoder_global: int | tuple[int, ...]
-    block_order: str
-    upsampling: str
-    upsampling_norm: bool
-    repeat: str
-    skip: str
-    skip_joins: str
-    positions: str
-    rope_theta: float
-    memory_local: int
-    memory_global: int
-    embedding_noise: float
-    norm_eps: float
-    use_bias: bool
-    tied: bool
-    qk_norm: str
-    attention_scale: str
-    attention_softcap: float
-    logit_softcap: float
-    attention_chunk: int
-    init_std: float
-    initialisation: str
-    mup: MuPConfig
-    vocab_multiple: int
-    scan_layers: bool
-    remat: str
-    mlp: MLPConfig
-    depth_routing: DepthRoutingConfig
-    dropout: DropoutConfig
-    soft_experts: SoftExpertsConfig
-    dense_former: DenseFormerConfig
-    latent_loss: LatentLossConfig
-    selection: str = "auto"
-
-    causal_in_training: ClassVar[str] = (
-        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
-    )
-
-    def resolved(self):
-        """The same module with everything checked and what follows from other fields filled in."""
-        return latent_config.resolve(self)
+    """Tokens to logits; see `efx.models` for the contract and `LatentConfig` for each knob."""
 
     def setup(self):
-        c = self.resolved()
+        c = self.config
         width, std = c.level_widths[0], latent_config.deviations(c, 0)
-        self.embed = c.token_table(width, std.table)
+        self.embed = self.token_table(width, std.table)
         self.positions_embed = [
-            Embedding(rows, width, std.table, c.dtype, axes=("position", "table"))
+            Embedding(rows, width, std.table, self.dtype, axes=("position", "table"))
             for rows, width in c.position_tables
         ]
         self.token_dropout = None
         if c.dropout.kind == "standard" and c.dropout.active("embedding"):
             self.token_dropout = StandardDropout(c.dropout.rate)
-        self.encoder = [groups.EncoderLevel(level) for level in c.encoder_levels()]
-        self.decoder = [groups.DecoderLevel(level) for level in c.decoder_levels()]
-        self.make_stack(c)
-        self.norm_final = norms.RMSNorm(c.norm_eps, dtype=c.dtype)
+        self.encoder = [groups.EncoderLevel(level) for level in self.levels(encoder=True)]
+        self.decoder = [groups.DecoderLevel(level) for level in self.levels(encoder=False)]
+        self.norm_final = norms.RMSNorm(c.norm_eps, dtype=self.dtype)
         if not c.tied:
-            self.head = c.output_layer(std.head)
-
-    @nn.nowrap
-    def make_stack(self, c):
-        """The latent stack of a resolved model, and what stands before it."""
-        block = c.stack_block()
+            self.head = self.output_layer(std.head)
+        # The latent stack, and what stands before it.
+        block = self.stack_block()
         self.memory = LatentMemory(block, c.memory_global) if c.memory_global else None
         self.dropout_embedding = None
         if c.dropout.learned:
             self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
         self.mask_input = learned_dropout.make_mask_input(block)
-        self.layers = Stack(c.specs(), c.scan_layers, c.remat, c.dense_former)
+        self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
-            self.prediction = LatentPrediction(c.latent_loss, block.std, c.dtype)
+            self.prediction = LatentPrediction(c.latent_loss, block.std, self.dtype)
 
     def specs(self):
         """The layers of the latent stack; the one place that chooses its blocks, by number."""
-        c = self.resolved()
-        return stack_specs.make(c.stack_block(), c.depth, c.mlp, c.depth_routing, c.soft_experts)
+        return stack_specs.make(self.stack_block(), self.config)
 
     def features(
         self,
@@ -165,7 +87,7 @@ class Latent(LanguageModel):
         otherwise a token's position is its place in the row. While decoding, the tokens of a call
         follow each other in their row, padding after them.
         """
-        if self.dropout.by_position or self.positions == "absolute":
+        if self.config.dropout.by_position or self.config.positions == "absolute":
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
@@ -173,8 +95,8 @@ class Latent(LanguageModel):
         return self._forward(tokens_BT, info)
 
     def _forward(self, tokens_BT, info):
-        c, (batch, length) = self.resolved(), tokens_BT.shape
-        info = _check_documents(c, info, length)
+        c, (batch, length) = self.config, tokens_BT.shape
+        info = _check_documents(self, info, length)
         count = -(-length // c.group_size)
         rest = count * c.group_size - length
 
@@ -218,7 +140,7 @@ class Latent(LanguageModel):
         return self.norm_final(x.reshape(batch, -1, x.shape[-1])[:, :length])
 
     def _decode(self, tokens_BT, info):
-        c = self.resolved()
+        c = self.config
         views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(tokens_BT)
         x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.positions_BT)
@@ -237,13 +159,13 @@ class Latent(LanguageModel):
 
     def _enter(self, x, view, length, positions):
         """Embedded tokens of so many as the state of level 0; their positions in the document."""
-        if self.positions == "absolute":
+        if self.config.positions == "absolute":
             x = x + self.positions_embed[0](jnp.maximum(positions, 0))
         elif self.positions_embed:
-            x = x + self._positions(0)(view.place_BT, self.group_size)
-        if self.embedding_noise and view.inside.train:
+            x = x + self._positions(0)(view.place_BT, self.config.group_size)
+        if self.config.embedding_noise and view.inside.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
-            bound = self.embedding_noise / (length * x.shape[-1]) ** 0.5
+            bound = self.config.embedding_noise / (length * x.shape[-1]) ** 0.5
             noise = jax.random.uniform(self.make_rng("dropout"), x.shape, x.dtype, -bound, bound)
             x = x + noise
         if self.token_dropout is not None:
@@ -287,64 +209,41 @@ class Latent(LanguageModel):
         """Raise UsageError if the model has memory tokens, which belong to no document."""
         super().check_packing()
         for name in ("memory_local", "memory_global"):
-            if getattr(self, name):
+            if getattr(self.config, name):
                 raise UsageError(
-                    f"config.model.{name}={getattr(self, name)}: memory tokens belong to no "
+                    f"config.model.{name}={getattr(self.config, name)}: memory tokens belong to no "
                     "document, which packed rows do not allow; set it to 0 or "
                     "config.data.packing=False"
                 )
 
     @property
     def logit_scale(self):
-        return self.mup.logit_scale(self.level_widths[0])
-
-    @property
-    def sizes(self):
-        """(P_0, P_1, ..., P_n)."""
-        return (self.group_size, *self.latents)
-
-    @property
-    def position_tables(self):
-        """((rows, width), ...): the learned table of each level of a resolved model, if any."""
-        if self.positions == "rope":
-            return ()
-        first = self.context if self.positions == "absolute" else self.group_size
-        return tuple(zip((first, *self.latents), self.level_widths, strict=True))
+        return self.config.mup.logit_scale(self.config.level_widths[0])
 
     @nn.nowrap
-    def encoder_levels(self):
-        """Encoder levels 1..n of a resolved model."""
-        return latent_config.levels(self, self.encoder_local, self.encoder_global, encoder=True)
-
-    @nn.nowrap
-    def decoder_levels(self):
-        """Decoder levels 1..n of a resolved model."""
-        return latent_config.levels(self, self.decoder_local, self.decoder_global, encoder=False)
+    def levels(self, encoder):
+        """Levels 1..n of the encoder or the decoder."""
+        return latent_config.levels(self.config, self.dtype, encoder)
 
     @nn.nowrap
     def stack_block(self):
         """A block of the latent stack, without experts."""
-        return latent_config.stack_block(self)
-
-    @nn.nowrap
-    def unrolled(self):
-        """The same model with unrolled layers; `models.unroll` converts the parameters."""
-        return self.clone(scan_layers=False, remat="none")
+        return latent_config.stack_block(self.config, self.dtype)
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """FLOPs of one sequence, see `flops.Ledger`; arguments as in `Decoder.ledger`."""
-        return latent_costs.ledger(self.resolved(), length, selection, shares)
+        return latent_costs.ledger(self, length, selection, shares)
 
     @nn.nowrap
     def parameter_count(self):
         """{component: parameters}, by formula."""
-        return latent_costs.parameter_count(self.resolved())
+        return latent_costs.parameter_count(self)
 
     @nn.nowrap
     def cache_bytes(self, cache_size):
         """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
-        return latent_costs.cache_bytes(self.resolved(), cache_size)
+        return latent_costs.cache_bytes(self, cache_size)
 
 
 class LatentMemory(nn.Module):
@@ -359,7 +258,7 @@ class LatentMemory(nn.Module):
         return jnp.broadcast_to(memory_BCD, (batch, *memory_BCD.shape[1:]))
 
 
-def _check_documents(c, info, length):
+def _check_documents(model, info, length):
     """The info with positions where it has documents; what cannot be computed is refused."""
     if info.segment_ids_BT is None:
         if info.positions_BT is not None:
@@ -368,7 +267,7 @@ def _check_documents(c, info, length):
                 "place in the row; leave positions_BT out, or give segment_ids_BT too"
             )
         return info
-    c.check_packing()
+    model.check_packing()
     if info.positions_BT is None:
         info = info.replace(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
     return info.full(info.segment_ids_BT.shape[0])

@@ -1,94 +1,153 @@
-"""Values that `config.model` of the latent transformer may have; what its parts are built of."""
+"""`config.model` of the latent transformer; what its parts are built of."""
 
 import dataclasses
 import functools
 import logging
+from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers import (
-    dense_former,
-    depth_config,
-    groups,
-    latent_loss,
-    learned_dropout,
-    moe_config,
-    parametrisation,
-    soft_experts_config,
+from efx.layers import groups, parametrisation
+from efx.layers.config import (
+    AttentionConfig,
+    DenseFormerConfig,
+    DepthRoutingConfig,
+    Initialisation,
+    MuPConfig,
+    SoftExpertsConfig,
 )
-from efx.layers.blocks import BlockConfig
-from efx.layers.mlp import ACTIVATIONS
-from efx.layers.stack import REMAT_POLICIES
+from efx.models.config import ModelConfig
+from efx.models.decoder_config import check_stack
+from efx.settings import Count, Natural, NonNegative, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
-CHOICES = {
-    "compression": groups.COMPRESSIONS,
-    "block_order": groups.ORDERS,
-    "upsampling": groups.UPSAMPLINGS,
-    "repeat": groups.REPEATS,
-    "skip": groups.SKIPS,
-    "skip_joins": ("after", "before"),
-    "positions": ("absolute", "level", *ROTARY),
-    "qk_norm": ("none", "head", "width"),
-    "attention_scale": ("sqrt", "mup"),
-    "remat": ("none", *REMAT_POLICIES),
-}
 COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
 
 
-def resolve(model):
-    """The model with one value for each level; every bad value is named with its config key.
+@block("config.model.latent_loss")
+class LatentLossConfig:
+    """See layers/latent_loss.py."""
 
-    Of n levels: `level_widths` and `level_heads` become (D_0, ..., D_n) and their heads, the
-    numbers of blocks one for each of the levels 1..n.
-    """
+    # Loss `latent_prediction`, of W x_t as a prediction of the next latent: "cosine",
+    # "siglip" (tell it from the others).
+    kind: Literal["none", "cosine", "siglip"] = "none"
+    target_gradient: bool = False  # it also moves the latent that is predicted
+    # siglip: the others of the same sequence (accumulation does not change the loss), or of all
+    # sequences of a micro-batch, over all devices.
+    candidates: Literal["row", "batch"] = "row"
 
-    def bad(name, message):
-        raise UsageError(f"config.model.{name}={getattr(model, name)!r}: {message}")
 
-    for name, choices in CHOICES.items():
-        if getattr(model, name) not in choices:
-            bad(name, f"expected one of {', '.join(choices)}")
-    ones = ("group_size", "width", "depth", "num_heads", "context", "vocab_size", "vocab_multiple")
-    zeros = ("memory_local", "memory_global", "embedding_noise")
-    for least, names in ((1, (*ones, "compression_blocks")), (0, zeros)):
-        for name in names:
-            if getattr(model, name) < least:
-                bad(name, f"must be at least {least}")
-    _check_latents(model, bad)
-    levels = len(model.latents)
-    widths, heads = _widths(model, levels, bad)
-    counts = {}
-    for name in COUNTS:
-        value = getattr(model, name)
-        counts[name] = value if isinstance(value, tuple) else (value,) * levels
-        if len(counts[name]) != levels or min(counts[name]) < 0:
-            bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
-    mlp = dataclasses.replace(model.mlp, activation=model.mlp.activation or "gelu")
-    moe_config.check(mlp, model.depth)
-    if mlp.activation not in ACTIVATIONS:
-        raise UsageError(
-            f"config.model.mlp.activation={mlp.activation!r}: expected one of "
-            f"{', '.join(ACTIVATIONS)}"
-        )
-    depth_config.check(model.depth_routing, model.depth)
-    soft_experts_config.check(model.soft_experts, mlp, model.depth)
-    dense_former.check(model.dense_former, model.depth, model.scan_layers)
-    parametrisation.check(model.initialisation, model.mup)
-    latent_loss.check(model.latent_loss)
-    if model.scan_layers and model.depth_routing.kind == "recursion":
-        raise UsageError(
-            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
-            "whose layers do not repeat a pattern"
-        )
-    if model.context % model.group_size:
-        _say_padded(model.context, model.group_size)
-    return model.clone(
-        level_widths=widths,
-        level_heads=heads,
-        mlp=mlp,
-        dropout=learned_dropout.resolved(model.dropout, model.width, model.num_heads),
-        **counts,
+@block("config.model")
+class LatentConfig(ModelConfig):
+    """The grouped-latent transformer. `width`, of the last level, `depth` and `attention` are those
+    of the latent stack, which also has `mlp.kind`, `mlp.hidden`, depth routing, learned dropout
+    (its input is taken for the embedding), soft experts and averages."""
+
+    family: Literal["latent"] = "latent"
+    attention: AttentionConfig = AttentionConfig(qk_norm="width")
+    group_size: Count = 16  # P_0, tokens in a group; a sequence is padded to whole groups
+    latents: tuple[Count, ...] = (4,)  # P_1, P_2...: of a group at each level, fewer and fewer
+    level_widths: tuple[Count, ...] = (64,)  # D_0, of tokens, and of the levels before the last
+    level_heads: tuple[Count, ...] = ()  # of these; (): heads as wide as the latent stack's
+    # "perceiver": the last places of a group attend to all of it; "transformer":
+    # `compression_blocks` blocks inside the group, of whose output the last places are kept.
+    compression: Literal["perceiver", "transformer"] = "perceiver"
+    compression_blocks: Count = 1
+    # Blocks of each level, inside groups and across all; one number, or one for each of the
+    # levels 1, 2... Decoder level 1 works on tokens: a global block there costs what one of a
+    # dense decoder costs.
+    encoder_local: Natural | tuple[Natural, ...] = 1
+    encoder_global: Natural | tuple[Natural, ...] = 1
+    decoder_local: Natural | tuple[Natural, ...] = 1
+    decoder_global: Natural | tuple[Natural, ...] = 1
+    # "sequence": all local blocks, then all global ones
+    block_order: Literal["interleaved", "sequence"] = "interleaved"
+    upsampling: Literal["repeat", "attention"] = "repeat"
+    # Upsampling by attention norms what it reads and has an output matrix, as other blocks
+    # have; False: neither, the published form.
+    upsampling_norm: bool = True
+    # Places for which a group has no latent yet take those of the group before: "tile", all of
+    # them again and again; "in_place", each several times.
+    repeat: Literal["tile", "in_place"] = "tile"
+    # "lerp": learned shares of what entered the encoder level and of the decoder's
+    skip: Literal["sum", "lerp"] = "sum"
+    # Where the skip connection joins: "after" the decoder level's blocks, or "before" them, so
+    # that they see the tokens and not only latents.
+    skip_joins: Literal["after", "before"] = "after"
+    # Learned tables, one a level, which its encoder and its decoder share: "absolute", of the
+    # tokens by their place in the document (`context` rows), of latents by their place in the
+    # group; "level", of both by the place in the group, so that nothing says which group it
+    # is. "rope": none, rotary positions in their stead; "both": "level" and these.
+    positions: Literal["absolute", "level", "rope", "both"] = "absolute"
+    memory_local: Natural = 0  # learned tokens before each group, for local blocks
+    memory_global: Natural = 0  # learned tokens before the sequence, for global blocks, the stack
+    embedding_noise: NonNegative = 0.0  # uniform, of this over sqrt(T D), in training
+    use_bias: bool = False
+    tied: bool = True  # the output layer is the token embedding
+    # "spike_no_more": sqrt(2 / (5 D)) of each level in the place of init_std.
+    initialisation: Initialisation = "gpt2"
+    mup: MuPConfig = MuPConfig()  # logits by D_0, learning rate of a matrix by its fan-in
+    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
+    soft_experts: SoftExpertsConfig = SoftExpertsConfig()
+    dense_former: DenseFormerConfig = DenseFormerConfig()
+    latent_loss: LatentLossConfig = LatentLossConfig()
+
+    norm: ClassVar[str] = "rmsnorm"
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
     )
+
+    def resolved(self):
+        """With one value for each level; UsageError for settings that do not go together.
+
+        Of n levels: `level_widths` and `level_heads` become (D_0, ..., D_n) and their heads, the
+        numbers of blocks one for each of the levels 1..n.
+        """
+
+        def bad(name, message):
+            raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
+
+        _check_latents(self, bad)
+        levels = len(self.latents)
+        widths, heads = _widths(self, levels, bad)
+        counts = {}
+        for name in COUNTS:
+            value = getattr(self, name)
+            counts[name] = value if isinstance(value, tuple) else (value,) * levels
+            if len(counts[name]) != levels:
+                bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
+        for name in ("window", "head_dim"):
+            if getattr(self.attention, name) not in (0, self.width // self.attention.num_heads):
+                raise UsageError(
+                    f"{self.attention.where}.{name}={getattr(self.attention, name)}: not in the "
+                    "latent family; leave it at 0"
+                )
+        check_stack(self)
+        if self.context % self.group_size:
+            _say_padded(self.context, self.group_size)
+        return dataclasses.replace(
+            self,
+            level_widths=widths,
+            level_heads=heads,
+            attention=self.attention.resolved(
+                self.width, self.positions in ROTARY, self.mup.base_width > 0
+            ),
+            mlp=self.mlp.resolved(self.depth, "gelu"),
+            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
+            **counts,
+        )
+
+    @property
+    def sizes(self):
+        """(P_0, P_1, ..., P_n)."""
+        return (self.group_size, *self.latents)
+
+    @property
+    def position_tables(self):
+        """((rows, width), ...): the learned table of each level of a resolved config, if any."""
+        if self.positions == "rope":
+            return ()
+        first = self.context if self.positions == "absolute" else self.group_size
+        return tuple(zip((first, *self.latents), self.level_widths, strict=True))
 
 
 def _check_latents(model, bad):
@@ -112,17 +171,18 @@ def _widths(model, levels, bad):
     widths = model.level_widths
     if len(widths) == levels:
         widths = (*widths, model.width)
-    if len(widths) != levels + 1 or widths[-1] != model.width or min(widths) < 1:
+    if len(widths) != levels + 1 or widths[-1] != model.width:
         bad(
             "level_widths",
             f"expected {levels} widths, of tokens and of the levels before the last, whose width "
             "is config.model.width",
         )
-    if model.width % model.num_heads:
-        bad("width", f"does not divide by config.model.num_heads={model.num_heads}")
+    num_heads = model.attention.num_heads
+    if model.width % num_heads:
+        bad("width", f"does not divide by config.model.attention.num_heads={num_heads}")
     heads = model.level_heads
     if not heads:
-        head_dim = model.width // model.num_heads
+        head_dim = model.width // num_heads
         for width in widths:
             if width % head_dim:
                 bad(
@@ -132,8 +192,8 @@ def _widths(model, levels, bad):
                 )
         heads = tuple(width // head_dim for width in widths)
     if len(heads) == levels:
-        heads = (*heads, model.num_heads)
-    if len(heads) != levels + 1 or heads[-1] != model.num_heads or min(heads) < 1:
+        heads = (*heads, num_heads)
+    if len(heads) != levels + 1 or heads[-1] != num_heads:
         bad("level_heads", f"expected {levels} numbers of heads, one for each of level_widths")
     for width, count in zip(widths, heads, strict=True):
         if width % count:
@@ -154,89 +214,77 @@ def _say_padded(context, group_size):
     )
 
 
-# ---- parts of a resolved model ------------------------------------------------------------------
+# ---- parts of a resolved config -----------------------------------------------------------------
 
 
-def deviations(model, level):
+def deviations(c, level):
     """How the weights of a level start: by its own width."""
-    width = model.level_widths[level]
-    return parametrisation.deviations(model.initialisation, model.init_std, model.mup, width)
+    return parametrisation.deviations(c.initialisation, c.init_std, c.mup, c.level_widths[level])
 
 
-def block(model, level, dropout, hidden, context):
+def level_block(c, level, dtype, dropout, hidden, context):
     """A block that is D_level wide."""
-    std = deviations(model, level).hidden
-    width, heads = model.level_widths[level], model.level_heads[level]
-    return BlockConfig(
-        width=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width // heads,
-        hidden=hidden,
-        activation=model.mlp.activation,
-        norm="rmsnorm",
-        norm_eps=model.norm_eps,
-        use_bias=model.use_bias,
-        rope_theta=model.rope_theta if model.positions in ROTARY else 0.0,
-        qk_norm=model.qk_norm,
-        mup=model.attention_scale == "mup" or model.mup.base_width > 0,
-        window=0,
-        softcap=model.attention_softcap,
-        chunk=model.attention_chunk,
-        std=std,
-        std_out=std / (2 * _blocks(model)) ** 0.5,
-        dropout=dropout,
-        dtype=model.dtype,
+    std = deviations(c, level).hidden
+    width, heads = c.level_widths[level], c.level_heads[level]
+    attention = c.attention
+    if level < len(c.latents):
+        attention = dataclasses.replace(
+            attention, num_heads=heads, num_kv_heads=heads, head_dim=width // heads
+        )
+    return dataclasses.replace(
+        c.block(
+            width=width,
+            attention=attention,
+            hidden=hidden,
+            dropout=dropout,
+            std=std,
+            std_out=std / (2 * _blocks(c)) ** 0.5,
+            dtype=dtype,
+            router_scale=c.mup.logit_scale(width),
+        ),
         context=context,
-        router_scale=model.mup.logit_scale(width),
     )
 
 
-def _blocks(model):
+def _blocks(c):
     """How many blocks there are in all."""
-    first = model.compression_blocks if model.compression == "transformer" else 1
-    counts = (getattr(model, name) for name in COUNTS)
-    return model.depth + first * len(model.latents) + sum(map(sum, counts))
+    first = c.compression_blocks if c.compression == "transformer" else 1
+    counts = (getattr(c, name) for name in COUNTS)
+    return c.depth + first * len(c.latents) + sum(map(sum, counts))
 
 
-def stack_block(model):
+def stack_block(c, dtype):
     """A block of the latent stack, without experts."""
-    groups_of_context = -(-model.context // model.group_size)
-    places = model.memory_global + groups_of_context * model.latents[-1]
-    hidden = model.mlp.hidden_size(model.width)
-    return block(model, len(model.latents), model.dropout, hidden, places)
+    groups_of_context = -(-c.context // c.group_size)
+    places = c.memory_global + groups_of_context * c.latents[-1]
+    return level_block(
+        c, len(c.latents), dtype, c.dropout, c.mlp.hidden_size(c.width), context=places
+    )
 
 
-def levels(model, local_blocks, global_blocks, encoder):
-    """[LevelConfig] of levels 1..n. Learned dropout stays in the latent stack."""
-    dropout = model.dropout
+def levels(c, dtype, encoder):
+    """[LevelConfig] of levels 1..n of the encoder or the decoder. Learned dropout stays in the
+    latent stack."""
+    dropout = c.dropout
     if dropout.learned:
         dropout = dataclasses.replace(dropout, kind="none")
     # The width of the latent stack's MLP is its own; the others follow the rule.
-    mlp = dataclasses.replace(model.mlp, hidden=0)
-    sizes, result = model.sizes, []
+    mlp = dataclasses.replace(c.mlp, hidden=0)
+    sizes, result = c.sizes, []
+    local_blocks = c.encoder_local if encoder else c.decoder_local
+    global_blocks = c.encoder_global if encoder else c.decoder_global
     for i in range(1, len(sizes)):
         here, inner = (i, i - 1) if encoder else (i - 1, i)
+        hidden = mlp.hidden_size(c.level_widths[here])
         result.append(
             groups.LevelConfig(
-                block=block(model, here, dropout, mlp.hidden_size(model.level_widths[here]), 0),
-                group_size=model.group_size,
+                model=c,
+                block=level_block(c, here, dtype, dropout, hidden, context=0),
                 places=sizes[here],
                 inner=sizes[inner],
-                inner_width=model.level_widths[inner],
-                compression=model.compression,
-                compression_blocks=model.compression_blocks,
-                upsampling=model.upsampling,
-                upsampling_norm=model.upsampling_norm,
-                repeat=model.repeat,
-                skip=model.skip,
-                skip_joins=model.skip_joins,
+                inner_width=c.level_widths[inner],
                 local_blocks=local_blocks[i - 1],
                 global_blocks=global_blocks[i - 1],
-                order=model.block_order,
-                memory_local=model.memory_local,
-                memory_global=model.memory_global,
-                remat=model.remat,
             )
         )
     return result

@@ -1,0 +1,593 @@
+"""Settings of layers, the same in every family, and `BlockConfig`, what a residual block is told.
+
+What follows from settings by arithmetic alone (how many slots a capacity is, which blocks are
+routed) stands with them.
+"""
+
+import dataclasses
+import functools
+import logging
+from typing import Literal
+
+import jax.numpy as jnp
+
+from efx.errors import UsageError
+from efx.layers import routing
+from efx.settings import (
+    AtLeastOne,
+    Count,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Probability,
+    Share,
+    block,
+)
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
+Norm = Literal["layernorm", "rmsnorm"]
+Remat = Literal["none", "full", "dots"]  # what the backward pass computes again; "dots": not these
+Initialisation = Literal["gpt2", "spike_no_more"]
+Decision = Literal["aux_loss", "predictor", "threshold"]
+Site = Literal["embedding", "attention_probs", "attention_output", "mlp_output"]
+
+
+@block("config.model.attention")
+class AttentionConfig:
+    """Causal self-attention."""
+
+    num_heads: Count = 4
+    num_kv_heads: Natural = 0  # of keys and values, each read by several heads; 0: as num_heads
+    head_dim: Natural = 0  # 0: width / num_heads
+    rope_theta: NonNegative = 10000.0  # base of rotary positions, where a model has these
+    qk_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, over what
+    scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
+    window: Natural = 0  # positions a query looks back, its own included; 0: all
+    softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
+    chunk: Natural = 0  # queries in a chunk of the kernel; 0: chosen by length
+
+    def resolved(self, width, rope, mup):
+        """With every field made out, for a model so wide.
+
+        Args:
+          rope: whether positions are rotary. mup: whether muP is on.
+        """
+        kv_heads = self.num_kv_heads or self.num_heads
+        if not self.head_dim and width % self.num_heads:
+            raise UsageError(
+                f"config.model.width={width} does not divide by "
+                f"{self.where}.num_heads={self.num_heads}"
+            )
+        if self.num_heads % kv_heads:
+            raise UsageError(
+                f"{self.where}.num_heads={self.num_heads} does not divide by "
+                f"{self.where}.num_kv_heads={kv_heads}"
+            )
+        head_dim = self.head_dim or width // self.num_heads
+        if rope and head_dim % 2:
+            raise UsageError(f"{self.where}.head_dim={head_dim}: rope needs an even head width")
+        if rope and not self.rope_theta:
+            raise UsageError(f"{self.where}.rope_theta=0.0: must be more than 0 with rope")
+        return dataclasses.replace(
+            self,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope_theta=self.rope_theta if rope else 0.0,
+            scale="mup" if mup else self.scale,
+        )
+
+    @property
+    def factor(self):
+        """What scores are multiplied by."""
+        return 1.0 / self.head_dim if self.scale == "mup" else self.head_dim**-0.5
+
+
+@block("config.model.mlp.moe")
+class MoEConfig:
+    """A Mixture of Experts in place of the MLP, where `config.model.mlp.kind` is "moe"."""
+
+    every: Count = 1  # blocks every-1, 2*every-1, ... have experts, the others a dense MLP
+    num_experts: Count = 8
+    expert_hidden: Natural = 0  # width of one expert; 0: that of the dense MLP
+    # A token picks its top_k experts, or ("expert_choice") experts pick tokens, which looks ahead.
+    router: Literal["token_choice", "expert_choice"] = "token_choice"
+    top_k: Count = 2  # token_choice: experts a token goes to
+    # token_choice: the weights of the chosen experts sum to one. With top_k=1 they then are one,
+    # and the router learns from its losses only; False keeps the probabilities, as Switch does.
+    renormalise: bool = True
+    # token_choice: an expert has room for ceil(k T factor / (E + num_noop)) tokens of a sequence.
+    capacity_factor: Positive = 1.25
+    capacity: Share = 0.25  # expert_choice: share of a sequence that an expert takes
+    slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
+    num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
+    num_noop: Natural = 0  # token_choice: experts that compute nothing
+    # token_choice: share of the choices that experts compute, by which FLOPs are counted; as
+    # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
+    computed_fraction: Share | None = None
+
+    def check(self):
+        if self.router == "expert_choice" and self.computed_fraction is not None:
+            raise UsageError(
+                f"{self.where}.computed_fraction={self.computed_fraction}: expert_choice always "
+                "fills its slots; leave it out"
+            )
+        if self.router == "expert_choice" and self.num_noop:
+            raise UsageError(
+                f"{self.where}.num_noop={self.num_noop}: expert_choice has no no-op experts (a "
+                "token that no expert picks keeps its residual anyway); set it to 0"
+            )
+        if self.router == "token_choice" and self.top_k > self.choices:
+            raise UsageError(
+                f"{self.where}.top_k={self.top_k}: there are only {self.choices} experts, no-op "
+                "ones included"
+            )
+
+    @property
+    def choices(self):
+        """What a token chooses from: experts, then no-op experts."""
+        return self.num_experts + self.num_noop
+
+    @property
+    def counted_fraction(self):
+        """`computed_fraction`, or what it is taken for."""
+        if self.computed_fraction is None:
+            return self.num_experts / self.choices
+        return self.computed_fraction
+
+    @property
+    def looks_ahead(self):
+        """Whether the selection in training depends on later tokens."""
+        return self.router == "expert_choice"
+
+    def budget(self, length, selection, documents=None):
+        """`routing.Budget` of one expert: of a sequence of `length`, or of each document of it.
+
+        Args:
+          selection: as in `TokenInfo`: "train" or "causal".
+        """
+        if self.router == "token_choice":
+            fraction = self.top_k * self.capacity_factor / self.choices
+        else:
+            fraction = self.capacity * (1 if selection == "train" else self.slack)
+        return routing.Budget(fraction, length, documents)
+
+    def places(self, length, selection):
+        """C: tokens of a sequence of `length` that one expert has room for, at most all."""
+        return self.budget(length, selection).size
+
+    def in_block(self, index):
+        return index % self.every == self.every - 1
+
+
+@block("config.model.mlp")
+class MLPConfig:
+    """The feed-forward layer of a block."""
+
+    kind: Literal["dense", "moe"] = "dense"
+    activation: Activation | None = None  # None: the preset's, or "gelu"
+    hidden: Natural = 0  # 0: 4 width; swiglu: 8/3 width, rounded up to multiple_of
+    multiple_of: Count = 32
+    moe: MoEConfig = MoEConfig()
+
+    def resolved(self, depth, activation):
+        """With an activation. depth: how many blocks the longest stack has."""
+        if self.kind == "moe" and self.moe.every > depth:
+            raise UsageError(
+                f"{self.moe.where}.every={self.moe.every}: the stack has {depth} blocks, so none "
+                f"would have experts; set {self.where}.kind='dense' if that is meant"
+            )
+        return dataclasses.replace(self, activation=self.activation or activation)
+
+    def hidden_size(self, width):
+        if self.hidden:
+            return self.hidden
+        if self.activation != "swiglu":
+            return 4 * width
+        return self.multiple_of * -(-8 * width // (3 * self.multiple_of))
+
+    @property
+    def matrices(self):
+        return 3 if self.activation == "swiglu" else 2
+
+
+@block("config.model.depth_routing")
+class DepthRoutingConfig:
+    """Which blocks compute some of the tokens only, and how these are chosen."""
+
+    # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last are one
+    # shared stack, applied `recursions` times, each time to tokens that its router picks among
+    # those of the time before (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
+    kind: Literal["none", "mod", "recursion"] = "none"
+    recursions: Count = 2
+    every: Count = 2  # blocks every-1, 2*every-1, ... are routed
+    blocks: tuple[Natural, ...] = ()  # or these, zero-based
+    # Share of a sequence that a routed block computes; one value, or one for each routed block.
+    # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
+    # tokens has no router.
+    capacity: Share | tuple[Share, ...] = 0.125
+    # ((f, c), ...): until the fraction f of the training steps, capacity c; then, and whenever the
+    # model does not train, `capacity`.
+    capacity_stages: tuple[tuple[Number, ...], ...] = ()
+    # Of a packed row: training's top-k within each "document", or over the whole "row", where
+    # documents compete. Causal decisions and experts count capacity by document always.
+    per: Literal["document", "row"] = "document"
+    # What multiplies a block's increment, of the score: "identity" in the paper, equation 1.
+    gate: Literal["identity", "sigmoid", "tanh", "one"] = "sigmoid"
+    # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
+    # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
+    # as it trains: "stochastic" (the paper's: random tokens, others in each batch),
+    # "random_fixed" (random positions, the same ones always).
+    train_selection: Literal["topk", "threshold", "stochastic", "random_fixed"] = "topk"
+    causal: Decision = "aux_loss"  # for evaluation and sampling
+    also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
+    predictor_hidden: Natural = 0  # 0: width / 2
+    threshold_decay: Probability = 0.99  # of the running (1 - capacity) quantile of the scores
+    threshold_warmup: Natural = 100  # steps of top-k before train_selection="threshold" begins
+    bce_reaches_input: bool = True  # the router's loss also trains what lies below it
+    # A causal decision is not bound to the capacity c: there is room for ceil(c T slack) tokens of
+    # a sequence, and what comes after is left out and counted as overflow.
+    slack: AtLeastOne = 2.0
+    kv_for_skipped: bool = False  # skipped tokens still write keys and values
+    skip_mlp: Natural = 0  # hidden width of a small MLP for skipped tokens; 0: none
+
+    def check(self):
+        ends = [stage[0] for stage in self.capacity_stages]
+        if (
+            any(len(stage) != 2 or not 0 < stage[1] <= 1 for stage in self.capacity_stages)
+            or ends != sorted(set(ends))
+            or not all(0 < end < 1 for end in ends)
+        ):
+            raise UsageError(
+                f"{self.where}.capacity_stages={self.capacity_stages}: expected ((fraction of "
+                "training, capacity), ...) with fractions rising between 0 and 1 and capacities "
+                "in (0, 1]"
+            )
+
+    def check_depth(self, depth):
+        """UsageError unless a stack of so many blocks can be routed so."""
+        blocks = self.blocks
+        if any(b >= depth for b in blocks) or list(blocks) != sorted(set(blocks)):
+            raise UsageError(
+                f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
+                f"{depth - 1}"
+            )
+        if self.kind == "recursion":
+            self._check_recursion(depth)
+        if self.kind == "mod" and not blocks and self.every > depth:
+            raise UsageError(
+                f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would be "
+                f"routed; set {self.where}.kind='none' if that is meant"
+            )
+        try:
+            self.routed_blocks(depth)
+        except ValueError:
+            raise UsageError(
+                f"{self.where}.capacity={self.capacity}: give one value, or one for each routed "
+                "block"
+            ) from None
+
+    def _check_recursion(self, depth):
+        if depth < 3:
+            raise UsageError(
+                f"config.model.depth={depth}: {self.where}.kind='recursion' needs at least 3 "
+                "blocks, the first, the last and what is repeated between them"
+            )
+        if self.control:
+            raise UsageError(
+                f"{self.where}.train_selection={self.train_selection!r}: not with "
+                f"{self.where}.kind='recursion', whose steps choose among those of the step before"
+            )
+        off = dict(blocks=(), capacity_stages=(), kv_for_skipped=False, skip_mlp=0)
+        for name, value in off.items():
+            if getattr(self, name) != value:
+                raise UsageError(
+                    f"{self.where}.{name}={getattr(self, name)!r}: not with "
+                    f"{self.where}.kind='recursion', leave it at {value!r}"
+                )
+        shares = self.steps
+        if len(shares) != self.recursions or list(shares) != sorted(shares, reverse=True):
+            raise UsageError(
+                f"{self.where}.capacity={self.capacity}: give one value, or one for each of the "
+                f"{self.recursions} steps ({self.where}.recursions), none larger than the one "
+                "before"
+            )
+
+    @property
+    def control(self):
+        """Whether tokens are chosen without a look at what they hold."""
+        return self.train_selection in ("stochastic", "random_fixed")
+
+    @property
+    def looks_ahead(self):
+        """Whether the selection in training depends on later tokens."""
+        return self.kind != "none" and self.train_selection == "topk"
+
+    @property
+    def trained(self):
+        """The causal decisions that are trained, the one that samples first."""
+        if self.control:
+            return ()
+        names = (self.causal, *self.also_train)
+        if self.train_selection == "threshold":
+            names += ("threshold",)
+        return tuple(dict.fromkeys(names))
+
+    def routed_blocks(self, depth):
+        """{block index: capacity} of a stack of `depth` blocks; ValueError if lengths differ."""
+        if self.kind != "mod":
+            return {}
+        chosen = self.blocks or tuple(range(self.every - 1, depth, self.every))
+        capacities = self.capacity
+        if not isinstance(capacities, tuple):
+            capacities = (capacities,) * len(chosen)
+        return dict(zip(chosen, capacities, strict=True))
+
+    @property
+    def steps(self):
+        """Shares of the sequence that the steps of a recursion compute."""
+        if isinstance(self.capacity, tuple):
+            return self.capacity
+        return tuple(self.capacity**i for i in range(self.recursions))
+
+    def budget(self, capacity, length, documents=None):
+        """`routing.Budget` that a causal decision has."""
+        slack = 1.0 if self.control else self.slack
+        return routing.Budget(capacity * slack, length, documents)
+
+    def room(self, capacity, length):
+        """Slots that a causal decision has in a sequence of `length` tokens."""
+        return self.budget(capacity, length).size
+
+    def places(self, capacity, length, selection):
+        """Slots that a routed block computes in a sequence of `length` tokens."""
+        if selection == "train" and self.train_selection != "threshold":
+            return routing.capacity(capacity, length)
+        return self.room(capacity, length)
+
+
+@functools.cache
+def say_if_documents_compete(c):
+    """A warning, once a process, where packed documents do by these `DepthRoutingConfig`."""
+    if c.kind != "none" and c.per == "row" and c.train_selection == "topk":
+        logging.getLogger(__name__).warning(
+            "config.model.depth_routing.per='row': documents of a packed row compete for the "
+            "slots of routed blocks in training, so each depends on the others; per='document' "
+            "keeps them apart"
+        )
+
+
+@block("config.model.soft_experts")
+class SoftExpertsConfig:
+    """Blocks of several channels, see `soft_experts.SoftBlock`."""
+
+    num: Natural = 0  # channels of a block, each with its own attention and MLP; 0: none
+    every: Count = 1  # blocks every-1, 2*every-1, ... have them
+    shared: Natural = 0  # MLPs that are added to every channel's, as one of so many times the width
+    multiple: Count = 1  # an expert's MLP gives multiple * width / num features, rounded up
+    hidden_multiple: Positive = 4.0  # its inner width, as a multiple of the model's
+    shared_kv: bool = False  # all channels read the same keys and values
+    merge: Literal["softmax", "mean", "max"] = "softmax"  # of channels, weighted by themselves
+
+    def check_depth(self, depth, mlp):
+        """UsageError unless a stack of so many blocks with this `MLPConfig` can have them."""
+        if self.num and self.every > depth:
+            raise UsageError(
+                f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would "
+                f"have soft experts; set {self.where}.num=0 if that is meant"
+            )
+        both = [i for i in range(depth) if self.in_block(i) and mlp.moe.in_block(i)]
+        if mlp.kind == "moe" and both:
+            raise UsageError(
+                f"{self.where}.every={self.every} and {mlp.moe.where}.every={mlp.moe.every}: block "
+                f"{both[0]} would have both soft experts and a Mixture of Experts"
+            )
+
+    def in_block(self, index):
+        return self.num > 0 and index % self.every == self.every - 1
+
+    def hidden(self, width):
+        """Inner width of one expert's MLP."""
+        return max(1, round(self.hidden_multiple * width))
+
+    def features(self, width):
+        """What one expert's MLP gives: ceil(m * D / s)."""
+        return -(-self.multiple * width // self.num)
+
+
+@block("config.model.dense_former")
+class DenseFormerConfig:
+    """Averages of earlier states, see `dense_former`."""
+
+    on: bool = False  # blocks read learned averages of all earlier states
+    dilation: Count = 1  # of every so manieth of them
+    period: Count = 1  # after every so manieth block only, counted from one
+
+    def check_depth(self, depth, scan_layers):
+        """UsageError unless a stack of so many blocks can have averages."""
+        if self.on and self.period > depth:
+            raise UsageError(
+                f"{self.where}.period={self.period}: the stack has {depth} blocks, so none would "
+                f"have averages; set {self.where}.on=False if that is meant"
+            )
+        if self.on and scan_layers:
+            raise UsageError(
+                f"config.model.scan_layers=True: not with {self.where}.on=True, where blocks read "
+                "the states of all blocks before them"
+            )
+
+    def states(self, block):
+        """The j of the X_j that are averaged after block i = 1..L, ascending; () for none."""
+        if not self.on or block % self.period:
+            return ()
+        return tuple(range(block % self.dilation, block + 1, self.dilation))
+
+
+@block("config.model.mup")
+class MuPConfig:
+    """Maximal update parametrisation, see `parametrisation`."""
+
+    # Width at which the learning rate was found: the rate of hidden matrices, their start, logits
+    # and attention scores then follow the width. 0: off.
+    base_width: Natural = 0
+
+    def logit_scale(self, width):
+        """Factor on the logits of a model so wide, and on what its routers start from."""
+        return self.base_width / width if self.base_width else 1.0
+
+
+@block("config.model.dropout.elementwise")
+class ElementwiseConfig:
+    """Masks m = 0.5 cos(a x + b) + 0.5."""
+
+    detach: bool = True  # the mask passes no gradient on to x
+    a_mean: Number = 0.0  # a and b start from normal distributions
+    a_std: NonNegative = 0.02
+    b_mean: Number = 0.0
+    b_std: NonNegative = 0.02
+    sharpen: bool = False  # apply sigmoid(s (m - 1/2))
+    sharpen_scale: Positive = 60.0  # s
+
+
+@block("config.model.dropout.attention")
+class MaskAttentionConfig:
+    """Masks m = 0.5 cos(u + b) + 0.5, u a causal self-attention."""
+
+    # Over what: "hidden", the activations that are masked; "embedding", a linear layer of one
+    # attention over the model's input embedding, which all masks share. Cheaper:
+    # "embedding_linear", where u is a linear layer of that one attention.
+    input: Literal["hidden", "embedding", "embedding_linear"] = "hidden"
+    detach: bool = False  # the masks pass no gradient on to the activations, or the embedding
+    num_heads: Natural = 0  # 0: as the model
+    shift_init: NonNegative = 0.0  # b starts here, in [0, pi]; 0: everything is kept at first
+    # "stochastic": 0 or 1 by chance in training, by m >= 0.5 at inference; "sigmoid", of
+    # s (m - 1/2); "sigmoid_straight_through"
+    rounding: Literal["none", "stochastic", "sigmoid", "sigmoid_straight_through"] = "stochastic"
+    sigmoid_scale: Positive = 60.0  # s
+    granularity: Literal["feature", "token"] = (
+        "feature"  # a mask value for each, or one for a token
+    )
+    # At inference MLPs compute only the tokens that are open, so many at a time; 0: all. Not with
+    # input="hidden"; needs rounding="stochastic"; pays with granularity="token".
+    skip_tile: Natural = 0
+
+    def check(self):
+        if self.shift_init > 3.1416:
+            raise UsageError(f"{self.where}.shift_init={self.shift_init}: must be in [0, pi]")
+
+
+@block("config.model.dropout")
+class DropoutConfig:
+    """What stands where dropout stood."""
+
+    kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
+    rate: Probability = 0.1  # standard: share of the elements that are zeroed
+    # Where. kind="attention" has no form for attention_probs.
+    sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
+    elementwise: ElementwiseConfig = ElementwiseConfig()
+    attention: MaskAttentionConfig = MaskAttentionConfig()
+
+    def check(self):
+        a = self.attention
+        if self.skips and (a.input == "hidden" or a.rounding != "stochastic"):
+            raise UsageError(
+                f"{a.where}.skip_tile={a.skip_tile} needs masks that are known before the MLP and "
+                "are exactly 0: attention.input='embedding' or 'embedding_linear' "
+                f"(not {a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
+            )
+        if self.kind == "attention" and "attention_probs" in self.sites:
+            raise UsageError(
+                f"{self.where}.sites has 'attention_probs', but the masks of "
+                f"{self.where}.kind='attention' are as wide as the model: leave that site out, or "
+                "use kind='elementwise'"
+            )
+        if self.kind != "none" and not self.sites:
+            raise UsageError(
+                f"{self.where}.sites=(): kind={self.kind!r} would be nowhere; give some of "
+                f"embedding, attention_probs, attention_output, mlp_output, or set "
+                f"{self.where}.kind='none' if that is meant"
+            )
+
+    def resolved(self, width, num_heads):
+        """With the heads of the masks' attentions, in a model so wide with so many heads."""
+        a = dataclasses.replace(self.attention, num_heads=self.attention.num_heads or num_heads)
+        if self.kind == "attention" and width % a.num_heads:
+            raise UsageError(
+                f"config.model.width={width} does not divide by {a.where}.num_heads={a.num_heads} "
+                "(0: config.model.attention.num_heads)"
+            )
+        return dataclasses.replace(self, attention=a)
+
+    def active(self, site):
+        return site in self.sites and (self.learned or (self.kind == "standard" and self.rate > 0))
+
+    @property
+    def learned(self):
+        return self.kind in ("elementwise", "attention")
+
+    @property
+    def skips(self):
+        """Whether MLPs leave out closed tokens at inference."""
+        return (
+            self.kind == "attention" and self.attention.skip_tile > 0 and self.active("mlp_output")
+        )
+
+    @property
+    def by_position(self):
+        """Whether masks have an entry for each position of the context."""
+        return self.kind == "elementwise" and self.active("attention_probs")
+
+    @property
+    def shared(self):
+        """Whether the masks read what one pass over the input embedding gives."""
+        return self.kind == "attention" and self.attention.input != "hidden" and bool(self.sites)
+
+    @property
+    def own_attention(self):
+        """Whether every mask has an attention of its own."""
+        return self.kind == "attention" and self.attention.input != "embedding_linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """What a pre-norm block is told, all of it made out.
+
+    Attributes:
+      width: D. hidden: F; that of one expert with `moe`, of one channel with `soft`.
+      attention, mlp, dropout: as resolved; `attention.num_heads` with `soft` those of one channel.
+      std, std_out: standard deviation that matrices start from, and those that end in the residual.
+      context: the longest sequence.
+      router_scale: factor on what routers start from.
+      moe: a Mixture of Experts in place of the MLP, or None.
+      soft: the block is a `soft_experts.SoftBlock`, or None.
+    """
+
+    width: int
+    attention: AttentionConfig
+    mlp: MLPConfig
+    hidden: int
+    norm: str
+    norm_eps: float
+    use_bias: bool
+    dropout: DropoutConfig
+    std: float
+    std_out: float
+    dtype: jnp.dtype
+    context: int = 0
+    router_scale: float = 1.0
+    moe: MoEConfig | None = None
+    soft: SoftExpertsConfig | None = None
+
+
+def with_experts(b, mlp, index):
+    """The block `b`, with experts if that of this number has them."""
+    if mlp.kind != "moe" or not mlp.moe.in_block(index):
+        return b
+    return dataclasses.replace(b, moe=mlp.moe, hidden=mlp.moe.expert_hidden or b.hidden)
+
+
+def with_soft_experts(b, soft, index):
+    """The block `b`, with soft experts if that of this number has them."""
+    if not soft.in_block(index):
+        return b
+    return dataclasses.replace(b, soft=soft, hidden=soft.hidden(b.width))

@@ -1,0 +1,34 @@
+"""`config.model` of finished runs with bridges between them."""
+
+from typing import ClassVar, Literal
+
+from efx.errors import UsageError
+from efx.layers.config import DepthRoutingConfig, DropoutConfig, MuPConfig
+from efx.settings import Count, Natural, NonNegative, block
+
+
+@block("config.model")
+class BridgedConfig:
+    """Finished runs with bridges between them, configs/calm.py."""
+
+    family: Literal["bridged"] = "bridged"
+    context: Natural = 0  # longest sequence; 0: data.seq_len
+    anchor: str = ""  # run folder of the model that predicts
+    augment: tuple[str, ...] = ("",)  # of those that it reads, of the same tokenizer
+    pairs: Count = 2  # layers of each, evenly spaced, that a bridge connects
+    num_heads: Count = 4  # of the bridges' cross-attention
+    norm: Literal["none", "rmsnorm", "layernorm"] = "none"  # of what a bridge reads, on both sides
+    init_std: NonNegative = 0.02
+
+    causal_in_training: ClassVar[str] = "always"
+    # Members are what they are in evaluation, and unrolled.
+    scan_layers: ClassVar[bool] = False
+    remat: ClassVar[str] = "none"
+    depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
+    dropout: ClassVar[DropoutConfig] = DropoutConfig()
+    mup: ClassVar[MuPConfig] = MuPConfig()
+
+    def resolved(self):
+        if not self.augment:
+            raise UsageError("config.model.augment=(): needs the run folder of at least one model")
+        return self

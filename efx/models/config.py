@@ -1,0 +1,54 @@
+"""What the configs of model families have in common; `efx.models` has the table of families."""
+
+from typing import ClassVar
+
+from efx.layers.config import (
+    AttentionConfig,
+    BlockConfig,
+    DepthRoutingConfig,
+    DropoutConfig,
+    MLPConfig,
+    MuPConfig,
+    Remat,
+)
+from efx.settings import Count, Natural, NonNegative, Positive, block
+
+
+@block("config.model")
+class ModelConfig:
+    """Settings of `config.model` that every family of layers of its own has.
+
+    A resolved config, `resolved()`, has every field made out and is what the model's module holds.
+    """
+
+    # What a family without these settings has.
+    depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
+    mup: ClassVar[MuPConfig] = MuPConfig()
+
+    context: Natural = 0  # longest sequence; 0: data.seq_len
+    width: Count = 128
+    depth: Count = 4
+    attention: AttentionConfig = AttentionConfig()
+    mlp: MLPConfig = MLPConfig()
+    dropout: DropoutConfig = DropoutConfig()
+    norm_eps: Positive = 1e-5
+    init_std: NonNegative = 0.02  # of weights at the start; residual outputs: / sqrt(2 depth)
+    logit_softcap: NonNegative = 0.0  # logits <- softcap tanh(logits / softcap); 0: off
+    # The vocabulary is padded to a multiple of this; 0: of the devices that the mesh splits it
+    # over. Padding gets no probability, and a checkpoint can be read with any.
+    vocab_multiple: Natural = 0
+    scan_layers: bool = False  # one compiled layer for all: compiles faster, runs a little slower
+    remat: Remat = "none"  # "full", "dots": recompute activations in the backward pass
+
+    def block(self, **fields):
+        """The `BlockConfig` of a resolved config with these further fields."""
+        fields = dict(width=self.width, attention=self.attention, dropout=self.dropout) | fields
+        fields.setdefault("hidden", self.mlp.hidden_size(fields["width"]))
+        return BlockConfig(
+            mlp=self.mlp,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
+            use_bias=self.use_bias,
+            context=self.context,
+            **fields,
+        )
