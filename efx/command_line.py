@@ -6,10 +6,9 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from efx import config as config_lib
-from efx import run_config, runfolder
-from efx.config import known
+from efx import run_config, run_settings, runfolder
 from efx.errors import UsageError, nearest
+from efx.run_settings import known
 
 
 def _define(config, argv):
@@ -90,7 +89,7 @@ def load_config(source):
         folder = pathlib.Path(path).parent
         hint = nearest(path, folder.glob("*.py"))
         raise UsageError(f"--config={path}: there is no such file{hint}")
-    config_lib.make_configs_importable()
+    run_settings.make_configs_importable()
     try:
         spec = importlib.util.spec_from_file_location("efx_config", path)
         module = importlib.util.module_from_spec(spec)
@@ -101,7 +100,7 @@ def load_config(source):
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"--config={source} cannot be loaded: {reason}") from error
-    config_lib.check(config, f"--config={source}")
+    run_settings.check(config, f"--config={source}")
     return config
 
 
@@ -146,7 +145,7 @@ def _check_flags(own, argv):
 
 
 def _nearest_flag(own, name):
-    setting = config_lib.elsewhere(name, config_lib.names(known()))
+    setting = run_settings.elsewhere(name, run_settings.names(known()))
     if setting:
         return f" (did you mean '--{setting}'?)"
     return nearest(f"--{name}", [f"--{flag}" for flag in own])
@@ -155,7 +154,7 @@ def _nearest_flag(own, name):
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        found = config_lib.require(config, key)
+        found = run_settings.require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
     if hasattr(found, "keys"):

@@ -4,14 +4,14 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from efx import config as config_lib
+from efx import run_settings
 from efx.runfolder import CONFIG_FILE, load_config
 
 
 def get_config(workdir):
     """The config of the run, its lists as tuples again; UsageError unless its keys are right."""
     config = ConfigDict(_tuples(load_config(workdir)))
-    config_lib.check(config, pathlib.Path(workdir) / CONFIG_FILE)
+    run_settings.check(config, pathlib.Path(workdir) / CONFIG_FILE)
     return config
 
 

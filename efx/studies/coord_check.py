@@ -21,7 +21,7 @@ import sys
 
 import jax
 
-from efx import config as config_lib
+from efx import run_settings
 from efx.command_line import load_config
 from efx.errors import UsageError
 from efx.layers.groups import Compress, Upsample
@@ -169,7 +169,7 @@ def _config(args, width, base):
             changes[key] = value
     try:
         for key in changes:
-            config_lib.require(config, key)
+            run_settings.require(config, key)
         config.update_from_flattened_dict(changes)
     except (UsageError, TypeError) as error:
         raise UsageError(f"--set: {' '.join(str(error).split())}") from None
