@@ -36,7 +36,7 @@ Hardware: 2 CPU cores.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from efx.configs import common
 
 _FURTHER = {
     "steps": 300,

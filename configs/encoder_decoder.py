@@ -41,7 +41,7 @@ Hardware: 2 CPU cores.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from efx.configs import common
 
 PUBLISHED = {
     "data.tokenizer": "bpe:50257",

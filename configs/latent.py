@@ -63,7 +63,7 @@ Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an acc
 
 from ml_collections import ConfigDict
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": lambda config: {

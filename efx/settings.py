@@ -4,19 +4,9 @@ A config is a ConfigDict that any Python file may write to, so a misspelt key wo
 more key, which nobody reads. Whatever set it, a config is checked as a whole.
 """
 
-import pathlib
-import sys
-
 from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
-
-
-def make_configs_importable():
-    """Lets a config file import `configs.common`, wherever efx is started from."""
-    top = str(pathlib.Path(__file__).resolve().parent.parent)
-    if top not in sys.path:
-        sys.path.append(top)
 
 
 def known(family="decoder"):
@@ -24,8 +14,7 @@ def known(family="decoder"):
 
     Raises UsageError for an unknown family.
     """
-    make_configs_importable()
-    from configs import common
+    from efx.configs import common
 
     if family not in common.FAMILIES:
         raise UsageError(
@@ -56,7 +45,7 @@ def check(config, where=""):
 
 def _check_family(model):
     """A changed `config.model.family` does not change the settings beside it."""
-    from configs import common
+    from efx.configs import common
 
     for family, settings in common.FAMILIES.items():
         if family != model.family and set(settings()) == set(model):

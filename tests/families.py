@@ -12,8 +12,8 @@ import numpy as np
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from configs import common
 from efx import losses, models
+from efx.configs import common
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
 

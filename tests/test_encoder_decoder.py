@@ -14,8 +14,9 @@ import pytest
 from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
 
-from configs import common
-from efx import losses, main, models, optim, sharding
+from efx import losses, models, optim, sharding
+from efx.config import load_config
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
@@ -493,7 +494,7 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     monkeypatch.chdir(root)
 
     def build(names, vocab_size):
-        config = main.load_config(f"configs/encoder_decoder.py:{names}")
+        config = load_config(f"configs/encoder_decoder.py:{names}")
         assert config.losses["dropout_entropy"] == config.losses["dropout_l1"] == 1.0
         return models.build(config.model, vocab_size=vocab_size, context=config.data.seq_len,
                             dtype="float32")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import models
+from efx.configs import common
 from efx.errors import UsageError
 from efx.interop import hf
 from efx.layers.stack import scan_params

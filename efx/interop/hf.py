@@ -152,9 +152,9 @@ def load_hf(folder, config):
 
     Args:
       folder: local path.
-      config: an efx config, e.g. `configs.common.base()`; returned is a copy with `config.model`
-        changed to the checkpoint's model. Its depth routing stays: with `kind="mod"` the result
-        is the checkpoint with fresh routers, drawn with `config.seed`.
+      config: an efx config; returned is a copy with `config.model` changed to the checkpoint's
+        model. Its depth routing stays: with `kind="mod"` the result is the checkpoint with fresh
+        routers, drawn with `config.seed`.
     """
     folder = Path(folder)
     hf = complete(_read_json(folder / "config.json"))
