@@ -36,10 +36,15 @@ def override(config, changes, where):
     """Sets dotted keys of a config; UsageError, which begins with `where`, for what cannot be."""
     from efx.configs import common
 
-    try:
-        common.apply(config, changes)
-    except (UsageError, TypeError) as error:
-        raise UsageError(f"{where}: {' '.join(str(error).split())}") from None
+    for key, value in changes.items():
+        try:
+            common.apply(config, {key: value})
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+        except TypeError:
+            block, _, name = key.rpartition(".")
+            wanted = (settings.require(config, block) if block else config).get_type(name).__name__
+            raise UsageError(f"{where}: config.{key}={value!r}: expected {wanted}") from None
 
 
 def config_of_run(workdir):

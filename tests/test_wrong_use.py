@@ -347,6 +347,10 @@ def test_the_closing_hints_fit_the_run(monkeypatch):
     assert look[1].startswith("python -m tensorboard.main --logdir ")
     assert look[2].startswith("python -m pip install tensorboard && python -m tensorboard.main ")
     assert look[3].endswith("metrics.jsonl has a line for each logged step")
+    for script, command in (("/env/bin/efx", "efx"), (None, "/env/bin/efx")):  # installed
+        monkeypatch.setattr(hints.sys, "argv", ["/env/bin/efx"])
+        line = ended(monkeypatch, chars, text, "地", script=script)[0]
+        assert f" {command} --mode=sample" in line
     monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
     lines = ended(monkeypatch, chars, text, "地")
     assert lines[0].count("./launch/local.sh --mode=sample") == 1
