@@ -4,8 +4,8 @@
     common.apply(config, {"model.depth": 12})    # what the experiment changes
     return common.variant(config, arg, smoke={...})
 
-What settings there are, with their meaning: efx/run_settings.py, efx/layers/config.py and the configs of
-the families in efx/models.
+What settings there are, with their meaning: efx/run_settings.py, efx/layers/config.py and the
+configs of the families in efx/models.
 """
 
 import itertools

@@ -6,15 +6,13 @@ result; any setting can then be given on the command line, as `--config.model.de
 """
 
 import dataclasses
-import pathlib
-import sys
 from typing import Annotated, Literal
 
 from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
 from efx.layers.adapter_config import AdapterConfig
-from efx.models.configs import config_class, config_of
+from efx.models.configs import check_family, config_class, config_of
 from efx.models.decoder_config import DecoderConfig
 from efx.settings import (
     Count,
@@ -302,13 +300,6 @@ def known(family="decoder"):
     return defaults(dataclasses.replace(Config(), model=config_class(family)()))
 
 
-def make_configs_importable():
-    """Lets a config file import `configs.common`, wherever efx is started from."""
-    top = str(pathlib.Path(__file__).resolve().parent.parent)
-    if top not in sys.path:
-        sys.path.append(top)
-
-
 def check(config, where=""):
     """The `Config` of a ConfigDict of any family; UsageError unless it has just the settings that
     there are, each with a value that it may have. A `Config` is returned as it is. A misspelt key
@@ -323,6 +314,7 @@ def check(config, where=""):
         if not isinstance(config, ConfigDict):
             raise UsageError(f"a config is a ConfigDict, not of type {type(config).__name__}")
         family = require(config, "model.family")
+        check_family(dict(config.model.items()))
         _check_names(config, right := known(family), "config", list(names(right)))
         return make(Config, config)
     except UsageError as error:

@@ -6,8 +6,9 @@ import re
 import jax
 import pytest
 
-from configs import common
 from efx import main, models, optim, sharding, step
+from efx.config import load_config
+from efx.configs import common
 from efx.errors import UsageError
 from efx.studies import isoflop, sweep
 
@@ -34,7 +35,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("variant", ["", ":smoke"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_builds(name, variant):
-    config = main.load_config(f"configs/{name}{variant}")
+    config = load_config(f"configs/{name}{variant}")
     whole = common.base(config.model.family)
     assert set(keys(config)) == set(keys(whole)), "a config adds or loses no key"
     sharding.check_rules(config.rules)
@@ -58,7 +59,7 @@ def test_docstrings_count_the_micro_batches_that_there_are():
             for name in FILES}
     assert told["gpt2.py"]
     for name, counts in told.items():
-        accumulation = main.load_config(f"configs/{name}").train.accumulation
+        accumulation = load_config(f"configs/{name}").train.accumulation
         assert all(int(count) == accumulation for count in counts), name
 
 
@@ -67,7 +68,7 @@ def test_every_variant_loads(name):
     namespace = {}
     exec((ROOT / "configs" / name).read_text(), namespace)  # its VARIANTS
     for variant in namespace["VARIANTS"]:
-        assert main.load_config(f"configs/{name}:{variant}")
+        assert load_config(f"configs/{name}:{variant}")
         assert variant in namespace["__doc__"] or variant == "smoke"
 
 
@@ -77,7 +78,7 @@ def test_a_sweep_names_settings_that_exist(name, tmp_path):
     grid = "get_grid" in (ROOT / path).read_text()
     spec = isoflop.as_sweep(isoflop.load_grid(path)) if grid else sweep.load_sweep(path)
     for run, changes in spec["runs"].items():
-        config = main.load_config(changes.get("config", spec["config"]))
+        config = load_config(changes.get("config", spec["config"]))
         for argument in sweep.command(spec, tmp_path, run, 0, {}, [])[1:]:
             key = argument.partition("=")[0].removeprefix("--config.")
             assert key == "--workdir" or key in set(keys(config)), argument
@@ -86,7 +87,7 @@ def test_a_sweep_names_settings_that_exist(name, tmp_path):
 
 def test_a_misspelt_variant_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'dense'"):
-        main.load_config("configs/mod.py:dens")
+        load_config("configs/mod.py:dens")
 
 
 @pytest.mark.parametrize("given, built", [("0.25", 0.25), ("(0.125,0.5)", (0.125, 0.5))])
