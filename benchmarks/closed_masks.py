@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common
-from configs import learned_dropout
-from configs.common import apply
 from efx import models
+from efx.configs import learned_dropout
+from efx.configs.common import apply
 from efx.layers.learned_dropout import AttentionMask
 from efx.studies.step_time import take_turns
 

@@ -27,8 +27,8 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks.common import command
-from configs import common
 from efx import flops, models
+from efx.configs import common
 from efx.hostmemory import keep_freed_memory
 from efx.layers.stack import Layer
 from efx.sample import PREFILL, STREAM, Sampler

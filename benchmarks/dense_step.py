@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from benchmarks import common
-from configs import shakespeare_char
-from configs.common import apply
+from efx.configs import shakespeare_char
+from efx.configs.common import apply
 from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 TARGET = 0.72  # of PyTorch's tokens a second, in float32

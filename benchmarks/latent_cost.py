@@ -17,9 +17,9 @@ import sys
 import numpy as np
 
 from benchmarks import common
-from configs import latent, mod
-from configs.common import apply
 from efx import models
+from efx.configs import latent, mod
+from efx.configs.common import apply
 from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 

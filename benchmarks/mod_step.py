@@ -20,8 +20,8 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks import common
-from configs import mod
-from configs.common import apply
+from efx.configs import mod
+from efx.configs.common import apply
 from efx.layers import routing
 from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer

@@ -18,8 +18,8 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks import common
-from configs.common import apply, base
 from efx import flops, models
+from efx.configs.common import apply, base
 from efx.errors import UsageError
 from efx.layers import attend, costs
 from efx.layers.info import TokenInfo

@@ -1,0 +1,1 @@
+"""Config files, one for each experiment; imported as `efx.configs`."""

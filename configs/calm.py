@@ -34,7 +34,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from configs import common
+from efx.configs import common
 
 _FURTHER = {
     "steps": 300,

@@ -27,7 +27,7 @@ Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.
 of `python -m efx.studies.cbtm_table`. Hardware: 2 CPU cores.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": {

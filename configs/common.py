@@ -4,15 +4,15 @@
     common.apply(config, {"model.depth": 12})    # what the experiment changes
     return common.variant(config, arg, smoke={...})
 
-What settings there are, with their meaning: efx/config.py, efx/layers/config.py and the configs of
-the families in efx/models.
+What settings there are, with their meaning: efx/run_settings.py, efx/layers/config.py and the
+configs of the families in efx/models.
 """
 
 import itertools
 
-from efx import config as config_lib
-from efx.config import known
+from efx import run_settings
 from efx.errors import UsageError, nearest
+from efx.run_settings import known
 
 
 def base(family="decoder"):
@@ -24,7 +24,7 @@ def base(family="decoder"):
 def apply(config, changes):
     """Set dotted keys: `apply(config, {"model.depth": 2})`; UsageError for one that is none."""
     for key in changes:
-        config_lib.require(config, key)
+        run_settings.require(config, key)
     config.update_from_flattened_dict(changes)
     return config
 

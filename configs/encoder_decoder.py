@@ -39,7 +39,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from configs import common
+from efx.configs import common
 
 PUBLISHED = {
     "data.tokenizer": "bpe:50257",

@@ -10,7 +10,7 @@ loss is 2.85 after 600,000 steps (8 x A100, about 4 days). `configs/gpt2.py:smok
 CPU run of the same code.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {"smoke": common.ACCELERATOR_SMOKE}
 

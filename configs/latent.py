@@ -61,7 +61,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an accelerator.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": lambda config: {

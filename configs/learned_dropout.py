@@ -52,7 +52,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from configs import common
+from efx.configs import common
 
 MASKS = r".*/mask_[a-z]+"
 VARIANTS = {

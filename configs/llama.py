@@ -7,7 +7,7 @@ The size of a 124M GPT-2 in the Llama style; compare with `configs/mod.py` at eq
 `--config.train_flops`. `configs/llama.py:smoke` is a one-minute CPU run of the same code.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": {

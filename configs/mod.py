@@ -49,7 +49,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores. docs/results.md says what it comes to.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": common.SMOKE,

@@ -35,7 +35,7 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores.
 """
 
-from configs import common
+from efx.configs import common
 
 VARIANTS = {
     "smoke": {**common.SMOKE, "model.mlp.moe.expert_hidden": 88},

@@ -38,7 +38,7 @@ Variants, to be combined with commas:
     configs/phatgoose.py:inclusion  trains an entrance of each expert, which may leave it out
 """
 
-from configs import common
+from efx.configs import common
 
 _ADAPTER = {
     "steps": 300,

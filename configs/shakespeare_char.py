@@ -16,7 +16,7 @@ The text is the 1,115,394 characters of tinyshakespeare; the first 90% train. Va
 The others are combined with "cpu", which need not be named, or with "gpu".
 """
 
-from configs import common
+from efx.configs import common
 
 CPU = {
     "steps": 2000,

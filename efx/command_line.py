@@ -1,30 +1,28 @@
-"""Flags of the command line: from the arguments of `python -m efx.main` to a checked config."""
+"""Flags of the command line: from the arguments of `efx` or `python -m efx.main` to a config."""
 
-import importlib.util
 import pathlib
 
 from absl import flags
 from ml_collections import config_flags
 
-from efx import config as config_lib
-from efx import run_config, runfolder
-from efx.config import known
+from efx import run_settings, runfolder
+from efx.config import config_of_run, load_config
 from efx.errors import UsageError, nearest
 
 
-def _define(config, argv):
-    """The flags, in a set of their own: parsing twice in one process starts afresh. config: None
-    where only their names and their help are asked for."""
+def _define():
+    """The flags, in a set of their own: parsing twice in one process starts afresh."""
     values = flags.FlagValues()
+    values.set_gnu_getopt()  # a setting's value is no end of the flags
 
     def define(kind, name, default, text):
-        kind(name, default, text, flag_values=values)
+        kind(name, default, text, flag_values=values, allow_overwrite=False)
 
-    if config is None:
-        text = "Config file, FILE or FILE:VARIANT,VARIANT; --config.KEY=VALUE changes a setting."
-        define(flags.DEFINE_string, "config", None, text)
-    else:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+    text = (
+        "Config, FILE.py or the name of one that comes with efx; with variants, "
+        "NAME:VARIANT,VARIANT. --config.KEY=VALUE changes a setting."
+    )
+    define(flags.DEFINE_string, "config", None, text)
     define(flags.DEFINE_string, "workdir", None, "Run folder.")
     define(flags.DEFINE_string, "mode", "train", "train, compose, evaluate, sample or cluster.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
@@ -47,35 +45,19 @@ def parse(argv, usage=""):
 
     usage: what --help says before it lists the flags.
     """
-    own = _define(None, argv[:1])
+    values = _define()
     names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
     if names & {"help", "helpfull", "h"}:
-        print(usage + "\nFlags:\n" + own.get_help("  ", include_special_flags=False))
+        print(usage + "\nFlags:\n" + values.get_help("  ", include_special_flags=False))
         return None
-    _check_flags(own, argv)
-    source, rest = _take_config(argv)
-    if source is None:
-        folder, mode = _value_of("workdir", argv)[0], _value_of("mode", argv)[0] or "train"
-        new = folder is None or not (pathlib.Path(folder) / runfolder.CONFIG_FILE).is_file()
-        if new and mode in ("train", "compose", "cluster"):
-            raise UsageError(
-                "--config is missing: a config file, e.g. --config configs/mod.py "
-                "(or --workdir of an existing run)"
-            )
-        if folder is None:
-            raise UsageError("--workdir is missing: the folder of a run, e.g. --workdir runs/mod")
-        config = run_config.get_config(folder)
-    else:
-        config = load_config(source)
-    for arg in rest[1:]:
-        name = arg.partition("=")[0].lstrip("-")
-        if arg.startswith("-") and name.startswith("config."):
-            _check_key(config, name.removeprefix("config."))
-    values = _define(config, rest)
-    try:
-        left = values(rest)
-    except Exception as error:
-        raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
+    rest = _parse(values, argv, known_only=True)
+    keys = _keys(values, rest)
+    config = _config(values.config, values.workdir, values.mode)
+    for key in keys:
+        _check_key(config, key)
+    del values.config
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=rest)
+    left = _parse(values, rest)
     if len(left) > 1:
         known = "settings are --config.<key>=<value>, config files --config=<file>"
         raise UsageError(f"unexpected argument {left[1]!r}: {known}")
@@ -83,79 +65,57 @@ def parse(argv, usage=""):
     return values
 
 
-def load_config(source):
-    """The ConfigDict of "file.py" or "file.py:variant"."""
-    path, _, variant = source.partition(":")
-    if not pathlib.Path(path).is_file():
-        folder = pathlib.Path(path).parent
-        hint = nearest(path, folder.glob("*.py"))
-        raise UsageError(f"--config={path}: there is no such file{hint}")
-    config_lib.make_configs_importable()
+def _parse(values, argv, known_only=False):
+    """What is left of the arguments."""
     try:
-        spec = importlib.util.spec_from_file_location("efx_config", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        config = module.get_config(variant) if variant else module.get_config()
-    except UsageError as error:
-        raise UsageError(f"--config={source}: {error}") from error
+        return values(argv, known_only)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"--config={source} cannot be loaded: {reason}") from error
-    config_lib.check(config, f"--config={source}")
-    return config
+        raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _value_of(name, argv):
-    """(value of --name=x or --name x, its indices in argv); (None, []) when absent."""
-    for i, arg in enumerate(argv):
-        key, equals, value = arg.partition("=")
-        if key in (f"-{name}", f"--{name}"):
-            if equals:
-                return value, [i]
-            if i + 1 < len(argv):
-                return argv[i + 1], [i, i + 1]
-            raise UsageError(f"--{name} needs a value")
-    return None, []
+def _config(source, workdir, mode):
+    if source is not None:
+        return load_config(source)
+    is_run = workdir is not None and (pathlib.Path(workdir) / runfolder.CONFIG_FILE).is_file()
+    if not is_run and mode in ("train", "compose", "cluster"):
+        raise UsageError(
+            "--config is missing: a config file, e.g. --config configs/mod.py "
+            "(or --workdir of an existing run)"
+        )
+    if workdir is None:
+        raise UsageError("--workdir is missing: the folder of a run, e.g. --workdir runs/mod")
+    return config_of_run(workdir)
 
 
-def _take_config(argv):
-    value, where = _value_of("config", argv)
-    return value, [arg for i, arg in enumerate(argv) if i not in where]
-
-
-def _check_flags(own, argv):
-    """UsageError for the first argument that looks like a flag and is none, or comes again."""
-    seen, is_value = set(), False  # whether the next argument is the value of the last
-    for arg in argv[1:]:
+def _keys(values, rest):
+    """Dotted keys of the settings in what is left of the arguments; UsageError for what looks like
+    a flag and is none."""
+    keys, is_value = [], False  # whether the next argument is the value of the last
+    for arg in rest[1:]:
         if is_value or not arg.startswith("-"):
             is_value = False
             continue
         if arg == "--":
-            return
+            break
         name, equals, _ = arg.lstrip("-").partition("=")
-        if name.startswith("config."):  # of several the last counts, which scripts rely on
-            is_value = not equals
-            continue
-        if name in seen:
-            raise UsageError(f"--{name} is given twice")
-        seen.add(name)
-        if name in own:
-            is_value = not equals and not own[name].boolean
-        elif name.removeprefix("no") not in own:
-            raise UsageError(f"--{name} is not a flag{_nearest_flag(own, name)}")
+        if not name.startswith("config."):
+            raise UsageError(f"--{name} is not a flag{_nearest_flag(values, name)}")
+        keys.append(name.removeprefix("config."))
+        is_value = not equals
+    return keys
 
 
-def _nearest_flag(own, name):
-    setting = config_lib.elsewhere(name, config_lib.names(known()))
+def _nearest_flag(values, name):
+    setting = run_settings.elsewhere(name, run_settings.names(run_settings.known()))
     if setting:
         return f" (did you mean '--{setting}'?)"
-    return nearest(f"--{name}", [f"--{flag}" for flag in own])
+    return nearest(f"--{name}", [f"--{flag}" for flag in values])
 
 
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        found = config_lib.require(config, key)
+        found = run_settings.require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
     if hasattr(found, "keys"):

@@ -6,8 +6,7 @@ import pathlib
 import jax
 import numpy as np
 
-from efx import config as config_lib
-from efx import models, runfolder, sharding
+from efx import models, run_settings, runfolder, sharding
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
@@ -68,7 +67,7 @@ def prepare(config, workdir=None, parts=PARTS):
 
     parts: of the data that is wanted, see `efx.data.load`.
     """
-    config = config_lib.check(config)
+    config = run_settings.check(config)
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():

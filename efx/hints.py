@@ -22,6 +22,8 @@ def after(workdir, config, data, context):
     command, python = "python -m efx.main", "python"
     if "EFX_COMMAND" in os.environ:
         command, python = os.environ["EFX_COMMAND"], shlex.quote(sys.executable)
+    elif os.path.basename(sys.argv[0]) == "efx":  # installed; perhaps not on the PATH
+        command = shlex.quote(sys.argv[0] if shutil.which("efx") != sys.argv[0] else "efx")
     folder, text = shlex.quote(str(workdir)), _prompt(config, data, context)
     # One that cannot be shown in a line is the config's own, which needs no flag.
     prompt = f" --prompt {shlex.quote(text)}" if text and text.isprintable() else ""

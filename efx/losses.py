@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from efx import means
-from efx.config import LossesConfig
 from efx.errors import UsageError, nearest
+from efx.run_settings import LossesConfig
 
 
 class LossSums(NamedTuple):

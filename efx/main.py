@@ -1,11 +1,11 @@
-"""Command line: `python -m efx.main --config configs/mod.py --workdir runs/mod`.
+"""Command line: `efx --config mod --workdir runs/mod`, or `python -m efx.main` in its place.
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. Any setting can be changed with
-`--config.<key>=<value>`; `configs/mod.py:smoke` picks a variant of a config file, and commas join
-several.
+`--config.<key>=<value>`. A config is a file, `configs/mod.py`, or the name of one that comes with
+efx, `mod`; `mod:smoke` picks a variant of it, and commas join several.
 """
 
 import time
@@ -20,11 +20,10 @@ import sys
 
 from absl import logging
 
-from efx.command_line import load_config, parse
+from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
-__all__ = ["load_config", "main", "parse", "run", "start_jax"]
 MODES = ("train", "compose", "evaluate", "sample", "cluster")
 FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import optax
 from flax.core import meta
 
-from efx.config import OptimConfig
 from efx.errors import UsageError
 from efx.layers import parametrisation
+from efx.run_settings import OptimConfig
 from efx.settings import make
 
 # Modules whose kernels are no hidden matrices: Muon leaves them to AdamW, as its authors do.

@@ -30,7 +30,7 @@ import re
 import subprocess
 import sys
 
-from efx import __version__
+from efx import __version__, atomic
 from efx.errors import UsageError
 
 CONFIG_FILE = "config.json"
@@ -85,19 +85,8 @@ def writing(path):
 
 def write_atomic(path, text):
     """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        atomic.write_text(pathlib.Path(path), text)
 
 
 def load_config(workdir):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models, sharding
-from efx.config import SampleConfig
 from efx.errors import UsageError
+from efx.run_settings import SampleConfig
 from efx.settings import make
 
 PREFILL = 64  # tokens of a prompt that a call processes

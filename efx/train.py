@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import config as config_lib
-from efx import hints, models, optim, runfolder, settings, sharding
+from efx import hints, models, optim, run_settings, runfolder, settings, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
@@ -86,7 +85,7 @@ class _Run:
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
-        self.workdir, config = pathlib.Path(workdir), config_lib.check(config)
+        self.workdir, config = pathlib.Path(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.run = self._look(config, command_line)
         with self._timed("data and model"):

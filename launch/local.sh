@@ -34,12 +34,11 @@ done
 
 defaults=()
 if [ -z "$workdir" ]; then
-  # configs/gpt2.py:smoke runs in runs/gpt2-smoke
+  # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
   name="$(basename -- "${config:-mod.py}")"
-  case "$name" in
-    *.py:*) name="${name%%.py:*}-${name#*.py:}" ;;
-    *) name="${name%.py}" ;;
-  esac
+  name="${name%.py}"
+  name="${name/.py:/:}"
+  name="${name/:/-}"
   defaults+=(--workdir "${prefix}runs/$name")
 fi
 # Evaluating and sampling take the config from the run folder.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from configs import common
 from efx import losses, models
+from efx.configs import common
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
 

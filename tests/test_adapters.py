@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import checkpoint, inference, models, runfolder, train
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import adapters
 from efx.layers.info import TokenInfo
@@ -226,7 +226,7 @@ TINY = {
 
 
 def config_of(variant, text, **changes):
-    from configs import phatgoose
+    from efx.configs import phatgoose
 
     config = phatgoose.get_config()
     for name in filter(None, variant.split(",")):
@@ -242,9 +242,9 @@ def params_at(run):
 
 
 def config_in(run):
-    from efx.run_config import get_config
+    from efx.config import config_of_run
 
-    return get_config(str(run))
+    return config_of_run(run)
 
 
 @pytest.fixture(scope="module")

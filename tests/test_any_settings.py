@@ -21,8 +21,8 @@ import pytest
 import test_families
 from hypothesis import strategies as st
 
-from configs import common
 from efx import models
+from efx.configs import common
 from efx.layers import attend
 
 CONTEXT, VOCAB, CHUNK = 13, 11, 5

@@ -11,8 +11,8 @@ from flax import linen as nn
 from test_adapters import params_at
 from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
 
-from configs import calm, common
 from efx import checkpoint, flops, inference, models, train
+from efx.configs import calm, common
 from efx.errors import UsageError
 from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
@@ -353,22 +353,22 @@ def test_only_bridges_train(runs):
 
 
 def scanned_variables(run):
-    from efx.run_config import get_config
+    from efx.config import config_of_run
 
-    e, _, params, variables = inference.restore(get_config(str(run)), run)
+    e, _, params, variables = inference.restore(config_of_run(run), run)
     assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
 
 def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path, capsys):
-    from efx.run_config import get_config
+    from efx.config import config_of_run
 
     text = runs / "a.txt"
     train.compose(config_of("bridge", text, **between(runs)), tmp_path / "start")
-    start = inference.evaluate(get_config(str(tmp_path / "start")), tmp_path / "start")
-    anchor = inference.evaluate(get_config(str(runs / "anchor")), runs / "anchor")
+    start = inference.evaluate(config_of_run(tmp_path / "start"), tmp_path / "start")
+    anchor = inference.evaluate(config_of_run(runs / "anchor"), runs / "anchor")
     assert start["eval/loss"] == pytest.approx(anchor["eval/loss"], abs=1e-6)
-    config = get_config(str(runs / "bridged"))
+    config = config_of_run(runs / "bridged")
     assert np.isfinite(inference.evaluate(config, runs / "bridged")["eval/loss"])
     assert inference.sample(config, runs / "bridged")["new_tokens"] == 12
 

@@ -10,12 +10,13 @@ import pytest
 from data_helpers import same
 
 from efx import main as main_lib
-from efx import run_config, runfolder
+from efx import runfolder
 from efx.compose.corpus import Text
+from efx.config import config_of_run
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 
 CONFIG = """
-from configs import cbtm, common
+from efx.configs import cbtm, common
 
 def get_config(arg=""):
     config = cbtm.get_config("smoke")
@@ -84,7 +85,7 @@ def evaluation(folder):
 def last_params(folder):
     from efx import inference
 
-    return inference.restore(run_config.get_config(folder), folder)[2]
+    return inference.restore(config_of_run(folder), folder)[2]
 
 
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
@@ -105,7 +106,7 @@ def test_evaluation_agrees_with_the_ordinary_one_and_with_its_parts(trained):
     folder, plan = trained
     result = evaluation(folder)
     for name, run_folder in (("expert 1", folder / "expert_1"), ("seed model", folder / "seed")):
-        ordinary = inference.evaluate(run_config.get_config(run_folder), run_folder)
+        ordinary = inference.evaluate(config_of_run(run_folder), run_folder)
         np.testing.assert_allclose(result[name]["loss"], ordinary["eval/loss"], rtol=1e-5)
         np.testing.assert_allclose(
             result[name]["bits_per_byte"], ordinary["eval/bits_per_byte"], rtol=1e-5
@@ -141,7 +142,7 @@ def test_no_probability_depends_on_later_text(trained):
     from efx.compose.members import Ensemble
 
     folder, _ = trained
-    config = run_config.get_config(folder)
+    config = config_of_run(folder)
     ensemble = Ensemble(config, folder)
     rng = np.random.default_rng(0)
     data = (b"import os\ndef parse(self, argument): return self.argument\n" * 6)[:300]

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra compose)")
 pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
 
-from configs import common
 from efx import main as main_lib
 from efx.compose import clustering as lib
 from efx.compose.members import FOLDER
+from efx.configs import common
 from efx.data import clusters
 from efx.errors import UsageError
 from efx.studies import cluster

@@ -6,8 +6,9 @@ import re
 import jax
 import pytest
 
-from configs import common
 from efx import main, models, optim, sharding, step
+from efx.config import load_config
+from efx.configs import common
 from efx.errors import UsageError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("variant", ["", ":smoke"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_builds(name, variant):
-    config = main.load_config(f"configs/{name}{variant}")
+    config = load_config(f"configs/{name}{variant}")
     whole = common.base(config.model.family)
     assert set(keys(config)) == set(keys(whole)), "a config adds or loses no key"
     sharding.check_rules(config.rules)
@@ -56,7 +57,7 @@ def test_docstrings_count_the_micro_batches_that_there_are():
             for name in FILES}
     assert told["gpt2.py"]
     for name, counts in told.items():
-        accumulation = main.load_config(f"configs/{name}").train.accumulation
+        accumulation = load_config(f"configs/{name}").train.accumulation
         assert all(int(count) == accumulation for count in counts), name
 
 
@@ -65,13 +66,13 @@ def test_every_variant_loads(name):
     namespace = {}
     exec((ROOT / "configs" / name).read_text(), namespace)  # its VARIANTS
     for variant in namespace["VARIANTS"]:
-        assert main.load_config(f"configs/{name}:{variant}")
+        assert load_config(f"configs/{name}:{variant}")
         assert variant in namespace["__doc__"] or variant == "smoke"
 
 
 def test_a_misspelt_variant_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'dense'"):
-        main.load_config("configs/mod.py:dens")
+        load_config("configs/mod.py:dens")
 
 
 @pytest.mark.parametrize("given, built", [("0.25", 0.25), ("(0.125,0.5)", (0.125, 0.5))])

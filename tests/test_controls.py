@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import common
 from efx import models, sample, sharding
+from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers import controls, routing

@@ -20,7 +20,7 @@ from test_routing import (
 )
 from test_train import TINY, batch_of, setup
 
-from configs import common
+from efx.configs import common
 from efx.layers import decisions, routing
 from efx.layers.info import TokenInfo
 

@@ -14,8 +14,9 @@ import pytest
 from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
 
-from configs import common
-from efx import losses, main, models, optim, sharding
+from efx import losses, models, optim, sharding
+from efx.config import load_config
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
@@ -557,14 +558,15 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     monkeypatch.chdir(root)
 
     def build(names, vocab_size):
-        config = main.load_config(f"configs/encoder_decoder.py:{names}")
+        config = load_config(f"configs/encoder_decoder.py:{names}")
         assert config.losses["dropout_entropy"] == config.losses["dropout_l1"] == 1.0
         return models.build(
             config.model, vocab_size=vocab_size, context=config.data.seq_len, dtype="float32"
         )
 
     seed, small = build("seed", 50257), build("masks,smoke", 300)
-    assert (seed.config.width, seed.config.depth, seed.config.cross_heads, seed.context) == (150, 13, 10, 200)
+    c = seed.config
+    assert (c.width, c.depth, c.cross_heads, c.context) == (150, 13, 10, 200)
     parts = seed.parameter_count()
     assert round((sum(parts.values()) - parts["masks"]) / 1e6, 1) == 15.8
     assert seed.config.dropout.elementwise == small.config.dropout.elementwise

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from configs import common
 from efx import train
+from efx.configs import common
 from efx.metrics import read_metrics
 
 SHARED = {
@@ -35,7 +35,7 @@ rank, port, workdir, launches = int(sys.argv[1]), *sys.argv[2:]
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank,
                            heartbeat_timeout_seconds=100)
-from configs import common
+from efx.configs import common
 from efx import train
 for changes in json.loads(launches):
     config = common.base()

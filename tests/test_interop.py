@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import models
+from efx.configs import common
 from efx.errors import UsageError
 from efx.interop import hf
 from efx.layers.stack import scan_params
@@ -334,7 +334,7 @@ def test_configs_that_efx_cannot_reproduce(kind, changes, message):
 def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
-    old = hf.config_from_hf({"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8})
+    old = hf.config_from_hf({"model_type": "llama", "attention.rope_theta": 5e5, "num_key_value_heads": 8})
     assert (old["model.attention.rope_theta"], old["model.attention.num_kv_heads"]) == (5e5, 8)
     assert old["model.norm_eps"] == 1e-6 and old["model.mlp.hidden"] == 11008
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import flops, losses
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import latent_loss
 from efx.layers.latent_loss import LatentPrediction

@@ -10,8 +10,8 @@ import pytest
 from families import LENGTH
 from latent_helpers import FEW, MEMORY, MOD, apply, make
 
-from configs import common, latent
 from efx import experiment, models
+from efx.configs import common, latent
 from efx.errors import UsageError
 from efx.layers import group_views
 from efx.layers.info import TokenInfo

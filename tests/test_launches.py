@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import common
 from efx import experiment, inference, main, runfolder, train
 from efx.checkpoint import Checkpointer, start_from
+from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 from efx.step import TrainState

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import flops, losses, main, models, optim, sharding, step
+from efx.config import load_config
+from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers import learned_dropout as ld
@@ -145,7 +146,7 @@ def attention_by_hand(x_TD, p):
 
 def attention_config(**changes):
     defaults = common.base().model.dropout.attention.to_dict()
-    return MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
+    return MaskAttentionConfig(**{**defaults, "attention.num_heads": 2, **changes})
 
 
 def matrices(seed, *names):
@@ -561,7 +562,7 @@ def test_initial_values():
 @pytest.mark.parametrize("variant", ["", ":embedding", ":embedding_linear", ":elementwise"])
 def test_one_pattern_is_all_masks_and_they_are_not_decayed(variant, root, monkeypatch):
     monkeypatch.chdir(root)
-    config = main.load_config(f"configs/learned_dropout.py{variant}")
+    config = load_config(f"configs/learned_dropout.py{variant}")
     config.optim.lr_multipliers = ((r".*/mask_[a-z]+", 3.0),)
     model = models.build(config.model, vocab_size=9, context=8, dtype="float32")
     shapes = jax.eval_shape(lambda: step.init_state_params(model))
@@ -576,7 +577,7 @@ def test_one_pattern_is_all_masks_and_they_are_not_decayed(variant, root, monkey
 
 def test_penalties_follow_schedules(root, monkeypatch):
     monkeypatch.chdir(root)
-    config = main.load_config("configs/learned_dropout.py:rising")
+    config = load_config("configs/learned_dropout.py:rising")
     weight = [losses.coefficient(config.losses["dropout_squared_l1"], s, 9, "x") for s in (0, 1e6)]
     np.testing.assert_allclose(weight, [0.0, 0.1], rtol=1e-6)
     flags = main.parse(["efx", "--config=configs/learned_dropout.py", "--workdir=w",

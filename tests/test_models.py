@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import models
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import attend, norms, stack
 from efx.layers.mlp import MLP

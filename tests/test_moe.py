@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from configs import common, mode
 from efx import experiment, flops, models, sample, sharding
+from efx.configs import common, mode
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.interop import hf_config

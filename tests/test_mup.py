@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from configs import common
 from efx import models, optim
+from efx.configs import common
 from efx.errors import UsageError
 from efx.layers.parametrisation import rate_factor
 from efx.studies import coord_check

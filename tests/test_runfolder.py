@@ -13,7 +13,7 @@ import jax
 import pytest
 from metrics_helpers import environment, make, run_script
 
-from efx import runfolder
+from efx import atomic, runfolder
 from efx.errors import UsageError
 
 CONFIG = {
@@ -153,6 +153,20 @@ def test_atomic_writes_leave_the_old_file_when_they_fail(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "folder"
+    with pytest.raises(KeyError), atomic.replacing(folder) as part:
+        part.mkdir()
+        (part / "a").write_text("half")
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    with atomic.replacing(folder) as part:
+        part.mkdir()
+        (part / "a").write_text("whole")
+        assert not folder.exists()
+    assert (folder / "a").read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
 
 
 # ---- what is written, and when -----------------------------------------------------------------

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import common
 from efx import sample, sharding
+from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
 from efx.layers import stack

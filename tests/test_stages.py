@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from configs import mod
 from efx import experiment, train
 from efx import step as step_lib
 from efx.checkpoint import restore_params
+from efx.configs import mod
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 from efx.runfolder import CHECKPOINTS

@@ -13,9 +13,9 @@ import pytest
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from configs import common
 from efx import experiment, inference, models, optim, sharding, train
 from efx import step as step_lib
+from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 

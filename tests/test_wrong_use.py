@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import test_layout
 
-from configs import common
-from efx import command_line, experiment, hints, main, models, run_config
+from efx import command_line, experiment, hints, main, models
+from efx.config import config_of_run, load_config
+from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
 from efx.studies import calm, cbtm, cbtm_table, composition, coord_check, isoflop, phatgoose, sweep
@@ -52,7 +53,7 @@ WRONG_KEYS = [  # what a config file does, what is said
     ("c.learning_rate = 1.0", "did you mean 'config.optim.learning_rate'"),
     ("c.losses.router_bse = 0.1", "config.losses.router_bse", "did you mean 'router_bce'"),
     ("c.model.mlp.moe.num_expert = 2", "did you mean 'num_experts'"),
-    ("c.optim = dict(name='lion')", "config.optim.b1 is missing"),
+    ("c.optim = dict(name='lion')", "config.optim.learning_rate is missing"),
     ("del c.sample.top_p", "config.sample.top_p is missing"),
     ("del c.log; c.log = 3", "config.log=3: it is a block of settings"),
     ("common.apply(c, {'modle.width': 3})", "config.modle", "did you mean 'model'"),
@@ -66,10 +67,10 @@ WRONG_KEYS = [  # what a config file does, what is said
 def test_a_misspelt_key_set_inside_a_config_file_trained_to_the_end(tmp_path, line, words):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from configs import common\n\n\ndef get_config():\n    c = common.base()\n"
+        "from efx.configs import common\n\n\ndef get_config():\n    c = common.base()\n"
         f"    {line}\n    return c\n"
     )
-    refused(lambda: command_line.load_config(str(path)), str(path), *words)
+    refused(lambda: load_config(str(path)), str(path), *words)
 
 
 def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
@@ -81,14 +82,14 @@ def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
     plain["log"]["evry"] = 5
     (tmp_path / "config.json").write_text(json.dumps(plain))
     words = (str(tmp_path / "config.json"), "config.log.evry", "did you mean 'every'")
-    refused(lambda: run_config.get_config(tmp_path), *words)
+    refused(lambda: config_of_run(tmp_path), *words)
     refused(lambda: command_line.parse(["efx", "--mode=sample", f"--workdir={tmp_path}"]), *words)
-    plain["log"] = common.log() | {"every": "often"}
+    plain["log"] = common.base().log.to_dict() | {"every": "often"}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    refused(lambda: run_config.get_config(tmp_path), "config.log.every='often': expected int")
-    plain["log"] = common.log()
+    refused(lambda: config_of_run(tmp_path), "config.log.every='often': expected int")
+    plain["log"] = common.base().log.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert run_config.get_config(tmp_path).log.every == common.base().log.every
+    assert config_of_run(tmp_path).log.every == common.base().log.every
     depth = ["efx", "--config=configs/mod.py", "--workdir=x", "--config.depth=3"]
     refused(lambda: command_line.parse(depth), "--config.depth", "'config.model.depth'")
 
@@ -102,7 +103,7 @@ def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
     (["--config=configs/mod.py", "--workdir=x", "--steps=5"], "did you mean '--config.steps'?"),
     (["--workdir=x", "--learning_rate", "1"], "did you mean '--config.optim.learning_rate'?"),
     (["--config=configs/mdo.py", "--workdir=x"], "configs/mdo.py: there is no such file (did you"),
-    (["--config=configs/mod.py", "--workdir=x", "--workdir=y"], "--workdir is given twice"),
+    (["--config=configs/mod.py", "--workdir=x", "--workdir=y"], "already defined as x"),
     (["--config=configs/mod.py", "--workdir=x", "--prompt=y"], "--prompt goes with --mode=sample"),
     (["--config=configs/mod.py", "--workdir=x", "--step=3"], "--step goes with --mode=evaluate or"),
     (["--config=configs/mod.py", "--workdir=x", "--cpu_devices=-1"], "--cpu_devices=-1"),
@@ -162,7 +163,7 @@ def test_routing_or_experts_that_no_block_has_trained_a_dense_model(changes, wor
 def loaded(name, variants):
     """The config of variants in this order, or what is said of them."""
     try:
-        return command_line.load_config(f"configs/{name}.py:{','.join(variants)}")
+        return load_config(f"configs/{name}.py:{','.join(variants)}")
     except UsageError as error:
         return str(error).replace(",".join(variants), "")
 
@@ -170,7 +171,7 @@ def loaded(name, variants):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_variants_depended_on_their_order(name):
     """Any two of a config give one config in both orders, or one line; with smoke, a small one."""
-    names = list(importlib.import_module(f"configs.{name}").VARIANTS)
+    names = list(importlib.import_module(f"efx.configs.{name}").VARIANTS)
     for pair in itertools.combinations(names, 2):
         config, other = loaded(name, pair), loaded(name, pair[::-1])
         assert config == other, pair
@@ -192,7 +193,7 @@ def test_variants_depended_on_their_order(name):
 
 def test_variants_that_contradict_each_other_are_both_named():
     def load(arg):
-        return command_line.load_config(f"configs/{arg}")
+        return load_config(f"configs/{arg}")
 
     refused(lambda: load("shakespeare_char.py:gpu,cpu"), "'cpu' and 'gpu' contradict each other")
     refused(lambda: load("encoder_decoder.py:serial,same_layer"), "config.model.cross_source")
@@ -344,6 +345,10 @@ def test_the_closing_hints_fit_the_run(monkeypatch):
     assert look[1].startswith("python -m tensorboard.main --logdir ")
     assert look[2].startswith("python -m pip install tensorboard && python -m tensorboard.main ")
     assert look[3].endswith("metrics.jsonl has a line for each logged step")
+    for script, command in (("/env/bin/efx", "efx"), (None, "/env/bin/efx")):  # installed
+        monkeypatch.setattr(hints.sys, "argv", ["/env/bin/efx"])
+        line = ended(monkeypatch, chars, text, "地", script=script)[0]
+        assert f" {command} --mode=sample" in line
     monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
     lines = ended(monkeypatch, chars, text, "地")
     assert lines[0].count("./launch/local.sh --mode=sample") == 1

@@ -7,10 +7,9 @@ text than any of them reads once.
 The models of dropout_overfitting.py on the source of Python's standard library.
 """
 
-import runpy
+from efx.configs.sweeps import dropout_overfitting
 
-_OTHER = runpy.run_path(__file__.replace("dropout_flops", "dropout_overfitting"))
-SIZE = _OTHER["SIZE"] | {
+SIZE = dropout_overfitting.SIZE | {
     "data.seq_len": 128,
     "steps": 0,
     "train_flops": 1.5e12,
@@ -22,9 +21,9 @@ SIZE = _OTHER["SIZE"] | {
 
 def get_sweep():
     return dict(
-        config="configs/learned_dropout.py:none",
+        config="learned_dropout:none",
         seeds=(0, 1, 2),
         equal="",  # `train_flops` is the same in all
-        runs={name: SIZE | changes for name, changes in _OTHER["RUNS"].items()},
+        runs={name: SIZE | changes for name, changes in dropout_overfitting.RUNS.items()},
         columns={"masks keep": "eval/dropout/kept", "parameters": "parameters"},
     )

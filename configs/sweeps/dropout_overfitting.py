@@ -28,18 +28,18 @@ TEXT = {
 }
 # Two masks with an attention of their own add half of a block to each block of 12 D^2 parameters,
 # a decoder block of two streams has 16 D^2: six blocks, four, and three beside two of an encoder.
-DECODER = {"config": "configs/learned_dropout.py:none", "model.depth": 6}
+DECODER = {"config": "learned_dropout:none", "model.depth": 6}
 STANDARD = {
-    "config": "configs/learned_dropout.py:standard",
+    "config": "learned_dropout:standard",
     "model.depth": 6,
     "model.dropout.sites": "('embedding','attention_probs','attention_output','mlp_output')",
 }
-MASKS = {"config": "configs/learned_dropout.py:no_penalty", "model.depth": 4}
+MASKS = {"config": "learned_dropout:no_penalty", "model.depth": 4}
 # Elementwise masks have two vectors a site and no matrix. Masks that attend over what one pass over
 # the embedding gives have that pass, 4 D^2, beside their own; as linear layers of it, D^2 each.
 FORMS = {
     "elementwise": {
-        "config": "configs/learned_dropout.py:elementwise",
+        "config": "learned_dropout:elementwise",
         "model.depth": 6,
         "losses.dropout_entropy": 0.0,
         "losses.dropout_l1": 0.0,
@@ -49,7 +49,7 @@ FORMS = {
     | {"model.dropout.attention.input": "embedding_linear", "model.depth": 5},
 }
 STREAMS = {
-    "config": "configs/encoder_decoder.py",
+    "config": "encoder_decoder",
     "model.depth": 3,
     "model.encoder_depth": 2,
     "model.use_bias": False,
@@ -68,7 +68,7 @@ SOURCES = {
     "serial": {"model.cross_source": "final", "model.serial_start": "embedding"},
     "serial from the encoder": {"model.cross_source": "final"},
 }
-STREAM_MASKS = {"config": "configs/encoder_decoder.py:masks"}
+STREAM_MASKS = {"config": "encoder_decoder:masks"}
 STREAM_PENALTIES = {"no penalty": 0.0, "entropy + L1": 0.1, "entropy + L1 with weight 1": 1.0}
 
 
@@ -119,7 +119,7 @@ COLUMNS = {
 
 def get_sweep():
     return dict(
-        config="configs/learned_dropout.py:none",
+        config="learned_dropout:none",
         seeds=(0, 1, 2),
         equal="",  # the same steps
         runs={name: SIZE | TEXT | changes for name, changes in RUNS.items()},

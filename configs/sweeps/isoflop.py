@@ -22,7 +22,7 @@ BASE = {
 
 def get_grid():
     return dict(
-        config="configs/mod.py",
+        config="mod",
         seeds=(0, 1, 2),
         budgets=(2.5e11, 7.5e11),
         families={

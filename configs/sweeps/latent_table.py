@@ -16,7 +16,7 @@ SIZE = {
     "checkpoint.every": 0,
 }
 DECODER = {
-    "config": "configs/mod.py:dense",
+    "config": "mod:dense",
     "model.width": 48,
     "model.depth": 6,
     "model.attention.num_heads": 3,
@@ -53,7 +53,7 @@ RUNS = {
 
 def get_sweep():
     return dict(
-        config="configs/latent.py",
+        config="latent",
         seeds=(0, 1, 2),
         equal="",  # `train_flops` is the same in all
         runs={name: SIZE | changes for name, changes in RUNS.items()},

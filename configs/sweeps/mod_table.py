@@ -6,7 +6,7 @@ Small enough for an hour or so on 2 CPU cores; the same command scales up by ove
 `-- --config.model.width=256 --config.data.seq_len=1024`, with `train_flops` below raised to match.
 """
 
-from configs import mode
+from efx.configs import mode
 
 # Eight layers, 32 wide, context 256, bytes of Python's standard library: some 17 training tokens a
 # parameter for the dense model. With far fewer, whatever skips more looks better, trained or not.
@@ -67,7 +67,7 @@ RUNS = {
 
 def get_sweep():
     return dict(
-        config="configs/mod.py",
+        config="mod",
         seeds=(0, 1, 2),
         equal="",  # `train_flops` is the same in all
         runs={name: SIZE | changes for name, changes in RUNS.items()},

@@ -6,7 +6,7 @@ python -m efx.studies.sweep --sweep configs/sweeps/mod_vs_dense.py --workdir run
 
 def get_sweep():
     return dict(
-        config="configs/mod.py",
+        config="mod",
         seeds=(0, 1, 2),
         equal="flops",
         runs={

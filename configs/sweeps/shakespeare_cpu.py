@@ -7,7 +7,7 @@
 
 def get_sweep():
     return dict(
-        config="configs/shakespeare_char.py:cpu",
+        config="shakespeare_char:cpu",
         seeds=(0, 1, 2),
         equal="flops",
         runs={

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from efx import atomic
 from efx.errors import UsageError
 from efx.runfolder import reason
 
@@ -99,9 +100,8 @@ def write_manifest(folder, step, metrics):
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "files": dict(zip(names, digests, strict=True)),
     }
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest, indent=1))
-    partial.rename(folder / MANIFEST)
+    with atomic.replacing(folder / MANIFEST) as part:  # of any storage that orbax writes to
+        part.write_text(json.dumps(manifest, indent=1))
 
 
 def read_manifest(folder):

@@ -13,10 +13,11 @@ import pathlib
 
 import jax
 
-from efx import inference, run_config, runfolder
+from efx import inference, runfolder
 from efx import step as step_lib
 from efx.checkpoint import files, fingerprint, restore_params
 from efx.compose.clustering import ABOUT, Clustering
+from efx.config import config_of_run
 from efx.data import clusters, load_tokenizer
 from efx.errors import UsageError
 from efx.experiment import TOKENIZER_FILE
@@ -127,7 +128,7 @@ class Ensemble:
 
 def restore(folder, config, step=None):
     """`inference.restore` of a run that may have been made elsewhere, on the mesh of `config`."""
-    own = run_config.get_config(folder)
+    own = config_of_run(folder)
     own.mesh, own.rules = config.mesh, config.rules
     own.data.cache_dir, own.evaluate = config.data.cache_dir, config.evaluate
     # What it was trained on and from is not needed to use it.

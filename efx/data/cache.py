@@ -15,6 +15,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+from efx import atomic
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -138,9 +139,7 @@ def remember(root, key, compute):
     value = compute()
     with contextlib.suppress(OSError):  # a memo that cannot be written only costs time
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{key}.{os.getpid()}.tmp")
-        part.write_text(json.dumps({"sum": content_key(value), "value": value}))
-        os.replace(part, path)
+        atomic.write_text(path, json.dumps({"sum": content_key(value), "value": value}))
     return value
 
 

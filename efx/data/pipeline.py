@@ -5,7 +5,6 @@ import operator
 
 import numpy as np
 
-from efx.config import DataConfig
 from efx.data import corpus
 from efx.data.cache import content_key
 from efx.data.corpus import PARTS
@@ -13,6 +12,7 @@ from efx.data.opened import Opened
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
 from efx.errors import UsageError
+from efx.run_settings import DataConfig
 from efx.settings import make
 
 # Longer than any run: the training data never ends.

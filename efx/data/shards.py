@@ -15,11 +15,11 @@ not used); if none is for evaluation, the tail of the training shards is held ou
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
+from efx import atomic
 from efx.data.cache import content_key, file_digests, remember, remember_for_file
 from efx.data.stream import Part, Stream
 from efx.errors import UsageError
@@ -78,9 +78,8 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
         "eot": tokenizer.eot,
         "shards": shards,
     }
-    part = folder / "meta.json.tmp"
-    part.write_text(json.dumps(meta, indent=1) + "\n")
-    os.replace(part, folder / "meta.json")  # last: a folder without it is not mistaken for whole
+    # Last: a folder without it is not mistaken for whole.
+    atomic.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 
 

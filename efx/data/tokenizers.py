@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from efx import atomic
 from efx.data.cache import content_key
 from efx.errors import UsageError, nearest
 
@@ -73,9 +74,7 @@ class Tokenizer:
 
     def save(self, path):
         """Writes tokenizer.json; the file is there whole or not at all."""
-        part = Path(f"{path}.tmp{os.getpid()}")
-        part.write_text(self.to_json(), encoding="utf-8")
-        os.replace(part, path)
+        atomic.write_text(Path(path), self.to_json())
 
     @property
     def fingerprint(self):

@@ -9,7 +9,6 @@ Needs numpy and safetensors only. The functions without a folder work on dicts: 
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from flax import linen as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from efx import models
+from efx import atomic, models
 from efx.errors import UsageError
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
 from efx.layers.stack import scan_params, unroll_params
@@ -150,9 +149,9 @@ def load_hf(folder, config):
 
     Args:
       folder: local path.
-      config: an efx config, e.g. `configs.common.base()`; returned is a copy with `config.model`
-        changed to the checkpoint's model. Its depth routing stays: with `kind="mod"` the result
-        is the checkpoint with fresh routers, drawn with `config.seed`.
+      config: an efx config; returned is a copy with `config.model` changed to the checkpoint's
+        model. Its depth routing stays: with `kind="mod"` the result is the checkpoint with fresh
+        routers, drawn with `config.seed`.
     """
     folder = Path(folder)
     hf = complete(_read_json(folder / "config.json"))
@@ -177,9 +176,8 @@ def save_hf(folder, params, model):
         taken = sorted(path.name for path in folder.iterdir())
         if taken:
             raise UsageError(f"{folder} is not empty ({taken[0]}): give a new folder")
-        # In place only when whole: a reader never sees half a file.
-        save_file(state, folder / "model.safetensors.partial", metadata={"format": "pt"})
-        os.replace(folder / "model.safetensors.partial", folder / "model.safetensors")
+        with atomic.replacing(folder / "model.safetensors") as part:
+            save_file(state, part, metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error

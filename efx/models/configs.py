@@ -30,6 +30,13 @@ def config_of(model):
     if is_block(model):
         return model
     mapping = dict(model.items())
+    check_family(mapping)
+    return make(config_class(mapping.get("family")), mapping)
+
+
+def check_family(mapping):
+    """UsageError where the settings of a `config.model` are those of another family than it says:
+    a changed `config.model.family` does not change the settings beside it."""
     cls = config_class(mapping.get("family"))
     for family, other in CONFIGS.items():
         if other is not cls and set(other.__dataclass_fields__) == set(mapping):
@@ -37,4 +44,3 @@ def config_of(model):
                 f"config.model.family={mapping['family']!r}: the settings of config.model are "
                 f"those of {family!r}; start from a config file of the other family"
             )
-    return make(cls, mapping)

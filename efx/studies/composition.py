@@ -32,7 +32,7 @@ _PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
 def arguments(name, description, argv):
     """(parsed flags, arguments for the runs: those after `--`)."""
     parser = cli.Parser(name, description)
-    parser.add_argument("--config", default=f"configs/{name}.py", help="file.py or file.py:variant")
+    parser.add_argument("--config", default=name, help="config file or name, and variants")
     parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--base", default=BASE, help="config.data.source of the base or anchor")
@@ -146,9 +146,9 @@ class Study:
         """{domain: evaluation} of a run's newest checkpoint, on the held-out part of each."""
         from efx import inference
         from efx.checkpoint import files
+        from efx.config import config_of_run
         from efx.data.cache import content_key
         from efx.data.opened import Opened
-        from efx.run_config import get_config
         from efx.runfolder import CHECKPOINTS
 
         store = self.folder / "evaluations.json"
@@ -157,7 +157,7 @@ class Study:
         newest = files.finished_steps(root)[-1]
         weights = content_key(files.read_manifest(root / str(newest))["files"])
         for domain, source in self.domains.items():
-            config = get_config(str(self.path(name)))
+            config = config_of_run(self.path(name))
             config.data.source = source
             # By contents: a run or a text that was replaced under its name is evaluated anew.
             key = f"{name} step {newest} on {domain}: {weights} {Opened(config.data).key()}"
@@ -183,12 +183,12 @@ class Study:
         Args:
           runs: {domain: name of a run on it}, which says how much is read and what is held out.
         """
+        from efx.config import config_of_run
         from efx.data.opened import Opened
-        from efx.run_config import get_config
 
         path, texts = self.folder / "mixture.txt", []
         for name in self.domains:
-            opened = Opened(get_config(str(self.path(runs[name]))).data)
+            opened = Opened(config_of_run(self.path(runs[name])).data)
             texts.append(b"".join(text for part, _, text in opened.pieces() if part == "train"))
         text = interleaved(texts).decode(errors="replace")
         # Drawn up each time: a file of other domains, or of what they once were, is not taken.

@@ -21,8 +21,7 @@ import sys
 
 import jax
 
-from efx import config as config_lib
-from efx.command_line import load_config
+from efx.config import load_config, override
 from efx.errors import UsageError
 from efx.layers.groups import Compress, Upsample
 from efx.layers.stack import Layer
@@ -167,12 +166,7 @@ def _config(args, width, base):
             changes[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changes[key] = value
-    try:
-        for key in changes:
-            config_lib.require(config, key)
-        config.update_from_flattened_dict(changes)
-    except (UsageError, TypeError) as error:
-        raise UsageError(f"--set: {' '.join(str(error).split())}") from None
+    override(config, changes, "--set")
     model = config.model
     if "level_widths" in model:
         model.level_widths = _level_widths(model, width)
@@ -192,7 +186,7 @@ def _level_widths(model, width):
 
 def _arguments(argv):
     parser = cli.Parser("coord_check", __doc__)
-    parser.add_argument("--config", default="configs/gpt2.py:smoke", help="of a family with muP")
+    parser.add_argument("--config", default="gpt2:smoke", help="of a family with muP")
     parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
     parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")

@@ -69,10 +69,10 @@ def draw(weights, labels, path):
 def expert_map(workdir, text=None, out=None, tokens=96):
     """Draws the picture; returns its path and {site: weights [T, E]}."""
     from efx import inference, sharding
-    from efx.run_config import get_config
+    from efx.config import config_of_run
     from efx.step import evaluation_keys
 
-    config = get_config(str(workdir))
+    config = config_of_run(workdir)
     if not config.adapter.experts or config.adapter.routing == "uniform":
         raise UsageError(
             f"--workdir={workdir}: its experts choose nothing (config.adapter.experts="

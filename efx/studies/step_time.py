@@ -6,8 +6,9 @@ import time
 import jax
 import numpy as np
 
-from efx import models, optim, run_config, sharding
+from efx import models, optim, sharding
 from efx import step as step_lib
+from efx.config import config_of_run
 from efx.experiment import TOKENIZER_FILE
 from efx.hostmemory import keep_freed_memory
 
@@ -134,9 +135,7 @@ def step_times(folders, steps):
     from efx.data import load_tokenizer
 
     steppers = {
-        name: Stepper(
-            run_config.get_config(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size
-        )
+        name: Stepper(config_of_run(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size)
         for name, folder in folders.items()
     }
     turns = take_turns({name: lambda turn, s=s: s() for name, s in steppers.items()}, steps)

@@ -19,7 +19,6 @@ or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/tab
 needs no JAX.
 """
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -27,6 +26,7 @@ import shlex
 import statistics
 import sys
 
+from efx.config import run_file
 from efx.errors import UsageError, nearest
 from efx.metrics import portion, quantity, read_metrics
 from efx.runfolder import write_atomic, writing
@@ -41,15 +41,7 @@ LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_b
 
 def load_file(path, kind, keys):
     """What `get_<kind>()` of the file `--<kind>` returns: a dict with just these keys."""
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise UsageError(f"--{kind}={path}: there is no such file")
-    spec = importlib.util.spec_from_file_location(f"efx_{kind}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, f"get_{kind}"):
-        raise UsageError(f"--{kind}={path}: the file has no function get_{kind}()")
-    found = getattr(module, f"get_{kind}")()
+    found = run_file(kind, str(path), folder="sweeps")
     for key in found:
         if key not in keys:
             raise UsageError(f"{path}: {key!r} is not a key of a {kind}{nearest(key, keys)}")

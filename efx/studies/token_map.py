@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, run_config
+from efx import models
+from efx.config import config_of_run
 from efx.errors import UsageError
 from efx.inference import restore
 from efx.layers.depth import DepthRouted
@@ -127,7 +128,7 @@ def main(argv=None):
     arguments = parser.parse_args(argv)
     try:
         out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
-        config = run_config.get_config(arguments.workdir)
+        config = config_of_run(arguments.workdir)
         parts = ("eval",) if arguments.text is None else ()
         experiment, step, params, variables = restore(
             config, arguments.workdir, arguments.step, parts
