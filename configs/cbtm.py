@@ -7,8 +7,8 @@ seed model, an expert on each cluster, and evaluates. The same by hand, the expe
 machines as there are, without a word between them:
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
-    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=...
-    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/expert_0 --config.steps=... \
+    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=750
+    python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/expert_0 --config.steps=562 \
         --config.init.run=runs/cbtm/seed --config.data.clusters=runs/cbtm/clusters \
         --config.data.cluster=0
     python -m efx.main --mode=evaluate --workdir runs/cbtm

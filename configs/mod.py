@@ -7,10 +7,10 @@ al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the t
 router picks; a token that is not picked keeps its residual. Evaluation and sampling decide
 causally: a token goes through if its score exceeds a running quantile of the scores seen in
 training. That costs the language model nothing, where the paper's auxiliary loss costs it more the
-smaller the model is (README, results); `causal="aux_loss"` and "predictor" are the paper's two.
+smaller the model is (docs/results.md); `causal="aux_loss"` and "predictor" are the paper's two.
 
 Knobs, all in `config.model.depth_routing` (defaults in configs/common.py); * marks what the paper
-leaves open, see docs/paper_and_efx.md:
+leaves open, see docs/mixture_of_depths.md:
     kind, recursions        "mod"; or "recursion", which applies the blocks between the first and
                             the last so many times, see docs/mixture_of_depths.md
     every, blocks           which blocks are routed: one in so many, or a list
@@ -46,7 +46,7 @@ Variants, to be combined with commas:
     configs/mod.py:predictor_only   trains a predictor for a finished MoD run, and nothing else:
                                     add --config.init.run=runs/mod
 
-Hardware: 2 CPU cores. The README's results table says what it comes to.
+Hardware: 2 CPU cores. docs/results.md says what it comes to.
 """
 
 from efx.configs import common

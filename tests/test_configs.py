@@ -10,13 +10,11 @@ from efx import main, models, optim, sharding, step
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
-from efx.studies import isoflop, sweep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = sorted(
     p.name for p in (ROOT / "configs").glob("*.py") if p.name not in ("common.py", "__init__.py")
 )
-SWEEPS = sorted(p.name for p in (ROOT / "configs/sweeps").glob("*.py"))
 
 
 def keys(config, prefix=""):
@@ -70,19 +68,6 @@ def test_every_variant_loads(name):
     for variant in namespace["VARIANTS"]:
         assert load_config(f"configs/{name}:{variant}")
         assert variant in namespace["__doc__"] or variant == "smoke"
-
-
-@pytest.mark.parametrize("name", SWEEPS)
-def test_a_sweep_names_settings_that_exist(name, tmp_path):
-    path = f"configs/sweeps/{name}"
-    grid = "get_grid" in (ROOT / path).read_text()
-    spec = isoflop.as_sweep(isoflop.load_grid(path)) if grid else sweep.load_sweep(path)
-    for run, changes in spec["runs"].items():
-        config = load_config(changes.get("config", spec["config"]))
-        for argument in sweep.command(spec, tmp_path, run, 0, {}, [])[1:]:
-            key = argument.partition("=")[0].removeprefix("--config.")
-            assert key == "--workdir" or key in set(keys(config)), argument
-    assert len(spec["seeds"]) >= 3
 
 
 def test_a_misspelt_variant_names_the_nearest():

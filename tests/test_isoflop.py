@@ -97,15 +97,15 @@ def test_tables_numbers_and_picture(grid, tmp_path, capsys):
     fits = rows[8:]
     best = parabola(2000, 2.0, 0.5, 3000), parabola(4000, 2.0, 0.5, 3000)
     assert best[1] < best[0]
-    assert fits[2] == ["1.00 GFLOPs", "dense", f"4 blocks: {best[1] + 0.05:.4f} ± {spread:.4f}",
+    assert fits[2] == ["1.00 GFLOPs", "dense", "4 blocks", f"{best[1] + 0.05:.4f} ± {spread:.4f}",
                        f"2.0500 ± {spread:.4f}", "3.00k", "18.0 kFLOPs", "0.000",
                        "", "", ""]  # fmt: skip
     # By pairs of seeds: each is 0.1 better, twice as large, as costly.
-    assert fits[3][1:4:2] == ["MoD", f"1.9500 ± {spread:.4f}"]
-    assert fits[3][7:] == ["-0.1000 ± 0.0000", "2.00", "1.00"]
-    assert fits[4][:4:3] == ["2.00 GFLOPs", f"1.5500 ± {spread:.4f}"]
-    assert fits[5][2].startswith("8 blocks: ")
-    assert fits[5][3] == "enclosed in 0 of 2 seeds" and not any(fits[5][4:])
+    assert fits[3][1:5:3] == ["MoD", f"1.9500 ± {spread:.4f}"]
+    assert fits[3][8:] == ["-0.1000 ± 0.0000", "2.00", "1.00"]
+    assert fits[4][:5:4] == ["2.00 GFLOPs", f"1.5500 ± {spread:.4f}"]
+    assert fits[5][2] == "8 blocks"
+    assert fits[5][4] == "enclosed in 0 of 2 seeds" and not any(fits[5][5:])
     numbers = json.loads((tmp_path / "isoflop.json").read_text())
     assert [one["family"] for one in numbers] == ["dense", "MoD", "dense", "MoD"]
     assert numbers[0]["optima"][0]["loss"] == pytest.approx(2.0)
@@ -123,12 +123,17 @@ def test_where_only_some_seeds_enclose_a_minimum_the_means_are_fitted():
     base, other = curve((2.0, 3000), (2.0, 1500)), curve((1.9, 4000), (1.9, 4000))
     assert [one is None for one in base.optima()] == [False, True]
     mean = base.of_means()
-    cells = isoflop._optimum_cells(base, base)
-    assert cells[0] == f"{mean.loss:.4f} (fit of the means; enclosed in 1 of 2 seeds)"
-    assert not any(cells[4:])
-    cells = isoflop._optimum_cells(other, base)
-    assert cells[0] == "1.9000 ± 0.0000"
-    assert cells[4:6] == [f"{1.9 - mean.loss:.4f}", f"{4000 / mean.parameters:.2f}"]
+
+    def cells(curve):
+        found = isoflop.optimum(["a", "b", "c"], curve, base)
+        return [sweep.text(found.get(title), form) for title, form in isoflop.FORMS.items()][2:]
+
+    own = cells(base)
+    assert own[0] == f"{mean.loss:.4f} (fit of the means; enclosed in 1 of 2 seeds)"
+    assert not any(own[4:])
+    better = cells(other)
+    assert better[0] == "1.9000 ± 0.0000"
+    assert better[4:6] == [f"{1.9 - mean.loss:.4f}", f"{4000 / mean.parameters:.2f}"]
 
 
 def test_bad_grids_and_missing_runs_are_one_line(grid, tmp_path, capsys):

@@ -94,13 +94,6 @@ def test_no_hidden_defaults():
     assert found == []
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_config_says_how_to_run_it(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    command = rf"efx\.main\b.*--config[ =]configs/{path.name}\b"
-    assert re.search(command, docstring.replace("\\\n", " ")), f"{path.name}: no command"
-
-
 # ---- JAX ---------------------------------------------------------------------------------------
 
 # Written so that this file does not match them.

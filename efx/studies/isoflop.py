@@ -40,7 +40,7 @@ from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 from efx.studies import cli
 from efx.studies import sweep as sweep_lib
-from efx.studies.sweep import mean_and_spread
+from efx.studies.sweep import mean_and_spread, summary, text
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
@@ -177,38 +177,65 @@ def _last(run, budget):
     return last
 
 
-def _best_measured(sizes, curve):
-    best = int(curve.losses.mean(1).argmin())
-    return f"{sizes[best]}: {mean_and_spread(list(curve.losses[best]))}"
+# Columns of the table of optima, and how their numbers are written.
+FORMS = {
+    "least measured at": "text",
+    "least measured": ".4f",
+    "loss at the best size": ".4f",
+    "its parameters": "quantity",
+    "its FLOPs a token": "FLOPs",
+    "residual": ".3f",
+    "loss over the baseline's": ".4f",
+    "parameters / the baseline's": ".2f",
+    "FLOPs a token / the baseline's": ".2f",
+}
 
 
-def _optimum_cells(curve, base):
-    """Of a row of the second table: the fit, and the fit against the baseline's.
+def optimum(sizes, curve, base):
+    """{column: cell} of a row of the table of optima: the fit, and the fit over the baseline's.
 
     Where not every seed encloses a minimum, both are of the losses' means over seeds, and say so.
     """
-    found, bases, how = curve.optima(), base.optima(), ""
+    best = int(curve.losses.mean(1).argmin())
+    found, bases, note = curve.optima(), base.optima(), ""
+    cells = {
+        "least measured at": list(sizes)[best],
+        "least measured": summary(curve.losses[best].tolist()),
+    }
     if None in found:
-        how = f"enclosed in {len(found) - found.count(None)} of {len(found)} seeds"
+        note = f"enclosed in {len(found) - found.count(None)} of {len(found)} seeds"
         found = [curve.of_means()]
         if None in found:
-            return [how, *[""] * 6]
-        how = f" (fit of the means; {how})"
-    cells = [
-        mean_and_spread([one.loss for one in found]) + how,
-        quantity(statistics.geometric_mean([one.parameters for one in found])),
-        quantity(statistics.geometric_mean([one.flops for one in found]), "FLOPs"),
-        f"{statistics.fmean([one.residual for one in found]):.3f}",
-    ]
+            return cells | {"loss at the best size": note}
+        note = f"fit of the means; {note}"
+    cells |= {
+        "loss at the best size": summary([one.loss for one in found])
+        | ({"note": note} if note else {}),
+        "its parameters": statistics.geometric_mean([one.parameters for one in found]),
+        "its FLOPs a token": statistics.geometric_mean([one.flops for one in found]),
+        "residual": statistics.fmean([one.residual for one in found]),
+    }
     if None in bases or len(found) < len(bases):
         found, bases = [curve.of_means()], [base.of_means()]
     if curve is base or None in found or None in bases:
-        return [*cells, *[""] * 3]
+        return cells
     pairs = list(zip(found, bases, strict=True))
     sizes = statistics.geometric_mean([one.parameters / other.parameters for one, other in pairs])
     flops = statistics.geometric_mean([one.flops / other.flops for one, other in pairs])
-    more = mean_and_spread([one.loss - other.loss for one, other in pairs])
-    return [*cells, more, f"{sizes:.2f}", f"{flops:.2f}"]
+    return cells | {
+        "loss over the baseline's": summary([one.loss - other.loss for one, other in pairs]),
+        "parameters / the baseline's": sizes,
+        "FLOPs a token / the baseline's": flops,
+    }
+
+
+def optima(sizes, curves):
+    """{(budget, family): {column: cell}}; the baseline is the first family of each budget."""
+    base = next(family for _, family in curves)
+    return {
+        (budget, family): optimum(sizes, curve, curves[budget, base])
+        for (budget, family), curve in curves.items()
+    }
 
 
 def _table(titles, rows):
@@ -233,33 +260,19 @@ def markdown(grid, curves, how, split):
         )
     named = [quantity(budget, "FLOPs") for budget in budgets]
     titles = ["size", "family", "parameters", "FLOPs a token", *named]
-    fits = [
-        "budget",
-        "family",
-        "least measured",
-        "loss at the best size",
-        "its parameters",
-        "its FLOPs a token",
-        "residual",
-        f"loss over {families[0]}'s",
-        f"parameters / {families[0]}'s",
-        f"FLOPs a token / {families[0]}'s",
-    ]
     rows = [
         [
-            name if not number else "",
+            quantity(budget, "FLOPs") if family == families[0] else "",
             family,
-            _best_measured(sizes, curves[budget, family]),
-            *_optimum_cells(curves[budget, family], curves[budget, families[0]]),
+            *(text(cells.get(title), form) for title, form in FORMS.items()),
         ]
-        for (budget, name), (number, family) in itertools.product(
-            zip(budgets, named, strict=True), enumerate(families)
-        )
+        for (budget, family), cells in optima(sizes, curves).items()
     ]
     seeds = ", ".join(str(seed) for seed in grid["seeds"])
     return (
         f"Held-out loss (nats):\n\n{_table(titles, points)}\n\n"
-        f"The optimum of each curve:\n\n{_table(fits, rows)}\n\n"
+        f"The optimum of each curve, the baseline is {families[0]}:\n\n"
+        f"{_table(['budget', 'family', *FORMS], rows)}\n\n"
         f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
         f"pairs of seeds, without a spread of fits of the means; {split}; FLOPs of "
         f"training. Command: `{how}`\n"
@@ -280,6 +293,19 @@ def numbers(grid, curves):
         }
         for (budget, family), curve in curves.items()
     ]
+
+
+def from_numbers(found):
+    """(sizes, curves) of what `numbers` has given."""
+    curves = {
+        (one["budget"], one["family"]): Curve(
+            parameters=np.array(one["parameters"]),
+            flops=np.array(one["training_flops_per_token"]),
+            losses=np.array(one["losses"]),
+        )
+        for one in found
+    }
+    return found[0]["sizes"], curves
 
 
 def draw(curves, path):

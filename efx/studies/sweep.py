@@ -35,6 +35,7 @@ from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
 NOT_FINITE = 3  # exit status of a run that came to its end: a result too, if not a number
+STEP_TIME = "step time over the first's"
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
 
 
@@ -199,34 +200,62 @@ def collect(sweep, workdir, times):
         if times:
             first = times[next(iter(times))]
             values["ms a step"], values["sequences/s"] = [times[name][0]], [times[name][1]]
-            values["of the first"] = [times[name][0] / first[0]]
+            values[STEP_TIME] = [times[name][0] / first[0]]
         table[name] = values
     return table
 
 
-def _cell(title, values):
+# How the numbers of a column are written, where it is not with four digits and a spread.
+FORMS = {
+    "training FLOPs": "FLOPs",
+    "tokens": "quantity",
+    "parameters": "quantity",
+    "steps": ".0f",
+    "ms a step": ".0f",
+    "sequences/s": ".1f",
+    STEP_TIME: ".2f",
+}
+
+
+def form(title):
+    """How the numbers of the column `title` are written: the second argument of `number`."""
+    return FORMS.get(title, ".4f")
+
+
+def cell(title, values):
+    """What a table holds of a column's values, one of each seed: their mean, with spread and the
+    values themselves where the column shows a spread; None where one was not finite."""
     if any(value is None for value in values):
-        return ""
-    mean = statistics.fmean(values)
-    if title == "training FLOPs":
-        return quantity(mean, "FLOPs")
-    if title in ("tokens", "parameters"):
-        return quantity(mean)
-    if title == "steps":
-        return f"{mean:.0f}"
-    if title == "ms a step":
-        return f"{mean:.0f}"
-    if title == "sequences/s":
-        return f"{mean:.1f}"
-    if title == "of the first":
-        return f"{mean:.2f}"
-    return mean_and_spread(values)
+        return None
+    return statistics.fmean(values) if title in FORMS else summary(values)
+
+
+def summary(values):
+    """{mean, spread, n, values}: mean and standard deviation; of a single value no spread."""
+    found = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
+    return found | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
+
+
+def number(value, form):
+    """A number as text. form: ".4f" and the like, "quantity" (1.54M) or "FLOPs" (1.54 MFLOPs)."""
+    if form in ("quantity", "FLOPs"):
+        return quantity(value, "FLOPs" if form == "FLOPs" else "")
+    return format(value, form)
+
+
+def text(cell, form):
+    """A cell of a table as text: "1.2345 ± 0.0678 (note)", a number, a text as it is, or ""."""
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if not isinstance(cell, dict):
+        return number(cell, form)
+    spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
+    return number(cell["mean"], form) + spread + (f" ({cell['note']})" if "note" in cell else "")
 
 
 def mean_and_spread(values):
     """ "1.2345 ± 0.0678": mean and standard deviation; of a single value just that."""
-    mean = f"{statistics.fmean(values):.4f}"
-    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+    return text(summary(values), ".4f")
 
 
 def scored(sweep, workdir):
@@ -240,7 +269,7 @@ def markdown(sweep, table, how, split):
     titles = list(next(iter(table.values())))
     lines = ["| run | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, values in table.items():
-        cells = [_cell(title, values[title]) for title in titles]
+        cells = [text(cell(title, values[title]), form(title)) for title in titles]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     equal = f"every run with the {sweep['equal']} of the first; " if sweep["equal"] else ""
     seeds = ", ".join(str(seed) for seed in sweep["seeds"])
