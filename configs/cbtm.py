@@ -1,6 +1,6 @@
 """cBTM: clusters of a corpus, one expert for each trained on its own, a sparse ensemble of them.
 
-    python -m efx.studies.cbtm --config configs/cbtm.py --workdir runs/cbtm
+    python -m efx.cbtm.run --config configs/cbtm.py --workdir runs/cbtm
 
 does all of it: it clusters the documents, trains a seed model on everything and then, from the
 seed model, an expert on each cluster, and evaluates. The same by hand, the experts on as many
@@ -9,8 +9,8 @@ machines as there are, without a word between them:
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=...
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/expert_0 --config.steps=... \
-        --config.init.run=runs/cbtm/seed --config.data.clusters=runs/cbtm/clusters \
-        --config.data.cluster=0
+        --config.init.run=runs/cbtm/seed \
+        --config.data.subset=runs/cbtm/clusters/cluster_0.json
     python -m efx.main --mode=evaluate --workdir runs/cbtm
     python -m efx.main --mode=sample --workdir runs/cbtm --prompt 'def '
 
@@ -24,7 +24,7 @@ budget), `config.ensemble` (tau, top_k, how often the weights are computed), in 
 `config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
-of `python -m efx.studies.cbtm_table`. Hardware: 2 CPU cores.
+of `python -m efx.cbtm.table`. Hardware: 2 CPU cores.
 """
 
 from configs import common

@@ -19,9 +19,11 @@ import test_layout
 
 from configs import common
 from efx import command_line, experiment, hints, main, models, run_config
+from efx.cbtm import run as cbtm
+from efx.cbtm import table as cbtm_table
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
-from efx.studies import calm, cbtm, cbtm_table, composition, coord_check, isoflop, phatgoose, sweep
+from efx.studies import calm, composition, coord_check, isoflop, phatgoose, sweep
 
 CONFIGS = [path.stem for path in test_layout.CONFIGS]
 
