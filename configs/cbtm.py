@@ -1,6 +1,6 @@
 """cBTM: clusters of a corpus, one expert for each trained on its own, a sparse ensemble of them.
 
-    python -m efx.studies.cbtm --config configs/cbtm.py --workdir runs/cbtm
+    python -m efx.cbtm.run --config configs/cbtm.py --workdir runs/cbtm
 
 does all of it: it clusters the documents, trains a seed model on everything and then, from the
 seed model, an expert on each cluster, and evaluates. The same by hand, the experts on as many
@@ -9,8 +9,8 @@ machines as there are, without a word between them:
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=750
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/expert_0 --config.steps=562 \
-        --config.init.run=runs/cbtm/seed --config.data.clusters=runs/cbtm/clusters \
-        --config.data.cluster=0
+        --config.init.run=runs/cbtm/seed \
+        --config.data.subset=runs/cbtm/clusters/cluster_0.json
     python -m efx.main --mode=evaluate --workdir runs/cbtm
     python -m efx.main --mode=sample --workdir runs/cbtm --prompt 'def '
 
@@ -20,11 +20,11 @@ source of the standard library and the language reference. Any other text in its
 it: `--config.data.source=mix:stdlib,text:input.txt`.
 
 Knobs: `config.cluster` (how many clusters, how they are found, the seed model's share of the
-budget), `config.ensemble` (tau, top_k, how often the weights are computed), in configs/common.py.
+budget), `config.ensemble` (tau, top_k, how often the weights are computed), in efx/run_settings.py.
 `config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
-of `python -m efx.studies.cbtm_table`. Hardware: 2 CPU cores.
+of `python -m efx.cbtm.table`. Hardware: 2 CPU cores.
 """
 
 from efx.configs import common

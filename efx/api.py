@@ -46,7 +46,7 @@ def evaluate(workdir, changes=None, step=None):
       changes: of the run's config, such as {"data.eval_source": "text:test.txt"}.
       step: of the checkpoint; None: the newest.
     """
-    from efx.compose import inference
+    from efx import inference
 
     return inference.evaluate(_config(workdir, changes), workdir, step)
 
@@ -54,7 +54,7 @@ def evaluate(workdir, changes=None, step=None):
 def sample(workdir, prompt=None, changes=None, step=None):
     """A text that begins with the prompt (None: `config.sample.prompt`) and goes on as the run
     does; several in a row where `config.sample.num_samples` says so."""
-    from efx.compose import inference
+    from efx import inference
 
     config, text = _config(workdir, changes), io.StringIO()
     if prompt is not None:

@@ -67,18 +67,12 @@ def evaluate(config, workdir, step=None):
 
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
-    stream = stream or sys.stdout
     e, step, params, variables = restore(config, workdir, step)
     variables = sharding.local({"params": params, **variables})
     if jax.process_index() != 0:
         return {}
     sampler = TextSampler(e.model, e.data.tokenizer, config.sample)
-    for i in range(config.sample.num_samples):
-        stream.write(config.sample.prompt)
-        for piece in sampler.stream(variables, config.sample.prompt, seed=config.sample.seed + i):
-            stream.write(piece)
-            stream.flush()
-        stream.write("\n")
+    sampler.write(variables, stream)
     stats = sampler.stats
     line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:

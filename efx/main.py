@@ -13,6 +13,7 @@ import time
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 
 # ruff: noqa: E402
+import importlib
 import logging as standard_logging
 import os
 import pathlib
@@ -20,12 +21,20 @@ import sys
 
 from absl import logging
 
+from efx import runfolder
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 
 MODES = ("train", "compose", "evaluate", "sample", "cluster")
 FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
+# The module whose `evaluate` or `sample` uses what a folder holds, by `runfolder.RESULTS`.
+USES = {
+    ("run", "evaluate"): "efx.inference",
+    ("run", "sample"): "efx.inference",
+    ("clustering", "evaluate"): "efx.cbtm.evaluation",
+    ("clustering", "sample"): "efx.cbtm.sampling",
+}
 
 
 def run(argv):
@@ -43,28 +52,26 @@ def run(argv):
         if values[name].value is not None and values.mode not in modes:
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
     start_jax(values)
-    config = values.config
+    config, kind = values.config, runfolder.kind_of_result(values.workdir)
     if values.mode in ("train", "compose"):
-        from efx import runfolder, train
+        from efx import train
 
-        if (pathlib.Path(values.workdir) / runfolder.CLUSTERING).exists():
+        if kind == "clustering":
             raise UsageError(
                 f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
-                "their own in it: python -m efx.studies.cbtm starts them (--commands shows how)"
+                "their own in it: python -m efx.cbtm.run starts them (--commands shows how)"
             )
         action = train.train_and_evaluate if values.mode == "train" else train.compose
         action(config, values.workdir, command_line=argv, started=_STARTED)
     elif values.mode == "cluster":
-        from efx.studies import cluster
+        from efx.cbtm import cluster
 
         cluster.run(config, values.workdir, command_line=argv)
     else:
-        from efx.compose import inference
-
         if values.prompt is not None:
             config.sample.prompt = values.prompt
-        action = inference.evaluate if values.mode == "evaluate" else inference.sample
-        action(config, values.workdir, step=values.step)
+        module = importlib.import_module(USES[kind or "run", values.mode])
+        getattr(module, values.mode)(config, values.workdir, step=values.step)
 
 
 def start_jax(values):

@@ -65,8 +65,9 @@ class DataConfig:
     text_key: str = "text"
     max_bytes: Natural = 0  # read at most so much of the source (of each of a mixture); 0: all
     document_bytes: Natural = 0  # cut documents into pieces of at most so many bytes; 0: whole
-    clusters: str = ""  # folder of a clustering (--mode=cluster), with split="documents"
-    cluster: Annotated[int, Range(least=-1)] = -1  # train on this cluster's documents; -1: on all
+    # File that lists the documents to train on, with split="documents" (--mode=cluster makes one
+    # for each cluster); "": all.
+    subset: str = ""
     cache_dir: str = ""  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
 
     def check(self):
@@ -82,21 +83,16 @@ class DataConfig:
                 "config.data.withhold=True goes with config.data.eval_source; without one a part "
                 "of config.data.source is held out anyway"
             )
-        if self.cluster >= 0 and not self.clusters:
-            raise UsageError(
-                f"config.data.cluster={self.cluster} needs config.data.clusters, the folder of a "
-                "clustering (made by --mode=cluster)"
-            )
         mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
         splits = not self.eval_source or self.withhold
-        if (mixed or self.clusters) and splits and self.split != "documents":
-            why = "a mixture" if mixed else "config.data.clusters"
+        if (mixed or self.subset) and splits and self.split != "documents":
+            why = "a mixture" if mixed else "config.data.subset"
             raise UsageError(
                 f"config.data.split={self.split!r}: {why} needs config.data.split=documents, since "
                 "the tail of the text is all of one kind"
             )
-        if tokens and (self.clusters or self.document_bytes):
-            key = "clusters" if self.clusters else "document_bytes"
+        if tokens and (self.subset or self.document_bytes):
+            key = "subset" if self.subset else "document_bytes"
             raise UsageError(
                 f"config.data.{key}={getattr(self, key)!r} needs text, and {self.source} holds "
                 "tokens"
@@ -240,7 +236,7 @@ class SampleConfig:
 
 @block("config.cluster")
 class ClusterConfig:
-    """cBTM: clusters of documents, and experts, one for each. With python -m efx.studies.cbtm,
+    """cBTM: clusters of documents, and experts, one for each. With python -m efx.cbtm.run,
     `config.steps` (or `config.train_flops`) is the budget of the seed model and all experts
     together."""
 

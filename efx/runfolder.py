@@ -40,7 +40,8 @@ METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 LOCK_FILE = ".lock"
-CLUSTERING = "clusters/documents.json"  # what --mode=cluster leaves behind
+# How a folder says what kind of result it holds: the first of these that is in it.
+RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
 
 # Packages whose versions decide what a run computes.
 _LIBRARIES = (
@@ -223,7 +224,13 @@ def holds_result(workdir):
     except OSError:  # no such folder, or not one
         names = []
     kept = any(name.isdecimal() or name.startswith("damaged_") for name in names)
-    return kept or (folder / CLUSTERING).is_file()
+    return kept or (folder / RESULTS["clustering"]).is_file()
+
+
+def kind_of_result(workdir):
+    """The name in RESULTS of what a folder holds; None where it holds nothing."""
+    there = (name for name, path in RESULTS.items() if (pathlib.Path(workdir) / path).exists())
+    return next(there, None)
 
 
 class Lock:

@@ -9,7 +9,10 @@ text reaches the terminal while it is made.
 import collections
 import contextlib
 import dataclasses
+import math
+import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -71,20 +74,24 @@ class Sampler:
         control of routing, whose places are drawn for the batch, by the seed of its first row).
 
         Args:
-          variables: {"params": ...}, and "state" where the model has one.
+          variables: {"params": ...}, and "state" where the model has one; or, where they depend on
+            the text, an object with `every` and `at(texts, before)`. It is asked for the variables
+            before the first token and then after every `every` tokens, with the token ids so far of
+            each row, and gives (variables, whether the rows have to be read again with them). In
+            `before` are the variables until now, {} at first; their arrays may be used up.
           prompts: list of `batch_size` int arrays, each with at least one token.
           seeds: one int for each row. ended: a set of rows that make no more; the caller may add.
         """
         for prompt in prompts:
             self.check_prompt(prompt)
-        texts, run = [list(map(int, prompt)) for prompt in prompts], _Run(self, variables, seeds)
-        run.prompt_tokens = sum(map(len, texts))
-        with run.timed("prefill"):
-            run.read(dict(enumerate(texts)))
+        texts = [list(map(int, prompt)) for prompt in prompts]
+        run = _Run(self, variables, texts, seeds)
         done_B, made = np.zeros(len(texts), bool), 0
         while made < max_new_tokens and not done_B.all():
+            with run.timed("prefill"):
+                run.prepare(texts, done_B, made)
             with run.timed("decode"):
-                limit = min(STREAM, max_new_tokens - made)
+                limit = min(STREAM, max_new_tokens - made, run.due - made)
                 out_BN, count_B, done_B, steps = run.decode(done_B, made, limit)
             made += int(steps)
             new = [out_BN[b, : count_B[b]].tolist() for b in range(len(texts))]
@@ -93,11 +100,6 @@ class Sampler:
             run.new_tokens += sum(map(len, new))
             yield new
             done_B = done_B | np.isin(np.arange(len(texts)), list(ended))
-            full = np.flatnonzero(~done_B & (run.length_B > self.cache_size))
-            if len(full) and made < max_new_tokens:
-                keep = max(1, self.cache_size // 2)
-                with run.timed("prefill"):
-                    run.slide({b: texts[b][-keep:] for b in full})
         run.count(range(len(texts)))
         self.stats = run.statistics()
 
@@ -119,9 +121,8 @@ class _Program:
 
     @partial(jax.jit, static_argnums=0)
     def start(self):
-        """An empty cache, and room for the logits of each row's next token."""
-        cache = models.init_cache(self.model, self.batch_size, self.cache_size)
-        return cache, jnp.zeros((self.batch_size, self.model.vocab_size), jnp.float32)
+        """An empty cache, and room for the features of each row's last token."""
+        return models.init_decoding(self.model, self.batch_size, self.cache_size)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def reset(self, cache, rows_B):
@@ -133,15 +134,19 @@ class _Program:
         return jax.tree.map(empty, cache, self.start()[0])
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def prefill(self, variables, cache, logits_BV, tokens_BT, positions_BT, seed):
-        """Read tokens; the logits of a row that has none among them stay."""
+    def prefill(self, variables, cache, last_BD, tokens_BT, positions_BT, seed):
+        """Read tokens: the cache, and the features of each row's last token; a row that has none
+        among them keeps its own."""
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
-        last_BD = jax.vmap(lambda x, i: x[i])(x_BTD, jnp.maximum(count_B - 1, 0))
-        return cache, jnp.where((count_B > 0)[:, None], self._logits(variables, last_BD), logits_BV)
+
+        def last(x_TD, before_D, count):
+            return jnp.where(count > 0, x_TD[jnp.maximum(count - 1, 0)], before_D)
+
+        return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def decode(self, variables, cache, logits_BV, length_B, done_B, seed_B, made, limit, options):
+    def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
         """Up to `limit` tokens for every row that is not done.
 
         Ends early when all rows are done, or when one has a token for which its cache has no room:
@@ -157,8 +162,8 @@ class _Program:
             return (step < limit) & ~jnp.all(done_B) & ~outgrown
 
         def body(state):
-            step, cache, logits_BV, length_B, out_BN, count_B, done_B = state
-            token_B = choose(logits_BV, keys, made + step, options)
+            step, cache, last_BD, length_B, out_BN, count_B, done_B = state
+            token_B = choose(self._logits(variables, last_BD), keys, made + step, options)
             out_BN = out_BN.at[:, step].set(token_B)
             done_B = done_B | jnp.any(token_B[:, None] == options["stop_ids"][None], axis=1)
             count_B = count_B + ~done_B  # the stop token itself is not counted
@@ -167,10 +172,9 @@ class _Program:
             x_BTD, cache = self._features(
                 variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
             )
-            logits_BV = self._logits(variables, x_BTD[:, 0])
-            return step + 1, cache, logits_BV, length_B + ~done_B, out_BN, count_B, done_B
+            return step + 1, cache, x_BTD[:, 0], length_B + ~done_B, out_BN, count_B, done_B
 
-        state = (jnp.int32(0), cache, logits_BV, length_B, out_BN, count_B, done_B)
+        state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
         step, *state = jax.lax.while_loop(running, body, state)
         return *state, step
 
@@ -194,24 +198,51 @@ class _Program:
 class _Run:
     """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
 
-    def __init__(self, sampler, variables, seeds):
+    def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
         axes = dict.fromkeys(sharding.MESH_AXES, 1)
         self.mesh = sharding.make_mesh(axes, jax.local_devices()[:1])
-        variables = self._call(models.unroll_variables, sampler.model, variables)
-        self.variables = jax.device_put(variables, sharding.replicated(self.mesh))
+        self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
+        self.due, self.variables = 0, {}  # the token before which variables are asked for
+        self.take_variables(texts)
+        self.stale = True  # whether all rows have to be read with the variables of now
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
-        self.length_B = np.zeros(sampler.batch_size, np.int32)
-        self.prompt_tokens = self.new_tokens = self.slides = self.tokens_read = 0
+        # Of each row, the tokens in the cache and the first token of the text among them.
+        self.length_B, self.begin_B = np.zeros((2, sampler.batch_size), np.int32)
+        self.prompt_tokens = sum(map(len, texts))
+        self.new_tokens = self.slides = self.tokens_read = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
         self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            self.cache, self.logits_BV = self._call(self.program.start)
-            self.slide({})
+            self.cache, self.last_BD = self._call(self.program.start)
+            self.read({})
             self.decode(np.ones(sampler.batch_size, bool), 0, 0)
 
+    def take_variables(self, texts):
+        """The variables for these texts, from now on."""
+        variables, again = self._call(self.source.at, texts, self.variables)
+        variables = self._call(models.unroll_variables, self.sampler.model, variables)
+        self.variables = jax.device_put(variables, sharding.replicated(self.mesh))
+        self.stale, self.due = again, self.due + self.source.every
+
+    def prepare(self, texts, done_B, made):
+        """Before token number `made`: variables that are due; rows read that have to be."""
+        if made == self.due:
+            self.take_variables(texts)
+        size, length_B = self.sampler.cache_size, np.array([len(text) for text in texts])
+        outgrown_B = ~done_B & (length_B - self.begin_B > size)
+        self.begin_B = np.where(outgrown_B, length_B - max(1, size // 2), self.begin_B)
+        self.slides += int(outgrown_B.sum())
+        rows = np.flatnonzero(~done_B if self.stale else outgrown_B)
+        self.stale = False
+        if len(rows):
+            self.read({b: texts[b][self.begin_B[b] :] for b in rows})
+
     def read(self, texts):
-        """Read {row: tokens} into the empty cache of these rows."""
+        """Read {row: tokens}, after emptying the cache of these rows."""
+        self.count(texts)
+        rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
+        self.cache = self._call(self.program.reset, self.cache, rows_B)
         longest = max(map(len, texts.values()), default=1)
         shape = (self.sampler.batch_size, -(-longest // PREFILL) * PREFILL)
         tokens_BT, positions_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -221,24 +252,16 @@ class _Run:
             self.length_B[b] = len(text)
         for t in range(0, tokens_BT.shape[1], PREFILL):
             part = slice(t, t + PREFILL)
-            self.cache, self.logits_BV = self._call(
-                self.program.prefill, self.variables, self.cache, self.logits_BV,
+            self.cache, self.last_BD = self._call(
+                self.program.prefill, self.variables, self.cache, self.last_BD,
                 tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
-        jax.block_until_ready(self.logits_BV)
-
-    def slide(self, texts):
-        """Start these rows again, with {row: tokens}."""
-        self.count(texts)
-        self.slides += len(texts)
-        rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
-        self.cache = self._call(self.program.reset, self.cache, rows_B)
-        self.read(texts)
+        jax.block_until_ready(self.last_BD)
 
     def decode(self, done_B, made, limit):
         """(tokens [B, STREAM], how many of each row count, rows done, steps)."""
-        self.cache, self.logits_BV, *rest = self._call(
-            self.program.decode, self.variables, self.cache, self.logits_BV, self.length_B, done_B,
+        self.cache, self.last_BD, *rest = self._call(
+            self.program.decode, self.variables, self.cache, self.last_BD, self.length_B, done_B,
             self.seed_B, np.int32(made), np.int32(limit), self.sampler._options,
         )  # fmt: skip
         self.length_B, *rest = map(np.array, jax.device_get(rest))
@@ -261,7 +284,10 @@ class _Run:
         self.tokens_read += int(np.minimum(self.length_B[rows], self.sampler.cache_size).sum())
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
             if path[-1].key in self.counts:
-                self.counts[path[-1].key][path[-2].key] += int(np.asarray(value)[rows].sum())
+                # One number, or several for several models that are decoded together.
+                total = np.asarray(value)[rows].sum(axis=0)
+                total = total.mean() if path[-1].key == "routed" else total.sum()
+                self.counts[path[-1].key][path[-2].key] += total.item()
 
     def statistics(self):
         """`Sampler.stats`."""
@@ -278,6 +304,18 @@ class _Run:
             stats["routed_fraction_by_block"] = fractions
             stats["overflow"] = sum(self.counts["overflow"].values())
         return stats
+
+
+class _Fixed:
+    """Variables that do not depend on the text."""
+
+    every = math.inf
+
+    def __init__(self, variables):
+        self._variables = variables
+
+    def at(self, texts, before):
+        return self._variables, True
 
 
 def choose(logits_BV, keys, index, options):
@@ -344,6 +382,16 @@ class TextSampler:
         if len(ids := self.tokenizer.encode(prompt)):
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
+
+    def write(self, variables, stream=None):
+        """Writes `num_samples` continuations of the config's prompt, as they are made."""
+        stream, prompt = stream or sys.stdout, self.config.prompt
+        for i in range(self.config.num_samples):
+            stream.write(prompt)
+            for piece in self.stream(variables, prompt, seed=self.config.seed + i):
+                stream.write(piece)
+                stream.flush()
+            stream.write("\n")
 
     def stream(self, variables, prompt, *, seed):
         """Yields the continuation of `prompt` in pieces; it ends before `config.sample.stop`."""

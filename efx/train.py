@@ -32,7 +32,7 @@ MAY_DIFFER = (
     r"mesh\..*",
     r"rules",
     r"data\.cache_dir",
-    r"data\.clusters",
+    r"data\.subset",
     r"data\.on_change",
     r"cluster\..*",
     r"ensemble\..*",
@@ -103,7 +103,7 @@ class _Run:
         self.sampler = c.every and TextSampler(
             e.model, e.data.tokenizer, c, batch_size=c.num_samples
         )
-        self._check_cluster()
+        self._check_subset()
         self.seconds = 0.0
         self.window = []
         self.buffer = MetricsBuffer()
@@ -149,8 +149,8 @@ class _Run:
             open_metrics()  # which writes nothing
         runfolder.on_primary(self.workdir, open_metrics)
         entries = {"origin": origin} if origin else {}
-        if data.members:
-            entries["members"] = data.members.origin
+        if data.subset:
+            entries["subset"] = data.subset
         held_out, entries["text"] = runfolder.text_entries(data.origin)
         saved = runfolder.saved_tokenizer(self.workdir)
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
@@ -161,15 +161,13 @@ class _Run:
         run.commit(contents, **entries)
         self.writer.truncate_after(self.step if self.restored else -1)
 
-    def _check_cluster(self):
-        """A run on a cluster stays on it: the folder of a clustering may hold another one now."""
-        if self.run.is_new:
-            return
-        here, before = self.data.members, runfolder.recorded(self.workdir).get("members")
-        if here and before and here.origin != before:
+    def _check_subset(self):
+        """A run stays on its documents: the file that lists them may list others now."""
+        before = runfolder.recorded(self.workdir).get("subset")
+        if not self.run.is_new and before != self.data.subset:
             raise UsageError(
-                f"--workdir={self.workdir} was trained on another clustering than that in "
-                f"config.data.clusters={self.config.data.clusters!r}; use another --workdir"
+                f"--workdir={self.workdir} was trained on other documents than those of "
+                f"config.data.subset={self.config.data.subset!r}; use another --workdir"
             )
 
     @contextlib.contextmanager

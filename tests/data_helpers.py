@@ -32,8 +32,7 @@ def make_config(source, tmp_path, **changes):
         text_key="",
         max_bytes=0,
         document_bytes=0,
-        clusters="",
-        cluster=-1,
+        subset="",
     )
     assert set(changes) <= set(values)
     return ConfigDict(values | changes)

@@ -9,12 +9,11 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra comp
 pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
 
 from efx import main as main_lib
-from efx.compose import clustering as lib
-from efx.compose.members import FOLDER
+from efx.cbtm import CLUSTERS, cluster, documents_file
+from efx.cbtm import clustering as lib
 from efx.configs import common
-from efx.data import clusters
+from efx.data.subset import Subset
 from efx.errors import UsageError
-from efx.studies import cluster
 
 TOPICS = {
     "sea": "ship sailor harbour anchor storm captain deck wave island whale".split(),
@@ -190,13 +189,13 @@ def test_the_command_writes_a_clustering_and_repeats_itself(root, source, tmp_pa
     workdir = tmp_path / "run"
     assert command(root, source, workdir) == 0
     out = capsys.readouterr().out
-    folder = workdir / FOLDER
-    documents = clusters.Documents.load(folder)
+    folder = workdir / CLUSTERS
     about = lib.Clustering.load(folder).about
-    assert documents.clustering == lib.Clustering.load(folder).fingerprint
-    sizes = np.bincount(list(documents.clusters.values()))
-    assert max(sizes) - min(sizes) <= 1 and documents.count == 3
-    assert [row["documents"] for row in about["clusters"]] == sizes.tolist()
+    members = [Subset.load(documents_file(workdir, j)).digests for j in range(3)]
+    sizes = list(map(len, members))
+    assert max(sizes) - min(sizes) <= 1 and len(set.union(*map(set, members))) == sum(sizes)
+    assert [row["documents"] for row in about["clusters"]] == sizes
+    assert len(list(folder.glob("cluster_*.json"))) == 3
     assert about["purity"] > about["purity_of_one_cluster"]
     assert f"purity {about['purity']:.3f}" in out and "balance" in out
     assert (folder / "clusters.png").read_bytes()[:4] == b"\x89PNG"
@@ -207,7 +206,7 @@ def test_the_command_writes_a_clustering_and_repeats_itself(root, source, tmp_pa
     assert "holds a clustering" in capsys.readouterr().err
     assert not (workdir / "checkpoints").exists()
     assert command(root, source, tmp_path / "other") == 0
-    others = {p.name: p.read_bytes() for p in (tmp_path / "other" / FOLDER).iterdir()}
+    others = {p.name: p.read_bytes() for p in (tmp_path / "other" / CLUSTERS).iterdir()}
     assert {k: v for k, v in others.items() if k != "clusters.png"} == {
         k: v for k, v in before.items() if k != "clusters.png"
     }
@@ -220,7 +219,7 @@ def test_bad_commands_write_nothing(root, source, tmp_path, capsys):
         assert command(root, source, workdir, **changes) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
-        assert not (workdir / FOLDER).exists()
+        assert not (workdir / CLUSTERS).exists()
 
     refuse("config.cluster.count=99 is more than the", **{"cluster.count": 99})
     refuse("config.cluster.count=0", **{"cluster.count": 0})

@@ -237,9 +237,9 @@ def test_bytes_per_token(folder, tmp_path):
             if not packing:
                 scored = stream[1:]
             elif tokenizer == "chars":
-                scored = np.concatenate([stream[a + 1 : b] for a, b in data._documents(split)])
+                scored = np.concatenate([stream[a + 1 : b] for a, b in data.documents(split)])
             else:
-                ends = np.zeros(len(data._documents(split)), int) + data.tokenizer.eot
+                ends = np.zeros(len(data.documents(split)), int) + data.tokenizer.eot
                 scored = np.concatenate([stream[stream != data.tokenizer.eot], ends])
             assert data.scored_tokens(split) == len(scored)
             expected = lengths[scored].sum() / len(scored)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from efx import models
-from efx.compose.sample import EnsembleSampler
+from efx.cbtm import ensemble as mixtures
+from efx.cbtm.sampling import WeighedExperts
 from efx.data.tokenizers import CharTokenizer
-from efx.models import ensemble as mixtures
+from efx.sample import Sampler
 
 # ---- the mixture -------------------------------------------------------------------------------
 
@@ -95,16 +96,15 @@ def settings(**changes):
 
 
 def sampled(prompt="abcab", n=40, seed=0, options=None, model_changes=None, **changes):
-    """(ids of prompt and continuation, sampler, clustering)."""
+    """(ids of prompt and continuation, sampler, WeighedExperts, clustering)."""
     model, variables = experts(**(model_changes or {}))
     clustering = Wandering()
-    sampler = EnsembleSampler(
-        model, clustering, LETTERS, settings(**changes), **({"temperature": 0.0} | (options or {}))
-    )
+    weighed = WeighedExperts(model, variables, clustering, LETTERS, settings(**changes))
+    sampler = Sampler(weighed.model, **({"temperature": 0.0} | (options or {})))
     ids = LETTERS.encode(prompt).tolist()
-    for (new,) in sampler.tokens(variables, [ids], max_new_tokens=n, seeds=[seed]):
+    for (new,) in sampler.tokens(weighed, [ids], max_new_tokens=n, seeds=[seed]):
         ids = ids + new
-    return ids, sampler, clustering
+    return ids, sampler, weighed, clustering
 
 
 @functools.cache
@@ -127,46 +127,45 @@ def test_cached_decoding_is_the_full_forward_pass(changes):
     """Greedy tokens of the caches against those of every expert reading the text anew, while
     experts come and go."""
     start, n, every = "abcab", 18, 4
-    ids, sampler, clustering = sampled(start, n, every=every, model_changes=changes)
+    ids, sampler, weighed, _ = sampled(start, n, every=every, model_changes=changes)
     model, variables = experts(**changes)
     text = ids[: len(start)]
     if changes:  # whatever a sampler does at every step
         model = model.clone(selection="causal")
     for made in range(n):
         if made % every == 0:
-            log_w = sampler.weights(text)
+            log_w = weighed.log_weights(text)
         expected = mixture_logits(model, variables, text, log_w)
         taken = ids[len(text)]
         assert expected[taken] > expected.max() - 1e-4, made
         text.append(taken)
-    assert sampler.stats["switches"] > 0 and sampler.stats["new_tokens"] == n
+    assert weighed.usage(n)[1] > 0 and sampler.stats["new_tokens"] == n
     assert len(set(ids)) > 3  # not one token over and over
 
 
 def test_weights_are_computed_from_the_text_so_far_every_so_many_tokens():
-    ids, sampler, clustering = sampled("abcab", 12, every=5)
+    ids, _, weighed, clustering = sampled("abcab", 12, every=5)
     text = LETTERS.decode(ids)
     assert clustering.seen == [text[:5], text[:10], text[:15]]
-    assert sum(sampler.stats["experts"].values()) == 2 * 12
+    assert sum(weighed.usage(12)[0].values()) == 2 * 12
 
 
 def test_only_the_experts_in_use_have_a_cache():
     model, _ = experts()
     one = sum(x.nbytes for x in jax.tree.leaves(models.init_cache(model, 1, CONTEXT)))
     for top_k in (1, 2, 3):
-        _, sampler, _ = sampled(top_k=top_k)
+        _, sampler, weighed, _ = sampled(top_k=top_k)
         assert sampler.stats["cache_bytes"] == top_k * one
-        assert len(sampler.stats["experts"]) > top_k or sampler.stats["switches"] == 0
+        tokens, switches = weighed.usage(40)
+        assert len(tokens) > top_k and switches > 0
 
 
 def test_one_expert_in_use_is_that_model_alone():
     """With top_k=1 and one choice for the whole text: what an ordinary sampler makes."""
-    from efx.sample import Sampler
-
     model, variables = experts()
     options = dict(temperature=0.9, top_p=0.95)
-    ids, sampler, _ = sampled(n=15, seed=3, options=options, top_k=1, every=100)
-    (j,) = sampler.stats["experts"]
+    ids, sampler, weighed, _ = sampled(n=15, seed=3, options=options, top_k=1, every=100)
+    (j,) = weighed.usage(15)[0]
     plain, prompt = Sampler(model, **options), LETTERS.encode("abcab").tolist()
     expected = list(prompt)
     for (new,) in plain.tokens(variables[j], [prompt], max_new_tokens=15, seeds=[3]):
@@ -175,7 +174,7 @@ def test_one_expert_in_use_is_that_model_alone():
 
 
 def test_a_text_that_outgrows_the_context_goes_on():
-    ids, sampler, _ = sampled("abcab", 50, every=7)
+    ids, sampler, weighed, _ = sampled("abcab", 50, every=7)
     assert len(ids) == 55 and sampler.stats["slides"] >= 2
     # From the slide on, the text is read again from position 0 with its last half of the context.
     model, variables = experts()
@@ -185,7 +184,7 @@ def test_a_text_that_outgrows_the_context_goes_on():
         if len(text) - begin > CONTEXT:
             begin = len(text) - CONTEXT // 2
         if made % 7 == 0:
-            log_w = sampler.weights(text)
+            log_w = weighed.log_weights(text)
         expected = mixture_logits(model, variables, text[begin:], log_w)
         assert expected[ids[len(text)]] > expected.max() - 1e-4, made
         text.append(ids[len(text)])
@@ -198,7 +197,7 @@ def test_the_same_seed_samples_the_same_and_another_does_not():
 
 
 def test_a_stop_token_ends_the_text():
-    free, _, _ = sampled(n=20)
+    free, *_ = sampled(n=20)
     stop = free[12]
-    ids, sampler, _ = sampled(n=20, options={"stop_ids": (stop,)})
+    ids, *_ = sampled(n=20, options={"stop_ids": (stop,)})
     assert ids == free[: free.index(stop, 5)]

@@ -193,7 +193,7 @@ def test_a_folder_without_a_checkpoint_is_blocked(tmp_path):
     for name in ("checkpoints/3", "checkpoints/damaged_3", "clusters"):
         (tmp_path / name).mkdir()
         if name == "clusters":
-            (tmp_path / "clusters/documents.json").write_text("{}")
+            (tmp_path / "clusters/clustering.json").write_text("{}")
         with pytest.raises(UsageError, match="holds a run of another config"):
             look(tmp_path)
         if name != "clusters":

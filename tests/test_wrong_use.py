@@ -18,11 +18,13 @@ import pytest
 import test_layout
 
 from efx import command_line, experiment, hints, main, models
+from efx.cbtm import run as cbtm
+from efx.cbtm import table as cbtm_table
 from efx.config import config_of_run, load_config
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
-from efx.studies import calm, cbtm, cbtm_table, composition, coord_check, isoflop, phatgoose, sweep
+from efx.studies import calm, composition, coord_check, isoflop, phatgoose, sweep
 
 CONFIGS = [path.stem for path in test_layout.CONFIGS]
 

@@ -4,9 +4,10 @@ There are two of them: `source`, and `eval_source` if the held-out split is a te
 holds documents (`sources`) or tokens (`shards`).
 """
 
-from efx.data import clusters, corpus, shards, sources, split, tokenizers
+from efx.data import corpus, shards, sources, split, tokenizers
 from efx.data.cache import cache_root, content_key, remember
 from efx.data.corpus import PARTS
+from efx.data.subset import Subset
 from efx.errors import UsageError
 
 
@@ -24,14 +25,14 @@ class Opened:
         content or None; "held_out", which part of the source is held out (see `split.decide` and
         `TokenShards.decide`), None where the eval_source takes its place; "of", the hash of the
         content that this was decided by.
-      members: `clusters.Members` that the training split is limited to, or None.
+      subset: the Subset that the training split is limited to, or None.
 
     Raises UsageError for what cannot be opened, and a text that is not what it was before.
     """
 
     def __init__(self, config_data, parts=PARTS, before=None, same_text=True):
         self._config, self._root = config_data, cache_root(config_data.cache_dir)
-        self.source = self.eval_source = self.members = None
+        self.source = self.eval_source = self.subset = None
         if config_data.eval_source and parts:
             self.eval_source = self._open("eval_source")
         if "train" in parts or ("eval" in parts and not self.eval_source):
@@ -49,7 +50,7 @@ class Opened:
             )
         if not self.eval_source or config_data.withhold:
             self.origin |= self._held_out(before, same_text)
-        self.members = clusters.members(config_data, self.origin)
+        self.subset = Subset.load(config_data.subset) if config_data.subset else None
 
     def _both(self):
         return (("source", self.source), ("eval_source", self.eval_source))
@@ -117,7 +118,7 @@ class Opened:
             found = (piece for piece in found if piece[0] == "train")
             if not is_tokens(self.eval_source):
                 found = split.without(found, self.source.name, self.eval_source)
-        found = self.members.pick(found) if self.members else found
+        found = self.subset.pick(found) if self.subset else found
         return self._at_rest("source", found)
 
     def _at_rest(self, key, pieces):
@@ -133,7 +134,7 @@ class Opened:
     def key(self, part=""):
         """Hash of all that `pieces` depends on; of what is held out alone with part="eval"."""
         names = ("eval_source",) if part == "eval" else ("source", "eval_source", "held_out")
-        chosen = self.members.key if self.members and part != "eval" else ""
+        chosen = self.subset.key if self.subset and part != "eval" else ""
         return content_key(*(self.origin[name] for name in names), chosen)
 
     def tokenizer(self, path=None):

@@ -51,20 +51,12 @@ class Packing:
         inputs_BT, targets_BT, positions_BT, segment_ids_BT = (
             np.zeros(shape, np.int32) for _ in range(4)
         )
-        for b, row in enumerate(which):
-            if row >= len(self):
-                continue
-            begin = 0
-            pieces = self._pieces[self._edges[row] : self._edges[row + 1]].tolist()
-            for segment, piece in enumerate(pieces, 1):
-                start, length = int(self._starts[piece]), int(self._lengths[piece])
-                tokens = self._stream.framed(start, start + length + 1, self._fill)
-                end = begin + length
-                inputs_BT[b, begin:end] = tokens[:-1]
-                targets_BT[b, begin:end] = tokens[1:]
-                positions_BT[b, begin:end] = np.arange(length)
-                segment_ids_BT[b, begin:end] = segment
-                begin = end
+        for b, begin, end, segment, start in self._layout(which):
+            tokens = self._stream.framed(start, start + end - begin + 1, self._fill)
+            inputs_BT[b, begin:end] = tokens[:-1]
+            targets_BT[b, begin:end] = tokens[1:]
+            positions_BT[b, begin:end] = np.arange(end - begin)
+            segment_ids_BT[b, begin:end] = segment
         return {
             "inputs": inputs_BT,
             "targets": targets_BT,
@@ -72,6 +64,24 @@ class Packing:
             "positions": positions_BT,
             "segment_ids": segment_ids_BT,
         }
+
+    def places(self, which):
+        """int64[len(which), seq_len]: where in the stream the targets are; -1 for padding."""
+        places_BT = np.full((len(which), self._seq_len), -1, np.int64)
+        for b, begin, end, _, start in self._layout(which):
+            places_BT[b, begin:end] = start + 1 + np.arange(end - begin)
+        return places_BT
+
+    def _layout(self, which):
+        """Yields (row of the batch, first and last-plus-one place in it, number in the row, first
+        token in the stream) of every piece in the rows `which`."""
+        for b, row in enumerate(which):
+            begin = 0
+            pieces = self._pieces[slice(*self._edges[row : row + 2])] if row < len(self) else ()
+            for segment, piece in enumerate(pieces, 1):
+                end = begin + int(self._lengths[piece])
+                yield b, begin, end, segment, int(self._starts[piece])
+                begin = end
 
 
 def _cut(first, pairs, seq_len):

@@ -66,7 +66,7 @@ def load(
     text_bytes = {part: one.text_bytes for part, one in found.items() if one.spans is not None}
     key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
-    data.members, data.origin = opened.members, opened.origin
+    data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
     return data
 
 
@@ -84,11 +84,11 @@ class Data:
       train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 where
         a split was not asked for.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
-      members: `clusters.Members` that the training split is limited to, or None.
+      subset: hash of the list that the training split is limited to, or None.
       origin: what a run writes down of its text, see `opened.Opened`.
     """
 
-    members = origin = None
+    subset = origin = None
 
     def __init__(self, config, seed, tokenizer, streams, spans, text_bytes, key):
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
@@ -100,8 +100,8 @@ class Data:
         # common (grain derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
 
-    def _documents(self, split):
-        """int64[n, 2]: the tokens of each document."""
+    def documents(self, split):
+        """int64[n, 2]: the first and last-plus-one token of each document of `split`."""
         if split in self._spans:
             return self._spans[split]
         return documents_between(self._streams[split], self.tokenizer.eot)
@@ -111,13 +111,17 @@ class Data:
             order = {"train": "length", "eval": "document"}[split]
             self._packings[split] = Packing(
                 self._streams[split],
-                self._documents(split),
+                self.documents(split),
                 self.tokenizer.eot,
                 self._config.seq_len,
                 order,
                 self._seed,
             )
         return self._packings[split]
+
+    def tokens(self, split, start, stop):
+        """int32[stop - start]: the tokens of `split` from `start` on."""
+        return self._streams[split].windows([start], stop - start)[0]
 
     def held_out_of(self):
         """What the held-out split is, in words."""
@@ -160,7 +164,7 @@ class Data:
             return count_bytes(stream, lengths, start=1) / scored
         total = count_bytes(stream, lengths)
         if self.tokenizer.eot is None:  # then nothing predicts a document's first token
-            firsts = stream.windows(self._documents(split)[:, 0], 1)
+            firsts = stream.windows(self.documents(split)[:, 0], 1)
             total -= int(lengths[firsts].sum())
         return total / scored
 
@@ -212,12 +216,28 @@ class EvalBatches:
         return min(count, self._limit) if self._limit else count
 
     def __iter__(self):
+        for which in self._chosen():
+            yield self._packing.rows(which) if self._packing else self._windows(which)
+
+    def places(self):
+        """For each batch int64[B, T]: where in the split's tokens each target is, -1 for padding.
+
+        A target that only ends the last document lies behind the last token.
+        """
+        for which in self._chosen():
+            if self._packing:
+                yield self._packing.places(which)
+            else:
+                places_BT = which[:, None] * self._seq_len + 1 + np.arange(self._seq_len)
+                yield np.where(places_BT < len(self._stream), places_BT, -1)
+
+    def _chosen(self):
+        """The numbers of the rows of each batch."""
         count = len(self)
         chosen = min(count * self._size, self._total)
         for i in range(count):
             which = i * self._size + self._rows
-            which = which * self._total // chosen  # past the last chosen row: past the last row
-            yield self._packing.rows(which) if self._packing else self._windows(which)
+            yield which * self._total // chosen  # past the last chosen row: past the last row
 
     def _windows(self, which):
         tokens = np.zeros((len(which), self._seq_len + 1), np.int32)

@@ -40,6 +40,10 @@ class Document:
     data: bytes
     part: str = ""
 
+    @property
+    def text(self):
+        return self.data.decode("utf-8", "replace")
+
 
 def parse(source, key="config.data.source"):
     """Splits `config.data.source`, or another setting `key` like it, into (kind, argument).

@@ -112,18 +112,26 @@ def init(model, key):
 
 def init_cache(model, batch, cache_size):
     """An empty `cache` collection for decoding `batch` sequences of up to `cache_size` tokens."""
+    return init_decoding(model, batch, cache_size)[0]
+
+
+def init_decoding(model, batch, cache_size):
+    """(empty cache, zeros of the shape of what `features` gives for one token of each sequence)."""
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
     def make(key, tokens):
         keys = {"params": key, "dropout": key, "routing": key}
-        return model.init(keys, tokens, tokens, decode=True, cache_size=cache_size)["cache"]
+        options = dict(decode=True, cache_size=cache_size, method="features")
+        x_BTD, variables = model.init_with_output(keys, tokens, tokens, **options)
+        return variables["cache"], x_BTD[:, 0]
 
-    shapes = jax.eval_shape(make, jax.random.key(0), tokens)
+    shapes, x_BD = jax.eval_shape(make, jax.random.key(0), tokens)
     # Slots start out empty: a position of -1 is seen by no query.
-    return jax.tree_util.tree_map_with_path(
+    cache = jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
         shapes,
     )
+    return cache, jnp.zeros(x_BD.shape, x_BD.dtype)
 
 
 def unroll(model, params):

@@ -11,12 +11,13 @@ class Parser(argparse.ArgumentParser):
     """Bad arguments are one line and exit status 2; a misspelt flag names the nearest.
 
     Args:
-      name: of the study's module. description: its docstring, which --help shows.
+      name: of the study's module; with a dot that of another module of efx, "cbtm.run".
+      description: its docstring, which --help shows.
     """
 
     def __init__(self, name, description):
         super().__init__(
-            prog=f"python -m efx.studies.{name}",
+            prog=f"python -m efx.{name if '.' in name else f'studies.{name}'}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -22,23 +22,21 @@ _NUMBER = "#NUMBER"
 _AT_ONCE = 4096  # texts embedded together
 
 
-def _sklearn():
+def _check_installed():
     try:
-        import k_means_constrained
-        import sklearn
+        import k_means_constrained  # noqa: F401
+        import sklearn  # noqa: F401
     except ImportError as error:
         raise UsageError(
             f"clustering needs {extra('compose')}: {error.name} is not installed"
         ) from None
-    return sklearn, k_means_constrained
 
 
 def words(text):
     """The words of a text, lower case, without English stop words; numbers are all one word."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-    found = _WORD.findall(text.lower())
-    named = (_NUMBER if word[0].isdigit() else word for word in found)
+    named = (_NUMBER if word[0].isdigit() else word for word in _WORD.findall(text.lower()))
     return [word for word in named if word not in ENGLISH_STOP_WORDS]
 
 
@@ -48,12 +46,12 @@ class Clustering:
     Attributes:
       centres: float32[k, R].
       vocabulary: the words that count; idf: float32[words]; components: float32[R, words].
-      about: JSON-able facts, {"settings": ..., "corpus": ...} and more.
+      about: JSON-able facts, such as `documents`, the key of what was clustered.
       fingerprint: hash of everything that decides where a text belongs.
     """
 
     def __init__(self, vocabulary, idf, components, centres, about):
-        _sklearn()
+        _check_installed()
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         self.vocabulary, self.about = list(vocabulary), about
@@ -74,11 +72,11 @@ class Clustering:
 
     def embed(self, texts):
         """float32[n, R], rows of length one; zero for a text without a known word."""
-        texts, found = list(texts), [np.zeros((0, len(self.components)), np.float32)]
+        texts, rows = list(texts), [np.zeros((0, len(self.components)), np.float32)]
         for i in range(0, len(texts), _AT_ONCE):
             sparse = self._tfidf.transform(texts[i : i + _AT_ONCE])
-            found.append(_unit(sparse @ self.components.T.astype(np.float64)))
-        return np.concatenate(found)
+            rows.append(_unit(sparse @ self.components.T.astype(np.float64)))
+        return np.concatenate(rows)
 
     def distances(self, texts):
         """float32[n, k]: squared distances of the embedded texts from the centres.
@@ -109,15 +107,15 @@ class Clustering:
         try:
             about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
             stored, vocabulary = about.pop("fingerprint"), about.pop("vocabulary")
-            found = cls(vocabulary, about=about, **load_file(str(folder / ARRAYS)))
-            sound = found.fingerprint == stored
+            clustering = cls(vocabulary, about=about, **load_file(str(folder / ARRAYS)))
+            sound = clustering.fingerprint == stored
         except UsageError:
             raise
         except (ValueError, TypeError, KeyError, SafetensorError):
             sound = False
         if not sound:
             raise UsageError(f"the clustering in {folder} is damaged: run --mode=cluster again")
-        return found
+        return clustering
 
 
 def squared_distances(x, centres):
@@ -164,7 +162,7 @@ def fit(texts, config, seed):
             f"config.cluster.count={k} is more than the {fewer}"
             + (f"={config.fit_documents}" if n >= k else "; config.data.document_bytes cuts them")
         )
-    _sklearn()
+    _check_installed()
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -205,8 +203,9 @@ def _balanced(embedded, config, state):
     n, k = len(embedded), config.count
     if k == 1:
         return np.zeros(n, np.int64)
-    _, library = _sklearn()
-    model = library.KMeansConstrained(
+    from k_means_constrained import KMeansConstrained
+
+    model = KMeansConstrained(
         k,
         size_min=n // k,
         size_max=-(-n // k),

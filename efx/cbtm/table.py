@@ -1,6 +1,6 @@
 """cBTM against one model on everything, at equal training FLOPs: several seeds, one table.
 
-    python -m efx.studies.cbtm_table --workdir runs/cbtm_table
+    python -m efx.cbtm.table --workdir runs/cbtm_table
 
 For every seed: one model trained on everything with the whole budget; a seed model; from it, the
 ensembles of `--clusters` experts, each with its own clustering; and, as the control, `--random`
@@ -18,10 +18,11 @@ import shlex
 import statistics
 import sys
 
+from efx.cbtm import run as cbtm
 from efx.errors import UsageError
 from efx.metrics import portion, quantity
 from efx.runfolder import write_atomic, writing
-from efx.studies import cbtm, cli
+from efx.studies import cli
 from efx.studies.sweep import final_row, mean_and_spread
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
@@ -29,19 +30,21 @@ DENSE, SEED_MODEL = "one model on everything", "seed model"
 
 def plans(arguments, extra):
     """{seed: (dense Job, seed Job, {name of an ensemble: Plan})}."""
-    top, found = pathlib.Path(arguments.workdir), {}
+    top, by_seed = pathlib.Path(arguments.workdir), {}
     for seed in arguments.seeds:
         seeded = [*extra, f"--config.seed={seed}"]
         seed_folder = top / f"seed_model-seed{seed}"
 
-        def plan(name, count, *own, seeded=seeded, seed=seed, seed_folder=seed_folder):
-            top_k = min(2, count)
-            own = [*seeded, f"--config.cluster.count={count}", *own]
-            own += [f"--config.ensemble.top_k={top_k}"]
-            folder = top / f"{name.replace(' ', '_')}-seed{seed}"
-            return cbtm.make_plan(arguments.config, folder, own, seed_folder)
+        def plan(name, count, *settings, seeded=seeded, seed=seed, seed_folder=seed_folder):
+            settings = [*seeded, f"--config.cluster.count={count}", *settings]
+            settings += [f"--config.ensemble.top_k={min(2, count)}"]
+            folder = top / f"{name}-seed{seed}"
+            return cbtm.make_plan(arguments.config, folder, settings, seed_folder)
 
-        named = {ensemble_name(count): plan(f"k{count}", count) for count in arguments.clusters}
+        named = {
+            f"{count} cluster" + "s" * (count > 1): plan(f"k{count}", count)
+            for count in arguments.clusters
+        }
         if arguments.random:
             control = plan("random", arguments.random, "--config.cluster.method=random")
             named[f"{arguments.random} random clusters"] = control
@@ -55,51 +58,42 @@ def plans(arguments, extra):
         dense = cbtm.train_job(
             f"{DENSE}, seed {seed}", arguments.config, top / f"dense-seed{seed}", seeded, total
         )
-        found[seed] = (dense, seed_job, named)
-    return found
+        by_seed[seed] = (dense, seed_job, named)
+    return by_seed
 
 
-def ensemble_name(count):
-    return f"{count} cluster" + "s" * (count > 1)
-
-
-def run(found, jobs):
+def run(by_seed, jobs):
     """Everything that is not finished: what waits for nothing first, then the experts."""
-    every = found.values()
+    every = by_seed.values()
     ensembles = [plan for *_, named in every for plan in named.values()]
     cbtm.run_jobs([plan.cluster for plan in ensembles], jobs)
     cbtm.run_jobs([job for dense, seed, _ in every for job in (seed, dense)], jobs)
     cbtm.run_jobs([job for plan in ensembles for job in plan.experts], jobs)
 
 
-def evaluate(found):
+def evaluate(by_seed):
     """({row: {column: [value of each seed]}}, fractions of the held-out text that were scored)."""
-    from efx.compose.corpus import Corpus
-    from efx.compose.evaluate import evaluate_ensemble, write
-    from efx.compose.members import Ensemble
+    from efx.cbtm import evaluation
+    from efx.cbtm.ensemble import Ensemble
 
-    table, fractions = {}, []
-    for dense, seed_job, named in found.values():
-        others = [(DENSE, dense.folder), (SEED_MODEL, seed_job.folder)]
+    models, table, fractions = {}, {}, []
+    for dense, seed_job, named in by_seed.values():
+        others = {DENSE: dense.folder, SEED_MODEL: seed_job.folder}
         for name, plan in named.items():
             config = cbtm.read_config_of(plan.evaluate)
             ensemble = Ensemble(config, plan.evaluate.folder)
-            result = evaluate_ensemble(ensemble, Corpus(config.data), config, others)
-            write(plan.evaluate.folder, result)
-            fractions += [row["fraction"] for row in result.values()]
+            result, held_out = evaluation.score(ensemble, config, others)
+            evaluation.write(plan.evaluate.folder, result)
+            fractions.append(held_out.fraction)
+            for model, folder in others.items():
+                _add(models, model, result["models"][model], _flops(folder))
+            others = {}  # asked once a seed
             flops = _flops(seed_job.folder, *ensemble.folders)
-            for mixture, row in result.items():
-                if mixture in (DENSE, SEED_MODEL):
-                    own = _flops(dense.folder if mixture == DENSE else seed_job.folder)
-                    if others:
-                        _add(table, mixture, row, own)
-                elif not mixture.startswith("expert ") and (
-                    ensemble.count > 1 or mixture == "top 1"
-                ):
-                    title = f"{name}, {mixture}" if ensemble.count > 1 else name
-                    _add(table, title, row, flops)
-            others = []  # asked once a seed
-    models = {name: table.pop(name) for name in (DENSE, SEED_MODEL)}
+            if ensemble.count == 1:
+                _add(table, name, result["mixtures"]["top 1"], flops)
+                continue
+            for mixture, row in result["mixtures"].items():
+                _add(table, f"{name}, {mixture}", row, flops)
     return {**models, **table}, fractions
 
 
@@ -145,27 +139,27 @@ def _cell(title, values):
 
 
 def main(argv=None):
-    parser = cli.Parser("cbtm_table", __doc__)
+    parser = cli.Parser("cbtm.table", __doc__)
     parser.add_argument("--config", default="configs/cbtm.py:table", help="config file and variant")
     parser.add_argument("--workdir", required=True, help="folder of all runs and the table")
     parser.add_argument("--clusters", default="1,2,4,8", help="experts of each ensemble")
     parser.add_argument("--random", type=int, default=4, metavar="N", help="control; 0: none")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    own, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(own)
+    given, extra = cli.split_extra(argv)
+    arguments = parser.parse_args(given)
     try:
         if arguments.jobs < 1:
             raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
         arguments.clusters = cli.numbers("--clusters", arguments.clusters)
         arguments.seeds = cli.numbers("--seeds", arguments.seeds)
         cli.check_extra(extra)
-        found = plans(arguments, extra)
-        run(found, arguments.jobs)
-        table, fractions = evaluate(found)
+        by_seed = plans(arguments, extra)
+        run(by_seed, arguments.jobs)
+        table, fractions = evaluate(by_seed)
         given = sys.argv[1:] if argv is None else argv
-        how = "python -m efx.studies.cbtm_table " + shlex.join(given)
-        text = markdown(table, arguments.seeds, how, portion(fractions, "documents"))
+        how = "python -m efx.cbtm.table " + shlex.join(given)
+        text = markdown(table, arguments.seeds, how, portion(fractions))
         with writing(arguments.workdir):
             top = pathlib.Path(arguments.workdir)
             write_atomic(top / "table.md", text)

@@ -1,6 +1,6 @@
 """cBTM from documents to an evaluated ensemble: cluster, seed model, one expert a cluster.
 
-    python -m efx.studies.cbtm --config configs/cbtm.py --workdir runs/cbtm
+    python -m efx.cbtm.run --config configs/cbtm.py --workdir runs/cbtm
 
 `config.steps` (or `config.train_flops`) is the budget of the seed model and all experts together:
 the seed model takes `config.cluster.seed_fraction` of it, each expert an equal part of the rest, so
@@ -17,8 +17,8 @@ import shlex
 import sys
 
 from efx import command_line, runfolder
-from efx.compose.clustering import check
-from efx.compose.members import FOLDER, SEED, expert_folder
+from efx.cbtm import SEED, documents_file, expert_folder
+from efx.cbtm.clustering import check
 from efx.errors import UsageError
 from efx.studies import cli
 from efx.studies import jobs as jobs_lib
@@ -45,6 +45,10 @@ class Plan:
     seed: Job | None
     experts: tuple
     evaluate: Job
+
+    def jobs(self):
+        """All of them, in order."""
+        return [self.cluster, *([self.seed] if self.seed else []), *self.experts, self.evaluate]
 
 
 def read_config(source, workdir, extra):
@@ -75,8 +79,8 @@ def make_plan(source, workdir, extra=(), seed_run=""):
         )
 
     def job(title, mode):
-        own = [f"--config={source}", f"--mode={mode}", f"--workdir={workdir}"]
-        return Job(title, workdir, (*own, *extra))
+        arguments = (f"--config={source}", f"--mode={mode}", f"--workdir={workdir}", *extra)
+        return Job(title, workdir, arguments)
 
     seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
     experts = tuple(
@@ -87,8 +91,7 @@ def make_plan(source, workdir, extra=(), seed_run=""):
             extra,
             each,
             f"--config.init.run={seed}",
-            f"--config.data.clusters={workdir / FOLDER}",
-            f"--config.data.cluster={j}",
+            f"--config.data.subset={documents_file(workdir, j)}",
         )
         for j in range(count)
     )
@@ -100,10 +103,10 @@ def make_plan(source, workdir, extra=(), seed_run=""):
     )
 
 
-def train_job(title, source, folder, extra, steps, *own):
+def train_job(title, source, folder, extra, steps, *settings):
     """A Job that trains for so many steps, a tenth of them at most warming up."""
     warmup = read_config(source, folder, extra).optim.schedule.warmup_steps
-    arguments = [f"--config={source}", f"--workdir={folder}", *extra, *own]
+    arguments = [f"--config={source}", f"--workdir={folder}", *extra, *settings]
     arguments += [f"--config.steps={steps}", "--config.train_flops=0.0"]
     arguments += [f"--config.optim.schedule.warmup_steps={min(warmup, max(1, steps // 10))}"]
     return Job(title, pathlib.Path(folder), tuple(arguments), steps)
@@ -162,26 +165,20 @@ def run_plan(plan, at_a_time=1):
 
 
 def main(argv=None):
-    parser = cli.Parser("cbtm", __doc__)
+    parser = cli.Parser("cbtm.run", __doc__)
     parser.add_argument("--config", required=True, help="config file, e.g. configs/cbtm.py")
     parser.add_argument("--workdir", required=True, help="folder of the clustering and all runs")
     parser.add_argument("--seed-run", default="", help="a run folder to take as the seed model")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="experts at a time")
     parser.add_argument("--commands", action="store_true", help="print the commands, run nothing")
-    own, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(own)
+    given, extra = cli.split_extra(argv)
+    arguments = parser.parse_args(given)
     try:
         if arguments.jobs < 1:
             raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
         plan = make_plan(arguments.config, arguments.workdir, extra, arguments.seed_run)
         if arguments.commands:
-            every = [
-                plan.cluster,
-                *([plan.seed] if plan.seed else []),
-                *plan.experts,
-                plan.evaluate,
-            ]
-            print("\n".join(f"# {job.title}\n{job.command()}" for job in every))
+            print("\n".join(f"# {job.title}\n{job.command()}" for job in plan.jobs()))
         else:
             run_plan(plan, arguments.jobs)
     except UsageError as error:

@@ -3,7 +3,7 @@
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
 
 WORKDIR/clusters then holds the clustering (`clustering.safetensors`, `clustering.json`), the
-cluster of each training document (`documents.json`), the table (`table.md`) and a picture
+training documents of each cluster (`cluster_<j>.json`), the table (`table.md`) and a picture
 (`clusters.png`). It is a function of the documents, `config.cluster` and `config.seed`.
 """
 
@@ -14,10 +14,11 @@ import tempfile
 import numpy as np
 
 from efx import runfolder
-from efx.compose import clustering as clustering_lib
-from efx.compose.corpus import Corpus
-from efx.compose.members import FOLDER
-from efx.data import clusters
+from efx.cbtm import CLUSTERS, documents_file
+from efx.cbtm.clustering import ABOUT, Clustering, check, fit, purity
+from efx.cbtm.documents import Documents
+from efx.data.sources import document_digest
+from efx.data.subset import Subset
 from efx.errors import UsageError
 
 # What may change without another clustering: nothing that the documents or their clusters come of.
@@ -27,7 +28,7 @@ FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 def run(config, workdir, command_line=()):
     """Cluster, write, print; returns the facts of the table. Done already: prints them again."""
-    clustering_lib.check(config.cluster)
+    check(config.cluster)
     workdir = pathlib.Path(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = runfolder.open_run(
@@ -36,17 +37,16 @@ def run(config, workdir, command_line=()):
             command_line=list(command_line),
             may_differ=[rf"(?!{FIXED}$).*"],
         )
-        read = Corpus(config.data)
-        folder = workdir / FOLDER
-        if not (folder / clusters.FILE).is_file():
-            texts = [document.text for document in read.train]
-            found, labels = clustering_lib.fit(texts, config.cluster, config.seed)
-            found.about = {"corpus": read.key, **found.about}
+        documents = Documents(config.data)
+        folder = workdir / CLUSTERS
+        if not (folder / ABOUT).is_file():
+            texts = [document.text for document in documents.train]
+            clustering, labels = fit(texts, config.cluster, config.seed)
             lock.take()
             launch.commit({})
-            _write(folder, read, found, labels, config.cluster)
+            _write(folder, documents, clustering, labels, config.cluster)
         else:
-            if clusters.Documents.load(folder).corpus != read.key:
+            if Clustering.load(folder).about["documents"] != documents.key:
                 raise UsageError(
                     f"{folder} is a clustering of documents that config.data no longer names (have "
                     "the files changed?); use another --workdir"
@@ -54,52 +54,48 @@ def run(config, workdir, command_line=()):
             launch.commit({})
     print((folder / "table.md").read_text())
     print(f"clusters: {folder}, picture: {folder / 'clusters.png'}")
-    return clustering_lib.Clustering.load(folder).about
+    return Clustering.load(folder).about
 
 
-def _write(folder, read, found, labels, config):
+def _write(folder, documents, clustering, labels, config):
     """All files of a clustering, there at once or not at all."""
-    heldout = found.distances(document.text for document in read.eval).argmin(1)
-    facts = describe(read, labels, heldout, found.count)
-    found.about |= {"method": config.method, **facts}
-    documents = clusters.Documents(
-        folder,
-        found.fingerprint,
-        read.key,
-        found.count,
-        {text.digest.hex(): int(j) for text, j in zip(read.train, labels, strict=True)},
-    )
+    held_out = clustering.distances(document.text for document in documents.held_out).argmin(1)
+    facts = describe(documents, labels, held_out, clustering.count)
+    clustering.about |= {"documents": documents.key, "method": config.method, **facts}
+    digests = np.array([document_digest(document.data).hex() for document in documents.train])
     with runfolder.writing(folder):
         part = pathlib.Path(tempfile.mkdtemp(prefix=".clusters-", dir=folder.parent))
         try:
-            found.save(part)
-            (part / clusters.FILE).write_text(documents.to_json())
+            clustering.save(part)
+            for j in range(clustering.count):
+                name = documents_file(folder.parent, j).name
+                (part / name).write_text(Subset(digests[labels == j].tolist()).to_json())
             (part / "table.md").write_text(markdown(facts, config.method))
-            _draw(part / "clusters.png", found, read, labels)
+            _draw(part / "clusters.png", clustering, documents, labels)
             part.chmod(0o755)  # a temporary folder is its owner's alone
             part.rename(folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def describe(read, labels, heldout, count):
+def describe(documents, labels, held_out, count):
     """{"clusters": [{"documents", "bytes", "held_out", "parts": {part: documents}}], ...}; the
     purity that all documents in one cluster would have stands beside that of the clusters."""
     rows = []
     for j in range(count):
-        own = [text for text, label in zip(read.train, labels, strict=True) if label == j]
+        chosen = [documents.train[i] for i in np.flatnonzero(labels == j)]
         rows.append({
-            "documents": len(own),
-            "bytes": sum(len(text.data) for text in own),
-            "held_out": int((heldout == j).sum()),
-            "parts": {part: sum(text.part == part for text in own) for part in read.parts},
+            "documents": len(chosen),
+            "bytes": sum(len(document.data) for document in chosen),
+            "held_out": int((held_out == j).sum()),
+            "parts": {part: sum(d.part == part for d in chosen) for part in documents.parts},
         })  # fmt: skip
     sizes = [row["documents"] for row in rows]
     facts = {"clusters": rows, "balance": min(sizes) / max(sizes)}
-    if read.parts:
-        of = [text.part for text in read.train]
-        facts["purity"] = clustering_lib.purity(labels, of)
-        facts["purity_of_one_cluster"] = clustering_lib.purity(np.zeros(len(of)), of)
+    if documents.parts:
+        parts = [document.part for document in documents.train]
+        facts["purity"] = purity(labels, parts)
+        facts["purity_of_one_cluster"] = purity(np.zeros(len(parts)), parts)
     return facts
 
 
@@ -120,7 +116,7 @@ def markdown(facts, method):
     return "\n".join([*lines, "", line]) + "\n"
 
 
-def _draw(path, found, read, labels, most=3000):
+def _draw(path, clustering, documents, labels, most=3000):
     """Documents in the plane of their two principal components, coloured by cluster; a marker for
     each part of a mixture."""
     import matplotlib
@@ -129,17 +125,17 @@ def _draw(path, found, read, labels, most=3000):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    picked = np.linspace(0, len(read.train) - 1, min(len(read.train), most)).astype(int)
-    embedded = found.embed(read.train[i].text for i in picked)
-    both = np.concatenate([embedded, found.centres])
+    picked = np.linspace(0, len(labels) - 1, min(len(labels), most)).astype(int)
+    embedded = clustering.embed(documents.train[i].text for i in picked)
+    both = np.concatenate([embedded, clustering.centres])
     dimensions = min(2, *both.shape)
     flat = PCA(dimensions, random_state=0).fit(embedded).transform(both)
     flat = np.pad(flat, ((0, 0), (0, 2 - dimensions)))
-    of = np.array([read.train[i].part for i in picked])
+    parts = np.array([documents.train[i].part for i in picked])
     figure, axes = pyplot.subplots(figsize=(7, 5.5))
-    colours = pyplot.get_cmap("tab10" if found.count <= 10 else "tab20")
-    for part, marker in zip(sorted(set(of)), "ox^sv*PD" * len(of), strict=False):
-        here = of == part
+    colours = pyplot.get_cmap("tab10" if clustering.count <= 10 else "tab20")
+    for part, marker in zip(sorted(set(parts)), "ox^sv*PD" * len(parts), strict=False):
+        here = parts == part
         axes.scatter(
             *flat[: len(picked)][here].T,
             s=14,
@@ -153,11 +149,11 @@ def _draw(path, found, read, labels, most=3000):
     for j, (x, y) in enumerate(flat[len(picked) :]):
         box = dict(boxstyle="round", facecolor="white", edgecolor=colours(j % colours.N))
         axes.annotate(str(j), (x, y), ha="center", va="center", bbox=box)
-    if len(set(of)) > 1:
+    if len(set(parts)) > 1:
         axes.legend(loc="best", fontsize=8)
     axes.set_xlabel("first principal component")
     axes.set_ylabel("second")
-    axes.set_title(f"{len(labels)} training documents in {found.count} clusters")
+    axes.set_title(f"{len(labels)} training documents in {clustering.count} clusters")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,12 +1,15 @@
-"""Mixtures, pieces of documents, and the documents of one cluster."""
+"""Mixtures, pieces of documents, and a part of the training documents that a file lists."""
 
 import json
+import pathlib
 
+import numpy as np
 import pytest
 from data_helpers import make_config, open_data, usage_error, write_folder
 
-from efx.data import clusters, sources, split
+from efx.data import sources, split
 from efx.data.sources import document_digest
+from efx.data.subset import Subset
 from efx.errors import UsageError
 
 
@@ -85,31 +88,29 @@ def test_bad_settings(two_folders, tmp_path):
         usage_error(*words, config_data=make_config(source, tmp_path, **changes))
 
     refuse("config.data.split='tail'", "a mixture needs config.data.split=documents")
-    refuse("config.data.cluster=0 needs config.data.clusters", split="documents", cluster=0)
-    refuse("config.data.cluster=-2", split="documents", cluster=-2)
     refuse("config.data.document_bytes=-1", split="documents", document_bytes=-1)
     refuse("config.data.document_bytes=8", split="documents", document_bytes=8)
-    refuse("holds no clustering", split="documents", cluster=0, clusters=str(tmp_path))
+    refuse("there is no such file", split="documents", subset=str(tmp_path))
+    refuse("config.data.subset='x' needs text", source="tokens:x", subset="x", split="documents")
+    refuse("config.data.subset needs", source=f"text:{tmp_path}/texts", subset="x")
     refuse("holds tokens", source="tokens:x", document_bytes=64)
 
 
-def clustered(two_folders, tmp_path, count=2):
-    """(folder of a clustering by the first byte, its settings)."""
-    settings = dict(split="documents", seq_len=4, batch_size=2)
-    config = make_config(two_folders, tmp_path, **settings)
+SETTINGS = dict(split="documents", seq_len=4, batch_size=2)
+
+
+def by_first_byte(two_folders, tmp_path):
+    """[file that lists the training documents of letters, of digits]."""
+    config = make_config(two_folders, tmp_path, **SETTINGS)
     source = sources.open_source(config, tmp_path / "cache")
     pieces = split.split_documents(source, "documents", config.eval_fraction)
-    found = {
-        document_digest(data).hex(): int(data[:1].isdigit())
-        for part, _, data in pieces
-        if part == "train"
-    }
-    folder = tmp_path / "clusters"
-    folder.mkdir()
-    key = clusters.corpus_key({"source": source.identity()}, config)
-    written = clusters.Documents(folder, "fingerprint", key, count, found)
-    (folder / clusters.FILE).write_text(written.to_json())
-    return folder, settings | {"clusters": str(folder)}
+    digests = [[], []]
+    for part, _, data in pieces:
+        if part == "train":
+            digests[data[:1].isdigit()].append(document_digest(data).hex())
+    for i in range(2):
+        (tmp_path / f"{i}.json").write_text(Subset(digests[i]).to_json())
+    return [str(tmp_path / f"{i}.json") for i in range(2)]
 
 
 def text_of(data, part):
@@ -117,38 +118,52 @@ def text_of(data, part):
     return data.tokenizer.decode(stream.windows([0], len(stream))[0])
 
 
-def test_a_cluster_is_trained_on_alone_and_held_out_text_is_the_same(two_folders, tmp_path):
-    _, settings = clustered(two_folders, tmp_path)
+def test_a_subset_is_trained_on_alone_and_held_out_text_is_the_same(two_folders, tmp_path):
     whole, letters, digits = (
-        open_data(make_config(two_folders, tmp_path, **settings, cluster=j)) for j in (-1, 0, 1)
+        open_data(make_config(two_folders, tmp_path, **SETTINGS, subset=path))
+        for path in ("", *by_first_byte(two_folders, tmp_path))
     )
     assert letters.train_tokens + digits.train_tokens + 1 == whole.train_tokens  # one divider
     assert not any(c.isdigit() for c in text_of(letters, "train"))
     assert not any(c.isalpha() for c in text_of(digits, "train"))
     assert text_of(letters, "eval") == text_of(digits, "eval") == text_of(whole, "eval")
     assert len({data.fingerprint for data in (whole, letters, digits)}) == 3
-    assert letters.members.origin == {"clustering": "fingerprint", "cluster": 0}
-    assert whole.members is None
+    assert letters.subset == Subset.load(tmp_path / "0.json").key != digits.subset
+    assert whole.subset is None
 
 
-def test_a_clustering_of_other_documents_or_a_damaged_one(two_folders, tmp_path):
-    folder, settings = clustered(two_folders, tmp_path)
+def test_a_list_of_other_documents_or_a_damaged_one(two_folders, tmp_path):
+    path, _ = by_first_byte(two_folders, tmp_path)
 
     def refuse(*words, **changes):
-        config = make_config(two_folders, tmp_path, **settings | changes)
+        config = make_config(two_folders, tmp_path, **SETTINGS, subset=path, **changes)
         usage_error(*words, config_data=config)
 
-    refuse("config.data.cluster=2", "has 2 clusters, from 0", cluster=2)
-    refuse("a clustering of other documents", cluster=0, eval_fraction=0.4)
-    refuse("a clustering of other documents", cluster=0, document_bytes=32)
-    path = folder / clusters.FILE
-    stored = json.loads(path.read_text())
-    first = next(iter(stored["clusters"]))
-    stored["clusters"][first] = 1 - stored["clusters"][first]
-    path.write_text(json.dumps(stored))
-    refuse("its checksum differs", cluster=0)
-    path.write_text("{")
-    refuse("documents.json is damaged", cluster=0)
+    refuse("are no training documents here", eval_fraction=0.4)
+    refuse("are no training documents here", document_bytes=32)
+    text = pathlib.Path(path).read_text()
+    stored = json.loads(text)
+    for damaged in (json.dumps(stored | {"documents": stored["documents"][1:]}), "{", "[]"):
+        pathlib.Path(path).write_text(damaged)
+        refuse("0.json' is damaged")
     with pytest.raises(UsageError, match="damaged"):
-        path.write_text("[]")
-        clusters.Documents.load(folder)
+        Subset.load(path)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_places_of_what_is_scored(two_folders, tmp_path, packing):
+    """Every target lies where it is said to be, in each batch, also where only some are taken."""
+    config = make_config(two_folders, tmp_path, **SETTINGS, packing=packing)
+    data, places = open_data(config), []
+    stream = [*data.tokens("eval", 0, data.eval_tokens), data.tokenizer.eot]
+    for most in (0, 2):
+        batches = data.eval_batches(3, most)
+        for batch, places_BT in zip(batches, batches.places(), strict=True):
+            scored = batch["weights"] > 0
+            np.testing.assert_array_equal(places_BT >= 0, scored)
+            assert [stream[i] for i in places_BT[scored]] == batch["targets"][scored].tolist()
+            places += [] if most else places_BT[scored].tolist()
+    first = 0 if packing else 1
+    assert sorted(places) == list(range(first, data.eval_tokens + packing))
+    for start, stop in data.documents("eval"):
+        assert data.tokenizer.eot not in data.tokens("eval", start, stop)

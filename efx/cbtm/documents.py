@@ -1,0 +1,43 @@
+"""The documents that a `config.data` block names, as texts: for clustering and for evaluation."""
+
+from efx.data import sources
+from efx.data.opened import Opened
+from efx.errors import UsageError
+
+
+class Documents:
+    """The documents of a corpus, split, in order.
+
+    Attributes:
+      train: list of sources.Document, each text once.
+      held_out: list of sources.Document, as evaluation sees them.
+      key: hash of the documents and of which of them are for training.
+      parts: names of the parts of a mixture, sorted; empty without one.
+
+    Raises UsageError for a split that is not of whole documents, or a source that is no text.
+    """
+
+    def __init__(self, config_data):
+        for key in ("source", "eval_source"):
+            if config_data[key].startswith("tokens:"):
+                raise UsageError(f"config.data.{key}={config_data[key]!r}: clustering needs text")
+        opened = Opened(config_data)
+        if opened.origin["held_out"] and config_data.split != "documents":
+            raise UsageError(
+                f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
+                " takes config.data.split=documents"
+            )
+        self.key = opened.key()
+        texts = [one for one in (opened.source, opened.eval_source) if one]
+        every = (document for text in texts for document in text.documents())
+        part_of = {sources.document_digest(document.data): document.part for document in every}
+        train, self.held_out = {}, []
+        for split, name, data in opened.pieces():
+            digest = sources.document_digest(data)
+            document = sources.Document(name, data, part_of[digest])
+            if split == "eval":
+                self.held_out.append(document)
+            else:
+                train.setdefault(digest, document)
+        self.train = list(train.values())
+        self.parts = sorted({document.part for document in self.train + self.held_out} - {""})

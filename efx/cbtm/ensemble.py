@@ -1,0 +1,167 @@
+"""The sparse ensemble of cBTM: the experts of a folder, and the mixture of what they predict.
+
+    p(x | context) = sum_e w_e p_e(x | context),    w_e ~ exp(-||h(context) - mu_e||^2 / tau),
+
+the weights outside the top k put to zero and the others renormalised (section 2.4 of the paper).
+All of it in float32 and in log space.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from efx import inference, runfolder
+from efx import step as step_lib
+from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
+from efx.cbtm.clustering import Clustering
+from efx.checkpoint import files, fingerprint, restore_params
+from efx.config import config_of_run
+from efx.data import load_tokenizer
+from efx.data.subset import Subset
+from efx.errors import UsageError
+from efx.layers import routing
+from efx.runfolder import TOKENIZER_FILE
+
+
+def log_weights(distances_BE, tau, top_k):
+    """log w [B, E] from squared distances [B, E]; -inf for the experts outside the top k.
+
+    Among equally near experts the first ones are taken. tau > 0; 1 <= top_k <= E.
+    """
+    scores_BE = -distances_BE.astype(jnp.float32) / tau
+    best_BC = routing.best(scores_BE, top_k)
+    chosen_BE = jnp.any(jax.nn.one_hot(best_BC, scores_BE.shape[1], dtype=bool), axis=1)
+    return jax.nn.log_softmax(jnp.where(chosen_BE, scores_BE, -jnp.inf), axis=-1)
+
+
+def mix(log_probs_BE, log_weights_BE):
+    """log of sum_e w_e p_e [B], from log p_e [B, E] of one token each."""
+    return jax.nn.logsumexp(log_probs_BE + log_weights_BE, axis=-1)
+
+
+def mix_logits(logits_BEV, log_weights_BE):
+    """log p [B, V] of every next token, from the experts' logits [B, E, V]."""
+    log_probs_BEV = jax.nn.log_softmax(logits_BEV.astype(jnp.float32), axis=-1)
+    return jax.nn.logsumexp(log_probs_BEV + log_weights_BE[:, :, None], axis=1)
+
+
+def check(config, count):
+    """Raises UsageError unless a `config.ensemble` block fits `count` experts."""
+    if not config.tau > 0:
+        raise UsageError(f"config.ensemble.tau={config.tau}: must be more than 0")
+    if not 1 <= config.top_k <= count:
+        raise UsageError(
+            f"config.ensemble.top_k={config.top_k}: must be at least 1 and at most {count}, the "
+            "number of experts"
+        )
+    if config.every < 1:
+        raise UsageError(f"config.ensemble.every={config.every}: must be at least 1")
+
+
+class Ensemble:
+    """The experts of a folder, checked; their parameters are read when they are asked for.
+
+    What belongs together is told by contents, not by paths: a run records the parameters that it
+    started from and the documents that it trained on (run.json).
+
+    Args:
+      config: of the ensemble; its mesh is used, and its `data` names the held-out text.
+      step: None; experts have steps of their own.
+    Attributes:
+      clustering: Clustering.
+      members: for each expert the Subset of the training documents that are its cluster.
+      folders: the run folder of each expert.
+      tokenizer: that of all experts.
+
+    Raises UsageError: an expert that is missing, or that does not belong to the others.
+    """
+
+    def __init__(self, config, workdir, step=None):
+        if step is not None:
+            raise UsageError(f"--step={step}: the experts of {workdir} have steps of their own")
+        self.workdir, self._config = pathlib.Path(workdir), config
+        self.clustering = Clustering.load(self.workdir / CLUSTERS)
+        self.count = self.clustering.count
+        check(config.ensemble, self.count)
+        self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
+        self.folders = [expert_folder(workdir, j) for j in range(self.count)]
+        origins = [self._check(j, folder) for j, folder in enumerate(self.folders)]
+        self._origin = origins[0]
+        self.tokenizer = load_tokenizer(self.folders[0] / TOKENIZER_FILE)
+        for j, (folder, origin) in enumerate(zip(self.folders, origins, strict=True)):
+            who = f"expert {j} of {self.count} ({folder})"
+            if load_tokenizer(folder / TOKENIZER_FILE).fingerprint != self.tokenizer.fingerprint:
+                raise UsageError(
+                    f"{who} has another vocabulary than expert 0; experts of one ensemble share "
+                    "their tokenizer.json"
+                )
+            if origin["parameters"] != self._origin["parameters"]:
+                raise UsageError(
+                    f"{who} was started from another seed model ({origin['run']} at step "
+                    f"{origin['step']}) than expert 0 ({self._origin['run']} at step "
+                    f"{self._origin['step']}); train it anew in an empty folder"
+                )
+
+    def _check(self, j, folder):
+        """What expert j started from: {"run", "step", "parameters": their hash}."""
+        who = f"expert {j} of {self.count}"
+        steps = files.finished_steps(files.as_root(folder / runfolder.CHECKPOINTS))
+        if not (folder / runfolder.CONFIG_FILE).is_file() or not steps:
+            raise UsageError(
+                f"{who} is missing: {folder} has no finished checkpoint; train it, or let "
+                f"python -m efx.cbtm.run train all that are missing in {self.workdir}"
+            )
+        record = runfolder.recorded(folder)
+        if record.get("subset") != self.members[j].key:
+            raise UsageError(
+                f"{who} ({folder}) was not trained on cluster {j} of the clustering in "
+                f"{self.workdir / CLUSTERS}; train it anew in an empty folder"
+            )
+        if "origin" not in record:
+            raise UsageError(
+                f"{who} ({folder}) was not started from a seed model (config.init.run)"
+            )
+        wanted = runfolder.load_config(folder)["steps"]
+        if steps[-1] < wanted:
+            line = f"efx: expert {j} is not finished: step {steps[-1]} of {wanted}"
+            print(line, file=sys.stderr)
+        return record["origin"]
+
+    def restore(self, j, parts=()):
+        """(Experiment, step, parameters, variables) of expert j."""
+        return restore(self.folders[j], self._config, parts)
+
+    @functools.cached_property
+    def seed_folder(self):
+        """The seed model's run folder, or None where it is not on this machine."""
+        for folder in (self.workdir / SEED, pathlib.Path(self._origin["run"])):
+            root = folder / runfolder.CHECKPOINTS
+            if not root.exists():
+                continue
+            model, step = self.restore(0)[0].model, self._origin["step"]
+            if step in files.finished_steps(files.as_root(root)):
+                shapes = jax.eval_shape(functools.partial(step_lib.init_state_params, model))
+                size = model.vocab_size
+                params, _ = restore_params(root, shapes, step, report=None, vocab_size=size)
+                if fingerprint(params, size) == self._origin["parameters"]:
+                    return folder
+            raise UsageError(
+                f"{folder} is not the seed model that the experts were started from "
+                f"({self._origin['run']} at step {step}); put that one there, or none"
+            )
+        return None
+
+
+def restore(folder, config, parts=()):
+    """`inference.restore` of a run that may have been made elsewhere, on the mesh of `config` and
+    with the text of `config.data`, read as that run reads its own."""
+    there = config_of_run(folder)
+    there.mesh, there.rules, there.evaluate = config.mesh, config.rules, config.evaluate
+    kept = {key: there.data[key] for key in ("seq_len", "batch_size", "packing")}
+    # What it was trained on and from is not needed to use it.
+    there.data, there.init.run = config.data.copy_and_resolve_references(), ""
+    there.data.update(kept, subset="")
+    return inference.restore(there, folder, parts=parts)

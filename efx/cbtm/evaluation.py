@@ -1,0 +1,218 @@
+"""Held-out loss of the ensemble: what each way to weigh its experts comes to.
+
+The batches are those that evaluate any run. Every expert is asked once for the log-probability of
+every scored token; all mixtures are then computed from those. The weights for a token come from its
+document's text up to the last multiple of `config.ensemble.every` tokens before it, be it in the
+same row or not.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from efx import losses, runfolder, sharding
+from efx.cbtm.documents import Documents
+from efx.cbtm.ensemble import Ensemble, log_weights, mix, restore
+from efx.data.sources import document_digest
+from efx.errors import UsageError
+from efx.evaluate import scored
+from efx.metrics import portion
+from efx.step import evaluation_keys
+
+FILE = "evaluation"
+
+
+class HeldOut:
+    """The scored tokens of a held-out split, and where each of the N belongs.
+
+    Args:
+      data: `efx.data.Data`. documents: the sources.Document of its held-out split, in order.
+      every: `config.ensemble.every`. config: `config.evaluate`.
+    Attributes:
+      documents: those of them that come to tokens.
+      document_N: number of each token's document.
+      context_N: number of the text that decides on its weights, in `contexts`.
+      fraction: of all tokens of the split, how many are scored.
+    """
+
+    def __init__(self, data, documents, every, config):
+        self.data, self.config = data, config
+        spans, tokenizer = data.documents("eval"), data.tokenizer
+        if len(documents) != len(spans):
+            documents = [d for d in documents if len(tokenizer.encode(d.text))]
+        self.documents = documents
+        places = [x[x >= 0] for x in self.batches().places()]
+        places_N = np.concatenate(places)
+        self.document_N = np.searchsorted(spans[:, 0], places_N, side="right") - 1
+        read_N = (places_N - spans[self.document_N, 0]) // every * every
+        pairs, context_N = np.unique(
+            np.stack([self.document_N, read_N]), axis=1, return_inverse=True
+        )
+        self.context_N = context_N.reshape(-1)
+        self.contexts = [
+            tokenizer.decode(data.tokens("eval", spans[d, 0], spans[d, 0] + length))
+            for d, length in pairs.T
+        ]
+        self.fraction = len(places_N) / data.scored_tokens("eval")
+        self._bytes_per_token = data.bytes_per_token("eval")
+
+    def batches(self):
+        return self.data.eval_batches(self.config.batch_size, self.config.max_batches)
+
+    def log_probs(self, restored):
+        """float32[N]: log p of every scored token under one model, which decides causally."""
+        e, _, params, variables = restored
+        model = e.model.clone(selection="causal")
+
+        @jax.jit
+        def step(params, variables, batch, index):
+            logits_BTV = model.apply(
+                {"params": params, **variables},
+                batch["inputs"],
+                batch.get("positions"),
+                batch.get("segment_ids"),
+                rngs=evaluation_keys(e.config.seed, index),
+            )
+            log_p_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
+            return jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+
+        found = []
+        with sharding.use(e.mesh, e.rules):
+            placement = sharding.Placement(e.mesh, e.rules, self.config.batch_size)
+            for i, batch in enumerate(self.batches()):
+                log_p_BT = np.asarray(step(params, variables, placement(batch), np.uint32(i)))
+                found.append(log_p_BT[batch["weights"] > 0])
+        return np.concatenate(found)
+
+    def summary(self, log_p_N, cluster_N, count, experts=1.0):
+        """{"loss", "bits_per_byte", "tokens", "fraction" of the held-out text that these are,
+        "parts": {part: loss}, "clusters": [loss or None], "experts" that a token takes}."""
+        nats_N = -log_p_N.astype(np.float64)
+
+        def mean(chosen_N):
+            return float(nats_N[chosen_N].mean()) if chosen_N.any() else None
+
+        part_N = np.array([document.part for document in self.documents])[self.document_N]
+        loss = float(nats_N.mean())
+        return {
+            "loss": loss,
+            "bits_per_byte": losses.bits_per_byte(loss, self._bytes_per_token),
+            "tokens": len(nats_N),
+            "fraction": self.fraction,
+            "parts": {part: mean(part_N == part) for part in sorted(set(part_N) - {""})},
+            "clusters": [mean(cluster_N == j) for j in range(count)],
+            "experts": experts,
+        }
+
+
+def weights_of_mixtures(held_out, cluster_D, ensemble, train, settings):
+    """Yields (name, log w [N, E]) of every mixture.
+
+    Args:
+      cluster_D: of each held-out document, rest included: what an oracle knows.
+      ensemble: for its `clustering`, `count` and `members`.
+      train: the training documents, which tell an oracle where the parts of a corpus went.
+      settings: `config.ensemble`.
+    """
+    count, document_N = ensemble.count, held_out.document_N
+    distances = ensemble.clustering.distances(held_out.contexts)
+    for top_k in sorted({1, min(2, count), settings.top_k, count}):
+        with sharding.single_device():
+            log_w = np.asarray(log_weights(jnp.asarray(distances), settings.tau, top_k))
+        yield f"top {top_k}", log_w[held_out.context_N]
+    yield "uniform", np.full((len(document_N), count), -np.log(count), np.float32)
+    yield "oracle cluster", _log(np.eye(count))[cluster_D[document_N]]
+    parts = sorted({document.part for document in train} - {""})
+    if parts:
+        cluster_of = {d: j for j in range(count) for d in ensemble.members[j].digests}
+        shares = np.zeros((len(parts), count))
+        for document in train:
+            j = cluster_of[document_digest(document.data).hex()]
+            shares[parts.index(document.part), j] += 1
+        part_D = np.array([parts.index(document.part) for document in held_out.documents])
+        yield "oracle domain", _log(shares / shares.sum(1, keepdims=True))[part_D[document_N]]
+
+
+def _log(x):
+    with np.errstate(divide="ignore"):
+        return np.log(x).astype(np.float32)
+
+
+def score(ensemble, config, others):
+    """({"mixtures": {name: `HeldOut.summary`}, "models": the same of each alone}, HeldOut).
+
+    Args:
+      config: for `config.data`, `config.ensemble` and `config.evaluate`.
+      others: {name: run folder} of further models on the same text, such as the seed model.
+    """
+    if jax.process_count() > 1:
+        raise UsageError("an ensemble is evaluated by one process; start it without others")
+    documents, count = Documents(config.data), ensemble.count
+    if documents.key != ensemble.clustering.about["documents"]:
+        raise UsageError(
+            f"{ensemble.workdir} holds a clustering of other documents than config.data names now"
+        )
+    first = ensemble.restore(0, parts=("eval",))
+    held_out = HeldOut(first[0].data, documents.held_out, config.ensemble.every, config.evaluate)
+    texts = (document.text for document in held_out.documents)
+    cluster_D = ensemble.clustering.distances(texts).argmin(1)
+    cluster_N = cluster_D[held_out.document_N]
+
+    def summary(log_p_N, experts=1.0):
+        return held_out.summary(log_p_N, cluster_N, count, experts)
+
+    columns = [held_out.log_probs(first)]
+    del first  # one model at a time has its parameters on the device
+    columns += [held_out.log_probs(ensemble.restore(j)) for j in range(1, count)]
+    log_p_NE = np.stack(columns, axis=-1)
+    models = {f"expert {j}": summary(log_p_NE[:, j]) for j in range(count)}
+    for name, folder in others.items():
+        other = restore(folder, config)
+        if other[0].data.tokenizer.fingerprint != ensemble.tokenizer.fingerprint:
+            raise UsageError(f"{folder} has another vocabulary than the experts")
+        models[name] = summary(held_out.log_probs(other))
+    mixtures = {}
+    for name, log_w_NE in weights_of_mixtures(
+        held_out, cluster_D, ensemble, documents.train, config.ensemble
+    ):
+        with sharding.single_device():
+            log_p_N = np.asarray(mix(jnp.asarray(log_p_NE), jnp.asarray(log_w_NE)))
+        mixtures[name] = summary(log_p_N, float(np.isfinite(log_w_NE).sum(-1).mean()))
+    return {"mixtures": mixtures, "models": models}, held_out
+
+
+def markdown(result):
+    """The table of an evaluation."""
+    rows = result["mixtures"] | result["models"]
+    first = next(iter(rows.values()))
+    clusters = [j for j, loss in enumerate(first["clusters"]) if loss is not None]
+    titles = ["mixture", "experts a token", "loss (nats)", "bits per byte", *first["parts"]]
+    titles += [f"cluster {j}" for j in clusters]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for name, row in rows.items():
+        values = [row["loss"], row["bits_per_byte"], *row["parts"].values()]
+        values += [row["clusters"][j] for j in clusters]
+        cells = [f"{value:.4f}" for value in values]
+        lines.append(f"| {name} | {row['experts']:.3g} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"Scored: {portion([first['fraction']])}."]) + "\n"
+
+
+def write(workdir, result):
+    """WORKDIR/evaluation.json and evaluation.md."""
+    folder = pathlib.Path(workdir)
+    runfolder.write_atomic(folder / f"{FILE}.json", json.dumps(result, indent=1) + "\n")
+    runfolder.write_atomic(folder / f"{FILE}.md", markdown(result))
+
+
+def evaluate(config, workdir, step=None):
+    """Print, write into WORKDIR and return the `score` of a folder of experts."""
+    ensemble = Ensemble(config, workdir, step)
+    seed = ensemble.seed_folder
+    result, held_out = score(ensemble, config, {"seed model": seed} if seed else {})
+    write(workdir, result)
+    print(markdown(result))
+    print(scored(held_out.data, config.evaluate, len(held_out.document_N)))
+    return result

@@ -1,1 +1,0 @@
-"""Models made of models that were trained apart: cBTM's clusters of documents and their experts."""
