@@ -135,9 +135,7 @@ def step_times(folders, steps):
     from efx.data import load_tokenizer
 
     steppers = {
-        name: Stepper(
-            config_of_run(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size
-        )
+        name: Stepper(config_of_run(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size)
         for name, folder in folders.items()
     }
     turns = take_turns({name: lambda turn, s=s: s() for name, s in steppers.items()}, steps)
