@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 from flax.core import meta
 
 from efx.errors import UsageError
@@ -55,9 +56,8 @@ class Group(NamedTuple):
 
 
 def param_paths(params):
-    """dict path -> leaf of a parameter tree, in tree order; boxed leaves are unboxed."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(meta.unbox(params))
-    return {_path(keys): leaf for keys, leaf in leaves}
+    """dict path -> leaf of a parameter tree; boxed leaves are unboxed."""
+    return traverse_util.flatten_dict(meta.unbox(params), sep="/")
 
 
 def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
@@ -82,7 +82,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     shapes = meta.unbox(params_shapes)
 
     def per_leaf(value):
-        return jax.tree_util.tree_map_with_path(lambda keys, _: value(groups[_path(keys)]), shapes)
+        return traverse_util.path_aware_map(lambda keys, _: value(groups["/".join(keys)]), shapes)
 
     decay = optax.add_decayed_weights(
         config_optim.weight_decay, mask=per_leaf(lambda group: group.decayed)
@@ -346,10 +346,6 @@ def _matching(key, pattern, paths):
             + hint
         )
     return found
-
-
-def _path(keys):
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def _find(opt_state, kind):

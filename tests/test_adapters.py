@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.traverse_util import unflatten_dict
 
 from efx import checkpoint, inference, models, runfolder, train
 from efx.configs import common
@@ -191,7 +192,7 @@ def test_a_new_adapter_changes_nothing(changes):
     assert all(path[-2] == "adapter" for path in set(merged) - set(flat))
     state, tokens_BT = families.random_state(base), families.tokens()
     expected = families.jit(base.apply)({"params": params, **state}, tokens_BT)
-    nested = checkpoint.files.nest(merged)
+    nested = unflatten_dict(merged)
     result = families.jit(adapted.apply)({"params": nested, **state}, tokens_BT)
     np.testing.assert_array_equal(result, expected)
 

@@ -37,7 +37,7 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
         commands.append(command[3:])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(composition.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(composition.Study, "mixture", lambda self, runs: "text:mixture.txt")
     monkeypatch.setattr(
         composition.Study,

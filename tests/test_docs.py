@@ -273,8 +273,8 @@ def test_every_command_is_one_that_its_program_takes(page, stub):
     ("./launch/test.sh tests/test_nothing.py", "test_nothing"),
     ("./launch/multiprocess.sh 2 --cpu_device 4 --config configs/mod.py:smoke", "cpu_device"),
     ("./launch/tpu_pod.sh all --name a --zone b --typ c", "--typ"),
-    ("python -m efx.main --config configs/mod.py --workdir runs/a --config.model.attention.num_heads=3",
-     "num_heads"),
+    ("python -m efx.main --config configs/mod.py --workdir runs/a"
+     " --config.model.attention.num_heads=3", "num_heads"),
     ("python -m efx.studies.sweep --sweep configs/sweeps/mod_tabel.py --workdir runs/a", "tabel"),
     ("python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/a -- "
      "--config.model.dept=2", "dept"),

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from efx import tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import jobs, sweep
+from efx.studies import cli, jobs, sweep
 
 SWEEP = """
 def get_sweep():
@@ -105,8 +106,41 @@ def test_a_table_said_whole_split_of_one_that_max_batches_had_cut(
 
 
 def test_mean_and_spread():
-    assert sweep.mean_and_spread([1.0, 1.5, 2.0]) == "1.5000 ± 0.5000"
-    assert sweep.mean_and_spread([1.5]) == "1.5000"  # one seed has no spread
+    assert tables.mean_and_spread([1.0, 1.5, 2.0]) == "1.5000 ± 0.5000"
+    assert tables.mean_and_spread([1.5]) == "1.5000"  # one seed has no spread
+
+
+def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
+    """`Parser.run` and `tables.save`: statuses, what a study is given, what it leaves."""
+    given = []
+
+    def parser(runs=True):
+        parser = cli.Parser("x", "About.")
+        if runs:
+            parser.add_runs(jobs="runs")
+        return parser
+
+    argv = ["--workdir", str(tmp_path / "a b"), "--jobs=2", "--", "--config.steps=3"]
+    assert parser().run(given.append, argv) == 0
+    assert given[0].extra == ["--config.steps=3"] and given[0].jobs == 2
+    assert given[0].command == (
+        f"python -m efx.studies.x --workdir '{tmp_path}/a b' --jobs=2 -- --config.steps=3"
+    )
+    assert parser().run(given.append, ["--workdir=w", "--jobs=0"]) == 2
+    assert capsys.readouterr().err == "efx: error: --jobs=0: must be at least 1\n"
+    with pytest.raises(SystemExit) as end:  # a study that starts no runs
+        parser(runs=False).run(given.append, ["--", "--config.steps=3"])
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1 and len(given) == 1
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    assert parser().run(interrupted, ["--workdir=w"]) == 130
+    text = tables.markdown(["run", "loss"], [["a", 1], ["b", "2.0"]])
+    assert text == "| run | loss |\n| --- | --- |\n| a | 1 |\n| b | 2.0 |"
+    tables.save(tmp_path / "new", "table", text, {"a": 1})
+    assert text in capsys.readouterr().out and (tmp_path / "new/table.md").read_text() == text
+    assert json.loads((tmp_path / "new/table.json").read_text()) == {"a": 1}
 
 
 def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):

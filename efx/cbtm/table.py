@@ -23,7 +23,8 @@ from efx.errors import UsageError
 from efx.metrics import portion, quantity
 from efx.runfolder import write_atomic, writing
 from efx.studies import cli
-from efx.studies.sweep import final_row, mean_and_spread
+from efx.studies.sweep import final_row
+from efx.tables import mean_and_spread
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
 

@@ -170,23 +170,13 @@ def parts(path):
 
 
 def flatten(tree):
-    """{tuple of strings: leaf} of any pytree."""
-    return {parts(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """{tuple of strings: leaf} of any pytree.
 
-
-def nest(leaves):
-    """{tuple of strings: leaf} as nested dicts: the one form in which states are stored.
-
-    Dataclasses, named tuples and empty nodes get their structure back from the target at restore,
-    so a checkpoint does not depend on how orbax would spell them.
+    States are stored as nested dicts of this. Dataclasses, named tuples and empty nodes get their
+    structure back from the target at restore, so a checkpoint does not depend on how orbax would
+    spell them.
     """
-    tree = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = leaf
-    return tree
+    return {parts(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def with_sharding(leaf):

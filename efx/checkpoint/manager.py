@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
@@ -115,7 +116,7 @@ class Checkpointer:
             return False
         leaves = files.flatten(state)
         items = {
-            "state": ocp.args.StandardSave(files.nest(leaves)),
+            "state": ocp.args.StandardSave(unflatten_dict(leaves)),
             # Through JSON here, so that a wrong type is an error now and not in the background.
             "data": ocp.args.JsonSave(json.loads(json.dumps(data_state))),
             "meta": ocp.args.JsonSave(json.loads(json.dumps(meta))),
@@ -300,7 +301,7 @@ class Checkpointer:
             _check_fit(name, stored, wanted, vocab_size)
             result = files.read_items(
                 folder,
-                state=ocp.args.StandardRestore(files.nest(wanted), strict=False),
+                state=ocp.args.StandardRestore(unflatten_dict(wanted), strict=False),
                 data=ocp.args.JsonRestore(),
                 meta=ocp.args.JsonRestore(),
             )

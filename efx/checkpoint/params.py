@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
@@ -57,8 +58,8 @@ def restore_params(
 
     Args:
       root: the checkpoints folder of a run.
-      params: pytree of what is wanted: jax.ShapeDtypeStruct with shardings, or arrays. A leaf that
-        may be missing must be an array; it is returned as it is.
+      params: nested dicts of what is wanted: jax.ShapeDtypeStruct with shardings, or arrays. A
+        leaf that may be missing must be an array; it is returned as it is.
       step: which checkpoint; None: the newest finished one.
       allow_missing: regex; a path of `params` may be absent from the checkpoint if it matches in
         full. Empty: none may.
@@ -93,7 +94,7 @@ def restore_params(
     stored = {
         "/".join(path[depth:]): leaf for path, leaf in stored.items() if path[:depth] == collection
     }
-    wanted = {"/".join(path): leaf for path, leaf in files.flatten(params).items()}
+    wanted = flatten_dict(params, sep="/")
     source = {path: _renamed(path, rename) for path in wanted}
 
     if other_shapes == "leave":
@@ -118,8 +119,7 @@ def restore_params(
     values = dict(wanted)
     sources = {path: source[path] for path in loaded}
     values.update(_load(name, folder, sources, wanted, collection))
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    result = structure.unflatten(values["/".join(files.parts(path))] for path, _ in paths)
+    result = unflatten_dict(values, sep="/")
     dtypes = {p: (stored[source[p]].dtype, wanted[p].dtype) for p in loaded}
     diff = ParamsDiff(
         step=step,
@@ -146,7 +146,7 @@ def fingerprint(params, vocab_size):
     def real(params):
         return {
             "/".join(path): files.without_padding(path, x, vocab_size)
-            for path, x in files.flatten(params).items()
+            for path, x in flatten_dict(params).items()
         }
 
     @jax.jit
@@ -215,7 +215,7 @@ def _load(name, folder, sources, wanted, collection):
         first.setdefault(source, files.with_sharding(wanted[path]))
     if not first:
         return {}
-    item = files.nest({(*collection, *path.split("/")): leaf for path, leaf in first.items()})
+    item = unflatten_dict({(*collection, *path.split("/")): leaf for path, leaf in first.items()})
     try:
         read = files.read_items(
             folder,
@@ -230,7 +230,7 @@ def _load(name, folder, sources, wanted, collection):
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
     depth = len(collection)
-    read = {"/".join(path[depth:]): leaf for path, leaf in files.flatten(read.state).items()}
+    read = {"/".join(path[depth:]): leaf for path, leaf in flatten_dict(read.state).items()}
     values = {}
     for path, source in sources.items():
         target = files.with_sharding(wanted[path])

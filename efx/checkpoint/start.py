@@ -9,6 +9,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx import runfolder
 from efx.checkpoint import files
@@ -142,11 +143,9 @@ def with_experts(params, adapter, base, vocab_size):
     Raises: UsageError naming the expert that is missing, has other settings, no gates, or was
       trained on another base.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    paths = ["/".join(files.parts(path)) for path, _ in leaves]
-    values = dict(zip(paths, [leaf for _, leaf in leaves], strict=True))
-    own = [path for path in paths if path.split("/")[-2] == "adapter"]
-    base_paths = [path for path in paths if path not in set(own)]
+    values = flatten_dict(params, sep="/")
+    own = [path for path in values if path.split("/")[-2] == "adapter"]
+    base_paths = [path for path in values if path not in set(own)]
     inherited = [path for path in own if path.split("/")[-1] in ("down", "up", "gate")]
     stacks = {path: [] for path in inherited}
     for run in adapter.experts:
@@ -162,7 +161,7 @@ def with_experts(params, adapter, base, vocab_size):
     for path, stack in stacks.items():
         # Stacked on the host: how they lie on a mesh is decided by what they make together.
         values[path] = jax.device_put(np.stack(stack, axis=_axis(path)), values[path].sharding)
-    return structure.unflatten(values[path] for path in paths)
+    return unflatten_dict(values, sep="/")
 
 
 def _axis(path):
@@ -194,12 +193,12 @@ def _expert(run, adapter, base, inherited, values, vocab_size):
             shape = list(leaf.shape)
             del shape[_axis(path)]
             leaf = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-        wanted[tuple(path.split("/"))] = leaf
+        wanted[path] = leaf
     params, _ = restore_params(
         root,
-        files.nest(wanted),
+        unflatten_dict(wanted, sep="/"),
         allow_unexpected=r".*/adapter/gate",
         report=None,
         vocab_size=vocab_size,
     )
-    return {"/".join(path): leaf for path, leaf in files.flatten(params).items()}
+    return flatten_dict(params, sep="/")

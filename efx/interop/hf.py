@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -94,7 +95,7 @@ def params_from_hf(state_dict, model, key=None):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UsageError(f"Hugging Face checkpoint {what} {', '.join(names[:3])}{more}")
-    return mod_from_dense(_nest(flat), model, key)
+    return mod_from_dense(unflatten_dict(flat, sep="/"), model, key)
 
 
 def params_to_hf(params, model):
@@ -104,7 +105,7 @@ def params_to_hf(params, model):
     """
     model, params = models.unroll(model, params)
     config, kind = config_to_hf(model), kind_of(model)
-    flat = {path: _numpy(array) for path, array in _flatten(params).items()}
+    flat = {path: _numpy(array) for path, array in flatten_dict(params, sep="/").items()}
     shapes = {path: array.shape for path, array in flat.items()}
     state = {}
     for name, paths, transposed in _arrays(model, kind, shapes):
@@ -210,7 +211,7 @@ def _shapes(model):
     tree = jax.eval_shape(
         lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
     )
-    return {path: leaf.shape for path, leaf in _flatten(tree).items()}
+    return {path: leaf.shape for path, leaf in flatten_dict(tree, sep="/").items()}
 
 
 def _routers(model, key):
@@ -251,23 +252,6 @@ def _numpy(array):
     if hasattr(array, "detach"):
         array = array.detach().cpu().float()
     return np.asarray(array).astype(np.float32)
-
-
-def _flatten(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-
-
-def _nest(flat):
-    tree = {}
-    for path, leaf in flat.items():
-        node, (*parents, name) = tree, path.split("/")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree
 
 
 def _read_json(path):

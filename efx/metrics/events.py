@@ -1,12 +1,11 @@
 """TensorBoard event files, written in the calling thread.
 
 tensorboardX's SummaryWriter writes in a thread of its own: when the disk is full that thread dies
-with a traceback, and the run hangs once its queue is full. So its record format and messages are
-used here without it, and a write that fails is an OSError where it happens.
+with a traceback, and the run hangs once its queue is full. Its EventsWriter, which is what that
+thread calls, is called here, so that a write that fails is an OSError where it happens.
 """
 
 import os
-import socket
 import sys
 import time
 
@@ -21,34 +20,32 @@ class Events:
     """
 
     def __init__(self, folder, purge_from):
-        tensorboardx = _tensorboardx()
-        self._text_summary = tensorboardx.summary.text
-        self._proto = tensorboardx.proto.event_pb2
-        self._message = tensorboardx.proto.summary_pb2.Summary
+        self._tensorboardx = _tensorboardx()
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names: by time.
-        nanoseconds = time.time_ns()
-        name = f"events.out.tfevents.{nanoseconds // 10**9}.{socket.gethostname()}.{nanoseconds}"
-        self._file = tensorboardx.RecordWriter(os.fspath(folder / name))
+        # A name has the time in seconds, in which two launches may begin.
+        self._file = self._tensorboardx.event_file_writer.EventsWriter(
+            os.fspath(folder / "events"), f".{time.time_ns()}"
+        )
         self._flushed = time.monotonic()
-        self._add(file_version="brain.Event:2")
         if purge_from is not None:
-            log = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            proto = self._tensorboardx.proto.event_pb2
+            log = proto.SessionLog(status=proto.SessionLog.START)
             self._add(step=purge_from, session_log=log)
 
     def scalars(self, step, values):
         """Adds {name: number} at `step`."""
+        message = self._tensorboardx.proto.summary_pb2.Summary
         for name, value in values.items():
             # Not tensorboardX's own helper: that one complains on the terminal about each NaN.
-            value = self._message.Value(tag=name, simple_value=value)
-            self._add(step=step, summary=self._message(value=[value]))
+            value = message.Value(tag=name, simple_value=value)
+            self._add(step=step, summary=message(value=[value]))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
     def text(self, step, name, markdown):
         """Adds a text at `step` and flushes."""
-        self._add(step=step, summary=self._text_summary(name, markdown))
+        self._add(step=step, summary=self._tensorboardx.summary.text(name, markdown))
         self._file.flush()
 
     def close(self):
@@ -56,8 +53,8 @@ class Events:
         self._file.close()
 
     def _add(self, **fields):
-        event = self._proto.Event(wall_time=time.time(), **fields)
-        self._file.write(event.SerializeToString())
+        event = self._tensorboardx.proto.event_pb2.Event(wall_time=time.time(), **fields)
+        self._file.write_event(event)
 
 
 def _tensorboardx():
@@ -67,9 +64,7 @@ def _tensorboardx():
     if hide:
         sys.modules["torch"] = None
     try:
-        import tensorboardX
-        import tensorboardX.proto.event_pb2
-        import tensorboardX.proto.summary_pb2
+        import tensorboardX.event_file_writer
         import tensorboardX.summary
     finally:
         if hide:

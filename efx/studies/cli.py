@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 
 from efx.errors import UsageError, nearest
@@ -22,6 +23,37 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    def add_runs(self, jobs=""):
+        """The flags of a study that starts runs, and arguments for these after `--`.
+
+        jobs: what it starts several of at a time, "runs" or "experts"; "": one after another.
+        """
+        self.set_defaults(extra=[])
+        self.add_argument("--workdir", required=True, help="folder of all runs and the table")
+        if jobs:
+            help = f"{jobs} at a time, each on its share of the CPUs"
+            self.add_argument("--jobs", type=int, default=1, metavar="N", help=help)
+
+    def run(self, study, argv=None):
+        """The exit status of `study(arguments)`: 0, 2 after the line of a UsageError, 130 when
+        interrupted. The arguments have two more: `command`, all of it as one types it, and with
+        `add_runs` the list `extra`, what follows `--`."""
+        argv = list(sys.argv[1:] if argv is None else argv)
+        own, extra = split_extra(argv) if self.get_default("extra") is not None else (argv, [])
+        arguments = self.parse_args(own)
+        arguments.extra, arguments.command = extra, f"{self.prog} {shlex.join(argv)}"
+        try:
+            if getattr(arguments, "jobs", 1) < 1:
+                raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
+            study(arguments)
+        except UsageError as error:
+            print(f"efx: error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("efx: interrupted; the same command goes on from here", file=sys.stderr)
+            return 130
+        return 0
 
     def parse_args(self, argv=None):
         argv = sys.argv[1:] if argv is None else argv

@@ -5,18 +5,15 @@ Nothing here is drawn anew when it is there already: a study that was interrupte
 
 import json
 import pathlib
-import shlex
 import statistics
-import subprocess
-import sys
 import sysconfig
 
-from efx import command_line
+from efx import command_line, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
-from efx.runfolder import write_atomic, writing
-from efx.studies import cli
-from efx.studies.sweep import mean_and_spread
+from efx.runfolder import write_atomic
+from efx.studies import cli, jobs
+from efx.tables import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 # Of Python's own library, so that they are on every machine: code for the base, and what it is not.
@@ -29,11 +26,11 @@ DOMAINS = {
 _PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
 
 
-def arguments(name, description, argv):
-    """(parsed flags, arguments for the runs: those after `--`)."""
+def main(name, description, run, argv=None):
+    """The command line of a study; `run(study)` does one seed. Returns the exit status."""
     parser = cli.Parser(name, description)
     parser.add_argument("--config", default=name, help="config file or name, and variants")
-    parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
+    parser.add_runs()
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--base", default=BASE, help="config.data.source of the base or anchor")
     parser.add_argument(
@@ -44,48 +41,37 @@ def arguments(name, description, argv):
         help="a domain and its config.data.source; again for each. Default: parts of Python's "
         "library",
     )
-    own, extra = cli.split_extra(argv)
-    return parser.parse_args(own), extra
+    return parser.run(lambda flags: _all_seeds(flags, run), argv)
 
 
-def main(name, description, run, argv=None):
-    """The command line of a study; `run(study)` does one seed. Returns the exit status."""
-    flags, extra = arguments(name, description, argv)
-    try:
-        domains = dict(DOMAINS)
-        if flags.domain:
-            pairs = [text.partition("=") for text in flags.domain]
-            bad = [text for text, (key, _, source) in zip(flags.domain, pairs, strict=True)
-                   if not (key.isidentifier() and source)]  # fmt: skip
-            if bad:
-                raise UsageError(f"--domain={bad[0]}: expected NAME=SOURCE, e.g. plays=text:a.txt")
-            domains = {key: source for key, _, source in pairs}
-            if len(domains) < len(pairs):
-                raise UsageError(f"--domain={flags.domain}: a name is given twice")
-        if len(domains) < 2:
-            raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
-        seeds = cli.numbers("--seeds", flags.seeds)
-        cli.check_extra(extra)
-        rehearsal = Rehearsal(flags, extra, domains, seeds[0])
-        run(rehearsal)
-        rehearsal.check(extra)
-        results, fractions = {}, []
-        for seed in seeds:
-            study = Study(flags, extra, domains, seed)
-            for row, values in run(study).items():
-                results.setdefault(row, []).append(values)
-            fractions += study.fractions
-        command = f"python -m efx.studies.{name} " + shlex.join(argv or sys.argv[1:])
-        text = markdown(results, seeds, flags.config, command, portion(fractions))
-        workdir = pathlib.Path(flags.workdir)
-        with writing(workdir):
-            write_atomic(workdir / "table.md", text)
-            write_atomic(workdir / "table.json", json.dumps(results, indent=2) + "\n")
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+def _all_seeds(flags, run):
+    domains, seeds = _domains(flags.domain), cli.numbers("--seeds", flags.seeds)
+    cli.check_extra(flags.extra)
+    rehearsal = Rehearsal(flags, domains, seeds[0])
+    run(rehearsal)
+    rehearsal.check(flags.extra)
+    results, fractions = {}, []
+    for seed in seeds:
+        study = Study(flags, domains, seed)
+        for row, values in run(study).items():
+            results.setdefault(row, []).append(values)
+        fractions += study.fractions
+    text = markdown(results, seeds, flags.config, flags.command, portion(fractions))
+    tables.save(flags.workdir, "table", text, results)
+
+
+def _domains(given):
+    """{name: config.data.source} of the flags --domain, NAME=SOURCE; the default ones without."""
+    pairs = [text.partition("=") for text in given]
+    for text, (key, _, source) in zip(given, pairs, strict=True):
+        if not (key.isidentifier() and source):
+            raise UsageError(f"--domain={text}: expected NAME=SOURCE, e.g. plays=text:a.txt")
+    domains = {key: source for key, _, source in pairs} or dict(DOMAINS)
+    if len(domains) < len(pairs):
+        raise UsageError(f"--domain={given}: a name is given twice")
+    if len(domains) < 2:
+        raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
+    return domains
 
 
 class Study:
@@ -96,10 +82,10 @@ class Study:
       fractions: of the held-out splits, how much of each was scored, where that was recorded.
     """
 
-    def __init__(self, flags, extra, domains, seed):
+    def __init__(self, flags, domains, seed):
         self.domains, self.base, self.seed = domains, flags.base, seed
         self.folder = pathlib.Path(flags.workdir) / f"seed{seed}"
-        self._config, self._extra, self.fractions = flags.config, extra, []
+        self._config, self._extra, self.fractions = flags.config, flags.extra, []
 
     def path(self, name):
         return self.folder / name
@@ -133,12 +119,11 @@ class Study:
           changes: dotted keys of the config.
         """
         command = self.command(name, *arguments, **changes)
-        print(f"== seed {self.seed}, {name}: python -m efx.main {shlex.join(command)}", flush=True)
-        done = subprocess.run([sys.executable, "-m", "efx.main", *command], check=False)
-        if done.returncode:
+        status, where = jobs.run_main(f"seed {self.seed}, {name}", command, self.path(name))
+        if status:
             raise UsageError(
-                f"the run {name!r} with seed {self.seed} ended with status {done.returncode}; its "
-                "last line says why. Start the study again to go on from here"
+                f"the run {name!r} with seed {self.seed} ended with status {status}; {where} says "
+                "why. Start the study again to go on from here"
             )
         return str(self.path(name))
 
@@ -250,15 +235,14 @@ def losses(by_domain):
 def markdown(results, seeds, config, command, split):
     """The table; {row: [{column: value} of each seed]}. split: what was scored, in words."""
     titles = list(dict.fromkeys(title for rows in results.values() for title in rows[0]))
-    lines = ["| held-out loss (nats) | " + " | ".join(titles) + " |"]
-    lines.append("|---" * (len(titles) + 1) + "|")
+    lines = []
     for name, rows in results.items():
         cells = [
             mean_and_spread([row[title] for row in rows]) if title in rows[0] else ""
             for title in titles
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append([name, *cells])
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed"
     named = ", ".join(map(str, seeds))
-    lines += ["", f"`{config}`; seeds {named}: {spread}; {split}. Command: `{command}`"]
-    return "\n".join(lines) + "\n"
+    table = tables.markdown(["held-out loss (nats)", *titles], lines)
+    return f"{table}\n\n`{config}`; seeds {named}: {spread}; {split}. Command: `{command}`\n"

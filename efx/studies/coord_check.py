@@ -21,6 +21,7 @@ import sys
 
 import jax
 
+from efx import tables
 from efx.config import load_config, override
 from efx.errors import UsageError
 from efx.layers.groups import Compress, Upsample
@@ -34,20 +35,25 @@ MEASURED = (Layer, Compress, Upsample)
 
 
 def main(argv=None):
-    args = _arguments(argv)
-    try:
-        args.widths = sorted(cli.numbers("--widths", args.widths))
-        table = check(args)
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    folder = pathlib.Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(table, args)
-    print(text)
-    (folder / "coord_check.md").write_text(text + "\n")
-    draw(table, args.widths, folder / "coord_check.png")
-    return 0
+    parser = cli.Parser("coord_check", __doc__)
+    parser.add_argument("--config", default="gpt2:smoke", help="of a family with muP")
+    parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
+    parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", default="runs/coord_check", help="folder for table and figure")
+    return parser.run(study, argv)
+
+
+def study(args):
+    """The measurement, then table and figure."""
+    args.widths = sorted(cli.numbers("--widths", args.widths))
+    table = check(args)
+    tables.save(args.out, "coord_check", markdown(table, args) + "\n", table)
+    draw(table, args.widths, pathlib.Path(args.out) / "coord_check.png")
 
 
 def check(args):
@@ -107,12 +113,12 @@ def markdown(table, args):
     """The table: a row for each place, a column for each width and parametrisation."""
     head = [f"{name} {width}" for name in table for width in args.widths]
     titles = ["mean of absolute values", *head, *(f"{name}: last / first" for name in table)]
-    rows = [titles, ["---"] * len(titles)]
+    rows = []
     for place in next(iter(table.values())):
         values = [table[name][place] for name in table]
         cells = [f"{value:.4g}" for row in values for value in row]
         rows.append([place, *cells, *(f"{growth(row):.2f}" for row in values)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return tables.markdown(titles, rows)
 
 
 def draw(table, widths, path):
@@ -182,20 +188,6 @@ def _level_widths(model, width):
             f"{model.width} wide would be no whole numbers"
         )
     return tuple(level * width // model.width for level in model.level_widths)
-
-
-def _arguments(argv):
-    parser = cli.Parser("coord_check", __doc__)
-    parser.add_argument("--config", default="gpt2:smoke", help="of a family with muP")
-    parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
-    parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")
-    parser.add_argument("--learning-rate", type=float, default=1e-2, help="at the base width")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", default="runs/coord_check", help="folder for table and figure")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -103,16 +103,14 @@ def main(argv=None):
     parser.add_argument("--text", help="text to look at")
     parser.add_argument("--out", help="picture to write")
     parser.add_argument("--tokens", type=int, default=96, help="of the text, at most")
-    flags = parser.parse_args(argv)
-    try:
-        path, weights = expert_map(flags.workdir, flags.text, flags.out, flags.tokens)
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
+    return parser.run(run, argv)
+
+
+def run(arguments):
+    path, weights = expert_map(arguments.workdir, arguments.text, arguments.out, arguments.tokens)
     for site, weights_TE in weights.items():
         print(f"{site:<48} {np.mean(np.sum(weights_TE > 0, axis=-1)):.2f} experts a token")
     print(path)
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,20 +27,20 @@ isoflop.json every number.
 
 import dataclasses
 import itertools
-import json
 import pathlib
-import shlex
 import statistics
 import sys
 
 import numpy as np
 
+from efx import tables
 from efx.errors import UsageError
 from efx.metrics import quantity
-from efx.runfolder import write_atomic, writing
+from efx.runfolder import writing
 from efx.studies import cli
 from efx.studies import sweep as sweep_lib
-from efx.studies.sweep import mean_and_spread, summary, text
+from efx.studies.sweep import summary, text
+from efx.tables import mean_and_spread
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
@@ -238,11 +238,6 @@ def optima(sizes, curves):
     }
 
 
-def _table(titles, rows):
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def markdown(grid, curves, how, split):
     """Both tables as Markdown, with config, seeds, what was scored and command under them."""
     budgets, families, sizes = sorted(grid["budgets"]), list(grid["families"]), list(grid["sizes"])
@@ -270,9 +265,9 @@ def markdown(grid, curves, how, split):
     ]
     seeds = ", ".join(str(seed) for seed in grid["seeds"])
     return (
-        f"Held-out loss (nats):\n\n{_table(titles, points)}\n\n"
+        f"Held-out loss (nats):\n\n{tables.markdown(titles, points)}\n\n"
         f"The optimum of each curve, the baseline is {families[0]}:\n\n"
-        f"{_table(['budget', 'family', *FORMS], rows)}\n\n"
+        f"{tables.markdown(['budget', 'family', *FORMS], rows)}\n\n"
         f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
         f"pairs of seeds, without a spread of fits of the means; {split}; FLOPs of "
         f"training. Command: `{how}`\n"
@@ -318,9 +313,7 @@ def draw(curves, path):
     budgets = list(dict.fromkeys(budget for budget, _ in curves))
     families = list(dict.fromkeys(family for _, family in curves))
     colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(budgets)))
-    styles = dict(
-        zip(families, itertools.cycle((("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))))
-    )
+    styles = dict(zip(families, itertools.cycle(STYLES)))
     for (budget, family), curve in curves.items():
         colour, (line, marker) = colours[budgets.index(budget)], styles[family]
         means, spreads = curve.losses.mean(1), curve.losses.std(1, ddof=curve.losses.shape[1] > 1)
@@ -347,31 +340,22 @@ def draw(curves, path):
 
 def main(argv=None):
     parser = cli.Parser("isoflop", __doc__)
-    parser.add_argument("--grid", required=True, help="grid file, e.g. configs/sweeps/isoflop.py")
-    parser.add_argument("--workdir", required=True, help="folder of the runs and the tables")
+    parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx's")
+    parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    own, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(own)
-    try:
-        if arguments.jobs < 1:
-            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-        grid, top = load_grid(arguments.grid), pathlib.Path(arguments.workdir)
-        if not arguments.table_only:
-            sweep_lib.run_all(as_sweep(grid), top, extra, arguments.jobs)
-        curves = collect(grid, top)
-        given = sys.argv[1:] if argv is None else argv
-        split = sweep_lib.scored(as_sweep(grid), top)
-        text = markdown(grid, curves, "python -m efx.studies.isoflop " + shlex.join(given), split)
-        with writing(top):
-            write_atomic(top / "isoflop.md", text)
-            write_atomic(top / "isoflop.json", json.dumps(numbers(grid, curves), indent=1) + "\n")
-            draw(curves, top / "isoflop.png")
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    return parser.run(study, argv)
+
+
+def study(arguments):
+    """The runs, then tables, curves and numbers."""
+    grid, top = load_grid(arguments.grid), pathlib.Path(arguments.workdir)
+    if not arguments.table_only:
+        sweep_lib.run_all(as_sweep(grid), top, arguments.extra, arguments.jobs)
+    curves = collect(grid, top)
+    text = markdown(grid, curves, arguments.command, sweep_lib.scored(as_sweep(grid), top))
+    tables.save(top, "isoflop", text, numbers(grid, curves))
+    with writing(top):
+        draw(curves, top / "isoflop.png")
 
 
 if __name__ == "__main__":

@@ -19,17 +19,15 @@ or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/tab
 needs no JAX.
 """
 
-import json
 import pathlib
 import re
-import shlex
 import statistics
 import sys
 
+from efx import tables
 from efx.config import run_file
 from efx.errors import UsageError, nearest
 from efx.metrics import portion, quantity, read_metrics
-from efx.runfolder import write_atomic, writing
 from efx.studies import cli
 from efx.studies import jobs as jobs_lib
 
@@ -253,11 +251,6 @@ def text(cell, form):
     return number(cell["mean"], form) + spread + (f" ({cell['note']})" if "note" in cell else "")
 
 
-def mean_and_spread(values):
-    """ "1.2345 ± 0.0678": mean and standard deviation; of a single value just that."""
-    return text(summary(values), ".4f")
-
-
 def scored(sweep, workdir):
     """What the held-out losses of the finished runs are of, in words."""
     runs = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
@@ -267,32 +260,24 @@ def scored(sweep, workdir):
 def markdown(sweep, table, how, split):
     """The table as Markdown, with config, seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
-    lines = ["| run | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    for name, values in table.items():
-        cells = [text(cell(title, values[title]), form(title)) for title in titles]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    rows = [
+        [name, *(text(cell(title, values[title]), form(title)) for title in titles)]
+        for name, values in table.items()
+    ]
     equal = f"every run with the {sweep['equal']} of the first; " if sweep["equal"] else ""
     seeds = ", ".join(str(seed) for seed in sweep["seeds"])
-    lines += [
-        "",
+    return (
+        f"{tables.markdown(['run', *titles], rows)}\n\n"
         f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; {split}. "
-        f"Step times: medians of alternating steps. Command: `{how}`",
-    ]
-    return "\n".join(lines) + "\n"
+        f"Step times: medians of alternating steps. Command: `{how}`\n"
+    )
 
 
 def main(argv=None):
     parser = cli.Parser("sweep", __doc__)
-    parser.add_argument("--sweep", required=True, help="sweep file, e.g. configs/sweeps/....py")
-    parser.add_argument("--workdir", required=True, help="folder of the runs and the table")
+    parser.add_argument("--sweep", required=True, help="sweep file, or the name of one of efx's")
+    parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs at a time, each on its share of the CPUs (for small models on one machine)",
-    )
     parser.add_argument(
         "--time-steps",
         type=int,
@@ -300,29 +285,18 @@ def main(argv=None):
         metavar="N",
         help="also time N training steps of each run's model, taking turns in one process",
     )
-    own, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(own)
-    try:
-        if arguments.jobs < 1:
-            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-        sweep = load_sweep(arguments.sweep)
-        if not arguments.table_only:
-            run_all(sweep, arguments.workdir, extra, arguments.jobs)
-        times = arguments.time_steps and timed(sweep, arguments.workdir, arguments.time_steps)
-        table = collect(sweep, arguments.workdir, times)
-        given = sys.argv[1:] if argv is None else argv
-        how = "python -m efx.studies.sweep " + shlex.join(given)
-        text = markdown(sweep, table, how, scored(sweep, arguments.workdir))
-        with writing(arguments.workdir):
-            write_atomic(pathlib.Path(arguments.workdir) / "table.md", text)
-            write_atomic(
-                pathlib.Path(arguments.workdir) / "table.json", json.dumps(table, indent=2) + "\n"
-            )
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+    return parser.run(study, argv)
+
+
+def study(arguments):
+    """The runs, then the table."""
+    sweep, workdir = load_sweep(arguments.sweep), arguments.workdir
+    if not arguments.table_only:
+        run_all(sweep, workdir, arguments.extra, arguments.jobs)
+    times = arguments.time_steps and timed(sweep, workdir, arguments.time_steps)
+    table = collect(sweep, workdir, times)
+    text = markdown(sweep, table, arguments.command, scored(sweep, workdir))
+    tables.save(workdir, "table", text, table)
 
 
 if __name__ == "__main__":

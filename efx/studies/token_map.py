@@ -125,43 +125,39 @@ def main(argv=None):
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
     parser.add_argument("--out", help="picture to write (default: WORKDIR/token_map.png)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
-    arguments = parser.parse_args(argv)
-    try:
-        out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
-        config = config_of_run(arguments.workdir)
-        parts = ("eval",) if arguments.text is None else ()
-        experiment, step, params, variables = restore(
-            config, arguments.workdir, arguments.step, parts
+    return parser.run(run, argv)
+
+
+def run(arguments):
+    out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
+    config = config_of_run(arguments.workdir)
+    parts = ("eval",) if arguments.text is None else ()
+    experiment, step, params, variables = restore(config, arguments.workdir, arguments.step, parts)
+    tokenizer = experiment.data.tokenizer
+    if arguments.text is None:
+        ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
+    else:
+        ids = tokenizer.encode(arguments.text)
+    if not 1 <= len(ids) <= experiment.model.context:
+        raise UsageError(
+            f"--text: {len(ids)} tokens; the model takes 1 to {experiment.model.context}"
         )
-        tokenizer = experiment.data.tokenizer
-        if arguments.text is None:
-            ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
-        else:
-            ids = tokenizer.encode(arguments.text)
-        if not 1 <= len(ids) <= experiment.model.context:
-            raise UsageError(
-                f"--text: {len(ids)} tokens; the model takes 1 to {experiment.model.context}"
-            )
-        keys = evaluation_keys(config.seed, 0)
-        rows = token_map(experiment.model, {"params": params, **variables}, ids, keys)
-        tokens = [tokenizer.decode([token]) for token in ids]
-        try:
-            with open(out.with_suffix(".csv"), "w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(["token", *rows])
-                values = zip(*rows.values(), strict=True)
-                for token, row in zip(tokens, values, strict=True):
-                    writer.writerow([token, *(f"{value:.4f}" for value in row)])
-            draw(rows, tokens, out)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--out={out}: {error}") from error
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
+    keys = evaluation_keys(config.seed, 0)
+    rows = token_map(experiment.model, {"params": params, **variables}, ids, keys)
+    tokens = [tokenizer.decode([token]) for token in ids]
+    try:
+        with open(out.with_suffix(".csv"), "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["token", *rows])
+            values = zip(*rows.values(), strict=True)
+            for token, row in zip(tokens, values, strict=True):
+                writer.writerow([token, *(f"{value:.4f}" for value in row)])
+        draw(rows, tokens, out)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out={out}: {error}") from error
     print(f"step {step}, {len(ids)} tokens: {out} and {out.with_suffix('.csv')}")
     for name, row in rows.items():
         print(f"  {name:<32} {row.mean():.1%}")
-    return 0
 
 
 if __name__ == "__main__":
