@@ -92,6 +92,11 @@ def _hints(cls):
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+def names_of(cls):
+    """The names of the settings in a block."""
+    return tuple(_hints(cls))
+
+
 def _check_fields(self):
     for name, hint in _hints(type(self)).items():
         value = _converted(hint, getattr(self, name), f"{self.where}.{name}")

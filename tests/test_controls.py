@@ -229,7 +229,7 @@ def test_fixed_places_are_a_function_of_position_and_block():
 
 def test_every_block_draws_its_seed_when_the_model_is_made():
     def seeds(key, scan):
-        model = control("random_fixed")[0].clone(scan_layers=scan)
+        model = models.changed(control("random_fixed")[0], scan_layers=scan)
         made = families.jit(lambda key: models.init(model, key)["state"])(jax.random.key(key))
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(made)])
 

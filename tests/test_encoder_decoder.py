@@ -508,7 +508,7 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
         ({"encoder_depth": -1}, r"config\.model\.encoder_depth=-1: must be at least 0"),
         ({"cross_heads": 5}, r"width=32 does not divide by config\.model\.cross_heads=5"),
         (
-            {"attention.num_heads": 5},
+            {"attention.num_heads": 5, "cross_heads": 4},
             r"width=32 does not divide by config\.model\.attention\.num_heads=5",
         ),
         ({"depth": 1, "encoder_depth": 2}, r"config\.model\.encoder_depth=2: .*set it to 0"),
@@ -570,7 +570,7 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     parts = seed.parameter_count()
     assert round((sum(parts.values()) - parts["masks"]) / 1e6, 1) == 15.8
     assert seed.config.dropout.elementwise == small.config.dropout.elementwise
-    assert seed.dropout.kind == small.dropout.kind == "elementwise"
+    assert seed.config.dropout.kind == small.config.dropout.kind == "elementwise"
     shapes = jax.eval_shape(lambda key: models.init(small, key)["params"], jax.random.key(0))
     masks = [path for path in optim.param_paths(nn.unbox(shapes)) if path.endswith("mask_phase")]
     # Every attention masks its probabilities and what it gives, every MLP what it gives.

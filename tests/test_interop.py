@@ -217,7 +217,7 @@ def test_round_trip(changes, tmp_path):
     same = ours(config, vocab_multiple=16, init_std=model.config.init_std)
     same = models.changed(same, dropout=model.config.dropout, attention=model.config.attention)
     assert models.changed(same, mlp=model.config.mlp) == model
-    assert same.mlp.hidden == model.config.mlp.hidden_size(32)
+    assert same.config.mlp.hidden == model.config.mlp.hidden_size(32)
     jax.tree.map(np.testing.assert_array_equal, hf.params_from_hf(state, same), params)
     hf.save_hf(tmp_path / "new", params, model)
     config = base(vocab_multiple=16)
@@ -335,7 +335,7 @@ def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
     old = hf.config_from_hf(
-        {"model_type": "llama", "attention.rope_theta": 5e5, "num_key_value_heads": 8}
+        {"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8}
     )
     assert (old["model.attention.rope_theta"], old["model.attention.num_kv_heads"]) == (5e5, 8)
     assert old["model.norm_eps"] == 1e-6 and old["model.mlp.hidden"] == 11008

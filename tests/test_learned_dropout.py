@@ -146,7 +146,7 @@ def attention_by_hand(x_TD, p):
 
 def attention_config(**changes):
     defaults = common.base().model.dropout.attention.to_dict()
-    return MaskAttentionConfig(**{**defaults, "attention.num_heads": 2, **changes})
+    return MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
 
 
 def matrices(seed, *names):

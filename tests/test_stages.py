@@ -81,7 +81,7 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
     config = tiny(text, **STAGES)
     e = experiment.prepare(config)
     assert [stage.start for stage in e.stages] == [0, 2, 4]
-    assert e.model.depth_routing.capacity == 0.25
+    assert e.model.config.depth_routing.capacity == 0.25
     steps = [e.stages[i].ledger.train_flops(e.tokens_per_step) for i in (0, 0, 1, 1, 2, 2)]
     full = experiment.prepare(tiny(text, **DENSE)).ledger.train_flops(e.tokens_per_step)
     router = 3 * 2 * 32 * e.tokens_per_step

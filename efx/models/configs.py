@@ -5,7 +5,7 @@ from efx.models.bridged_config import BridgedConfig
 from efx.models.decoder_config import DecoderConfig
 from efx.models.encoder_decoder_config import EncoderDecoderConfig
 from efx.models.latent_config import LatentConfig
-from efx.settings import is_block, make
+from efx.settings import is_block, make, names_of
 
 CONFIGS = {
     "decoder": DecoderConfig,
@@ -39,7 +39,7 @@ def check_family(mapping):
     a changed `config.model.family` does not change the settings beside it."""
     cls = config_class(mapping.get("family"))
     for family, other in CONFIGS.items():
-        if other is not cls and set(other.__dataclass_fields__) == set(mapping):
+        if other is not cls and set(names_of(other)) == set(mapping):
             raise UsageError(
                 f"config.model.family={mapping['family']!r}: the settings of config.model are "
                 f"those of {family!r}; start from a config file of the other family"

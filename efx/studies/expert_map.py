@@ -25,7 +25,7 @@ def weights_of(model, variables, tokens_BT, keys=None):
     from efx import models
 
     variables = models.unroll_variables(model, variables)
-    model = model.unrolled()
+    model = models.unrolled(model)
     _, sown = model.apply(variables, tokens_BT, method="features", rngs=keys, mutable=["choices"])
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(sown.get("choices", {})):
