@@ -46,20 +46,20 @@ def evaluate(workdir, changes=None, step=None):
       changes: of the run's config, such as {"data.eval_source": "text:test.txt"}.
       step: of the checkpoint; None: the newest.
     """
-    from efx import inference
+    from efx import use
 
-    return inference.evaluate(_config(workdir, changes), workdir, step)
+    return use.evaluate(_config(workdir, changes), workdir, step)
 
 
 def sample(workdir, prompt=None, changes=None, step=None):
     """A text that begins with the prompt (None: `config.sample.prompt`) and goes on as the run
     does; several in a row where `config.sample.num_samples` says so."""
-    from efx import inference
+    from efx import use
 
     config, text = _config(workdir, changes), io.StringIO()
     if prompt is not None:
         config.sample.prompt = prompt
-    inference.sample(config, workdir, step, text)
+    use.sample(config, workdir, step, text)
     return text.getvalue().removesuffix("\n")
 
 

@@ -30,8 +30,8 @@ MODES = ("train", "compose", "evaluate", "sample", "cluster")
 FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
 # The module whose `evaluate` or `sample` uses what a folder holds, by `runfolder.RESULTS`.
 USES = {
-    ("run", "evaluate"): "efx.inference",
-    ("run", "sample"): "efx.inference",
+    ("run", "evaluate"): "efx.use",
+    ("run", "sample"): "efx.use",
     ("clustering", "evaluate"): "efx.cbtm.evaluation",
     ("clustering", "sample"): "efx.cbtm.sampling",
 }

@@ -50,12 +50,15 @@ def init_state_params(model):
     return nn.unbox(models.init(model, jax.random.key(0)))["params"]
 
 
-def state_shardings(model, optimizer, mesh, rules):
-    """Shardings of a TrainState: parameters by their logical axes, moments like their parameter."""
-    boxed = jax.eval_shape(lambda: models.init(model, jax.random.key(0)))
+def state_shardings(boxed_params, state, mesh, rules):
+    """Shardings of a TrainState: parameters by their logical axes, moments like their parameter.
+
+    Args:
+      boxed_params: shapes of the parameters with their logical axes. state: a TrainState's shapes.
+    """
     by_path = {}
-    specs = sharding.tree_shardings(boxed["params"], mesh, rules)
-    shapes = nn.unbox(boxed["params"])
+    specs = sharding.tree_shardings(boxed_params, mesh, rules)
+    shapes = nn.unbox(boxed_params)
     for (path, leaf), spec in zip(
         jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
     ):
@@ -70,7 +73,6 @@ def state_shardings(model, optimizer, mesh, rules):
                 return spec
         return sharding.replicated(mesh)
 
-    state = jax.eval_shape(lambda: init_state(model, optimizer, 0))
     return jax.tree_util.tree_map_with_path(place, state)
 
 

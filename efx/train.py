@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import hints, models, optim, run_settings, runfolder, settings, sharding
+from efx import build, hints, optim, run_settings, runfolder, settings, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
-from efx.experiment import TOKENIZER_FILE, prepare
 from efx.flops import device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.writer import WANDB_ID_FILE
@@ -89,20 +88,14 @@ class _Run:
         self.timings = {"imports": time.monotonic() - started}
         self.run = self._look(config, command_line)
         with self._timed("data and model"):
-            self.experiment = prepare(config, workdir)
+            self.experiment = build.experiment(config, workdir)
+            self.training = build.Training(self.experiment)
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
-        shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
-        base = models.mup_base(e.model)
-        self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes, base)
-        self.summary = optim.describe(config.optim, shapes, base)
-        self.shardings = step_lib.state_shardings(e.model, self.optimizer, e.mesh, e.rules)
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
         # Now, so that a bad prompt or setting is told before anything is written.
         c = config.sample
-        self.sampler = c.every and TextSampler(
-            e.model, e.data.tokenizer, c, batch_size=c.num_samples
-        )
+        self.sampler = c.every and TextSampler(e.model, e.tokenizer, c, batch_size=c.num_samples)
         self._check_subset()
         self.seconds = 0.0
         self.window = []
@@ -155,7 +148,7 @@ class _Run:
         saved = runfolder.saved_tokenizer(self.workdir)
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
         entries["tokenizer"] = runfolder.checksum(tokenizer)
-        contents = {runfolder.HELD_OUT_FILE: held_out, TOKENIZER_FILE: tokenizer}
+        contents = {runfolder.HELD_OUT_FILE: held_out, runfolder.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         run.commit(contents, **entries)
@@ -224,24 +217,13 @@ class _Run:
         with self._timed("restore or initialise"):
             iterator = e.data.train_iterator(rows=self.placement.rows)
             if self.checkpoints.latest_step() is None:
-                init = jax.jit(
-                    lambda seed: step_lib.init_state(e.model, self.optimizer, seed),
-                    out_shardings=self.shardings,
-                )
+                init = jax.jit(self.training.init, out_shardings=self.training.shardings)
                 self.state, origin = start_from(
                     init(self.seed), self.config, e.model, self.progress.println
                 )
             else:
-                shapes = jax.eval_shape(
-                    lambda: step_lib.init_state(e.model, self.optimizer, self.config.seed)
-                )
-                abstract = jax.tree.map(
-                    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                    shapes,
-                    self.shardings,
-                )
                 restored = self.checkpoints.restore(
-                    abstract,
+                    self.training.shapes,
                     on_damage=self.config.checkpoint.on_damage,
                     vocab_size=e.model.vocab_size,
                 )
@@ -310,15 +292,15 @@ class _Run:
         e = self.experiment
         step_fn = step_lib.make_train_step(
             stage.model,
-            self.optimizer,
-            self.schedule,
+            self.training.optimizer,
+            self.training.schedule,
             self.config,
             total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
         )
         with self._timed("compile"):
             return (
-                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.shardings, None))
+                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.training.shardings, None))
                 .lower(self.state, batch, self.seed)
                 .compile()
             )

@@ -15,7 +15,7 @@ import pytest
 from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
-from efx import checkpoint, inference, models, runfolder, train
+from efx import build, checkpoint, models, runfolder, train, use
 from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import adapters
@@ -237,7 +237,7 @@ def config_of(variant, text, **changes):
 
 def params_at(run):
     """{path: array} of the newest checkpoint."""
-    _, _, params, variables = inference.restore(config_in(run), run)
+    _, _, params, variables = build.finished(config_in(run), run)
     tree = {"params": params, **variables}
     return {"/".join(path): np.asarray(x) for path, x in checkpoint.files.flatten(tree).items()}
 
@@ -332,13 +332,13 @@ def test_adding_an_expert_retrains_nothing(runs, tmp_path):
 
 def test_a_composition_evaluates_samples_and_says_who_was_used(runs, capsys):
     for name in ("compose", "joint", "inclusion"):
-        metrics = inference.evaluate(config_in(runs[name]), runs[name])
+        metrics = use.evaluate(config_in(runs[name]), runs[name])
         used = metrics["eval/adapter/experts_per_token"]
         assert used == pytest.approx(2) if name != "inclusion" else 0 < used < 2
         shares = [metrics[f"eval/adapter/usage/expert_{e}"] for e in range(2)]
         assert sum(shares) == pytest.approx(used, rel=1e-4)
         assert "eval/adapter/usage/expert_1/block_1" in metrics
-        stats = inference.sample(config_in(runs[name]), runs[name])
+        stats = use.sample(config_in(runs[name]), runs[name])
         assert stats["new_tokens"] == 12
     text = capsys.readouterr().out
     assert "experts a token" in text

@@ -11,7 +11,7 @@ from flax import linen as nn
 from test_adapters import params_at
 from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
 
-from efx import checkpoint, flops, inference, models, train
+from efx import build, checkpoint, flops, models, train, use
 from efx.configs import calm, common
 from efx.errors import UsageError
 from efx.layers.info import TokenInfo
@@ -355,7 +355,7 @@ def test_only_bridges_train(runs):
 def scanned_variables(run):
     from efx.config import config_of_run
 
-    e, _, params, variables = inference.restore(config_of_run(run), run)
+    e, _, params, variables = build.finished(config_of_run(run), run)
     assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
@@ -365,12 +365,12 @@ def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path,
 
     text = runs / "a.txt"
     train.compose(config_of("bridge", text, **between(runs)), tmp_path / "start")
-    start = inference.evaluate(config_of_run(tmp_path / "start"), tmp_path / "start")
-    anchor = inference.evaluate(config_of_run(runs / "anchor"), runs / "anchor")
+    start = use.evaluate(config_of_run(tmp_path / "start"), tmp_path / "start")
+    anchor = use.evaluate(config_of_run(runs / "anchor"), runs / "anchor")
     assert start["eval/loss"] == pytest.approx(anchor["eval/loss"], abs=1e-6)
     config = config_of_run(runs / "bridged")
-    assert np.isfinite(inference.evaluate(config, runs / "bridged")["eval/loss"])
-    assert inference.sample(config, runs / "bridged")["new_tokens"] == 12
+    assert np.isfinite(use.evaluate(config, runs / "bridged")["eval/loss"])
+    assert use.sample(config, runs / "bridged")["new_tokens"] == 12
 
 
 def test_resume_is_exact(runs, tmp_path):

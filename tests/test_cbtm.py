@@ -98,9 +98,9 @@ def evaluation(folder):
 
 
 def last_params(folder):
-    from efx import inference
+    from efx import build
 
-    return inference.restore(config_of_run(folder), folder)[2]
+    return build.finished(config_of_run(folder), folder)[2]
 
 
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
@@ -117,12 +117,12 @@ def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
 
 
 def test_evaluation_agrees_with_the_ordinary_one_and_with_its_parts(trained):
-    from efx import inference
+    from efx import use
 
     folder, plan = trained
     result = evaluation(folder)
     for name, run_folder in (("expert 1", folder / "expert_1"), ("seed model", folder / "seed")):
-        ordinary = inference.evaluate(config_of_run(run_folder), run_folder)
+        ordinary = use.evaluate(config_of_run(run_folder), run_folder)
         np.testing.assert_allclose(result[name]["loss"], ordinary["eval/loss"], rtol=1e-5)
         np.testing.assert_allclose(
             result[name]["bits_per_byte"], ordinary["eval/bits_per_byte"], rtol=1e-5

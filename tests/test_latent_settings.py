@@ -10,7 +10,7 @@ import pytest
 from families import LENGTH
 from latent_helpers import FEW, MEMORY, MOD, apply, make
 
-from efx import experiment, models
+from efx import build, models
 from efx.configs import common, latent
 from efx.errors import UsageError
 from efx.layers import group_views
@@ -113,10 +113,10 @@ def test_memory_tokens_and_packed_rows_are_refused_before_a_run_begins(tmp_path,
         },
     )
     if not packing:
-        assert experiment.prepare(config).model.config.memory_global == 2
+        assert build.experiment(config).model.config.memory_global == 2
         return
     with pytest.raises(UsageError, match=rf"config\.model\.{name}=2: .*packed rows") as error:
-        experiment.prepare(config)
+        build.experiment(config)
     assert "\n" not in str(error.value)
 
 

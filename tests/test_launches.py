@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx import experiment, inference, main, runfolder, train
+from efx import build, main, runfolder, train, use
 from efx.checkpoint import Checkpointer, start_from
 from efx.configs import common
 from efx.errors import UsageError
@@ -93,8 +93,8 @@ def test_the_text_grew_between_two_launches(copy, capsys):
     refused(tiny(text, **more), run, f"config.data.source='text:{text}' is not the text that this",
             "on_change=keep_split", "another --workdir")  # fmt: skip
     with pytest.raises(UsageError, match="is not the text that this run began with"):
-        inference.evaluate(tiny(text), run)
-    inference.sample(common.apply(tiny(text), {"sample.max_new_tokens": 1}), run)
+        use.evaluate(tiny(text), run)
+    use.sample(common.apply(tiny(text), {"sample.max_new_tokens": 1}), run)
     before = evaluate_text(tiny(text, **{"data.on_change": "keep_split"}), run, capsys)
     assert before["eval/tokens"] == int(0.1 * len(TEXT)) - 1  # what it held out, and no more
     train.train_and_evaluate(tiny(text, **more, **{"data.on_change": "keep_split"}), run)
@@ -110,7 +110,7 @@ def test_the_text_grew_between_two_launches(copy, capsys):
 
 def evaluate_text(config, run, capsys):
     capsys.readouterr()
-    metrics = inference.evaluate(config, run)
+    metrics = use.evaluate(config, run)
     metrics["said"] = next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("scored: ")
     )
@@ -138,7 +138,7 @@ def test_evaluating_another_text_scores_a_part_of_a_part(trained, tmp_path, caps
     # Other settings of the split for the run's own text would score what it was trained on.
     for key, value in (("eval_fraction", 0.5), ("max_bytes", 500), ("split", "documents")):
         with pytest.raises(UsageError, match=f"config.data.{key}: .* was trained on"):
-            inference.evaluate(tiny(trained / "a.txt", **{f"data.{key}": value}), trained / "run")
+            use.evaluate(tiny(trained / "a.txt", **{f"data.{key}": value}), trained / "run")
     # The same text in another place is the run's text, and a part of another text is told so.
     shutil.copy(trained / "a.txt", tmp_path / "moved.txt")
     moved = evaluate_text(tiny(tmp_path / "moved.txt"), trained / "run", capsys)
@@ -169,10 +169,10 @@ def test_hosts_with_different_texts_train_on_both(monkeypatch):
         monkeypatch.setattr(multihost_utils, "process_allgather",
                             lambda x, other=other: np.stack([x, x + np.uint32(other)]))  # fmt: skip
         if same:
-            experiment._same_everywhere(data)
+            build._same_everywhere(data)
         else:
             with pytest.raises(UsageError, match="the processes have different texts"):
-                experiment._same_everywhere(data)
+                build._same_everywhere(data)
 
 
 # ---- failing, and what it leaves behind ----------------------------------------------------------
@@ -229,8 +229,8 @@ def test_two_launches_at_once(copy, capsys):
         for action in (train.compose, train.train_and_evaluate):
             with pytest.raises(UsageError, match="is in use by"):
                 action(config, run)
-        assert math.isfinite(inference.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
-        inference.sample(common.apply(tiny(copy / "a.txt"), {"sample.max_new_tokens": 1}), run)
+        assert math.isfinite(use.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+        use.sample(common.apply(tiny(copy / "a.txt"), {"sample.max_new_tokens": 1}), run)
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 2, "x": 1, "trai\n')  # and killed in the middle of a write
     train.train_and_evaluate(config, run)

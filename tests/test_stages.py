@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from efx import experiment, train
+from efx import build, train
 from efx import step as step_lib
 from efx.checkpoint import restore_params
 from efx.configs import mod
@@ -20,7 +20,7 @@ DENSE = {"mesh.data": -1, "model.depth_routing.kind": "none", "steps": 3}
 
 def arrays(folder):
     """{path: array} of a run's newest parameters."""
-    shapes = step_lib.init_state_params(experiment.prepare(CONFIGS[folder]).model)
+    shapes = step_lib.init_state_params(build.experiment(CONFIGS[folder]).model)
     params, _ = restore_params(folder / CHECKPOINTS, shapes)
     return {jax.tree_util.keystr(path): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -79,11 +79,11 @@ STAGES = {
 def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
     """Steps 1-2 at 1, 3-4 at 0.5, 5-6 at 0.25; the books count each as what it was."""
     config = tiny(text, **STAGES)
-    e = experiment.prepare(config)
+    e = build.experiment(config)
     assert [stage.start for stage in e.stages] == [0, 2, 4]
     assert e.model.config.depth_routing.capacity == 0.25
     steps = [e.stages[i].ledger.train_flops(e.tokens_per_step) for i in (0, 0, 1, 1, 2, 2)]
-    full = experiment.prepare(tiny(text, **DENSE)).ledger.train_flops(e.tokens_per_step)
+    full = build.experiment(tiny(text, **DENSE)).ledger.train_flops(e.tokens_per_step)
     router = 3 * 2 * 32 * e.tokens_per_step
     assert steps[0] == full + router and steps[0] > steps[2] > steps[4]
     run(tmp_path / "straight", config)
@@ -102,7 +102,7 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
 
 def test_flops_of_stages_decide_the_steps(text):  # noqa: F811
     config = tiny(text, **STAGES, **{"steps": 0, "train_flops": 1e10})
-    e = experiment.prepare(config)
+    e = build.experiment(config)
     assert e.flops(e.steps) == pytest.approx(1e10, rel=0.02)
     assert e.flops(0) == 0
     assert e.flops(1) == e.stages[0].ledger.train_flops(e.tokens_per_step)
@@ -112,6 +112,6 @@ def test_flops_of_stages_decide_the_steps(text):  # noqa: F811
                                     ((1.0, 0.5),), ((0.5,),)])
 def test_bad_stages(text, stages):  # noqa: F811
     with pytest.raises(UsageError, match="config.model.depth_routing.capacity_stages"):
-        experiment.prepare(
+        build.experiment(
             tiny(text, **{**STAGES, "model.depth_routing.capacity_stages": stages})
         )

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from efx import experiment, inference, models, optim, sharding, train
+from efx import build, models, optim, sharding, train
 from efx import step as step_lib
 from efx.configs import common
 from efx.errors import UsageError
@@ -157,7 +157,9 @@ def test_eight_devices_train_like_one(text, sizes):
     model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
     shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
-    placed = step_lib.state_shardings(model, optimizer, mesh, rules)
+    boxed = jax.eval_shape(lambda: models.init(model, jax.random.key(0)))["params"]
+    shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
+    placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
     function = step_lib.make_train_step(
         model, optimizer, schedule, config, total_steps=6, groups=sharding.batch_shards(mesh, rules)
     )
@@ -210,7 +212,7 @@ def losses_of(workdir):
 
 def final_params(workdir, config):
     config.mesh.data = -1  # onto the eight fake devices
-    _, step, params, _ = inference.restore(config, workdir)
+    _, step, params, _ = build.finished(config, workdir)
     return step, params
 
 
@@ -284,7 +286,7 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
         changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": steps}
         common.apply(config, shared | changes | RESUMED[family])
         train.train_and_evaluate(config, folder)
-        return inference.restore(config, folder)[1:]
+        return build.finished(config, folder)[1:]
 
     straight = run(tmp_path / "straight", 6)
     run(tmp_path / "broken", 3)
@@ -371,7 +373,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
 def test_flops_can_be_given_instead_of_steps(text):
     config = tiny(text, **{"steps": 0, "train_flops": 1e9})
     config.mesh.data = -1
-    e = experiment.prepare(config)
+    e = build.experiment(config)
     per_step = e.ledger.train_flops(e.tokens_per_step)
     assert e.steps == round(1e9 / per_step) > 1
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_layout
 
-from efx import command_line, experiment, hints, main, models
+from efx import build, command_line, hints, main, models
 from efx.cbtm import run as cbtm
 from efx.cbtm import table as cbtm_table
 from efx.config import config_of_run, load_config
@@ -79,7 +79,7 @@ def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
     """In a notebook's config, in the config.json of a run folder, on the command line."""
     config = common.base()
     config.data.packng = True
-    refused(lambda: experiment.prepare(config), "config.data.packng", "did you mean 'packing'")
+    refused(lambda: build.experiment(config), "config.data.packng", "did you mean 'packing'")
     plain = common.base().to_dict()
     plain["log"]["evry"] = 5
     (tmp_path / "config.json").write_text(json.dumps(plain))
@@ -140,7 +140,7 @@ def test_every_minus_one_was_due_at_each_step(name):
     least = COUNTS[name]
     config = common.apply(common.base(), {name: least - 1})
     words = f"config.{name}={least - 1}: must be at least {least}"
-    refused(lambda: experiment.prepare(config), words)
+    refused(lambda: build.experiment(config), words)
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -13,7 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from efx import inference, runfolder
+from efx import build, runfolder
 from efx import step as step_lib
 from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
 from efx.cbtm.clustering import Clustering
@@ -156,7 +156,7 @@ class Ensemble:
 
 
 def restore(folder, config, parts=()):
-    """`inference.restore` of a run that may have been made elsewhere, on the mesh of `config` and
+    """`build.finished` of a run that may have been made elsewhere, on the mesh of `config` and
     with the text of `config.data`, read as that run reads its own."""
     there = config_of_run(folder)
     there.mesh, there.rules, there.evaluate = config.mesh, config.rules, config.evaluate
@@ -164,4 +164,4 @@ def restore(folder, config, parts=()):
     # What it was trained on and from is not needed to use it.
     there.data, there.init.run = config.data.copy_and_resolve_references(), ""
     there.data.update(kept, subset="")
-    return inference.restore(there, folder, parts=parts)
+    return build.finished(there, folder, parts=parts)

@@ -116,9 +116,9 @@ def total_steps(config):
     """Steps of the whole budget."""
     if config.steps and not config.train_flops:
         return config.steps
-    from efx.experiment import prepare
+    from efx.build import experiment
 
-    return prepare(config).steps
+    return experiment(config).steps
 
 
 def finished(job):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 
 from efx import atomic
 from efx.errors import UsageError
@@ -184,6 +185,18 @@ def with_sharding(leaf):
     sharding = getattr(leaf, "sharding", None)
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def restore_arguments(wanted, partial):
+    """Orbax's arguments to read {path: ShapeDtypeStruct}; `partial`: and to leave out the rest."""
+    item = unflatten_dict(wanted)
+    if not partial:
+        return ocp.args.StandardRestore(item, strict=False)
+    return ocp.args.PyTreeRestore(
+        item,
+        partial_restore=True,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item, strict=False),
+    )
 
 
 # The parameters that have an entry for each token id, by the end of their paths, and on which axis.

@@ -238,7 +238,7 @@ class Checkpointer:
 
     # ---- restoring -------------------------------------------------------------------------------
 
-    def restore(self, abstract_state, step=None, on_damage="error", vocab_size=0):
+    def restore(self, abstract_state, step=None, on_damage="error", vocab_size=0, whole=True):
         """Reads a checkpoint back, verified against its checksums.
 
         Args:
@@ -248,6 +248,7 @@ class Checkpointer:
           on_damage: what to do if the newest is damaged: "error", or "fall_back" to the newest
             sound one with a warning. A step asked for by number is never replaced by another.
           vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
+          whole: False: what the checkpoint holds besides is not read.
 
         Returns: Restored.
         Raises: CheckpointError.
@@ -267,7 +268,7 @@ class Checkpointer:
         while True:
             try:
                 files.verify(self._root / str(step))
-                return self._read(step, abstract_state, vocab_size)
+                return self._read(step, abstract_state, vocab_size, whole)
             except Damage as damage:
                 older = [s for s in self.steps() if s < step]
                 fall_back = on_damage == "fall_back" and not given and older
@@ -293,15 +294,17 @@ class Checkpointer:
             )
         return "no checkpoint before it is sound: copy one back from a backup, or start anew"
 
-    def _read(self, step, abstract_state, vocab_size):
+    def _read(self, step, abstract_state, vocab_size, whole):
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
         wanted = {path: files.with_sharding(x) for path, x in files.flatten(abstract_state).items()}
         try:
             stored = files.read_metadata(folder)
+            if not whole:
+                stored = {path: leaf for path, leaf in stored.items() if path in wanted}
             _check_fit(name, stored, wanted, vocab_size)
             result = files.read_items(
                 folder,
-                state=ocp.args.StandardRestore(unflatten_dict(wanted), strict=False),
+                state=files.restore_arguments(wanted, partial=not whole),
                 data=ocp.args.JsonRestore(),
                 meta=ocp.args.JsonRestore(),
             )

@@ -10,7 +10,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx.checkpoint import files
@@ -215,15 +214,11 @@ def _load(name, folder, sources, wanted, collection):
         first.setdefault(source, files.with_sharding(wanted[path]))
     if not first:
         return {}
-    item = unflatten_dict({(*collection, *path.split("/")): leaf for path, leaf in first.items()})
+    item = {(*collection, *path.split("/")): leaf for path, leaf in first.items()}
     try:
         read = files.read_items(
             folder,
-            state=ocp.args.PyTreeRestore(
-                item,
-                partial_restore=True,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item, strict=False),
-            ),
+            state=files.restore_arguments(item, partial=True),
         )
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(

@@ -129,7 +129,7 @@ class Study:
 
     def evaluate(self, name):
         """{domain: evaluation} of a run's newest checkpoint, on the held-out part of each."""
-        from efx import inference
+        from efx import use
         from efx.checkpoint import files
         from efx.config import config_of_run
         from efx.data.cache import content_key
@@ -147,7 +147,7 @@ class Study:
             # By contents: a run or a text that was replaced under its name is evaluated anew.
             key = f"{name} step {newest} on {domain}: {weights} {Opened(config.data).key()}"
             if key not in known:
-                known[key] = inference.evaluate(config, self.path(name))
+                known[key] = use.evaluate(config, self.path(name))
                 write_atomic(store, json.dumps(known, indent=1) + "\n")
             found[domain] = known[key]
         return found

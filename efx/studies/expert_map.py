@@ -68,7 +68,7 @@ def draw(weights, labels, path):
 
 def expert_map(workdir, text=None, out=None, tokens=96):
     """Draws the picture; returns its path and {site: weights [T, E]}."""
-    from efx import inference, sharding
+    from efx import build, sharding
     from efx.config import config_of_run
     from efx.step import evaluation_keys
 
@@ -78,7 +78,7 @@ def expert_map(workdir, text=None, out=None, tokens=96):
             f"--workdir={workdir}: its experts choose nothing (config.adapter.experts="
             f"{config.adapter.experts!r}, routing={config.adapter.routing!r})"
         )
-    e, _, params, variables = inference.restore(
+    e, _, params, variables = build.finished(
         config, workdir, parts=("eval",) if text is None else ()
     )
     if text is None:

@@ -6,11 +6,11 @@ import time
 import jax
 import numpy as np
 
-from efx import models, optim, sharding
+from efx import build, optim, sharding
 from efx import step as step_lib
 from efx.config import config_of_run
-from efx.experiment import TOKENIZER_FILE
 from efx.hostmemory import keep_freed_memory
+from efx.runfolder import TOKENIZER_FILE
 
 
 class Stepper:
@@ -27,40 +27,24 @@ class Stepper:
 
     def __init__(self, config, vocab_size):
         keep_freed_memory()
-        self.config, c = config, config.data
-        rules = sharding.check_rules(config.rules)
-        mesh = sharding.make_mesh(config.mesh)
-        self.model = models.build(
-            config.model,
-            vocab_size=vocab_size,
-            context=c.seq_len,
-            dtype=config.train.dtype,
-            adapter=config.adapter,
-            vocab_ways=sharding.ways(mesh, rules, "vocab"),
-        )
-        shapes = jax.eval_shape(lambda: step_lib.init_state_params(self.model))
-        steps = config.steps or 1000
-        base = models.mup_base(self.model)
-        optimizer, schedule = optim.make_optimizer(config.optim, steps, shapes, base)
-        placed = step_lib.state_shardings(self.model, optimizer, mesh, rules)
-        self._placement = sharding.Placement(mesh, rules, c.batch_size)
+        e = build.without_text(config, vocab_size)
+        training, self.config, self.model = build.Training(e), e.config, e.model
+        self._placement = sharding.Placement(e.mesh, e.rules, e.config.data.batch_size)
         function = step_lib.make_train_step(
-            self.model,
-            optimizer,
-            schedule,
-            config,
-            total_steps=steps,
-            groups=sharding.batch_shards(mesh, rules),
+            e.model,
+            training.optimizer,
+            training.schedule,
+            e.config,
+            total_steps=e.steps,
+            groups=sharding.batch_shards(e.mesh, e.rules),
         )
         self._seed = np.uint32(config.seed)
         self._batch = self._place(random_tokens(config, vocab_size, 1)[0])
-        with sharding.use(mesh, rules):
-            self.state = jax.jit(
-                lambda seed: step_lib.init_state(self.model, optimizer, seed), out_shardings=placed
-            )(self._seed)
+        with sharding.use(e.mesh, e.rules):
+            self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
             begin = time.perf_counter()
             self._step = (
-                jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
+                jax.jit(function, donate_argnums=0, out_shardings=(training.shardings, None))
                 .lower(self.state, self._batch, self._seed)
                 .compile()
             )

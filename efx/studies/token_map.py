@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models
+from efx.build import finished as restore
 from efx.config import config_of_run
 from efx.errors import UsageError
-from efx.inference import restore
 from efx.layers.depth import DepthRouted
 from efx.layers.stack import names
 from efx.step import evaluation_keys

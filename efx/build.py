@@ -1,12 +1,23 @@
-"""What a config comes to, before anything is written: data, model, mesh, number of steps."""
+"""From a config to what runs, in one place: a model alone, an experiment, the state of a training.
+
+    Setup       config, tokenizer, model, devices: all that sampling needs
+    Experiment  and data, number of steps, FLOPs: all that evaluation and training share
+    Training    and optimiser, schedule, where every array lives
+
+Each checks what it needs and writes nothing.
+"""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
 import numpy as np
+from flax import linen as nn
 
-from efx import models, run_settings, runfolder, sharding
+from efx import models, optim, run_settings, runfolder, sharding
+from efx import step as step_lib
+from efx.checkpoint import Checkpointer
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
@@ -16,7 +27,22 @@ from efx.runfolder import TOKENIZER_FILE
 _OF_THE_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A checked config and the model that it describes.
+
+    Attributes:
+      config: `Config`. model: that of the last stage of the training. rules: logical to mesh axes.
+    """
+
+    config: object
+    tokenizer: object
+    model: object
+    mesh: object
+    rules: tuple
+
+
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """A part of the training in which shapes stay the same: from step `start` on."""
 
@@ -25,15 +51,11 @@ class Stage:
     ledger: object  # of one training sequence
 
 
-@dataclasses.dataclass
-class Experiment:
-    """A checked config and what it describes; `model` and `ledger` are those of the last stage."""
+@dataclasses.dataclass(frozen=True)
+class Experiment(Setup):
+    """A setup with its text; `ledger` is that of the last stage."""
 
-    config: object
     data: object
-    model: object
-    mesh: object
-    rules: tuple
     steps: int
     stages: tuple
 
@@ -59,8 +81,48 @@ class Experiment:
         )
 
 
-def prepare(config, workdir=None, parts=PARTS):
-    """Check a config and build what it describes. Writes nothing.
+class Training:
+    """An experiment and how its parameters are updated.
+
+    Attributes:
+      optimizer, schedule: see `optim.make_optimizer`. summary: what is trained how, in words.
+      init: seed -> `TrainState` of step 0. shapes: of that, with shardings; shardings: these alone.
+    """
+
+    def __init__(self, experiment):
+        e, c = experiment, experiment.config
+        self.experiment = e
+        boxed = jax.eval_shape(lambda: models.init(e.model, jax.random.key(0)))
+        params, base = nn.unbox(boxed["params"]), models.mup_base(e.model)
+        self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
+        self.summary = optim.describe(c.optim, params, base)
+        self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
+        shapes = jax.eval_shape(lambda: self.init(0))
+        self.shardings = step_lib.state_shardings(boxed["params"], shapes, e.mesh, e.rules)
+        self.shapes = _placed(shapes, self.shardings)
+
+
+def _placed(shapes, shardings):
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+# ---- from a config ------------------------------------------------------------------------------
+
+
+def setup(config, workdir=None):
+    """The `Setup` of a config; of a run in `workdir` with the tokenizer that was saved with it.
+
+    No text is opened, unless a tokenizer has to be made of it.
+    """
+    config = run_settings.check(config)
+    data, *devices = _begin(config, workdir, parts=())
+    return Setup(config, data.tokenizer, _model(config, data.tokenizer, *devices), *devices)
+
+
+def experiment(config, workdir=None, parts=PARTS):
+    """The `Experiment` of a config.
 
     A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
     place of building one; what that run holds out is held out.
@@ -68,6 +130,41 @@ def prepare(config, workdir=None, parts=PARTS):
     parts: of the data that is wanted, see `efx.data.load`.
     """
     config = run_settings.check(config)
+    data, mesh, rules = _begin(config, workdir, parts)
+    _same_everywhere(data)
+    model = _model(config, data.tokenizer, mesh, rules)
+    if config.data.packing:
+        model.check_packing()
+    _check_batch(config, mesh, rules)
+    stages = _capacity_stages(model, config.data.seq_len)
+    steps = _total_steps(config, stages)
+    stages = tuple(Stage(round(start * steps), *stage) for start, *stage in stages)
+    return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages)
+
+
+def without_text(config, vocab_size):
+    """An `Experiment` on no text, with so many token ids: what a step costs does not depend on it.
+
+    A config without `steps` counts as one of 1000.
+    """
+    config = run_settings.check(config)
+    rules = sharding.check_rules(config.rules)
+    mesh = sharding.make_mesh(config.mesh)
+    model = models.build(
+        config.model,
+        vocab_size=vocab_size,
+        context=config.data.seq_len,
+        dtype=config.train.dtype,
+        adapter=config.adapter,
+        vocab_ways=sharding.ways(mesh, rules, "vocab"),
+    )
+    stages = _capacity_stages(model, config.data.seq_len)
+    stages = tuple(Stage(0, *stage) for _, *stage in stages)
+    return Experiment(config, None, model, mesh, rules, None, config.steps or 1000, stages)
+
+
+def _begin(config, workdir, parts):
+    """(data, mesh, rules)"""
     rules = sharding.check_rules(config.rules)
     mesh = sharding.make_mesh(config.mesh)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
@@ -85,14 +182,20 @@ def prepare(config, workdir=None, parts=PARTS):
         before=before,
         same_text=same_text,
     )
-    _same_everywhere(data)
+    return data, mesh, rules
+
+
+def _model(config, tokenizer, mesh, rules):
     model = models.build(
         config.model,
-        vocab_size=data.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         context=config.data.seq_len,
         dtype=config.train.dtype,
         adapter=config.adapter,
-        members=[_member(key, run, data, config, mesh, rules) for key, run in runs],
+        members=[
+            _member(key, run, tokenizer, config, mesh, rules)
+            for key, run in _member_runs(config.model)
+        ],
         vocab_ways=sharding.ways(mesh, rules, "vocab"),
     )
     if model.context < config.data.seq_len:
@@ -100,13 +203,7 @@ def prepare(config, workdir=None, parts=PARTS):
             f"config.model.context={model.context} is shorter than "
             f"config.data.seq_len={config.data.seq_len}"
         )
-    if config.data.packing:
-        model.check_packing()
-    _check_batch(config, mesh, rules)
-    parts = _capacity_stages(model, config.data.seq_len)
-    steps = _total_steps(config, parts)
-    stages = tuple(Stage(round(start * steps), *part) for start, *part in parts)
-    return Experiment(config, data, model, mesh, rules, steps, stages)
+    return model
 
 
 def _before(c, workdir):
@@ -150,13 +247,13 @@ def _member_runs(model_config):
     return runs
 
 
-def _member(key, run, data, config, mesh, rules):
-    """The model of a run, for the tokens of `data`."""
+def _member(key, run, own, config, mesh, rules):
+    """The model of a run, for the tokens of the tokenizer `own`."""
     there = runfolder.load_config(run)
     if there["model"]["family"] == "bridged":
         raise UsageError(f"config.model.{key}={run} is a bridged model itself")
     tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
-    if tokenizer.fingerprint != data.tokenizer.fingerprint:
+    if tokenizer.fingerprint != own.fingerprint:
         raise UsageError(
             f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
             f"of config.model.anchor={config.model.anchor}; models with one tokenizer can be "
@@ -164,7 +261,7 @@ def _member(key, run, data, config, mesh, rules):
         )
     return models.build(
         there["model"],
-        vocab_size=data.vocab_size,
+        vocab_size=own.vocab_size,
         context=there["data"]["seq_len"],
         dtype=config.train.dtype,
         adapter=there["adapter"],
@@ -229,3 +326,56 @@ def _total_steps(config, parts):
             f"config.train_flops={config.train_flops:g} is less than one step ({per_step:g})"
         )
     return round(config.train_flops / per_step)
+
+
+# ---- from a run folder --------------------------------------------------------------------------
+
+
+def finished(config, workdir, step=None, parts=()):
+    """(Experiment or Setup, step, parameters to evaluate with, variables) of a run's checkpoint.
+
+    Args:
+      step: of the checkpoint; None: the newest.
+      parts: of the data that is wanted, see `efx.data.load`; of none the model alone is built.
+    """
+    workdir = pathlib.Path(workdir)
+    runfolder.load_config(workdir)
+    # Averages of parameters are kept by the optimiser; no other has anything that is wanted here.
+    whole = config.optim.name == "schedule_free_adamw"
+    build = functools.partial(experiment, parts=parts) if parts or whole else setup
+    built = build(config, workdir)
+    c = built.config
+    shapes = Training(built).shapes if whole else _parameters(built)
+    with Checkpointer(
+        workdir / runfolder.CHECKPOINTS,
+        every=c.checkpoint.every,
+        keep_last=c.checkpoint.keep_last,
+        keep_best=c.checkpoint.keep_best,
+        best_metric=c.checkpoint.best_metric,
+        asynchronous=False,
+    ) as checkpoints:
+        restored = checkpoints.restore(
+            shapes,
+            step=step,
+            on_damage=c.checkpoint.on_damage,
+            vocab_size=built.model.vocab_size,
+            whole=whole,
+        )
+    if not whole:
+        return built, restored.step, restored.state["params"], restored.state["variables"]
+    state = restored.state
+    params = optim.eval_params(c.optim.name, state.opt_state, state.params)
+    return built, restored.step, params, state.variables
+
+
+def _parameters(built):
+    """{"params", "variables"} as a `TrainState` has them: shapes with shardings."""
+    boxed = dict(jax.eval_shape(lambda: models.init(built.model, jax.random.key(0))))
+    params, found = nn.unbox(boxed["params"]), nn.unbox(boxed)
+    kept = {"state": found["state"]} if "state" in found else {}
+    replicated = sharding.replicated(built.mesh)
+    placed = sharding.tree_shardings(boxed["params"], built.mesh, built.rules)
+    return {
+        "params": _placed(params, placed),
+        "variables": _placed(kept, jax.tree.map(lambda _: replicated, kept)),
+    }

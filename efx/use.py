@@ -1,0 +1,47 @@
+"""Using a finished (or running) run: evaluate it, or sample from it."""
+
+import sys
+
+import jax
+
+from efx import runfolder, sharding
+from efx.build import finished
+from efx.evaluate import Evaluator, describe, scored
+from efx.metrics import quantity
+from efx.sample import TextSampler
+
+
+def evaluate(config, workdir, step=None):
+    """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
+    `config.data.eval_source`."""
+    e, step, params, variables = finished(config, workdir, step, parts=("eval",))
+    with sharding.use(e.mesh, e.rules):
+        metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
+    if jax.process_index() == 0:
+        print(describe(step, metrics))
+        print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
+        c, own = config.data, runfolder.load_config(workdir)["data"]["source"]
+        if not c.eval_source and c.source != own:
+            print(f"all of that text is scored with --config.data.eval_source={c.source}")
+        for name, value in sorted(metrics.items()):
+            number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
+            print(f"  {name:<44} {number}")
+    return metrics
+
+
+def sample(config, workdir, step=None, stream=None):
+    """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
+    e, step, params, variables = finished(config, workdir, step)
+    variables = sharding.local({"params": params, **variables})
+    if jax.process_index() != 0:
+        return {}
+    sampler = TextSampler(e.model, e.tokenizer, config.sample)
+    sampler.write(variables, stream)
+    stats = sampler.stats
+    line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
+    if "routed_fraction" in stats:
+        line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
+    if stats["expert_overflow"]:
+        line += f"; {stats['expert_overflow']} choices of an expert found it full"
+    print(line, file=sys.stderr)
+    return stats
