@@ -1,22 +1,48 @@
-"""Tables of results: as Markdown, and in files beside the numbers that they are made of."""
+"""Tables of results: numbers as text, Markdown, and files beside the numbers they are made of.
+
+A cell is a number, a text, None (nothing to show), or what `summary` makes of several seeds.
+"""
 
 import json
 import pathlib
 import statistics
 
+from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 
 
-def markdown(titles, rows):
-    """Lines of a table; rows: lists of cells, each as long as `titles`."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def summary(values):
+    """{mean, spread, n, values}: mean and standard deviation; of a single value no spread."""
+    found = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
+    return found | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
+
+
+def number(value, form):
+    """A number as text. form: ".4f" and the like, "quantity" (1.54M) or "FLOPs" (1.54 MFLOPs)."""
+    if form in ("quantity", "FLOPs"):
+        return quantity(value, "FLOPs" if form == "FLOPs" else "")
+    return format(value, form)
+
+
+def text(cell, form):
+    """A cell as text: "1.2345 ± 0.0678 (note)", a number, a text as it is, or ""."""
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if not isinstance(cell, dict):
+        return number(cell, form)
+    spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
+    return number(cell["mean"], form) + spread + (f" ({cell['note']})" if "note" in cell else "")
 
 
 def mean_and_spread(values):
     """ "1.2345 ± 0.0678": mean and standard deviation; of a single value just that."""
-    mean = f"{statistics.fmean(values):.4f}"
-    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+    return text(summary(values), ".4f")
+
+
+def markdown(titles, rows):
+    """Lines of a table; rows: lists of texts or numbers, each as long as `titles`."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (titles, *rows)]
+    return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
 def save(workdir, name, text, numbers):

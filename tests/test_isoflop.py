@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from efx import tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
 from efx.studies import isoflop, sweep
@@ -126,7 +127,7 @@ def test_where_only_some_seeds_enclose_a_minimum_the_means_are_fitted():
 
     def cells(curve):
         found = isoflop.optimum(["a", "b", "c"], curve, base)
-        return [sweep.text(found.get(title), form) for title, form in isoflop.FORMS.items()][2:]
+        return [tables.text(found.get(title), form) for title, form in isoflop.FORMS.items()][2:]
 
     own = cells(base)
     assert own[0] == f"{mean.loss:.4f} (fit of the means; enclosed in 1 of 2 seeds)"

@@ -115,7 +115,7 @@ def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
     given = []
 
     def parser(runs=True):
-        parser = cli.Parser("x", "About.")
+        parser = cli.Parser("efx.studies.x", "About.")
         if runs:
             parser.add_runs(jobs="runs")
         return parser
@@ -137,7 +137,7 @@ def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
 
     assert parser().run(interrupted, ["--workdir=w"]) == 130
     text = tables.markdown(["run", "loss"], [["a", 1], ["b", "2.0"]])
-    assert text == "| run | loss |\n| --- | --- |\n| a | 1 |\n| b | 2.0 |"
+    assert text == "| run | loss |\n|---|---|\n| a | 1 |\n| b | 2.0 |"
     tables.save(tmp_path / "new", "table", text, {"a": 1})
     assert text in capsys.readouterr().out and (tmp_path / "new/table.md").read_text() == text
     assert json.loads((tmp_path / "new/table.json").read_text()) == {"a": 1}

@@ -8,12 +8,10 @@ training documents of each cluster (`cluster_<j>.json`), the table (`table.md`) 
 """
 
 import pathlib
-import shutil
-import tempfile
 
 import numpy as np
 
-from efx import runfolder
+from efx import atomic, runfolder, tables
 from efx.cbtm import CLUSTERS, documents_file
 from efx.cbtm.clustering import ABOUT, Clustering, check, fit, purity
 from efx.cbtm.documents import Documents
@@ -63,19 +61,14 @@ def _write(folder, documents, clustering, labels, config):
     facts = describe(documents, labels, held_out, clustering.count)
     clustering.about |= {"documents": documents.key, "method": config.method, **facts}
     digests = np.array([document_digest(document.data).hex() for document in documents.train])
-    with runfolder.writing(folder):
-        part = pathlib.Path(tempfile.mkdtemp(prefix=".clusters-", dir=folder.parent))
-        try:
-            clustering.save(part)
-            for j in range(clustering.count):
-                name = documents_file(folder.parent, j).name
-                (part / name).write_text(Subset(digests[labels == j].tolist()).to_json())
-            (part / "table.md").write_text(markdown(facts, config.method))
-            _draw(part / "clusters.png", clustering, documents, labels)
-            part.chmod(0o755)  # a temporary folder is its owner's alone
-            part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    with runfolder.writing(folder), atomic.replacing(folder) as part:
+        part.mkdir()
+        clustering.save(part)
+        for j in range(clustering.count):
+            name = documents_file(folder.parent, j).name
+            (part / name).write_text(Subset(digests[labels == j].tolist()).to_json())
+        (part / "table.md").write_text(markdown(facts, config.method))
+        _draw(part / "clusters.png", clustering, documents, labels)
 
 
 def describe(documents, labels, held_out, count):
@@ -103,17 +96,17 @@ def markdown(facts, method):
     """The table of a clustering."""
     parts = list(facts["clusters"][0]["parts"])
     titles = ["cluster", "documents", "bytes", "held out", *parts]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    for j, row in enumerate(facts["clusters"]):
-        cells = [j, row["documents"], row["bytes"], row["held_out"], *row["parts"].values()]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    rows = [
+        [j, row["documents"], row["bytes"], row["held_out"], *row["parts"].values()]
+        for j, row in enumerate(facts["clusters"])
+    ]
     line = f"{method} clusters; balance {facts['balance']:.3f} (smallest over largest)"
     if parts:
         line += (
             f"; purity {facts['purity']:.3f} (all in one cluster: "
             f"{facts['purity_of_one_cluster']:.3f})"
         )
-    return "\n".join([*lines, "", line]) + "\n"
+    return f"{tables.markdown(titles, rows)}\n\n{line}\n"
 
 
 def _draw(path, clustering, documents, labels, most=3000):

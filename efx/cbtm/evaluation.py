@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import losses, runfolder, sharding
+from efx import losses, runfolder, sharding, tables
 from efx.cbtm.documents import Documents
 from efx.cbtm.ensemble import Ensemble, log_weights, mix, restore
 from efx.data.sources import document_digest
@@ -191,13 +191,12 @@ def markdown(result):
     clusters = [j for j, loss in enumerate(first["clusters"]) if loss is not None]
     titles = ["mixture", "experts a token", "loss (nats)", "bits per byte", *first["parts"]]
     titles += [f"cluster {j}" for j in clusters]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    lines = []
     for name, row in rows.items():
         values = [row["loss"], row["bits_per_byte"], *row["parts"].values()]
         values += [row["clusters"][j] for j in clusters]
-        cells = [f"{value:.4f}" for value in values]
-        lines.append(f"| {name} | {row['experts']:.3g} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"Scored: {portion([first['fraction']])}."]) + "\n"
+        lines.append([name, f"{row['experts']:.3g}", *(f"{value:.4f}" for value in values)])
+    return f"{tables.markdown(titles, lines)}\n\nScored: {portion([first['fraction']])}.\n"
 
 
 def write(workdir, result):

@@ -165,29 +165,21 @@ def run_plan(plan, at_a_time=1):
 
 
 def main(argv=None):
-    parser = cli.Parser("cbtm.run", __doc__)
-    parser.add_argument("--config", required=True, help="config file, e.g. configs/cbtm.py")
-    parser.add_argument("--workdir", required=True, help="folder of the clustering and all runs")
+    parser = cli.Parser("efx.cbtm.run", __doc__)
+    parser.add_argument("--config", required=True, help="config file or name, such as cbtm")
+    parser.add_runs(jobs="experts")
     parser.add_argument("--seed-run", default="", help="a run folder to take as the seed model")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="experts at a time")
     parser.add_argument("--commands", action="store_true", help="print the commands, run nothing")
-    given, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(given)
-    try:
-        if arguments.jobs < 1:
-            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-        plan = make_plan(arguments.config, arguments.workdir, extra, arguments.seed_run)
-        if arguments.commands:
-            print("\n".join(f"# {job.title}\n{job.command()}" for job in plan.jobs()))
-        else:
-            run_plan(plan, arguments.jobs)
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("efx: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+    return parser.run(study, argv)
+
+
+def study(arguments):
+    """All parts of the plan, or their commands."""
+    plan = make_plan(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
+    if arguments.commands:
+        print("\n".join(f"# {job.title}\n{job.command()}" for job in plan.jobs()))
+    else:
+        run_plan(plan, arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,13 @@ WORKDIR/table.md has the table, table.json its numbers: of every seed, so that m
 them. What is finished is passed over: start the same command again to go on.
 """
 
-import json
 import pathlib
-import shlex
 import statistics
 import sys
 
+from efx import tables
 from efx.cbtm import run as cbtm
-from efx.errors import UsageError
 from efx.metrics import portion, quantity
-from efx.runfolder import write_atomic, writing
 from efx.studies import cli
 from efx.studies.sweep import final_row
 from efx.tables import mean_and_spread
@@ -118,16 +115,15 @@ def _add(table, title, row, flops):
 def markdown(table, seeds, how, documents):
     """The table as Markdown, with seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
-    lines = ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-    for name, columns in table.items():
-        cells = [_cell(title, columns[title]) for title in titles]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation; {documents}. "
-        f"Command: `{how}`",
+    rows = [
+        [name, *(_cell(title, columns[title]) for title in titles)]
+        for name, columns in table.items()
     ]
-    return "\n".join(lines) + "\n"
+    return (
+        f"{tables.markdown(['', *titles], rows)}\n\n"
+        f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation; {documents}. "
+        f"Command: `{how}`\n"
+    )
 
 
 def _cell(title, values):
@@ -140,39 +136,25 @@ def _cell(title, values):
 
 
 def main(argv=None):
-    parser = cli.Parser("cbtm.table", __doc__)
-    parser.add_argument("--config", default="configs/cbtm.py:table", help="config file and variant")
-    parser.add_argument("--workdir", required=True, help="folder of all runs and the table")
+    parser = cli.Parser("efx.cbtm.table", __doc__)
+    parser.add_argument("--config", default="cbtm:table", help="config file or name, and variants")
+    parser.add_runs(jobs="runs")
     parser.add_argument("--clusters", default="1,2,4,8", help="experts of each ensemble")
     parser.add_argument("--random", type=int, default=4, metavar="N", help="control; 0: none")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time")
-    given, extra = cli.split_extra(argv)
-    arguments = parser.parse_args(given)
-    try:
-        if arguments.jobs < 1:
-            raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-        arguments.clusters = cli.numbers("--clusters", arguments.clusters)
-        arguments.seeds = cli.numbers("--seeds", arguments.seeds)
-        cli.check_extra(extra)
-        by_seed = plans(arguments, extra)
-        run(by_seed, arguments.jobs)
-        table, fractions = evaluate(by_seed)
-        given = sys.argv[1:] if argv is None else argv
-        how = "python -m efx.cbtm.table " + shlex.join(given)
-        text = markdown(table, arguments.seeds, how, portion(fractions))
-        with writing(arguments.workdir):
-            top = pathlib.Path(arguments.workdir)
-            write_atomic(top / "table.md", text)
-            write_atomic(top / "table.json", json.dumps(table, indent=1) + "\n")
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("efx: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(text)
-    return 0
+    return parser.run(study, argv)
+
+
+def study(arguments):
+    """All runs and evaluations, then the table."""
+    arguments.clusters = cli.numbers("--clusters", arguments.clusters)
+    arguments.seeds = cli.numbers("--seeds", arguments.seeds)
+    cli.check_extra(arguments.extra)
+    by_seed = plans(arguments, arguments.extra)
+    run(by_seed, arguments.jobs)
+    table, fractions = evaluate(by_seed)
+    text = markdown(table, arguments.seeds, arguments.command, portion(fractions))
+    tables.save(arguments.workdir, "table", text, table)
 
 
 if __name__ == "__main__":

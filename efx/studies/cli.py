@@ -12,13 +12,13 @@ class Parser(argparse.ArgumentParser):
     """Bad arguments are one line and exit status 2; a misspelt flag names the nearest.
 
     Args:
-      name: of the study's module; with a dot that of another module of efx, "cbtm.run".
+      name: of the study's module, such as "efx.studies.sweep".
       description: its docstring, which --help shows.
     """
 
     def __init__(self, name, description):
         super().__init__(
-            prog=f"python -m efx.{name if '.' in name else f'studies.{name}'}",
+            prog=f"python -m {name}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -40,9 +40,11 @@ class Parser(argparse.ArgumentParser):
         interrupted. The arguments have two more: `command`, all of it as one types it, and with
         `add_runs` the list `extra`, what follows `--`."""
         argv = list(sys.argv[1:] if argv is None else argv)
-        own, extra = split_extra(argv) if self.get_default("extra") is not None else (argv, [])
-        arguments = self.parse_args(own)
-        arguments.extra, arguments.command = extra, f"{self.prog} {shlex.join(argv)}"
+        takes_extra = self.get_default("extra") is not None and "--" in argv
+        end = argv.index("--") if takes_extra else len(argv)
+        arguments = self.parse_args(argv[:end])
+        arguments.extra = argv[end + 1 :]
+        arguments.command = f"{self.prog} {shlex.join(argv)}"
         try:
             if getattr(arguments, "jobs", 1) < 1:
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
@@ -67,13 +69,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         print(f"efx: error: {message}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def split_extra(argv=None):
-    """(own arguments, those after `--`, which go to every run); of the command line if None."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    where = argv.index("--") if "--" in argv else len(argv)
-    return argv[:where], argv[where + 1 :]
 
 
 def check_extra(extra):

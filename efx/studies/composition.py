@@ -28,7 +28,7 @@ _PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
 
 def main(name, description, run, argv=None):
     """The command line of a study; `run(study)` does one seed. Returns the exit status."""
-    parser = cli.Parser(name, description)
+    parser = cli.Parser(f"efx.studies.{name}", description)
     parser.add_argument("--config", default=name, help="config file or name, and variants")
     parser.add_runs()
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")

@@ -35,7 +35,7 @@ MEASURED = (Layer, Compress, Upsample)
 
 
 def main(argv=None):
-    parser = cli.Parser("coord_check", __doc__)
+    parser = cli.Parser("efx.studies.coord_check", __doc__)
     parser.add_argument("--config", default="gpt2:smoke", help="of a family with muP")
     parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
     parser.add_argument("--steps", type=int, default=4, help="of training before the measurement")

@@ -98,7 +98,7 @@ def expert_map(workdir, text=None, out=None, tokens=96):
 
 
 def main(argv=None):
-    parser = cli.Parser("expert_map", __doc__)
+    parser = cli.Parser("efx.studies.expert_map", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder of composed experts")
     parser.add_argument("--text", help="text to look at")
     parser.add_argument("--out", help="picture to write")

@@ -39,8 +39,7 @@ from efx.metrics import quantity
 from efx.runfolder import writing
 from efx.studies import cli
 from efx.studies import sweep as sweep_lib
-from efx.studies.sweep import summary, text
-from efx.tables import mean_and_spread
+from efx.tables import mean_and_spread, summary, text
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
@@ -339,7 +338,7 @@ def draw(curves, path):
 
 
 def main(argv=None):
-    parser = cli.Parser("isoflop", __doc__)
+    parser = cli.Parser("efx.studies.isoflop", __doc__)
     parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx's")
     parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")

@@ -25,7 +25,7 @@ A file holds
     first, columns            title of the rows' names; {title: how its numbers are written}
     rows                      [{name, cells: {column: number, text, or {mean, spread, n}}}]
 
-where numbers are written as `sweep.number` has it, and the values of each seed stand beside mean
+where numbers are written as `tables.number` has it, and the values of each seed stand beside mean
 and spread (`values`) where they are known.
 """
 
@@ -37,6 +37,7 @@ import sys
 
 import numpy as np
 
+from efx import tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
 from efx.runfolder import write_atomic
@@ -139,12 +140,11 @@ def anchor(title):
 def table(result):
     """The table as Markdown."""
     columns = result["columns"]
-    titles = [result["first"], *columns]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    rows = []
     for row in result["rows"]:
-        cells = [sweep.text(row["cells"].get(title), form) for title, form in columns.items()]
-        lines.append("| " + " | ".join([row["name"], *cells]) + " |")
-    return "\n".join(lines)
+        cells = [tables.text(row["cells"].get(title), form) for title, form in columns.items()]
+        rows.append([row["name"], *cells])
+    return tables.markdown([result["first"], *columns], rows)
 
 
 def origin(result):
@@ -199,7 +199,7 @@ def readme_part(results):
     stale = False
     for one in results.values():
         column, form = next(iter(one["columns"].items()))
-        cells = {row["name"]: sweep.text(row["cells"][column], form) for row in one["rows"]}
+        cells = {row["name"]: tables.text(row["cells"][column], form) for row in one["rows"]}
         for name, other in one["headline"]:
             link = f"[{name}](docs/results.md{anchor(one['title'])})" + " †" * bool(one["stale"])
             lines.append(f"| {link} | {cells[name]} | {other} | {cells[other]} |")
@@ -255,7 +255,7 @@ def draw_dots(result, path):
     if any(times.values()):
         right = axis.secondary_yaxis("right")
         form = result["columns"][sweep.STEP_TIME]
-        right.set_yticks(range(len(rows)), [sweep.text(time, form) for time in times.values()])
+        right.set_yticks(range(len(rows)), [tables.text(time, form) for time in times.values()])
         right.tick_params(length=0)
         right.spines["right"].set_visible(False)
         right.set_ylabel(f"time of a training step ({baseline}: 1)")
@@ -361,28 +361,28 @@ def take(path, workdir, new, add=False):
 
 
 def main(argv=None):
-    parser = cli.Parser("results", __doc__)
+    parser = cli.Parser("efx.studies.results", __doc__)
     parser.add_argument("--root", default=".", help="of the checkout (default: this folder)")
     parser.add_argument("--from", dest="workdir", metavar="WORKDIR", help="a finished study")
     parser.add_argument("--name", help="with --from: of the file in results/")
     parser.add_argument("--add", action="store_true", help="keep rows that WORKDIR does not have")
     parser.add_argument("--title", default="", help="of a new result")
     parser.add_argument("--section", default="", help="of a new result")
-    parser.add_argument("--command", default="", help="of a new result: what measures it again")
-    arguments = parser.parse_args(argv)
-    try:
-        if bool(arguments.workdir) != bool(arguments.name):
-            raise UsageError("--from and --name go together: a study and what its result is called")
-        if arguments.workdir:
-            new = {"title": arguments.title, "section": arguments.section}
-            new["commands"] = [arguments.command] if arguments.command else []
-            path = pathlib.Path(arguments.root) / f"results/{arguments.name}.json"
-            take(path, arguments.workdir, new, arguments.add)
-        write(arguments.root)
-    except UsageError as error:
-        print(f"efx: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    help = "of a new result: what measures it again"
+    parser.add_argument("--command", dest="measured_by", default="", help=help)
+    return parser.run(update, argv)
+
+
+def update(arguments):
+    """Takes in a study where one is named, then writes the page."""
+    if bool(arguments.workdir) != bool(arguments.name):
+        raise UsageError("--from and --name go together: a study and what its result is called")
+    if arguments.workdir:
+        new = {"title": arguments.title, "section": arguments.section}
+        new["commands"] = [arguments.measured_by] if arguments.measured_by else []
+        path = pathlib.Path(arguments.root) / f"results/{arguments.name}.json"
+        take(path, arguments.workdir, new, arguments.add)
+    write(arguments.root)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import sys
 from efx import tables
 from efx.config import run_file
 from efx.errors import UsageError, nearest
-from efx.metrics import portion, quantity, read_metrics
+from efx.metrics import portion, read_metrics
 from efx.studies import cli
 from efx.studies import jobs as jobs_lib
 
@@ -216,7 +216,7 @@ FORMS = {
 
 
 def form(title):
-    """How the numbers of the column `title` are written: the second argument of `number`."""
+    """How the numbers of the column `title` are written: the second argument of `tables.number`."""
     return FORMS.get(title, ".4f")
 
 
@@ -225,30 +225,7 @@ def cell(title, values):
     values themselves where the column shows a spread; None where one was not finite."""
     if any(value is None for value in values):
         return None
-    return statistics.fmean(values) if title in FORMS else summary(values)
-
-
-def summary(values):
-    """{mean, spread, n, values}: mean and standard deviation; of a single value no spread."""
-    found = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
-    return found | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
-
-
-def number(value, form):
-    """A number as text. form: ".4f" and the like, "quantity" (1.54M) or "FLOPs" (1.54 MFLOPs)."""
-    if form in ("quantity", "FLOPs"):
-        return quantity(value, "FLOPs" if form == "FLOPs" else "")
-    return format(value, form)
-
-
-def text(cell, form):
-    """A cell of a table as text: "1.2345 ± 0.0678 (note)", a number, a text as it is, or ""."""
-    if cell is None or isinstance(cell, str):
-        return cell or ""
-    if not isinstance(cell, dict):
-        return number(cell, form)
-    spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
-    return number(cell["mean"], form) + spread + (f" ({cell['note']})" if "note" in cell else "")
+    return statistics.fmean(values) if title in FORMS else tables.summary(values)
 
 
 def scored(sweep, workdir):
@@ -261,7 +238,7 @@ def markdown(sweep, table, how, split):
     """The table as Markdown, with config, seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
     rows = [
-        [name, *(text(cell(title, values[title]), form(title)) for title in titles)]
+        [name, *(tables.text(cell(title, values[title]), form(title)) for title in titles)]
         for name, values in table.items()
     ]
     equal = f"every run with the {sweep['equal']} of the first; " if sweep["equal"] else ""
@@ -274,7 +251,7 @@ def markdown(sweep, table, how, split):
 
 
 def main(argv=None):
-    parser = cli.Parser("sweep", __doc__)
+    parser = cli.Parser("efx.studies.sweep", __doc__)
     parser.add_argument("--sweep", required=True, help="sweep file, or the name of one of efx's")
     parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")

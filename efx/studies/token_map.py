@@ -120,7 +120,7 @@ def _visible(text):
 
 
 def main(argv=None):
-    parser = cli.Parser("token_map", __doc__)
+    parser = cli.Parser("efx.studies.token_map", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
     parser.add_argument("--out", help="picture to write (default: WORKDIR/token_map.png)")
