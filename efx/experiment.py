@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from efx import config as config_lib
-from efx import models, runfolder, sharding
+from efx import flops, models, runfolder, sharding
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
@@ -23,7 +23,7 @@ class Stage:
 
     start: int
     model: object
-    ledger: object  # of one training sequence
+    ledger: object  # nominal, of one training sequence
 
 
 @dataclasses.dataclass
@@ -51,13 +51,19 @@ class Experiment:
         return [stage for stage in self.stages if stage.start <= step][-1]
 
     def flops(self, step, nominal=True):
-        """Training FLOPs of the first `step` steps."""
+        """Training FLOPs of the first `step` steps. The first time that those executed
+        (`nominal=False`) are asked for, the model of each stage up to this step is traced."""
+        c, total = self.config.data, 0.0
+        micro_batches = self.config.train.accumulation
         ends = [stage.start for stage in self.stages[1:]] + [step]
-        return sum(
-            max(0, min(end, step) - stage.start)
-            * stage.ledger.train_flops(self.tokens_per_step, nominal)
-            for stage, end in zip(self.stages, ends, strict=True)
-        )
+        for stage, end in zip(self.stages, ends, strict=True):
+            steps = max(0, min(end, step) - stage.start)
+            if steps and nominal:
+                total += steps * stage.ledger.train_flops(self.tokens_per_step)
+            elif steps:
+                forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
+                total += steps * flops.TRAIN_FACTOR * micro_batches * forward
+        return total
 
 
 def prepare(config, workdir=None, parts=PARTS):

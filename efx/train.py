@@ -16,7 +16,7 @@ from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.experiment import TOKENIZER_FILE, prepare
-from efx.flops import device_peak
+from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.writer import WANDB_ID_FILE
 from efx.sample import TextSampler
@@ -94,6 +94,7 @@ class _Run:
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
         shapes = jax.eval_shape(lambda: step_lib.init_state_params(e.model))
+        self.parameters = count_params(shapes)
         base = models.mup_base(e.model)
         self.optimizer, self.schedule = optim.make_optimizer(config.optim, e.steps, shapes, base)
         self.summary = optim.describe(config.optim, shapes, base)
@@ -257,11 +258,10 @@ class _Run:
 
     def _banner(self):
         e = self.experiment
-        count = sum(e.model.parameter_count().values())
         devices = jax.device_count()
         where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
-            f"{where}: {quantity(count, 'parameters')}, "
+            f"{where}: {quantity(self.parameters, 'parameters')}, "
             f"{quantity(e.data.train_tokens, 'training tokens')}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step, "
@@ -278,6 +278,8 @@ class _Run:
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 compiled = self._compiled(stage, batch)
+                with self._timed("count FLOPs"):
+                    e.flops(self.step + 1, nominal=False)  # traced now, outside of the steps' time
                 clock = time.monotonic()
             self.state, metrics = compiled(self.state, batch, self.seed)
             self.step += 1
@@ -429,8 +431,8 @@ class _Run:
         self.timings["other"] = total - sum(self.timings.values())
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
         self.progress.println(f"first step after {total:.1f} s ({parts})")
-        count = sum(self.experiment.model.parameter_count().values())
-        self.writer.write(self.step, {"startup_seconds": total, "parameters": count})
+        row = {"startup_seconds": total, "parameters": self.parameters}
+        self.writer.write(self.step, row)
 
     def _finish(self):
         row = self.last_row
