@@ -8,8 +8,8 @@ stack costs depends on how many tokens it routes, so the routers are set to rout
 Weights are random, apart from large embeddings, without which greedy text would be one token over
 and over. Times are wall-clock and, in brackets, CPU time of the process, which a busy machine
 disturbs less. Prefill is the time that the prompts take to be read. Below the table are the FLOPs
-that reading one prompt executes, with every round of a routed block, and those that the ledger
-counts, both without the output layer.
+that reading one prompt executes, with every round of a routed block, and those of a forward pass
+over it under the causal decision, both without the output layer.
 
 Where the extra `interop` is installed, Hugging Face transformers' Llama of the same size takes
 turns too (`--no-transformers` leaves it out): greedy `generate` with its cache, prefill left out.
@@ -41,7 +41,7 @@ def build(kind, arguments):
         "preset": "llama",
         "width": arguments.width,
         "depth": arguments.depth,
-        "num_heads": arguments.heads,
+        "attention.num_heads": arguments.heads,
         "depth_routing.kind": kind,
         "depth_routing.capacity": arguments.capacity,
     }
@@ -105,7 +105,7 @@ def measure(sampler, params, arguments):
 
 
 def prefill_flops(model, params, arguments):
-    """(FLOPs executed, FLOPs of the ledger) of reading one prompt, without the output layer."""
+    """(FLOPs executed, FLOPs of a forward pass) of reading one prompt, without the output layer."""
     cache, total = models.init_cache(model, 1, arguments.context), 0
     tokens_T = np.random.default_rng(1).integers(0, arguments.vocab, arguments.prompt)
     for start in range(0, arguments.prompt, PREFILL):
@@ -124,10 +124,10 @@ def prefill_flops(model, params, arguments):
                 method="features",
             )[1]["cache"]
 
-        total += flops.executed_flops(read, cache)
+        total += flops.interpreted_flops(read, cache)
         cache = jax.jit(read)(cache)
-    parts = model.ledger(arguments.prompt, "causal").parts
-    return total, sum(parts.values()) - parts["head"]
+    head = flops.matmul(arguments.prompt, model.config.width, model.padded_vocab)
+    return total, flops.executed(model, arguments.prompt, train=False) - head
 
 
 class Transformers:
@@ -237,10 +237,10 @@ def main(argv=None):
                 text = f"{ratios[0]:>9.2f} {f'({ratios[1]:.2f})':>9}"
                 print(f"{batch:>5} {f'{one} / {two}':20} {text}", flush=True)
     for name, (model, params) in built.items():
-        executed, ledger = (
+        prefill, forward = (
             f"{count / 1e6:.1f}" for count in prefill_flops(model, params, arguments)
         )
-        print(f"{name}: {executed} MFLOPs to read a prompt, {ledger} by the ledger")
+        print(f"{name}: {prefill} MFLOPs to read a prompt, {forward} for a forward pass over it")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import numpy as np
 
 from benchmarks import common
-from efx import models
+from efx import flops, models
 from efx.configs import latent, mod
 from efx.configs.common import apply
 from efx.studies.step_time import Stepper, random_tokens, take_turns
@@ -37,12 +37,12 @@ def main(argv=None):
         common.table(
             ("latent/dense", "time (quartiles)", "FLOPs", "memory"),
             *(
-                (context, text, f"{flops:.3f}", f"{memory:.3f}")
-                for context, (text, _, flops, memory) in ratios.items()
+                (context, text, f"{flop_ratio:.3f}", f"{memory:.3f}")
+                for context, (text, _, flop_ratio, memory) in ratios.items()
             ),
         )
     )
-    print(f"FLOPs are equal at a context of about {_equal_flops(args)}")
+    print(f"nominal FLOPs are equal at a context of about {_equal_flops(args)}")
     times = {context: time for context, (_, time, _, _) in ratios.items()}
     print(f"step times are equal {_crossing(times)}")
     return 0
@@ -58,9 +58,9 @@ def _compare(args, context):
         args.steps,
         args.warmup,
     )
-    tokens = configs["dense"].data.batch_size * context
-    flops = {
-        name: step.model.ledger(context).train_flops(tokens, nominal=False)
+    batch = configs["dense"].data.batch_size
+    executed = {
+        name: flops.TRAIN_FACTOR * flops.executed(step.model, context, batch)
         for name, step in steps.items()
     }
     print(
@@ -70,10 +70,10 @@ def _compare(args, context):
                 (
                     name,
                     *common.times(turns[name]),
-                    f"{tokens / turns[name].median:.0f}",
-                    f"{flops[name] / 1e9:.1f}",
+                    f"{batch * context / turns[name].median:.0f}",
+                    f"{executed[name] / 1e9:.1f}",
                     f"{step.memory / 1e6:.0f}",
-                    f"{sum(step.model.parameter_count().values()) / 1e6:.2f}",
+                    f"{flops.count_params(step.state.params) / 1e6:.2f}",
                 )
                 for name, step in steps.items()
             ),
@@ -81,11 +81,11 @@ def _compare(args, context):
     )
     text, time = common.ratio(turns["latent"], turns["dense"])
     memory = steps["latent"].memory / steps["dense"].memory
-    return text, time, flops["latent"] / flops["dense"], memory
+    return text, time, executed["latent"] / executed["dense"], memory
 
 
 def _equal_flops(args):
-    """The least context, in whole groups, at which the latent transformer computes less a token."""
+    """The least context, in whole groups, at which the latent transformer costs less a token."""
     for groups in range(1, 65536 // args.group_size + 1):
         context = groups * args.group_size
         counts = []
@@ -94,7 +94,7 @@ def _equal_flops(args):
             model = models.build(
                 config.model, vocab_size=args.vocab, context=context, dtype="float32"
             )
-            counts.append(model.ledger(context).per_token)
+            counts.append(model.ledger(context).nominal_per_token)
         if counts[0] <= counts[1]:
             return context
     return "more than 65536"

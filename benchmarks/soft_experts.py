@@ -5,11 +5,12 @@
 
 For every pair (s channels, shrink m): the attention of one block on K latents against that of s
 channels on K/m latents, which is the claim, then the whole blocks, projections and MLPs included,
-forwards and backwards, in float32. All of them take turns in one run. The ledger's ratios count
-pairs that the mask allows (claim) and blocks that the kernel visits (executed).
+forwards and backwards, in float32. All of them take turns in one run. Nominal ratios of FLOPs count
+the pairs that the mask allows, executed ones what is multiplied.
 """
 
 import argparse
+import functools
 import sys
 
 import jax
@@ -47,13 +48,20 @@ def main(argv=None):
         args.rounds,
         args.warmup,
     )
-    _report("attention", specs, attention, claims, lambda part: part["attention_scores"])
+    _report(
+        "attention",
+        specs,
+        attention,
+        claims,
+        lambda parts: parts["attention_scores"],
+        _executed_attention,
+    )
     blocks = take_turns(
         {name: _block(spec, length, args) for name, (spec, length) in specs.items()},
         args.rounds,
         args.warmup,
     )
-    _report("block", specs, blocks, claims, lambda part: sum(part.values()))
+    _report("block", specs, blocks, claims, lambda parts: sum(parts.values()), _executed_block)
     for name, claim in claims.items():
         ratio = common.ratio(attention[name], attention["dense"])[1]
         cpu = np.median(attention[name].cpu) / np.median(attention["dense"].cpu)
@@ -64,22 +72,25 @@ def main(argv=None):
     return 0
 
 
-def _report(what, specs, turns, claims, total):
-    def ratios(pairs):
-        counts = {
-            name: total(costs.block_flops(spec.block, length, pairs(length)))
-            for name, (spec, length) in specs.items()
-        }
+def _report(what, specs, turns, claims, of_parts, executed):
+    """Prints a table; `of_parts` makes FLOPs of a block's components, `executed` of (its spec, its
+    length)."""
+
+    def nominal(spec, length):
+        return of_parts(costs.block_flops(spec.block, length, flops.causal_pairs(length)))
+
+    def ratios(count):
+        counts = {name: count(spec, length) for name, (spec, length) in specs.items()}
         return {name: f"{count / counts['dense']:.4f}" for name, count in counts.items()}
 
-    allowed, executed = ratios(flops.causal_pairs), ratios(attend.visited_pairs)
+    nominal_ratios, executed_ratios = ratios(nominal), ratios(executed)
     rows = [
         (
             name,
             *common.times(turns[name]),
             f"{claims[name]:.4f}",
-            allowed[name],
-            executed[name],
+            nominal_ratios[name],
+            executed_ratios[name],
             common.ratio(turns[name], turns["dense"])[0],
         )
         for name in specs
@@ -115,19 +126,34 @@ def _normal(*shape):
     return jnp.asarray(draw.standard_normal(shape, np.float32))
 
 
+def _shape(spec, length, batch):
+    """Of queries, keys and values of all channels."""
+    b = spec.block
+    return batch, length, costs.channels(b) * b.attention.num_heads, b.attention.head_dim
+
+
+def _executed_attention(spec, length):
+    """FLOPs of the scores and weighted values of one sequence."""
+    q_BTNH = jax.ShapeDtypeStruct(_shape(spec, length, 1), jnp.float32)
+    return flops.jaxpr_flops(functools.partial(attend.attend, scale=1.0), q_BTNH, q_BTNH, q_BTNH)
+
+
+def _executed_block(spec, length):
+    """FLOPs of the block on one sequence."""
+    x_BTD = jax.ShapeDtypeStruct((1, length, spec.block.width), jnp.float32)
+    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True)
+    layer = Layer(spec)
+    return flops.jaxpr_flops(lambda key, x: layer.init(key, x, info), jax.random.key(0), x_BTD)
+
+
 def _attention(spec, length, args):
     """Forwards and backwards through scores and weighted values of all channels."""
-    b = spec.block
-    heads = costs.channels(b) * b.num_heads
-    q_BTNH, k_BTNH, v_BTNH, d_BTNH = (
-        _normal(args.batch, length, heads, b.head_dim) for _ in range(4)
-    )
+    q_BTNH, k_BTNH, v_BTNH, d_BTNH = (_normal(*_shape(spec, length, args.batch)) for _ in range(4))
+    attention = functools.partial(attend.attend, scale=spec.block.attention.head_dim**-0.5)
 
     @jax.jit
     def both(q_BTNH, k_BTNH, v_BTNH):
-        out, pullback = jax.vjp(
-            lambda *qkv: attend.attend(*qkv, scale=b.head_dim**-0.5), q_BTNH, k_BTNH, v_BTNH
-        )
+        out, pullback = jax.vjp(attention, q_BTNH, k_BTNH, v_BTNH)
         return out, pullback(d_BTNH)
 
     return lambda turn: jax.block_until_ready(both(q_BTNH, k_BTNH, v_BTNH))

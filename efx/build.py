@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from efx import models, optim, run_settings, runfolder, sharding
+from efx import flops, models, optim, run_settings, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.data import PARTS, load
@@ -48,7 +48,7 @@ class Stage:
 
     start: int
     model: object
-    ledger: object  # of one training sequence
+    ledger: object  # nominal, of one training sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,19 @@ class Experiment(Setup):
         return [stage for stage in self.stages if stage.start <= step][-1]
 
     def flops(self, step, nominal=True):
-        """Training FLOPs of the first `step` steps."""
+        """Training FLOPs of the first `step` steps. The first time that those executed
+        (`nominal=False`) are asked for, the model of each stage up to this step is traced."""
+        c, total = self.config.data, 0.0
+        micro_batches = self.config.train.accumulation
         ends = [stage.start for stage in self.stages[1:]] + [step]
-        return sum(
-            max(0, min(end, step) - stage.start)
-            * stage.ledger.train_flops(self.tokens_per_step, nominal)
-            for stage, end in zip(self.stages, ends, strict=True)
-        )
+        for stage, end in zip(self.stages, ends, strict=True):
+            steps = max(0, min(end, step) - stage.start)
+            if steps and nominal:
+                total += steps * stage.ledger.train_flops(self.tokens_per_step)
+            elif steps:
+                forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
+                total += steps * flops.TRAIN_FACTOR * micro_batches * forward
+        return total
 
 
 class Training:

@@ -1,16 +1,21 @@
-"""The FLOP ledger: what a model computes, stated by the model itself, component by component.
+"""FLOPs: nominal ones are stated by each model, component by component; executed ones are traced.
 
-A multiply-add is 2 FLOPs. Training costs three times the forward pass (each product has two
-gradients of the same size); what is computed again in the backward pass (attention scores; under
-remat whatever its policy drops) is overhead and is not counted as work.
-Element-wise work, norms, softmax and lookups are not counted; the compiler's own count, which has
-them, agrees within 2% on unrolled models (tests/test_flops.py).
+Nominal FLOPs follow the papers' convention: what the mathematics asks for. Executed ones are the
+products in the traced program, which also computes, for example, a part of the scores that the
+causal mask hides, and places of experts that no token fills. In both a multiply-add is 2 FLOPs,
+and training costs three times the forward pass (each product has two gradients of the same size);
+what is computed again in the backward pass (attention scores; under remat whatever its policy
+drops) is overhead and is not counted as work. Element-wise work, norms, softmax and lookups are
+not counted; the compiler's own count, which has them, agrees with the traced one within 2% on
+unrolled models (tests/test_flops.py).
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
@@ -18,30 +23,24 @@ TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Forward FLOPs of ONE sequence of `length` tokens.
+    """Nominal forward FLOPs of ONE sequence of `length` tokens.
 
     Attributes:
       length: tokens in the sequence.
-      parts: {component: FLOPs} as executed; attention counts the key blocks that are visited.
       nominal: {component: FLOPs} by the papers' convention: causal attention counts every query
         against the mean number of keys that it may see, (T+1)/2.
     """
 
     length: int
-    parts: dict
     nominal: dict
-
-    @property
-    def per_token(self):
-        return sum(self.parts.values()) / self.length
 
     @property
     def nominal_per_token(self):
         return sum(self.nominal.values()) / self.length
 
-    def train_flops(self, tokens, nominal=True):
+    def train_flops(self, tokens):
         """FLOPs of a training step on so many tokens."""
-        return TRAIN_FACTOR * tokens * (self.nominal_per_token if nominal else self.per_token)
+        return TRAIN_FACTOR * tokens * self.nominal_per_token
 
 
 def matmul(rows, inner, columns):
@@ -73,6 +72,26 @@ def count_params(params):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
+@functools.lru_cache(maxsize=64)
+def executed(model, length, batch=1, train=True):
+    """FLOPs that one forward pass over `batch` sequences of `length` tokens executes, output layer
+    and sown losses included.
+
+    The pass is that of the model's initialisation, traced: nothing is allocated, compiled or run,
+    and it takes about half a second. `train` is the argument of the model's call: whether tokens
+    are selected as in training. A pass over whole sequences has neither `cond` nor `while` around a
+    product, of which `jaxpr_flops` knows less; tokens that `skip_tile` leaves out in evaluation
+    count as computed.
+    """
+
+    def forward(key, tokens_BT):
+        keys = {"params": key, "dropout": key, "routing": key}
+        return model.init(keys, tokens_BT, train=train)
+
+    tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return jaxpr_flops(forward, jax.random.key(0), tokens_BT)
+
+
 def jaxpr_flops(function, *args):
     """FLOPs of every dot_general in a traced function, scan bodies times their length.
 
@@ -98,7 +117,7 @@ def _walk_one(equation):
     return sum(inner) * equation.params.get("length", 1)
 
 
-def executed_flops(function, *args):
+def interpreted_flops(function, *args):
     """FLOPs of every dot_general that runs for these arguments: of a `while` each turn, of a `cond`
     the branch that is taken. The function is interpreted step by step, which is slow."""
     closed = jax.make_jaxpr(function)(*args)

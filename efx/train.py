@@ -14,7 +14,7 @@ from efx import step as step_lib
 from efx.checkpoint import Checkpointer, start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
-from efx.flops import device_peak
+from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.writer import WANDB_ID_FILE
 from efx.sample import TextSampler
@@ -92,6 +92,7 @@ class _Run:
             self.training = build.Training(self.experiment)
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
+        self.parameters = count_params(self.training.shapes.params)
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
         # Now, so that a bad prompt or setting is told before anything is written.
         c = config.sample
@@ -236,11 +237,10 @@ class _Run:
 
     def _banner(self):
         e = self.experiment
-        count = sum(e.model.parameter_count().values())
         devices = jax.device_count()
         where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
-            f"{where}: {quantity(count, 'parameters')}, "
+            f"{where}: {quantity(self.parameters, 'parameters')}, "
             f"{quantity(e.data.train_tokens, 'training tokens')}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step, "
@@ -257,6 +257,8 @@ class _Run:
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 compiled = self._compiled(stage, batch)
+                with self._timed("count FLOPs"):
+                    e.flops(self.step + 1, nominal=False)  # traced now, outside of the steps' time
                 clock = time.monotonic()
             self.state, metrics = compiled(self.state, batch, self.seed)
             self.step += 1
@@ -408,8 +410,8 @@ class _Run:
         self.timings["other"] = total - sum(self.timings.values())
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
         self.progress.println(f"first step after {total:.1f} s ({parts})")
-        count = sum(self.experiment.model.parameter_count().values())
-        self.writer.write(self.step, {"startup_seconds": total, "parameters": count})
+        row = {"startup_seconds": total, "parameters": self.parameters}
+        self.writer.write(self.step, row)
 
     def _finish(self):
         row = self.last_row

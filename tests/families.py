@@ -639,6 +639,16 @@ def variables_of(name):
     return {"params": params_of(name), **state_of(name)}
 
 
+def cache_bytes(model, cache_size):
+    """Bytes of keys and values that decoding one sequence of so many tokens keeps."""
+    cache = jax.eval_shape(lambda: models.init_cache(model, 1, cache_size))
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+        if path[-1].key in ("cached_key", "cached_value")
+    )
+
+
 def tokens(seed=0, batch=BATCH, length=LENGTH):
     """Random tokens [B, T]."""
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, length)), jnp.int32)

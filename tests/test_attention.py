@@ -177,7 +177,7 @@ def test_chosen_chunks():
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 40), st.integers(1, 45), st.integers(0, 45))
 def test_spans_cover_what_may_be_seen(length, chunk, window):
-    """Every allowed pair is visited, each query once, and the ledger counts what is visited."""
+    """Every allowed pair is visited, and none twice."""
     visits = np.zeros((length, length), int)
     for q0, q1, k0, k1 in attend.spans(length, chunk, window):
         visits[q0:q1, k0:k1] += 1
@@ -186,7 +186,6 @@ def test_spans_cover_what_may_be_seen(length, chunk, window):
     gap = time[:, None] - time[None]
     allowed = (gap >= 0) & ((gap < window) if window else True)
     assert np.all(visits[allowed] == 1)
-    assert visits.sum() == attend.visited_pairs(length, chunk, window)
     assert allowed.sum() == flops.causal_pairs(length, window)
 
 
@@ -199,7 +198,7 @@ def test_visited_pairs_are_what_is_multiplied(chunk, window):
             q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
         )
 
-    pairs = attend.visited_pairs(T, chunk, window)
+    pairs = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in attend.spans(T, chunk, window))
     assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
 
 

@@ -41,7 +41,6 @@ def test_a_config_builds(name, variant):
         config.model, vocab_size=300, context=config.data.seq_len, dtype=config.train.dtype
     )
     shapes = jax.eval_shape(lambda: step.init_state_params(model))
-    assert sum(model.parameter_count().values()) == sum(x.size for x in jax.tree.leaves(shapes))
     optim.make_optimizer(config.optim, config.steps, shapes)
     assert config.data.batch_size % config.train.accumulation == 0
     if variant:

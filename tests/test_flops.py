@@ -1,4 +1,4 @@
-"""The FLOP ledger: against hand counts, the compiler, and published sizes."""
+"""FLOPs, nominal and executed: against hand counts and the compiler; published sizes."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 
-from efx import flops, models
+from efx import flops, models, sharding
 
 # ---- counting ----------------------------------------------------------------------------------
 
@@ -61,23 +61,36 @@ def test_executed_count_by_hand():
 
     assert flops.jaxpr_flops(turns, 9, x, w) == 2 * once
     for count, taken in ((0, 0), (1, 1), (2, 2), (9, 2)):
-        assert flops.executed_flops(turns, count, x, w) == taken * 2 * once
+        assert flops.interpreted_flops(turns, count, x, w) == taken * 2 * once
     batched = jnp.ones((4, 3, 5)), jnp.ones((4, 5, 7))
-    assert flops.executed_flops(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), *batched) == 4 * once
+    counted = flops.interpreted_flops(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), *batched)
+    assert counted == 4 * once
 
 
-def test_scanned_models_are_counted_whole():
-    model, length = families.make({"depth": 4}), 16
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    for scan in (False, True):
-        one = models.changed(model, scan_layers=scan)
-        params = abstract_params(one)
-        counted = flops.jaxpr_flops(lambda p, t, one=one: one.apply({"params": p}, t),
-                                    params, tokens)
-        assert counted == sum(model.ledger(length).parts.values())
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_scanned_models_are_counted_whole(remat):
+    model = families.make({"depth": 4})
+    scanned = models.changed(model, scan_layers=True, remat=remat)
+    assert flops.executed(scanned, 16) == flops.executed(model, 16) > 0
 
 
-# ---- the ledger --------------------------------------------------------------------------------
+def test_a_count_does_not_depend_on_the_mesh():
+    """One sequence does not divide over eight devices."""
+    model = families.make({"depth": 1})
+    flops.executed.cache_clear()
+    alone = flops.executed(model, 16)
+    flops.executed.cache_clear()
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 8})
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        assert flops.executed(model, 16) == alone
+        assert jax.sharding.get_abstract_mesh().size == 8
+    assert flops.executed(model, 16, batch=8) == 8 * alone
+
+
+# ---- models ------------------------------------------------------------------------------------
+
+# Attention visits what its mask allows and no more, and the vocabulary has no padding.
+EXACT = {"attention.chunk": 1, "vocab_multiple": 1}
 
 
 def abstract_params(model):
@@ -87,34 +100,36 @@ def abstract_params(model):
 
 
 def test_ledger_by_hand():
-    """Llama with grouped heads, one dense block and one that computes 4 of 16 tokens."""
+    """Llama with grouped heads, one dense block and one that computes 4 of 16 tokens, of 50 in a
+    vocabulary that is padded to 64."""
     model = families.make({
         "width": 32, "attention.num_heads": 4, "attention.num_kv_heads": 2,
         "attention.head_dim": 8, "depth": 2,
-        "mlp.hidden": 48, "attention.chunk": 8, "vocab_multiple": 1,
+        "mlp.hidden": 48, "attention.chunk": 8, "vocab_multiple": 64,
         "depth_routing.kind": "mod", "depth_routing.capacity": 0.25, "depth_routing.slack": 2.0,
     }, vocab_size=50)
     # q and out: 32 -> 32; k and v: 32 -> 16.
     per_token = 2 * 32 * (32 + 32 + 16 + 16), 3 * 2 * 32 * 48
-    pairs = 8 * 8 + 8 * 16, 4 * 4  # chunks of 8 queries: 8 keys, then 16; 4 tokens: one chunk
     ledger = model.ledger(16)
-    assert ledger.parts == {
+    parts = {
         "attention_projections": (16 + 4) * per_token[0],
-        "attention_scores": (pairs[0] + pairs[1]) * 4 * 4 * 8,
+        # By the papers' convention a query meets (T+1)/2 keys on average.
+        "attention_scores": (16 * 17 / 2 + 4 * 5 / 2) * 4 * 4 * 8,
         "mlp": (16 + 4) * per_token[1],
         "router": 16 * 2 * 32,
         "head": 16 * 2 * 32 * 50,
     }
-    assert ledger.per_token == sum(ledger.parts.values()) / 16
-    # By the papers' convention a query meets (T+1)/2 keys on average.
-    assert ledger.nominal == ledger.parts | {
-        "attention_scores": (16 * 17 / 2 + 4 * 5 / 2) * 4 * 4 * 8
-    }
-    assert ledger.train_flops(160, nominal=False) == 3 * 10 * sum(ledger.parts.values())
-    assert ledger.train_flops(160) == 3 * 10 * sum(ledger.nominal.values())
-    # In evaluation the buffer has room for slack times as many.
-    causal = model.ledger(16, "causal").parts
-    assert causal["mlp"] == (16 + 8) * per_token[1]
+    assert ledger.nominal == parts
+    assert ledger.nominal_per_token == sum(parts.values()) / 16
+    assert ledger.train_flops(160) == 3 * 10 * sum(parts.values())
+    # Chunks of 8 queries visit 8 keys, then 16; 4 tokens are one chunk. Padding is computed.
+    pairs = 8 * 8 + 8 * 16 + 4 * 4
+    parts |= {"attention_scores": pairs * 4 * 4 * 8, "head": 16 * 2 * 32 * 64}
+    assert flops.executed(model, 16) == sum(parts.values())
+    # In evaluation the buffer has room for slack times as many: 4 tokens more, one chunk of 8.
+    assert model.ledger(16, "causal").nominal["mlp"] == (16 + 8) * per_token[1]
+    more = 4 * sum(per_token) + (8 * 8 - 4 * 4) * 4 * 4 * 8
+    assert flops.executed(model, 16, train=False) == sum(parts.values()) + more
 
 
 def test_routing_saves_what_the_paper_says():
@@ -131,21 +146,28 @@ def test_routing_saves_what_the_paper_says():
 def test_experts_cost_what_they_have_room_for():
     """16 tokens, 2 of 4 experts each, room for 1.5 times a fair share: 12 places an expert."""
     changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.5,
-               "mlp.moe.expert_hidden": 24, "mlp.moe.num_shared": 1, "depth": 1}
-    model = families.make(changes)
+               "mlp.moe.expert_hidden": 24, "mlp.moe.num_shared": 1, "depth": 1, **EXACT}
     row = 3 * 2 * 32 * 24
-    assert model.ledger(16).parts["mlp"] == (4 * 12 + 16) * row
-    assert model.ledger(16).parts["moe_router"] == 16 * 2 * 32 * 4
+
+    def executed(model, train=True):
+        """FLOPs of the experts; everything else is executed as the ledger says."""
+        nominal = model.ledger(16).nominal
+        return flops.executed(model, 16, train=train) - sum(nominal.values()) + nominal["mlp"]
+
+    model = families.make(changes)
+    assert executed(model) == (4 * 12 + 16) * row
     assert model.ledger(16).nominal["mlp"] == (2 * 16 + 16) * row
+    assert model.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 4
     # Half of what a token may choose is nothing: half of the room, half of the cost.
-    noop = families.make({**changes, "mlp.moe.num_noop": 4}).ledger(16)
-    assert noop.parts["mlp"] == (4 * 6 + 16) * row
-    assert noop.nominal["mlp"] == (16 + 16) * row
-    assert noop.parts["moe_router"] == 16 * 2 * 32 * 8
+    noop = families.make({**changes, "mlp.moe.num_noop": 4})
+    assert executed(noop) == (4 * 6 + 16) * row
+    assert noop.ledger(16).nominal["mlp"] == (16 + 16) * row
+    assert noop.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 8
     ahead = families.make({**changes, "mlp.moe.router": "expert_choice",
                            "mlp.moe.capacity": 0.25, "mlp.moe.slack": 2.0})
-    assert ahead.ledger(16).parts["mlp"] == (4 * 4 + 16) * row
-    assert ahead.ledger(16, "causal").parts["mlp"] == (4 * 8 + 16) * row
+    assert executed(ahead) == ahead.ledger(16).nominal["mlp"] == (4 * 4 + 16) * row
+    assert executed(ahead, train=False) == (4 * 8 + 16) * row
+    assert ahead.ledger(16, "causal").nominal["mlp"] == (4 * 8 + 16) * row
 
 
 WIDE = {
@@ -173,7 +195,7 @@ def wide(name):
 
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("training", [False, True])
-def test_ledger_is_what_the_compiler_counts(name, training):
+def test_executed_is_what_the_compiler_counts(name, training):
     """Within 2%, element-wise work included."""
     model = wide(name)
     batch, length = 2, 128
@@ -184,11 +206,8 @@ def test_ledger_is_what_the_compiler_counts(name, training):
 
     step = jax.grad(families.loss_fn(model)) if training else forward
     compiled = families.jit(step).lower(abstract_params(model), tokens).compile()
-    ledger = model.ledger(length)
-    stated = batch * sum(ledger.parts.values())
-    if training:
-        stated = ledger.train_flops(batch * length, nominal=False)
-    assert compiled.cost_analysis()["flops"] == pytest.approx(stated, rel=0.02)
+    traced = flops.executed(model, length, batch) * (flops.TRAIN_FACTOR if training else 1)
+    assert compiled.cost_analysis()["flops"] == pytest.approx(traced, rel=0.02)
 
 
 # ---- parameters --------------------------------------------------------------------------------
@@ -203,11 +222,10 @@ def test_ledger_is_what_the_compiler_counts(name, training):
      6_738_415_616),
 ])
 def test_published_parameter_counts(changes, vocab_size, context, published):
-    model = families.make({**changes, "vocab_multiple": 1}, vocab_size=vocab_size, context=context)
-    assert sum(model.parameter_count().values()) == published
     # Scanned, so that the shapes of all layers take one trace.
-    scanned = models.changed(model, scan_layers=True)
-    assert flops.count_params(abstract_params(scanned)) == published
+    model = families.make({**changes, "vocab_multiple": 1, "scan_layers": True},
+                          vocab_size=vocab_size, context=context)
+    assert flops.count_params(abstract_params(model)) == published
 
 
 def test_count_params():

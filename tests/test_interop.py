@@ -292,7 +292,6 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
     hf.save_hf(tmp_path / "dense", params, model)
     config, routed, mod = hf.load_hf(tmp_path / "dense", base(**{"depth_routing.kind": "mod"}))
     assert config.model.depth_routing.kind == "mod" and config.model.attention.num_kv_heads == 2
-    assert routed.parameter_count()["router"] == 32
     assert mod["layers"]["block_1"]["router"].shape == (32,)
 
 

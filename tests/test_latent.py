@@ -537,7 +537,7 @@ def test_the_cache_keeps_latents_of_finished_groups():
     latent = families.make({"family": "latent", **shape}, context=1024)
     dense = families.make({"width": 64, "depth": 8, "attention.num_heads": 4}, context=1024)
     more = {
-        name: m.cache_bytes(1024) - m.cache_bytes(512)
+        name: families.cache_bytes(m, 1024) - families.cache_bytes(m, 512)
         for name, m in (("latent", latent), ("dense", dense))
     }
     # A quarter of the positions; 8 blocks of the stack and the global one of the encoder level.
@@ -547,9 +547,8 @@ def test_the_cache_keeps_latents_of_finished_groups():
         for size in (512, 1024)
     }
     # Beside keys and values, a position and a group for each slot.
-    assert held[1024] < 1.1 * latent.cache_bytes(1024) and held[1024] < 0.35 * dense.cache_bytes(
-        1024
-    )
+    assert held[1024] < 1.1 * families.cache_bytes(latent, 1024)
+    assert held[1024] < 0.35 * families.cache_bytes(dense, 1024)
 
 
 def test_a_sampler_takes_the_model():

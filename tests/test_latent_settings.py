@@ -43,7 +43,7 @@ def test_routed_latents_are_counted_as_the_decoders():
 
 def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
     parts = {
-        kind: make({"compression": kind}, levels=1).ledger(24).parts
+        kind: make({"compression": kind}, levels=1).ledger(24).nominal
         for kind in ("perceiver", "transformer")
     }
     assert parts["perceiver"]["compression"] < parts["transformer"]["compression"]

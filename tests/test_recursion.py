@@ -164,7 +164,8 @@ def test_once_for_all_tokens_is_the_dense_model(dtype):
         *(families.jit(model.apply)({"params": params}, tokens_BT) for model in (once, dense))
     )
     assert once.ledger(LENGTH) == dense.ledger(LENGTH)
-    assert once.cache_bytes(LENGTH) == dense.cache_bytes(LENGTH)
+    assert flops.executed(once, LENGTH) == flops.executed(dense, LENGTH)
+    assert families.cache_bytes(once, LENGTH) == families.cache_bytes(dense, LENGTH)
 
 
 def test_parameters_are_shared():
@@ -179,7 +180,6 @@ def test_parameters_are_shared():
             f"pass_{i}" for i in range(1, passes)
         }
         counts.append(flops.count_params(params))
-        assert counts[-1] == sum(model.parameter_count().values())
         first[passes] = model.apply({"params": params}, families.tokens(batch=1))
     assert counts == [counts[0], counts[0] + model.config.width, counts[0] + 4 * model.config.width]
     assert not np.allclose(first[1], first[2])

@@ -344,7 +344,7 @@ def test_statistics():
     assert (stats["prompt_tokens"], stats["new_tokens"], stats["slides"]) == (10, CONTEXT - 10, 0)
     assert stats["tokens_per_second"] == pytest.approx((CONTEXT - 10) / stats["decode_seconds"])
     # Keys, values and positions; a few counters.
-    kept = build()[0].cache_bytes(CONTEXT) + 4 * (CONTEXT + room)
+    kept = families.cache_bytes(build()[0], CONTEXT) + 4 * (CONTEXT + room)
     assert 0 <= stats["cache_bytes"] - kept <= 32
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from efx import build, train
+from efx import build, flops, train
 from efx import step as step_lib
 from efx.checkpoint import restore_params
 from efx.configs import mod
@@ -89,6 +89,11 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
     run(tmp_path / "straight", config)
     rows = [r for r in read_metrics(tmp_path / "straight") if "train/loss" in r]
     np.testing.assert_allclose([r["flops"] for r in rows], np.cumsum(steps))
+    c = config.data
+    traced = [3 * flops.executed(e.stages[i].model, c.seq_len, c.batch_size) for i in (0, 1, 2)]
+    assert traced[0] > traced[1] > traced[2]
+    expected = np.cumsum(np.repeat(traced, 2))
+    np.testing.assert_array_equal([r["flops_realised"] for r in rows], expected)
     # Stopped inside a stage and resumed: the same parameters, bit for bit.
     part = tiny(text, **STAGES)
     part.checkpoint.every = 3
@@ -100,7 +105,9 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
         np.testing.assert_array_equal(parts[path], value, err_msg=path)
 
 
-def test_flops_of_stages_decide_the_steps(text):  # noqa: F811
+def test_flops_of_stages_decide_the_steps(text, monkeypatch):  # noqa: F811
+    """Nominal ones, for which nothing is traced."""
+    monkeypatch.setattr(flops, "executed", None)
     config = tiny(text, **STAGES, **{"steps": 0, "train_flops": 1e10})
     e = build.experiment(config)
     assert e.flops(e.steps) == pytest.approx(1e10, rel=0.02)

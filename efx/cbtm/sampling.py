@@ -34,7 +34,10 @@ class StackedExperts:
 
     expert: object
     count: int
-    scan_layers = False
+
+    @property
+    def config(self):
+        return self.expert.config
 
     @property
     def context(self):
@@ -79,7 +82,7 @@ class WeighedExperts:
     """
 
     def __init__(self, model, experts, clustering, tokenizer, settings):
-        unrolled = model.unrolled() if model.scan_layers else model
+        unrolled = models.unrolled(model) if model.config.scan_layers else model
         self.model = StackedExperts(unrolled, settings.top_k)
         self.every, self.history = settings.every, []
         self._expert, self._experts = model, experts

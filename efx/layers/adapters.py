@@ -316,12 +316,3 @@ class Site:
         if c.routing != "uniform" if c.experts else c.gate:
             total += flops.matmul(self.rows, self.width, experts)
         return total if rows is None else total * rows / self.rows
-
-    def params(self, c):
-        experts = c.choices or 1
-        count = experts * c.rank * (self.width + self.features)
-        if c.experts and c.routing == "topk" or not c.experts and c.gate:
-            count += experts * self.width
-        if c.looks_ahead:
-            count += experts * (self.width + 1)
-        return count

@@ -1,8 +1,7 @@
 """Causal attention as functions: over the tokens themselves, over a cache, over other tokens.
 
 The kernel walks over chunks of queries and touches only the keys that a chunk may see, so masked
-halves cost nothing; `spans` is the one place that decides which keys those are, and the FLOP
-ledger counts with the same function.
+halves cost nothing; `spans` is the one place that decides which keys those are.
 """
 
 import functools
@@ -30,11 +29,6 @@ def spans(length, chunk=0, window=0):
         first = max(0, start - window + 1) if window else 0
         result.append((start, stop, first, stop))
     return result
-
-
-def visited_pairs(length, chunk=0, window=0):
-    """How many (query, key) pairs `attend` multiplies for one head of one sequence."""
-    return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans(length, chunk, window))
 
 
 def attend(

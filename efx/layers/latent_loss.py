@@ -94,22 +94,15 @@ class LatentPrediction(nn.Module):
         return self.param(name, init, (), jnp.float32)
 
 
-def loss_flops(c, width, length, batch=1):
+def loss_flops(c, width, length):
     """{component: FLOPs} for one sequence of `length` latents; {} without the loss.
 
-    With candidates "batch" they grow with the number of sequences in the batch.
+    With candidates "batch" they grow with the number of sequences in the batch, here one.
     """
     if c.kind == "none":
         return {}
     pairs = length - 1
     counted = flops.matmul(pairs, width, width)
     if c.kind == "siglip":
-        counted += flops.matmul(pairs, width, pairs * (batch if c.candidates == "batch" else 1))
+        counted += flops.matmul(pairs, width, pairs)
     return {LOSS: counted}
-
-
-def loss_params(c, width):
-    """{component: parameters}; {} without the loss."""
-    if c.kind == "none":
-        return {}
-    return {LOSS: width * width + (2 if c.kind == "siglip" else 0)}

@@ -4,7 +4,7 @@ The decoder is such a stack, the latent transformer has one in its middle.
 """
 
 from efx import flops
-from efx.layers import attend, costs, moe_config
+from efx.layers import costs, moe_config
 from efx.layers.config import with_experts, with_soft_experts
 from efx.layers.stack import LayerSpec, PassSpec
 
@@ -38,65 +38,26 @@ def _recursion(routing, blocks):
 
 
 def stack_flops(specs, length, selection, shares=None):
-    """({component: FLOPs} as executed, the same by the papers' convention) of one sequence.
-
-    Arguments as in `Decoder.ledger`.
-    """
-    parts, nominal = [], []
+    """{component: nominal FLOPs} of one sequence; arguments as in `Decoder.ledger`."""
+    parts = []
     for i, spec in enumerate(specs):
-        if spec.routing is not None:
-            added = costs.routing_flops(spec.blocks[0], spec.routing, length)
-            parts.append(added)
-            nominal.append(added)
+        r = spec.routing
+        if r is not None:
+            parts.append(costs.routing_flops(spec.blocks[0], r, length))
         for b in spec.blocks:
-            r, tokens, context = spec.routing, length, None
-            if r is not None:
+            tokens, context, pairs = length, None, flops.causal_pairs(length, b.attention.window)
+            masked = pairs  # the pairs that attentions of masks, over computed tokens, meet
+            if r is not None and shares and i in shares:
+                token_share, pair_share = shares[i]
+                tokens, masked = token_share * length, pair_share * pairs
+                pairs = token_share * pairs if r.kv_for_skipped else masked
+            elif r is not None:
                 tokens = r.places(spec.capacity, length, selection)
+                masked = flops.causal_pairs(tokens, b.attention.window)
+                pairs = pairs * tokens / length if r.kv_for_skipped else masked
             if r is not None and r.kv_for_skipped:
                 context = length
-                visited = tokens * length
-                allowed = flops.causal_pairs(length, b.attention.window) * tokens / length
-            else:
-                visited = attend.visited_pairs(tokens, b.attention.chunk, b.attention.window)
-                allowed = flops.causal_pairs(tokens, b.attention.window)
-            experts = moe_config.block_flops(b, tokens, selection, nominal=False)
-            parts.append(costs.block_flops(b, tokens, visited, context) | experts)
-            own = attend.visited_pairs(tokens, b.attention.chunk, b.attention.window)
-            parts.append(costs.mask_flops(b, tokens, own))
-            own = flops.causal_pairs(tokens, b.attention.window)
-            if shares and i in shares:
-                token_share, pair_share = shares[i]
-                tokens = token_share * length
-                pairs = flops.causal_pairs(length, b.attention.window)
-                own = pairs * pair_share
-                allowed = pairs * (token_share if r.kv_for_skipped else pair_share)
-            experts = moe_config.block_flops(b, tokens, selection, nominal=True)
-            nominal.append(costs.block_flops(b, tokens, allowed, context) | experts)
-            nominal.append(costs.mask_flops(b, tokens, own))
-    return flops.add(parts), flops.add(nominal)
-
-
-def stack_params(specs, norm):
-    """{component: parameters}; `norm` is how many a norm has."""
-    blocks = []
-    for spec in specs:
-        for block in spec.new_blocks:
-            blocks.append(costs.block_params(block) | moe_config.block_params(block))
-            blocks.append({"norm": 2 * norm} | costs.mask_params(block))
-        if spec.routing is not None:
-            blocks.append(costs.routing_params(spec.blocks[0], spec.routing, norm))
-    return flops.add(blocks)
-
-
-def cached_values(specs, cache_size):
-    """Numbers in the keys (and as many in the values) that decoding one sequence keeps."""
-    total = 0
-    for spec in specs:
-        slots = computed = cache_size
-        if spec.routing is not None:
-            computed = spec.routing.room(spec.capacity, cache_size)
-            slots = cache_size if spec.routing.kv_for_skipped else computed
-        for block in spec.blocks:
-            total += slots * costs.kv_width(block)
-            total += costs.mask_attentions(block) * computed * block.width
-    return total
+            experts = moe_config.block_flops(b, tokens, selection)
+            parts.append(costs.block_flops(b, tokens, pairs, context) | experts)
+            parts.append(costs.mask_flops(b, tokens, masked))
+    return flops.add(parts)

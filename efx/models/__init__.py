@@ -8,8 +8,7 @@ Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losse
 sown by the layers, and `means`, what these are made of, so that batches add up (efx/means.py);
 `state`, running averages that a checkpoint keeps. Every family also has
 `features` and `logits` (the two halves of a call), `head_params` and `head_fn` (the output layer
-as a pure function), `ledger`, `specs` and
-`check_packing`.
+as a pure function), `ledger`, `specs` and `check_packing`.
 
 Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
 position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,

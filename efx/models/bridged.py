@@ -19,7 +19,7 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend, norms
+from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig
 from efx.layers.info import TokenInfo
@@ -132,55 +132,20 @@ class Bridged(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="causal", shares=None):
-        """FLOPs of one sequence, see `flops.Ledger`. Members compute what they do in evaluation.
+        """Nominal FLOPs of one sequence, see `flops.Ledger`; members compute what they do in
+        evaluation.
 
         Training costs less than three times as much: frozen parameters need no gradients."""
-        width = self.anchor_model.config.width
-        counts = []
-        for kind, pairs in (
-            ("parts", attend.visited_pairs(length)),
-            ("nominal", flops.causal_pairs(length)),
-        ):
-            added = [getattr(self.anchor_model.ledger(length, "causal"), kind)]
-            for model in self.augment_models:
-                own = getattr(model.ledger(length, "causal"), kind)
-                added.append({name: own[name] for name in own if name != "head"})
-                bridge = flops.matmul(length, model.config.width, width)
-                bridge += 4 * flops.matmul(length, width, width)
-                heads = self.config.num_heads
-                scores = flops.attention_scores(pairs, heads, width // heads)
-                added += [{"bridges": bridge, "attention_scores": scores}] * self.config.pairs
-            counts.append(flops.add(added))
-        return flops.Ledger(length, *counts)
-
-    @nn.nowrap
-    def parameter_count(self):
-        """{component: parameters}, by formula."""
-        width = self.anchor_model.config.width
-        counts = [self.anchor_model.parameter_count()]
-        each = {"none": 0, "rmsnorm": 1, "layernorm": 2}[self.config.norm]
+        c, width = self.config, self.anchor_model.config.width
+        pairs = flops.causal_pairs(length)
+        parts = [self.anchor_model.ledger(length, "causal").nominal]
         for model in self.augment_models:
-            own = model.parameter_count()
-            counts.append({name: own[name] for name in own if name != "head"})
-            bridge = (
-                model.config.width * width + 4 * width * width + each * (width + model.config.width)
-            )
-            counts.append({"bridges": self.config.pairs * bridge})
-        return flops.add(counts)
-
-    @nn.nowrap
-    def cache_bytes(self, cache_size):
-        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
-        members = (self.anchor_model, *self.augment_models)
-        bridges = (
-            len(self.augment_models)
-            * self.config.pairs
-            * 2
-            * cache_size
-            * self.anchor_model.config.width
-        )
-        own = sum(model.cache_bytes(cache_size) for model in members)
-        return own + bridges * jnp.dtype(self.dtype).itemsize
+            parts.append({**model.ledger(length, "causal").nominal, "head": 0})
+            bridge = flops.matmul(length, model.config.width, width)
+            bridge += 4 * flops.matmul(length, width, width)
+            scores = flops.attention_scores(pairs, c.num_heads, width // c.num_heads)
+            parts += [{"bridges": bridge, "attention_scores": scores}] * c.pairs
+        return flops.Ledger(length, flops.add(parts))
 
 
 def depth_of(model):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import attend, costs, learned_dropout, norms, stack_specs
+from efx.layers import costs, learned_dropout, norms, stack_specs
 from efx.layers.linear import Embedding
 from efx.layers.parametrisation import deviations
 from efx.layers.stack import Stack
@@ -95,46 +95,19 @@ class Decoder(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """FLOPs of one sequence, see `flops.Ledger`.
+        """Nominal FLOPs of one sequence, see `flops.Ledger`.
 
         Args:
           selection: "train" counts the capacity of routed blocks; "causal" the buffer that
             evaluation under the causal decision computes, ceil(c * T * slack).
           shares: {index in `specs()` of a routed layer: (share of the tokens, share of the causal
-            pairs) that it was measured to route}: `nominal` then counts these, which is what
-            decoding costs.
+            pairs) that it was measured to route}, which are counted instead: what decoding costs.
         """
-        c, counts = self.config, []
-        stack = stack_specs.stack_flops(self.specs(), length, selection, shares)
-        whole = (
-            attend.visited_pairs(length, c.attention.chunk, c.attention.window),
-            flops.causal_pairs(length, c.attention.window),
-        )
-        for nominal, (counted, pairs) in enumerate(zip(stack, whole, strict=True)):
-            head = self.head_flops(length, c.width, nominal)
-            masks = costs.embedding_mask_flops(self.block(), length, pairs)
-            counts.append(flops.add([counted, masks, head]))
-        return flops.Ledger(length, *counts)
-
-    @nn.nowrap
-    def parameter_count(self):
-        """{component: parameters}, by formula."""
         c = self.config
-        norm = c.width * (2 if c.norm == "layernorm" and c.use_bias else 1)
-        count = {"embedding": self.padded_vocab * c.width, "norm": norm}
-        if c.positions == "learned":
-            count["positions"] = c.context * c.width
-        if not c.tied:
-            count["head"] = c.width * self.padded_vocab
-        if c.dense_former.on:
-            count["averages"] = c.dense_former.parameter_count(len(self.specs()))
-        masks = costs.embedding_mask_params(self.block())
-        return flops.add([count, masks, stack_specs.stack_params(self.specs(), norm)])
-
-    @nn.nowrap
-    def cache_bytes(self, cache_size):
-        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
-        c = self.config
-        total = stack_specs.cached_values(self.specs(), cache_size)
-        total += costs.embedding_mask_attentions(self.block()) * cache_size * c.width
-        return 2 * total * jnp.dtype(self.dtype).itemsize
+        pairs = flops.causal_pairs(length, c.attention.window)
+        parts = [
+            stack_specs.stack_flops(self.specs(), length, selection, shares),
+            costs.embedding_mask_flops(self.block(), length, pairs),
+            self.head_flops(length, c.width),
+        ]
+        return flops.Ledger(length, flops.add(parts))

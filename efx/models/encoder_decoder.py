@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import attend, costs, moe_config, norms
+from efx.layers import costs, moe_config, norms
 from efx.layers.config import with_experts
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear
@@ -160,61 +160,21 @@ class EncoderDecoder(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts only."""
+        """Nominal FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts."""
         c = self.config
         blocks, selves, crosses = self._parts()
-        fixed = {"decoder_input": flops.matmul(length, c.width, c.width)}
-        counts = []
-        for pairs, nominal in (
-            (attend.visited_pairs(length, c.attention.chunk, c.attention.window), False),
-            (flops.causal_pairs(length, c.attention.window), True),
-        ):
-            head = self.head_flops(length, c.width, nominal)
-            parts = [fixed, head, costs.embedding_mask_flops(self.block(), length, pairs)]
-            for b in (*selves, *crosses):
-                part = costs.block_flops(b, length, pairs)
-                parts.append({key: part[key] for key in part if key != "mlp"})
-                parts.append(costs.mask_flops(b, length, pairs, ATTENTION_SITES))
-            for b in blocks:
-                dense = {"mlp": costs.block_flops(b, length, 0)["mlp"]}
-                parts.append(dense | moe_config.block_flops(b, length, selection, nominal))
-                parts.append(costs.mask_flops(b, length, pairs, MLP_SITES))
-            counts.append(flops.add(parts))
-        return flops.Ledger(length, *counts)
-
-    @nn.nowrap
-    def parameter_count(self):
-        """{component: parameters}, by formula."""
-        c = self.config
-        blocks, selves, crosses = self._parts()
-        norm = c.width * (2 if c.norm == "layernorm" and c.use_bias else 1)
-        single = 1 + c.decoder_input_norm + (c.output_positions == "subtract_norm")
-        count = {
-            "embedding": self.padded_vocab * c.width,
-            "positions": c.num_positions * c.width,
-            "decoder_input": c.width * (c.width + c.use_bias),
-            "norm": norm * (single + len(blocks) + len(selves) + 2 * len(crosses)),
-        }
-        if c.embedding_loss != "none" and c.embedding_loss_gains:
-            count["embedding_loss"] = 4 * c.width
-        parts = [{"attention": costs.block_params(b)["attention"]} for b in selves]
-        parts += [{"cross_attention": costs.block_params(b)["attention"]} for b in crosses]
-        parts += [costs.mask_params(b, ATTENTION_SITES) for b in (*selves, *crosses)]
-        parts += [costs.mask_params(b, MLP_SITES) for b in blocks]
-        parts.append(costs.embedding_mask_params(self.block()))
+        pairs = flops.causal_pairs(length, c.attention.window)
+        parts = [
+            {"decoder_input": flops.matmul(length, c.width, c.width)},
+            self.head_flops(length, c.width),
+            costs.embedding_mask_flops(self.block(), length, pairs),
+        ]
+        for b in (*selves, *crosses):
+            part = costs.block_flops(b, length, pairs)
+            parts.append({key: part[key] for key in part if key != "mlp"})
+            parts.append(costs.mask_flops(b, length, pairs, ATTENTION_SITES))
         for b in blocks:
-            parts.append({"mlp": costs.block_params(b)["mlp"]} | moe_config.block_params(b))
-        return flops.add([count, *parts])
-
-    @nn.nowrap
-    def cache_bytes(self, cache_size):
-        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps: those
-        of both streams, of the encoder states that cross-attention reads, and of masks."""
-        c = self.config
-        blocks, selves, crosses = self._parts()
-        attentions = (*selves, *crosses)
-        heads = sum(b.attention.num_kv_heads * b.attention.head_dim for b in attentions)
-        masks = sum(costs.mask_attentions(b, ATTENTION_SITES) for b in attentions)
-        masks += sum(costs.mask_attentions(b, MLP_SITES) for b in blocks)
-        masks += costs.embedding_mask_attentions(self.block())
-        return 2 * (heads + masks * c.width) * cache_size * jnp.dtype(self.dtype).itemsize
+            dense = {"mlp": costs.block_flops(b, length, 0)["mlp"]}
+            parts.append(dense | moe_config.block_flops(b, length, selection))
+            parts.append(costs.mask_flops(b, length, pairs, MLP_SITES))
+        return flops.Ledger(length, flops.add(parts))

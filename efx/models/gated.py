@@ -77,27 +77,15 @@ def adapted_family(cls):
         @nn.nowrap
         def ledger(self, length, selection="train", shares=None):
             """That of the family, and what the adapters add."""
-            base, c = super().ledger(length, selection, shares), self.adapter
-            routed = {}
+            base, routed = super().ledger(length, selection, shares), {}
             if shares:
                 blocks = names(self.specs())
                 routed = {blocks[i]: share[0] * length for i, share in shares.items()}
-            parts = nominal = 0
+            added = 0
             for s in self.sites(length, selection):
                 inside = [rows for block, rows in routed.items() if f"/{block}/" in s.path]
-                parts += s.flops(c, selection)
-                nominal += s.flops(c, selection, *inside)
-            return flops.Ledger(
-                length,
-                flops.add([base.parts, {"adapters": parts}]),
-                flops.add([base.nominal, {"adapters": nominal}]),
-            )
-
-        @nn.nowrap
-        def parameter_count(self):
-            """{component: parameters}, by formula."""
-            sizes = {s.path: s.params(self.adapter) for s in self.sites(1, "causal")}
-            return flops.add([super().parameter_count(), {"adapters": sum(sizes.values())}])
+                added += s.flops(self.adapter, selection, *inside)
+            return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
     return Adapted

@@ -133,11 +133,9 @@ class LanguageModel(nn.Module):
         return Linear(self.padded_vocab, axes, std, dtype=self.dtype, padding=padding)
 
     @nn.nowrap
-    def head_flops(self, length, width, nominal):
-        """{"head": FLOPs}; padding is computed but belongs to no nominal cost, which would depend
-        on the mesh."""
-        vocab = self.vocab_size if nominal else self.padded_vocab
-        return {"head": flops.matmul(length, width, vocab)}
+    def head_flops(self, length, width):
+        """{"head": nominal FLOPs}, without padding, on which the mesh decides."""
+        return {"head": flops.matmul(length, width, self.vocab_size)}
 
 
 def unrolled(model):

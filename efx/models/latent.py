@@ -232,18 +232,8 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """FLOPs of one sequence, see `flops.Ledger`; arguments as in `Decoder.ledger`."""
+        """Nominal FLOPs of one sequence; arguments as in `Decoder.ledger`."""
         return latent_costs.ledger(self, length, selection, shares)
-
-    @nn.nowrap
-    def parameter_count(self):
-        """{component: parameters}, by formula."""
-        return latent_costs.parameter_count(self)
-
-    @nn.nowrap
-    def cache_bytes(self, cache_size):
-        """Bytes of keys and values that decoding one sequence of `cache_size` tokens keeps."""
-        return latent_costs.cache_bytes(self, cache_size)
 
 
 class LatentMemory(nn.Module):
