@@ -1,5 +1,6 @@
 """cBTM: clusters and experts that really train, evaluation, the driver, bad input."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -10,7 +11,7 @@ import pytest
 from data_helpers import same
 
 from efx import main as main_lib
-from efx import runfolder
+from efx import run_settings, runfolder
 from efx.cbtm import documents_file
 from efx.config import config_of_run
 from efx.data.sources import Document
@@ -105,7 +106,7 @@ def last_params(folder):
 
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
     folder, plan = trained
-    assert (plan.seed.steps, [job.steps for job in plan.experts]) == (12, [6, 6])
+    assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
     record = [runfolder.recorded(job.folder) for job in plan.experts]
     assert record[0]["origin"] == record[1]["origin"]
     assert record[0]["origin"]["step"] == 12
@@ -158,8 +159,8 @@ def held_out_of(texts, config, tmp_path, packing=True):
 
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_bytes(text)
-    block = config.data.copy_and_resolve_references()
-    block.update(eval_source=f"text:{tmp_path}/*.txt", packing=packing)
+    texts_only = {"eval_source": f"text:{tmp_path}/*.txt", "packing": packing}
+    block = dataclasses.replace(config.data, **texts_only)
     data = efx.data.load(block, seed=0, parts=("eval",))
     documents = [Document(str(i), text) for i, text in enumerate(texts)]
     return evaluation.HeldOut(data, documents, config.ensemble.every, config.evaluate)
@@ -171,7 +172,7 @@ def test_no_probability_depends_on_later_text(trained, tmp_path):
     from efx.cbtm.ensemble import Ensemble
 
     folder, _ = trained
-    config = config_of_run(folder)
+    config = run_settings.check(config_of_run(folder))
     ensemble = Ensemble(config, folder)
     rng = np.random.default_rng(0)
     data, place = (b"import os\ndef parse(self, argument): return self.argument\n" * 6)[:300], 201
@@ -212,7 +213,7 @@ def test_an_interrupted_expert_goes_on_to_the_same_parameters(trained, copy, rec
         assert run(job) == 0
         assert cbtm.finished(job)
         same_tree(last_params(job.folder), last_params(folder / job.folder.name))
-    assert run(plan.evaluate) == 0
+    assert run(plan.evaluate[0]) == 0
     assert evaluation(copy) == evaluation(folder)
 
 
@@ -341,7 +342,7 @@ def test_what_does_not_belong_together_is_one_line(copy, capsys):
 
 def test_a_run_stays_on_its_clustering(trained, copy, recipe, capsys):
     folder, plan = trained
-    command = [arg.replace(str(folder), str(copy)) for arg in plan.cluster.arguments]
+    command = [arg.replace(str(folder), str(copy)) for arg in plan.cluster[0].arguments]
     assert main_lib.main(["efx", *command, "--config.cluster.method=random"]) == 2
     assert "config.cluster.method" in capsys.readouterr().err
     shutil.rmtree(copy / "clusters")  # without it the folder is free for another one
@@ -377,12 +378,12 @@ def test_what_max_batches_leaves_of_the_held_out_documents_is_told(tmp_path):
     from efx.cbtm import evaluation
     from efx.configs import cbtm, common
 
-    config = common.apply(cbtm.get_config("smoke"), TINY | {"data.seq_len": 32})
-    config.evaluate.batch_size = 2
+    def config(most):
+        changes = {"data.seq_len": 32, "evaluate.batch_size": 2, "evaluate.max_batches": most}
+        return run_settings.check(common.apply(cbtm.get_config("smoke"), TINY | changes))
+
     texts = [name.encode() * 63 for name in "abcd"]  # two rows each, with the end of the document
-    whole = held_out_of(texts, config, tmp_path)
-    config.evaluate.max_batches = 2
-    half = held_out_of(texts, config, tmp_path)
+    whole, half = (held_out_of(texts, config(most), tmp_path) for most in (0, 2))
     assert (whole.fraction, half.fraction) == (1.0, 0.5)
     assert len(half.document_N) / len(whole.document_N) == half.fraction
     row = {"loss": 1.0, "bits_per_byte": 1.0, "experts": 1, "parts": {}, "clusters": []}
@@ -397,6 +398,7 @@ def test_what_decides_on_the_weights_of_a_token(tmp_path, packing):
     from efx.configs import cbtm, common
 
     config = common.apply(cbtm.get_config("smoke"), TINY | {"data.seq_len": 24})
+    config = run_settings.check(config)
     texts = [b"abcdefghij" * 5, b"klm", b"0123456789" * 4]
     held = held_out_of(texts, config, tmp_path, packing)
     order = np.argsort(np.concatenate([x[x >= 0] for x in held.batches().places()]))
@@ -416,7 +418,7 @@ def test_any_number_of_experts_costs_the_same(tmp_path, root, steps, fraction, c
     extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
     extra += [f"--config.cluster.seed_fraction={fraction}"]
     plan = cbtm.make_plan(f"{root}/configs/cbtm.py:smoke", tmp_path, extra)
-    assert (plan.seed.steps, plan.experts[0].steps) == expected
-    assert plan.seed.steps + sum(job.steps for job in plan.experts) <= steps
+    assert (plan.seed[0].steps, plan.experts[0].steps) == expected
+    assert plan.seed[0].steps + sum(job.steps for job in plan.experts) <= steps
     # What the driver decides comes after what the user says: the last one wins.
-    assert cbtm.read_config_of(plan.experts[0]).steps == expected[1]
+    assert plan.experts[0].config().steps == expected[1]

@@ -173,6 +173,25 @@ def test_one_expert_in_use_is_that_model_alone():
     assert ids == expected
 
 
+def test_an_ensemble_of_equal_experts_is_the_single_model():
+    """Also in what is told of the routed blocks, and when the context is outgrown."""
+    model, variables = experts(**MOD)
+    options = dict(temperature=0.9, top_k=9)
+    weighed = WeighedExperts(
+        model, [variables[0]] * EXPERTS, Wandering(), LETTERS, settings(top_k=3, every=100)
+    )
+    single, several = Sampler(model, **options), Sampler(weighed.model, **options)
+    ids = LETTERS.encode("abcab").tolist()
+    texts = [
+        [i for (new,) in sampler.tokens(given, [ids], max_new_tokens=40, seeds=[5]) for i in new]
+        for sampler, given in ((single, variables[0]), (several, weighed))
+    ]
+    assert texts[0] == texts[1]
+    for name in ("routed_fraction_by_block", "slides", "prompt_tokens", "new_tokens"):
+        assert several.stats[name] == single.stats[name], name
+    assert 0 < single.stats["routed_fraction"] < 1
+
+
 def test_a_text_that_outgrows_the_context_goes_on():
     ids, sampler, weighed, _ = sampled("abcab", 50, every=7)
     assert len(ids) == 55 and sampler.stats["slides"] >= 2

@@ -124,6 +124,43 @@ def test_the_seed_decides():
     assert make(warm(), [prompt(4)], n=13, seeds=[7])[0] == first[0][:13]
 
 
+class Switching:
+    """Variables by the text: others, with which the text is read again, after 14 new tokens."""
+
+    every = 7
+
+    def __init__(self, first, second):
+        self.variables, self.lengths = [first, second], []
+
+    def at(self, texts, before):
+        self.lengths.append([len(text) for text in texts])
+        switch = len(self.lengths) == 3
+        assert bool(before) == (len(self.lengths) > 1)
+        return self.variables[len(self.lengths) > 2], switch
+
+
+def test_variables_that_depend_on_the_text():
+    """A batch of which one row has ended, and one outgrows the context before the switch."""
+    other = jax.tree.map(lambda x: x[::-1] if x.ndim == 1 else -x, build()[1])
+    prompts = [prompt(3), prompt(CONTEXT - 9, seed=1), prompt(5, seed=2)]
+    switching = Switching(variables(), {"params": other})
+    sampler, rows = ids_sampler(3, temperature=0.0), [[], [], []]
+    pieces = sampler.tokens(
+        switching, prompts, max_new_tokens=20, seeds=range(3), ended=(ended := set())
+    )
+    for new in pieces:
+        rows = [row + ids for row, ids in zip(rows, new, strict=True)]
+        ended.add(2)  # after the first piece
+    assert switching.lengths == [[len(ids) + made for ids in prompts[:2]] + [5 + min(made, 7)]
+                                 for made in (0, 7, 14)]  # fmt: skip
+    assert rows[2] == reference(prompts[2], 7) and sampler.stats["slides"] == 1
+    begins = 0, CONTEXT + 1 - CONTEXT // 2  # of what is in the cache by the switch
+    for begin, text, row in zip(begins, prompts[:2], rows[:2], strict=True):
+        before = reference(text, 14)
+        after = make(greedy(), [(text + before)[begin:]], n=6, params=other)[0]
+        assert row == before + after
+
+
 def probabilities(logits_V, temperature, top_k, top_p):
     """By definition: sort, cut after k, cut after the first that reach top_p, renormalise."""
     p_V = np.exp((np.float64(logits_V) - logits_V.max()) / temperature)

@@ -11,9 +11,9 @@ import pathlib
 
 import numpy as np
 
-from efx import atomic, runfolder, tables
+from efx import atomic, run_settings, runfolder, settings, tables
 from efx.cbtm import CLUSTERS, documents_file
-from efx.cbtm.clustering import ABOUT, Clustering, check, fit, purity
+from efx.cbtm.clustering import ABOUT, Clustering, fit, purity
 from efx.cbtm.documents import Documents
 from efx.data.sources import document_digest
 from efx.data.subset import Subset
@@ -26,12 +26,11 @@ FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 def run(config, workdir, command_line=()):
     """Cluster, write, print; returns the facts of the table. Done already: prints them again."""
-    check(config.cluster)
-    workdir = pathlib.Path(workdir)
+    config, workdir = run_settings.check(config), pathlib.Path(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = runfolder.open_run(
             workdir,
-            config.to_dict(),
+            settings.as_dict(config),
             command_line=list(command_line),
             may_differ=[rf"(?!{FIXED}$).*"],
         )

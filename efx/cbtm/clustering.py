@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from efx.data.cache import content_key
-from efx.errors import UsageError, extra, nearest
+from efx.errors import UsageError, extra
+from efx.run_settings import ClusterConfig
+from efx.settings import make
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
-METHODS = ("balanced", "random")
 _WORD = re.compile(r"\b\w\w+\b")
 _NUMBER = "#NUMBER"
 _AT_ONCE = 4096  # texts embedded together
@@ -130,22 +131,6 @@ def _unit(x):
     return (x / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def check(config):
-    """Raises UsageError unless the values of a `config.cluster` block make sense."""
-    for key in ("count", "features", "min_documents", "dimensions", "iterations", "restarts"):
-        if getattr(config, key) < 1:
-            raise UsageError(f"config.cluster.{key}={getattr(config, key)}: must be at least 1")
-    if config.method not in METHODS:
-        raise UsageError(
-            f"config.cluster.method={config.method!r}: expected {' or '.join(METHODS)}"
-            + nearest(config.method, METHODS)
-        )
-    if not 0 < config.seed_fraction < 1:
-        raise UsageError(
-            f"config.cluster.seed_fraction={config.seed_fraction}: must be between 0 and 1"
-        )
-
-
 def fit(texts, config, seed):
     """(Clustering, labels int64[n]) of texts, by a `config.cluster` block.
 
@@ -154,7 +139,7 @@ def fit(texts, config, seed):
 
     Raises UsageError: fewer texts than clusters, or no word in common.
     """
-    check(config)
+    config = make(ClusterConfig, config)
     n, k = len(texts), config.count
     if min(n, config.fit_documents) < k:
         fewer = f"{n} different training documents" if n < k else "config.cluster.fit_documents"

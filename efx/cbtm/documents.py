@@ -19,8 +19,9 @@ class Documents:
 
     def __init__(self, config_data):
         for key in ("source", "eval_source"):
-            if config_data[key].startswith("tokens:"):
-                raise UsageError(f"config.data.{key}={config_data[key]!r}: clustering needs text")
+            source = getattr(config_data, key)
+            if source.startswith("tokens:"):
+                raise UsageError(f"config.data.{key}={source!r}: clustering needs text")
         opened = Opened(config_data)
         if opened.origin["held_out"] and config_data.split != "documents":
             raise UsageError(

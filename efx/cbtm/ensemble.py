@@ -6,6 +6,7 @@ the weights outside the top k put to zero and the others renormalised (section 2
 All of it in float32 and in log space.
 """
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -13,7 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from efx import build, runfolder
+from efx import build, run_settings, runfolder, settings
 from efx import step as step_lib
 from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
 from efx.cbtm.clustering import Clustering
@@ -48,19 +49,6 @@ def mix_logits(logits_BEV, log_weights_BE):
     return jax.nn.logsumexp(log_probs_BEV + log_weights_BE[:, :, None], axis=1)
 
 
-def check(config, count):
-    """Raises UsageError unless a `config.ensemble` block fits `count` experts."""
-    if not config.tau > 0:
-        raise UsageError(f"config.ensemble.tau={config.tau}: must be more than 0")
-    if not 1 <= config.top_k <= count:
-        raise UsageError(
-            f"config.ensemble.top_k={config.top_k}: must be at least 1 and at most {count}, the "
-            "number of experts"
-        )
-    if config.every < 1:
-        raise UsageError(f"config.ensemble.every={config.every}: must be at least 1")
-
-
 class Ensemble:
     """The experts of a folder, checked; their parameters are read when they are asked for.
 
@@ -68,7 +56,7 @@ class Ensemble:
     started from and the documents that it trained on (run.json).
 
     Args:
-      config: of the ensemble; its mesh is used, and its `data` names the held-out text.
+      config: `Config` of the ensemble: its mesh is used, and its `data` names the held-out text.
       step: None; experts have steps of their own.
     Attributes:
       clustering: Clustering.
@@ -85,7 +73,11 @@ class Ensemble:
         self.workdir, self._config = pathlib.Path(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
-        check(config.ensemble, self.count)
+        if config.ensemble.top_k > self.count:
+            raise UsageError(
+                f"config.ensemble.top_k={config.ensemble.top_k}: must be at most {self.count}, the "
+                "number of experts"
+            )
         self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
         self.folders = [expert_folder(workdir, j) for j in range(self.count)]
         origins = [self._check(j, folder) for j, folder in enumerate(self.folders)]
@@ -158,10 +150,13 @@ class Ensemble:
 def restore(folder, config, parts=()):
     """`build.finished` of a run that may have been made elsewhere, on the mesh of `config` and
     with the text of `config.data`, read as that run reads its own."""
-    there = config_of_run(folder)
-    there.mesh, there.rules, there.evaluate = config.mesh, config.rules, config.evaluate
-    kept = {key: there.data[key] for key in ("seq_len", "batch_size", "packing")}
-    # What it was trained on and from is not needed to use it.
-    there.data, there.init.run = config.data.copy_and_resolve_references(), ""
-    there.data.update(kept, subset="")
-    return build.finished(there, folder, parts=parts)
+    there = run_settings.check(config_of_run(folder))
+    kept = {key: getattr(there.data, key) for key in ("seq_len", "batch_size", "packing")}
+    changes = {
+        "mesh": config.mesh,
+        "rules": config.rules,
+        "evaluate": config.evaluate,
+        "data": dataclasses.replace(config.data, **kept, subset=""),
+        "init.run": "",  # what it was trained on and from is not needed to use it
+    }
+    return build.finished(settings.replaced(there, changes), folder, parts=parts)

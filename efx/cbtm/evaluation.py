@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import losses, runfolder, sharding, tables
+from efx import losses, run_settings, runfolder, sharding, tables
 from efx.cbtm.documents import Documents
 from efx.cbtm.ensemble import Ensemble, log_weights, mix, restore
 from efx.data.sources import document_digest
@@ -79,13 +79,13 @@ class HeldOut:
             log_p_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
             return jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
 
-        found = []
+        scored_rows = []
         with sharding.use(e.mesh, e.rules):
             placement = sharding.Placement(e.mesh, e.rules, self.config.batch_size)
             for i, batch in enumerate(self.batches()):
                 log_p_BT = np.asarray(step(params, variables, placement(batch), np.uint32(i)))
-                found.append(log_p_BT[batch["weights"] > 0])
-        return np.concatenate(found)
+                scored_rows.append(log_p_BT[batch["weights"] > 0])
+        return np.concatenate(scored_rows)
 
     def summary(self, log_p_N, cluster_N, count, experts=1.0):
         """{"loss", "bits_per_byte", "tokens", "fraction" of the held-out text that these are,
@@ -171,7 +171,7 @@ def score(ensemble, config, others):
     models = {f"expert {j}": summary(log_p_NE[:, j]) for j in range(count)}
     for name, folder in others.items():
         other = restore(folder, config)
-        if other[0].data.tokenizer.fingerprint != ensemble.tokenizer.fingerprint:
+        if other[0].tokenizer.fingerprint != ensemble.tokenizer.fingerprint:
             raise UsageError(f"{folder} has another vocabulary than the experts")
         models[name] = summary(held_out.log_probs(other))
     mixtures = {}
@@ -208,6 +208,7 @@ def write(workdir, result):
 
 def evaluate(config, workdir, step=None):
     """Print, write into WORKDIR and return the `score` of a folder of experts."""
+    config = run_settings.check(config)
     ensemble = Ensemble(config, workdir, step)
     seed = ensemble.seed_folder
     result, held_out = score(ensemble, config, {"seed model": seed} if seed else {})

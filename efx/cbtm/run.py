@@ -15,10 +15,10 @@ import dataclasses
 import pathlib
 import shlex
 import sys
+from typing import NamedTuple
 
-from efx import command_line, runfolder
+from efx import command_line, run_settings, runfolder, settings
 from efx.cbtm import SEED, documents_file, expert_folder
-from efx.cbtm.clustering import check
 from efx.errors import UsageError
 from efx.studies import cli
 from efx.studies import jobs as jobs_lib
@@ -36,29 +36,20 @@ class Job:
     def command(self):
         return f"python -m efx.main {shlex.join(self.arguments)}"
 
+    def config(self):
+        return run_settings.check(command_line.parse(["efx", *self.arguments]).config)
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The jobs of one ensemble; the experts wait for the cluster and (if there is one) the seed."""
 
-    cluster: Job
-    seed: Job | None
-    experts: tuple
-    evaluate: Job
+class Plan(NamedTuple):
+    """The jobs of one ensemble, in stages; those of a stage do not wait for each other."""
+
+    cluster: list
+    seed: list  # empty where a seed model is there already
+    experts: list
+    evaluate: list
 
     def jobs(self):
-        """All of them, in order."""
-        return [self.cluster, *([self.seed] if self.seed else []), *self.experts, self.evaluate]
-
-
-def read_config(source, workdir, extra):
-    """The config that a command line comes to."""
-    return command_line.parse(["efx", f"--config={source}", f"--workdir={workdir}", *extra]).config
-
-
-def read_config_of(job):
-    """The config of a job."""
-    return command_line.parse(["efx", *job.arguments]).config
+        return [job for stage in self for job in stage]
 
 
 def make_plan(source, workdir, extra=(), seed_run=""):
@@ -66,59 +57,58 @@ def make_plan(source, workdir, extra=(), seed_run=""):
 
     seed_run: run folder of a seed model that is there already; "": it is trained in WORKDIR/seed.
     """
-    workdir, extra = pathlib.Path(workdir), list(extra)
-    config = read_config(source, workdir, extra)
-    check(config.cluster)
-    total, count = total_steps(config), config.cluster.count
-    first = round(config.cluster.seed_fraction * total)
-    each = (total - first) // count
+    workdir = pathlib.Path(workdir)
+    seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
+
+    def use(title, mode):
+        arguments = (f"--config={source}", f"--mode={mode}", f"--workdir={workdir}", *extra)
+        return Job(title, workdir, arguments)
+
+    cluster, evaluate = use("clusters", "cluster"), use("evaluation", "evaluate")
+    config = cluster.config()
+    (total, first, each), count = budget(config), config.cluster.count
     if first < 1 or each < 1:
         raise UsageError(
             f"config.steps={total}: too few for a seed model and {count} experts, which get "
             f"{first} and {each} of them"
         )
-
-    def job(title, mode):
-        arguments = (f"--config={source}", f"--mode={mode}", f"--workdir={workdir}", *extra)
-        return Job(title, workdir, arguments)
-
-    seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
-    experts = tuple(
+    experts = [
         train_job(
             f"expert {j} of {count}",
             source,
             expert_folder(workdir, j),
-            extra,
+            [
+                *extra,
+                f"--config.init.run={seed}",
+                f"--config.data.subset={documents_file(workdir, j)}",
+            ],
             each,
-            f"--config.init.run={seed}",
-            f"--config.data.subset={documents_file(workdir, j)}",
         )
         for j in range(count)
-    )
-    return Plan(
-        job("clusters", "cluster"),
-        None if seed_run else train_job("seed model", source, seed, extra, first),
-        experts,
-        job("evaluation", "evaluate"),
-    )
+    ]
+    seeds = [] if seed_run else [train_job("seed model", source, seed, extra, first)]
+    return Plan([cluster], seeds, experts, [evaluate])
 
 
-def train_job(title, source, folder, extra, steps, *settings):
+def budget(config):
+    """Steps of all runs together, of the seed model, of an expert."""
+    total = config.steps
+    if not total or config.train_flops:
+        from efx.build import experiment
+
+        total = experiment(config).steps
+    first = round(config.cluster.seed_fraction * total)
+    return total, first, (total - first) // config.cluster.count
+
+
+def train_job(title, source, folder, extra, steps):
     """A Job that trains for so many steps, a tenth of them at most warming up."""
-    warmup = read_config(source, folder, extra).optim.schedule.warmup_steps
-    arguments = [f"--config={source}", f"--workdir={folder}", *extra, *settings]
+    arguments = [f"--config={source}", f"--workdir={folder}", *extra]
     arguments += [f"--config.steps={steps}", "--config.train_flops=0.0"]
-    arguments += [f"--config.optim.schedule.warmup_steps={min(warmup, max(1, steps // 10))}"]
-    return Job(title, pathlib.Path(folder), tuple(arguments), steps)
-
-
-def total_steps(config):
-    """Steps of the whole budget."""
-    if config.steps and not config.train_flops:
-        return config.steps
-    from efx.build import experiment
-
-    return experiment(config).steps
+    job = Job(title, pathlib.Path(folder), tuple(arguments), steps)
+    warmup = min(job.config().optim.schedule.warmup_steps, max(1, steps // 10))
+    last = f"--config.optim.schedule.warmup_steps={warmup}"
+    return dataclasses.replace(job, arguments=(*job.arguments, last))
 
 
 def finished(job):
@@ -126,9 +116,9 @@ def finished(job):
     from efx.checkpoint import files
     from efx.train import MAY_DIFFER
 
-    if not runfolder.holds_result(job.folder):
+    if not job.steps or not runfolder.holds_result(job.folder):
         return False
-    runfolder.check_config(job.folder, read_config_of(job).to_dict(), MAY_DIFFER)
+    runfolder.check_config(job.folder, settings.as_dict(job.config()), MAY_DIFFER)
     steps = files.finished_steps(files.as_root(job.folder / runfolder.CHECKPOINTS))
     return max(steps, default=0) >= job.steps
 
@@ -147,21 +137,10 @@ def run_jobs(jobs, at_a_time=1):
         if job.steps and not finished(job):
             raise UsageError(f"{job.title} was stopped; the same command goes on from here")
 
-    todo = []
-    for job in jobs:
-        if job.steps and finished(job):
-            print(f"== {job.title}: finished already, {job.folder}", flush=True)
-        else:
-            todo.append(job)
-    jobs_lib.run_all(one, todo, at_a_time)
-
-
-def run_plan(plan, at_a_time=1):
-    """All of it, in order; the experts `at_a_time` at a time."""
-    run_jobs([plan.cluster])
-    run_jobs([plan.seed] if plan.seed else [])
-    run_jobs(plan.experts, at_a_time)
-    run_jobs([plan.evaluate])
+    done = [job for job in jobs if finished(job)]
+    for job in done:
+        print(f"== {job.title}: finished already, {job.folder}", flush=True)
+    jobs_lib.run_all(one, [job for job in jobs if job not in done], at_a_time)
 
 
 def main(argv=None):
@@ -178,8 +157,9 @@ def study(arguments):
     plan = make_plan(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
     if arguments.commands:
         print("\n".join(f"# {job.title}\n{job.command()}" for job in plan.jobs()))
-    else:
-        run_plan(plan, arguments.jobs)
+        return
+    for stage in plan:
+        run_jobs(stage, max(1, min(arguments.jobs, len(stage))))
 
 
 if __name__ == "__main__":

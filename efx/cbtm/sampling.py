@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, sharding
+from efx import models, run_settings, sharding
 from efx.cbtm.ensemble import Ensemble, log_weights, mix_logits
 from efx.metrics import quantity
 from efx.sample import TextSampler
@@ -82,8 +82,7 @@ class WeighedExperts:
     """
 
     def __init__(self, model, experts, clustering, tokenizer, settings):
-        unrolled = models.unrolled(model) if model.config.scan_layers else model
-        self.model = StackedExperts(unrolled, settings.top_k)
+        self.model = StackedExperts(models.unrolled(model), settings.top_k)
         self.every, self.history = settings.every, []
         self._expert, self._experts = model, experts
         self._clustering, self._tokenizer, self._settings = clustering, tokenizer, settings
@@ -151,6 +150,7 @@ class _HostMemory:
 
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt` by the sparse ensemble of a folder of experts."""
+    config = run_settings.check(config)
     ensemble = Ensemble(config, workdir, step)
     kept, tokenizer = _HostMemory(ensemble), ensemble.tokenizer
     experts = WeighedExperts(kept.model, kept, ensemble.clustering, tokenizer, config.ensemble)

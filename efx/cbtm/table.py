@@ -26,62 +26,56 @@ from efx.tables import mean_and_spread
 DENSE, SEED_MODEL = "one model on everything", "seed model"
 
 
-def plans(arguments, extra):
-    """{seed: (dense Job, seed Job, {name of an ensemble: Plan})}."""
-    top, by_seed = pathlib.Path(arguments.workdir), {}
-    for seed in arguments.seeds:
-        seeded = [*extra, f"--config.seed={seed}"]
-        seed_folder = top / f"seed_model-seed{seed}"
+def make_plan(arguments, extra, seed):
+    """(Job of one model on everything, Job of the seed model, {name of an ensemble: its Plan})."""
+    top, extra = pathlib.Path(arguments.workdir), [*extra, f"--config.seed={seed}"]
+    everything = (f"--config={arguments.config}", f"--workdir={top}", *extra)
+    total, first, _ = cbtm.budget(cbtm.Job(DENSE, top, everything).config())
 
-        def plan(name, count, *settings, seeded=seeded, seed=seed, seed_folder=seed_folder):
-            settings = [*seeded, f"--config.cluster.count={count}", *settings]
-            settings += [f"--config.ensemble.top_k={min(2, count)}"]
-            folder = top / f"{name}-seed{seed}"
-            return cbtm.make_plan(arguments.config, folder, settings, seed_folder)
+    def train(title, name, steps):
+        folder = top / f"{name}-seed{seed}"
+        return cbtm.train_job(f"{title}, seed {seed}", arguments.config, folder, extra, steps)
 
-        named = {
-            f"{count} cluster" + "s" * (count > 1): plan(f"k{count}", count)
-            for count in arguments.clusters
-        }
-        if arguments.random:
-            control = plan("random", arguments.random, "--config.cluster.method=random")
-            named[f"{arguments.random} random clusters"] = control
-        config = cbtm.read_config(arguments.config, top, seeded)
-        total = cbtm.total_steps(config)
-        first = round(config.cluster.seed_fraction * total)
-        # One seed model for all ensembles of a seed, where they look for it.
-        seed_job = cbtm.train_job(
-            f"{SEED_MODEL}, seed {seed}", arguments.config, seed_folder, seeded, first
-        )
-        dense = cbtm.train_job(
-            f"{DENSE}, seed {seed}", arguments.config, top / f"dense-seed{seed}", seeded, total
-        )
-        by_seed[seed] = (dense, seed_job, named)
-    return by_seed
+    dense, seed_job = train(DENSE, "dense", total), train(SEED_MODEL, "seed_model", first)
+
+    def ensemble(name, count, *settings):
+        settings = [*extra, f"--config.cluster.count={count}", *settings]
+        settings += [f"--config.ensemble.top_k={min(2, count)}"]
+        folder = top / f"{name}-seed{seed}"
+        return cbtm.make_plan(arguments.config, folder, settings, seed_job.folder)
+
+    ensembles = {
+        f"{count} cluster" + "s" * (count > 1): ensemble(f"k{count}", count)
+        for count in arguments.clusters
+    }
+    if count := arguments.random:
+        control = ensemble("random", count, "--config.cluster.method=random")
+        ensembles[f"{count} random clusters"] = control
+    return dense, seed_job, ensembles
 
 
-def run(by_seed, jobs):
+def run(plans, jobs):
     """Everything that is not finished: what waits for nothing first, then the experts."""
-    every = by_seed.values()
-    ensembles = [plan for *_, named in every for plan in named.values()]
-    cbtm.run_jobs([plan.cluster for plan in ensembles], jobs)
-    cbtm.run_jobs([job for dense, seed, _ in every for job in (seed, dense)], jobs)
+    ensembles = [plan for *_, named in plans for plan in named.values()]
+    cbtm.run_jobs([job for plan in ensembles for job in plan.cluster], jobs)
+    cbtm.run_jobs([job for dense, seed, _ in plans for job in (seed, dense)], jobs)
     cbtm.run_jobs([job for plan in ensembles for job in plan.experts], jobs)
 
 
-def evaluate(by_seed):
+def evaluate(plans):
     """({row: {column: [value of each seed]}}, fractions of the held-out text that were scored)."""
     from efx.cbtm import evaluation
     from efx.cbtm.ensemble import Ensemble
 
     models, table, fractions = {}, {}, []
-    for dense, seed_job, named in by_seed.values():
+    for dense, seed_job, ensembles in plans:
         others = {DENSE: dense.folder, SEED_MODEL: seed_job.folder}
-        for name, plan in named.items():
-            config = cbtm.read_config_of(plan.evaluate)
-            ensemble = Ensemble(config, plan.evaluate.folder)
+        for name, plan in ensembles.items():
+            (job,) = plan.evaluate
+            config = job.config()
+            ensemble = Ensemble(config, job.folder)
             result, held_out = evaluation.score(ensemble, config, others)
-            evaluation.write(plan.evaluate.folder, result)
+            evaluation.write(job.folder, result)
             fractions.append(held_out.fraction)
             for model, folder in others.items():
                 _add(models, model, result["models"][model], _flops(folder))
@@ -150,9 +144,9 @@ def study(arguments):
     arguments.clusters = cli.numbers("--clusters", arguments.clusters)
     arguments.seeds = cli.numbers("--seeds", arguments.seeds)
     cli.check_extra(arguments.extra)
-    by_seed = plans(arguments, arguments.extra)
-    run(by_seed, arguments.jobs)
-    table, fractions = evaluate(by_seed)
+    plans = [make_plan(arguments, arguments.extra, seed) for seed in arguments.seeds]
+    run(plans, arguments.jobs)
+    table, fractions = evaluate(plans)
     text = markdown(table, arguments.seeds, arguments.command, portion(fractions))
     tables.save(arguments.workdir, "table", text, table)
 
