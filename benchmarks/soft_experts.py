@@ -77,7 +77,8 @@ def _report(what, specs, turns, claims, of_parts, executed):
     length)."""
 
     def nominal(spec, length):
-        return of_parts(costs.block_flops(spec.block, length, flops.causal_pairs(length)))
+        attention = costs.attention_flops(spec.block, length, flops.causal_pairs(length))
+        return of_parts(attention | costs.mlp_flops(spec.block, length))
 
     def ratios(count):
         counts = {name: count(spec, length) for name, (spec, length) in specs.items()}

@@ -205,8 +205,8 @@ def test_fewer_latents_in_channels_cost_what_the_claim_says(channels, shrink):
     K = 512
     dense = families.make({}).specs()[0].block
     soft = families.make({"soft_experts.num": channels}).specs()[0].block
-    many = costs.block_flops(dense, K, flops.causal_pairs(K))["attention_scores"]
-    few = costs.block_flops(soft, K // shrink, flops.causal_pairs(K // shrink))
+    many = costs.attention_flops(dense, K, flops.causal_pairs(K))["attention_scores"]
+    few = costs.attention_flops(soft, K // shrink, flops.causal_pairs(K // shrink))
     claim = channels / shrink**2
     assert few["attention_scores"] / many == pytest.approx(claim, rel=0.02)
 

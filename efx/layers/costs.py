@@ -6,17 +6,35 @@ A multiply-add is 2 FLOPs; see `efx.flops` for what is counted.
 from efx import flops
 
 
-def block_flops(b, tokens, pairs, context=None):
-    """Of a block that computes `tokens` and attends to `context` places (None: to themselves)."""
+def attention_flops(b, tokens, pairs, context=None):
+    """Of the attention of a block that computes `tokens` and attends to `context` places (None: to
+    themselves), in so many (query, key) pairs."""
     heads = channels(b) * b.attention.num_heads
     context = tokens if context is None else context
-    mlp = _matrices(b) * flops.matmul(tokens, b.width, b.hidden)
     return {
         "attention_projections": flops.matmul(tokens, b.width, 2 * heads * b.attention.head_dim)
         + flops.matmul(context, b.width, 2 * _kv_width(b)),
         "attention_scores": flops.attention_scores(pairs, heads, b.attention.head_dim),
-        "mlp": mlp if b.soft is None else _soft_mlp_flops(b, tokens),
     }
+
+
+def mlp_flops(b, tokens, selection="train"):
+    """Of a block's MLP or experts; `selection` matters with experts that choose their tokens.
+
+    By the papers' convention a token meets its k experts, of which no-op ones cost nothing:
+    `computed_fraction` says how many are left. Experts that choose fill all their places.
+    """
+    if b.soft is not None:
+        return {"mlp": _soft_mlp_flops(b, tokens)}
+    rows, moe = tokens, b.moe
+    if moe is not None and moe.router == "token_choice":
+        rows = moe.top_k * tokens * moe.counted_fraction + moe.num_shared * tokens
+    elif moe is not None:
+        rows = moe.num_experts * moe.places(tokens, selection) + moe.num_shared * tokens
+    parts = {"mlp": _matrices(b) * flops.matmul(rows, b.width, b.hidden)}
+    if moe is not None:
+        parts["moe_router"] = flops.matmul(tokens, b.width, moe.choices)
+    return parts
 
 
 def channels(b):

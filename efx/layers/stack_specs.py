@@ -4,7 +4,7 @@ The decoder is such a stack, the latent transformer has one in its middle.
 """
 
 from efx import flops
-from efx.layers import costs, moe_config
+from efx.layers import costs
 from efx.layers.config import with_experts, with_soft_experts
 from efx.layers.stack import LayerSpec, PassSpec
 
@@ -57,7 +57,7 @@ def stack_flops(specs, length, selection, shares=None):
                 pairs = pairs * tokens / length if r.kv_for_skipped else masked
             if r is not None and r.kv_for_skipped:
                 context = length
-            experts = moe_config.block_flops(b, tokens, selection)
-            parts.append(costs.block_flops(b, tokens, pairs, context) | experts)
+            parts.append(costs.attention_flops(b, tokens, pairs, context))
+            parts.append(costs.mlp_flops(b, tokens, selection))
             parts.append(costs.mask_flops(b, tokens, masked))
     return flops.add(parts)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import costs, moe_config, norms
+from efx.layers import costs, norms
 from efx.layers.config import with_experts
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear
@@ -170,11 +170,9 @@ class EncoderDecoder(LanguageModel):
             costs.embedding_mask_flops(self.block(), length, pairs),
         ]
         for b in (*selves, *crosses):
-            part = costs.block_flops(b, length, pairs)
-            parts.append({key: part[key] for key in part if key != "mlp"})
+            parts.append(costs.attention_flops(b, length, pairs))
             parts.append(costs.mask_flops(b, length, pairs, ATTENTION_SITES))
         for b in blocks:
-            dense = {"mlp": costs.block_flops(b, length, 0)["mlp"]}
-            parts.append(dense | moe_config.block_flops(b, length, selection))
+            parts.append(costs.mlp_flops(b, length, selection))
             parts.append(costs.mask_flops(b, length, pairs, MLP_SITES))
         return flops.Ledger(length, flops.add(parts))

@@ -30,19 +30,23 @@ def ledger(model, length, selection, shares):
 
 def _blocks(level, groups):
     """The local and global blocks of a level."""
-    b, parts = level.block, []
+    parts = []
     for number, rows, length in (
         (level.local_blocks, groups, level.model.memory_local + level.places),
         (level.global_blocks, 1, level.model.memory_global + groups * level.places),
     ):
-        block = costs.block_flops(b, rows * length, rows * flops.causal_pairs(length))
-        parts.append(
-            {
-                "levels": number * (block["attention_projections"] + block["mlp"]),
-                "level_scores": number * block["attention_scores"],
-            }
-        )
+        parts.append(_dense(level.block, "levels", number, rows, length))
     return flops.add(parts)
+
+
+def _dense(b, component, number, rows, length):
+    """So many ordinary blocks, on rows of so many places."""
+    attention = costs.attention_flops(b, rows * length, rows * flops.causal_pairs(length))
+    mlp = costs.mlp_flops(b, rows * length)["mlp"]
+    return {
+        component: number * (attention["attention_projections"] + mlp),
+        "level_scores": number * attention["attention_scores"],
+    }
 
 
 def _compression(level, groups):
@@ -58,14 +62,12 @@ def _compression(level, groups):
     work = flops.matmul(computed, level.inner_width, heads + b.width)
     work += flops.matmul(read, level.inner_width, 2 * heads)
     work += flops.matmul(computed, heads, b.width)
-    work += costs.block_flops(b, computed, 0)["mlp"]
+    work += costs.mlp_flops(b, computed)["mlp"]
     seen = flops.attention_scores(groups * pairs, b.attention.num_heads, b.attention.head_dim)
     parts = [{"compression": work, scores: seen}]
     if level.model.compression == "transformer":
-        block = costs.block_flops(b, read, groups * pairs)
-        more = level.model.compression_blocks - 1
-        work = more * (block["attention_projections"] + block["mlp"])
-        parts.append({"compression": work, "level_scores": more * block["attention_scores"]})
+        others = level.model.compression_blocks - 1
+        parts.append(_dense(b, "compression", others, groups, level.inner))
     return flops.add(parts)
 
 
@@ -75,12 +77,9 @@ def _upsampling(level, groups):
     if level.model.upsampling == "repeat":
         return part
     computed = groups * level.places
-    block = costs.block_flops(b, computed, groups * flops.causal_pairs(level.places))
-    projections = block["attention_projections"]
+    attention = costs.attention_flops(b, computed, groups * flops.causal_pairs(level.places))
+    projections = attention["attention_projections"]
     if not level.model.upsampling_norm:  # no output matrix either
         projections -= flops.matmul(computed, b.attention.num_heads * b.attention.head_dim, b.width)
-    attention = {
-        "upsampling": projections,
-        "level_scores": block["attention_scores"],
-    }
-    return flops.add([part, attention])
+    scores = attention["attention_scores"]
+    return flops.add([part, {"upsampling": projections, "level_scores": scores}])
