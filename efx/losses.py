@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from efx import means
 from efx.errors import UsageError, nearest
-from efx.run_settings import LossesConfig
+from efx.run_blocks import LossesConfig
 
 
 class LossSums(NamedTuple):

@@ -28,7 +28,7 @@ from flax.core import meta
 
 from efx.errors import UsageError
 from efx.layers import parametrisation
-from efx.run_settings import OptimConfig
+from efx.run_blocks import OptimConfig
 from efx.settings import make
 
 # Modules whose kernels are no hidden matrices: Muon leaves them to AdamW, as its authors do.

@@ -21,7 +21,7 @@ import numpy as np
 
 from efx import models, sharding
 from efx.errors import UsageError
-from efx.run_settings import SampleConfig
+from efx.run_blocks import SampleConfig
 from efx.settings import make
 
 PREFILL = 64  # tokens of a prompt that a call processes

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from efx import optim
-from efx.run_settings import OptimConfig
+from efx.run_blocks import OptimConfig
 
 STEPS = 20
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])

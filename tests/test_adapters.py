@@ -19,6 +19,7 @@ from efx import build, checkpoint, models, runfolder, train, use
 from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import adapters
+from efx.layers.adapter_config import AdapterConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 
@@ -26,8 +27,9 @@ EXPERTS, RANK, WIDTH, FEATURES = 4, 3, 6, 5
 
 
 def settings(**changes):
-    c = {**common.adapter(), "kind": "lora", "rank": RANK, "scale": 1.5, "sites": ".*", **changes}
-    return adapters.AdapterConfig(**c)
+    c = {**common.base().adapter, "kind": "lora", "rank": RANK, "scale": 1.5, "sites": ".*"}
+    c |= changes
+    return AdapterConfig(**c)
 
 
 class One(nn.Module):
@@ -394,7 +396,7 @@ def test_picture(runs, tmp_path):
     ({"rnk": 3}, r"config\.adapter\.rnk is not a setting \(did you mean 'rank'\?\)"),
 ])
 def test_bad_settings_are_one_line(changes, words):
-    adapter = {**common.adapter(), "kind": "lora", **changes}
+    adapter = {**common.base().adapter, "kind": "lora", **changes}
     with pytest.raises(UsageError, match=words):
         models.build(families.model_config({}), vocab_size=9, context=8, dtype="float32",
                      adapter=adapter)

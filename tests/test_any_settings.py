@@ -149,20 +149,22 @@ def stack(draw, depth, recursion=True, stochastic=True):
 def common_settings(draw):
     return pick(
         draw,
-        num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], attention_scale=["sqrt", "mup"],
-        attention_softcap=[0.0, 5.0], logit_softcap=[0.0, 8.0], attention_chunk=[0, 5],
-        use_bias=[False, True], vocab_multiple=[1, 8],
+        logit_softcap=[0.0, 8.0], use_bias=[False, True], vocab_multiple=[1, 8],
+    ) | pick(
+        draw, "attention.",
+        num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], scale=["sqrt", "mup"],
+        softcap=[0.0, 5.0], chunk=[0, 5],
     ) | {"width": 16, "mlp.hidden": 24}  # fmt: skip
 
 
 @st.composite
 def decoder(draw, recursion=True):
     changes = common_settings(draw) | pick(
-        draw, preset=["gpt2", "llama"], window=[0, 4], head_dim=[0, 6],
+        draw, preset=["gpt2", "llama"],
         positions=[None, "learned", "rope", "none"], norm=[None, "layernorm", "rmsnorm"],
         tied=[None, True, False], initialisation=["gpt2", "spike_no_more"],
-    )  # fmt: skip
-    changes["num_kv_heads"] = draw(st.sampled_from([0, 1]))
+    ) | pick(draw, "attention.", window=[0, 4], head_dim=[0, 6])  # fmt: skip
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
     return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 4, 4])), recursion)
 
@@ -177,8 +179,8 @@ def encoder_decoder(draw):
         decoder_input_positions=[False, True],
         output_positions=["none", "subtract", "subtract_norm"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
-        embedding_loss_gains=[False, True], norm=["layernorm", "rmsnorm"], window=[0, 4],
-    )  # fmt: skip
+        embedding_loss_gains=[False, True], norm=["layernorm", "rmsnorm"],
+    ) | pick(draw, "attention.", window=[0, 4])  # fmt: skip
     if changes["depth"] == 1:
         changes["encoder_depth"] = 0
     if draw(st.booleans()):
@@ -254,7 +256,7 @@ def build(members, bridges):
     if bridges is None:
         return made[0]
     names = tuple(f"run_{i}" for i in range(len(made)))
-    config = {**common.bridged(), "anchor": names[0], "augment": names[1:], **bridges}
+    config = {**common.base("bridged").model, "anchor": names[0], "augment": names[1:], **bridges}
     return models.build(config, vocab_size=VOCAB, context=CONTEXT, dtype="float32", members=made)
 
 

@@ -24,7 +24,6 @@ from ml_collections import ConfigDict
 
 from efx.data import pipeline, tokenizers, write_token_shards
 from efx.data.stream import Stream
-from efx.errors import UsageError
 
 # A stream in which every token says where it stands.
 COUNTING = Stream([np.arange(1000, dtype=np.uint16)])
@@ -300,12 +299,6 @@ def test_bad_settings_are_one_clear_line(changes, words, letters, tmp_path):
 def test_a_path_alone_is_told_how_to_be_a_source(letters, tmp_path):
     config = make_config(str(letters), tmp_path)
     usage_error(f"'text:{letters}'", config_data=config)
-
-
-def test_evaluation_without_rows(letters, tmp_path):
-    data = open_data(make_config(f"text:{letters}", tmp_path))
-    with pytest.raises(UsageError, match="config.evaluate.batch_size=0 should be at least 1"):
-        data.eval_batches(0)
 
 
 def test_a_tokenizer_that_cannot_write_the_text(letters, tmp_path):

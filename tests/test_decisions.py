@@ -226,7 +226,7 @@ def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-# ---- keys and values of skipped tokens, the light path -----------------------------------------
+# ---- keys and values of skipped tokens, the skip MLP -----------------------------------------
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -243,7 +243,8 @@ def test_skipped_tokens_are_seen_by_routed_ones(window):
         routed_T = np_topk(score_T, LENGTH // 2)
         h_TD = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
         a_TD = np_attention(h_TD, p["attention"], b, time, visible_TS)
-        m_TD = np_mlp(norm(x_TD + a_TD, p["norm_mlp"], b.norm, b.norm_eps), p["mlp"], b.activation)
+        y_TD = norm(x_TD + a_TD, p["norm_mlp"], b.norm, b.norm_eps)
+        m_TD = np_mlp(y_TD, p["mlp"], b.mlp.activation)
         full_TD = x_TD + sigmoid(score_T)[:, None] * (a_TD + m_TD)
         np.testing.assert_allclose(
             out_TD, np.where(routed_T[:, None], full_TD, x_TD), atol=2e-4
@@ -254,14 +255,14 @@ def test_skipped_tokens_take_the_skip_mlp():
     module, p = layer(depth_routing__skip_mlp=8)
     plain, x_BTD = layer()[0], activations()
     out_BTD, _ = run(module, p, x_BTD)
-    routed_BTD, _ = run(plain, {k: v for k, v in p.items() if k != "light"}, x_BTD)
+    routed_BTD, _ = run(plain, {k: v for k, v in p.items() if k != "skip_mlp"}, x_BTD)
     b = module.spec.block
-    h_BTD = norm(x_BTD.astype(np.float64), p["light"]["norm"], b.norm, b.norm_eps)
-    light_BTD = x_BTD + np_mlp(h_BTD, p["light"]["mlp"], b.activation)
-    assert linear(h_BTD, p["light"]["mlp"]["up"]).shape[-1] == 8
+    h_BTD = norm(x_BTD.astype(np.float64), p["skip_mlp"]["norm"], b.norm, b.norm_eps)
+    through_BTD = x_BTD + np_mlp(h_BTD, p["skip_mlp"]["mlp"], b.mlp.activation)
+    assert linear(h_BTD, p["skip_mlp"]["mlp"]["up"]).shape[-1] == 8
     skipped_BT = ~np.stack([np_topk(s, LENGTH // 2) for s in x_BTD @ p["router"]])
     np.testing.assert_allclose(
-        out_BTD, np.where(skipped_BT[..., None], light_BTD, routed_BTD), atol=2e-4
+        out_BTD, np.where(skipped_BT[..., None], through_BTD, routed_BTD), atol=2e-4
     )
 
 

@@ -579,7 +579,7 @@ def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
     assert seed.config.dropout.kind == small.config.dropout.kind == "elementwise"
     masks = [path for path in optim.param_paths(shapes_of(small)) if path.endswith("mask_phase")]
     # Every attention masks its probabilities and what it gives, every MLP what it gives.
-    assert len(masks) == 1 + 3 * small.encoder_blocks + 5 * small.depth
+    assert len(masks) == 1 + 3 * small.config.encoder_blocks + 5 * small.config.depth
 
 
 def test_published_size():

@@ -14,7 +14,7 @@ import pytest
 from families import BATCH, FAMILIES, LENGTH, NAMES, VOCAB
 from flax import linen as nn
 
-from efx import flops, models, sharding
+from efx import flops, models, settings, sharding
 from efx.errors import UsageError
 from efx.layers import routing
 from efx.layers.stack import period, scan_params
@@ -115,11 +115,12 @@ def roomy(model):
     """The same with room for every token that routers pick."""
     moe = dataclasses.replace(model.config.mlp.moe, capacity_factor=100.0, slack=100.0)
     changes = dict(mlp=dataclasses.replace(model.config.mlp, moe=moe))
-    if hasattr(model, "depth_routing"):
+    if "depth_routing" in settings.names_of(type(model.config)):
         changes["depth_routing"] = dataclasses.replace(model.config.depth_routing, slack=100.0)
+    model = models.changed(model, **changes)
     if hasattr(model, "adapter"):
-        changes["adapter"] = dataclasses.replace(model.adapter, slack=100.0)
-    return model.clone(**changes)
+        model = model.clone(adapter=dataclasses.replace(model.adapter, slack=100.0))
+    return model
 
 
 @every_part
@@ -202,7 +203,7 @@ def sized(name, depth):
     """(a row's model with so many layers, parameters, loss and gradients on one device)."""
     if "recursion" in name:
         depth = max(depth, 3)  # it has no fewer
-    model = families.build(name).clone(depth=depth)
+    model = models.changed(families.build(name), depth=depth)
     params = families.random_params(model)
     step = families.jit(jax.value_and_grad(families.loss_fn(model)))
     return model, params, jax.device_get(step(params, families.tokens()))
@@ -238,7 +239,7 @@ def test_scan_is_the_loop(name, depth, remat):
 ])
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
-    step = families.jit(jax.value_and_grad(families.loss_fn(model.clone(remat=remat))))
+    step = families.jit(jax.value_and_grad(families.loss_fn(models.changed(model, remat=remat))))
     result = step(params, families.tokens())
     same_loss_and_grads(expected, result)
 
@@ -246,7 +247,7 @@ def test_remat_changes_nothing(name, remat):
 @pytest.mark.parametrize("name", ["gpt2", "mod_options"])
 def test_remat_recomputes(name):
     def count(remat):
-        loss = families.loss_fn(families.build(name).clone(remat=remat))
+        loss = families.loss_fn(models.changed(families.build(name), remat=remat))
         return flops.jaxpr_flops(jax.grad(loss), families.params_of(name), families.tokens())
 
     assert count("none") < count("dots") < count("full")

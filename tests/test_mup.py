@@ -213,7 +213,7 @@ def test_routers_learn_by_their_fan_in(changes, expected, scan):
 
 
 def test_the_coordinate_check_measures_routers(root):
-    args = coord_check._arguments(
+    args = coord_check._parser().parse_args(
         [
             "--config",
             str(root / "configs/mode.py:smoke"),

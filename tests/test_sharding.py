@@ -113,7 +113,7 @@ def test_every_parameter_names_axes_that_have_rules(name):
 
 
 def test_scanned_parameters_name_the_layer_axis():
-    model = families.build("llama").clone(scan_layers=True)
+    model = models.changed(families.build("llama"), scan_layers=True)
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     specs = nn.get_partition_spec(boxed)["layers"]
     up = specs["units"]["block_0"]["mlp"]["up"]["kernel"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from efx.data.cache import content_key
 from efx.errors import UsageError, extra
-from efx.run_settings import ClusterConfig
+from efx.run_blocks import ClusterConfig
 from efx.settings import make
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"

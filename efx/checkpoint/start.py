@@ -174,10 +174,10 @@ def _expert(run, adapter, base, inherited, values, vocab_size):
     root = _checkpoints(run, "config.adapter.experts")
     there = runfolder.load_config(run)["adapter"]
     for key in EXPERT_KEYS:
-        if there[key] != adapter[key]:
+        if there[key] != getattr(adapter, key):
             raise UsageError(
                 f"config.adapter.experts: {run} has config.adapter.{key}={there[key]!r}, not "
-                f"{adapter[key]!r}"
+                f"{getattr(adapter, key)!r}"
             )
     if there["experts"]:
         raise UsageError(f"config.adapter.experts: {run} is composed of experts itself")

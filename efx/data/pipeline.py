@@ -12,7 +12,7 @@ from efx.data.opened import Opened
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
 from efx.errors import UsageError
-from efx.run_settings import DataConfig
+from efx.run_blocks import DataConfig
 from efx.settings import make
 
 # Longer than any run: the training data never ends.

@@ -34,7 +34,7 @@ LOGITS = "logits"
 MEASURED = (Layer, Compress, Upsample)
 
 
-def main(argv=None):
+def _parser():
     parser = cli.Parser("efx.studies.coord_check", __doc__)
     parser.add_argument("--config", default="gpt2:smoke", help="of a family with muP")
     parser.add_argument("--widths", default="64,128,256,512", help="the smallest is muP's base")
@@ -45,7 +45,11 @@ def main(argv=None):
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", default="runs/coord_check", help="folder for table and figure")
-    return parser.run(study, argv)
+    return parser
+
+
+def main(argv=None):
+    return _parser().run(study, argv)
 
 
 def study(args):

@@ -1,0 +1,247 @@
+"""Settings of a run, block by block; those of its model are in `efx.layers.config` and the configs
+of the families. `efx.run_settings` puts them together."""
+
+from typing import Annotated, Literal
+
+from efx.errors import UsageError
+from efx.settings import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Probability,
+    Range,
+    Share,
+    block,
+)
+
+Seed = Annotated[int, Range(least=0, below=2**32)]
+Fraction = Annotated[float, Range(above=0, below=1)]
+Devices = Annotated[int, Range(least=-1)]
+
+
+@block("config.data")
+class DataConfig:
+    """Text, its tokens, and the batches that are made of them."""
+
+    # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
+    # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME"; "pydoc",
+    # Python's language reference; "mix:stdlib,text:PATH", the documents of several of these.
+    source: str = "stdlib"
+    # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), or the
+    # path of a tokenizer.json.
+    tokenizer: str = "bytes"
+    seq_len: Count = 256
+    batch_size: Count = 16  # sequences in a step, over all devices and hosts
+    # Held out is a source of its own, all of it, whatever max_bytes is: official test files, or
+    # with --mode=evaluate any other text. Nothing is then held out of `source`, and its
+    # documents that are in eval_source are not trained on. "": the two settings that follow.
+    eval_source: str = ""
+    eval_fraction: Fraction = 0.1  # held out of the source
+    # "tail": the end of the stream; "documents": whole documents, by hash
+    split: Literal["tail", "documents"] = "tail"
+    withhold: bool = False  # with eval_source: keep what these two would hold out, too
+    # If the source has other content than when the run began: "error"; "keep_split": what was
+    # held out then is held out still, and all the rest is for training.
+    on_change: Literal["error", "keep_split"] = "error"
+    # "windows": every window once an epoch; "random": random starts
+    shuffle: Literal["windows", "random"] = "windows"
+    packing: bool = False  # rows of whole documents: segment ids, restarted positions
+    # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
+    text_key: str = "text"
+    max_bytes: Natural = 0  # read at most so much of the source (of each of a mixture); 0: all
+    document_bytes: Natural = 0  # cut documents into pieces of at most so many bytes; 0: whole
+    # File that lists the documents to train on, with split="documents" (--mode=cluster makes one
+    # for each cluster); "": all.
+    subset: str = ""
+    cache_dir: str = ""  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
+
+    def check(self):
+        if 0 < self.document_bytes < 16:
+            raise UsageError(
+                f"config.data.document_bytes={self.document_bytes}: must be 0 (whole) or at least "
+                "16"
+            )
+        if self.packing and self.shuffle == "random":
+            raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
+        if self.withhold and not self.eval_source:
+            raise UsageError(
+                "config.data.withhold=True goes with config.data.eval_source; without one a part "
+                "of config.data.source is held out anyway"
+            )
+        mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
+        splits = not self.eval_source or self.withhold
+        if (mixed or self.subset) and splits and self.split != "documents":
+            why = "a mixture" if mixed else "config.data.subset"
+            raise UsageError(
+                f"config.data.split={self.split!r}: {why} needs config.data.split=documents, since "
+                "the tail of the text is all of one kind"
+            )
+        if tokens and (self.subset or self.document_bytes):
+            key = "subset" if self.subset else "document_bytes"
+            raise UsageError(
+                f"config.data.{key}={getattr(self, key)!r} needs text, and {self.source} holds "
+                "tokens"
+            )
+
+
+@block("config.init")
+class InitConfig:
+    """Another run whose parameters this one starts from."""
+
+    # Run folder whose newest parameters (and tokenizer) the run starts from; "": from scratch.
+    run: str = ""
+    missing: str = ""  # regex (whole path) of parameters that it may lack: these are initialised
+    unexpected: str = ""  # regex of those that it may have in excess: these are left out
+    # ((regex, replacement), ...): path here -> path there, first match
+    rename: tuple[object, ...] = ()
+
+
+@block("config.losses")
+class LossesConfig:
+    """Weight of every extra loss, by the name under which a layer sows it. A number, or a schedule:
+    dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py."""
+
+    z_loss: object = 0.0
+    router_bce: object = 0.01
+    predictor_bce: object = 0.01
+    load_balance: object = 0.01
+    router_z: object = 0.001
+    expert_bce: object = 0.01
+    embedding: object = 1.0
+    # Of the next latent. The published weight rises over the first fifth of the training:
+    # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
+    latent_prediction: object = 0.003
+    inclusion_bce: object = 0.1
+    # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
+    dropout_entropy: object = 0.0
+    dropout_alternate_entropy: object = 0.0
+    dropout_l1: object = 0.0
+    dropout_squared_l1: object = 0.0
+
+
+@block("config.train")
+class TrainConfig:
+    """How a step is computed."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations. Parameters are float32
+    accumulation: Count = 1  # micro-batches of a step, which is that of the big batch
+    # Positions of a sequence whose logits are in memory at once; 0: all
+    loss_chunk: Natural = 0
+    max_nonfinite: Natural = 10  # stop after so many non-finite steps in a row (each is skipped)
+
+
+@block("config.optim.schedule")
+class ScheduleConfig:
+    """The learning rate over the steps."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: Natural = 100
+    decay_steps: Natural = 0  # step at which the decay ends; 0: the last
+    # Of learning_rate, at the end.
+    final_fraction: Annotated[float, Range(least=0, most=1)] = 0.1
+    decay_fraction: Share = 0.2  # wsd: share of the steps that decay
+
+
+@block("config.optim")
+class OptimConfig:
+    """How parameters are updated."""
+
+    name: Literal["adamw", "lion", "muon", "schedule_free_adamw", "sgd"] = "adamw"
+    learning_rate: NonNegative = 1e-3
+    schedule: ScheduleConfig = ScheduleConfig()
+    b1: Probability = 0.9
+    b2: Probability = 0.99
+    eps: NonNegative = 1e-8
+    momentum: Probability = 0.95  # muon, sgd
+    weight_decay: NonNegative = 0.1
+    decay: str = r".*(kernel|embedding)"  # regex (whole path) of the parameters that are decayed
+    frozen: str = ""  # regex of the paths that do not train
+    lr_multipliers: tuple[object, ...] = ()  # ((regex, factor), ...): first match wins
+    clip_norm: NonNegative = 1.0  # 0: off
+
+
+@block("config.mesh")
+class MeshConfig:
+    """Devices along each axis of the mesh; one may be -1, "all that are left"."""
+
+    data: Devices = -1
+    fsdp: Devices = 1
+    tensor: Devices = 1
+    expert: Devices = 1
+    sequence: Devices = 1
+
+
+@block("config.checkpoint")
+class CheckpointConfig:
+    """When the state of the training is kept."""
+
+    every: Natural = 500  # steps; 0: only at the end
+    keep_last: Count = 2
+    keep_best: Natural = 1
+    best_metric: str = "eval/loss"
+    asynchronous: bool = True
+    # "fall_back": take the checkpoint before a damaged one, with a warning
+    on_damage: Literal["error", "fall_back"] = "error"
+
+
+@block("config.log")
+class LogConfig:
+    """What a run tells of itself."""
+
+    every: Count = 20  # steps
+    tensorboard: bool = True
+    wandb: str = ""  # Weights & Biases project
+    profile_at: Natural = 0  # step at which a profiler window opens; 0: never
+    profile_steps: Count = 5
+
+
+@block("config.evaluate")
+class EvaluateConfig:
+    """Evaluation on the held-out text."""
+
+    every: Natural = 250  # steps; 0: only at the end
+    batch_size: Count = 16
+    max_batches: Natural = 0  # 0: the whole held-out split
+
+
+@block("config.sample")
+class SampleConfig:
+    """Text that the model writes."""
+
+    every: Natural = 500  # steps; 0: never
+    prompt: str = "\n"
+    max_new_tokens: Count = 200
+    temperature: NonNegative = 0.8  # 0: the likeliest token
+    top_k: Natural = 0  # among so many tokens; 0: all
+    top_p: Share = 0.95  # among the likeliest of so much probability together; 1: all
+    stop: str = ""  # stop after this text
+    num_samples: Count = 1
+    seed: Seed = 0
+
+
+@block("config.cluster")
+class ClusterConfig:
+    """cBTM: clusters of documents, and experts, one for each. With python -m efx.cbtm.run,
+    `config.steps` (or `config.train_flops`) is the budget of the seed model and all experts
+    together."""
+
+    count: Count = 4
+    method: Literal["balanced", "random"] = "balanced"  # clusters of one size; "random": control
+    features: Count = 50_000  # words of the tf-idf vectors: the most frequent
+    min_documents: Count = 2  # in which a word has to occur
+    dimensions: Count = 100  # of the truncated SVD
+    iterations: Count = 20  # of k-means, at most
+    restarts: Count = 3  # of k-means; the best is taken
+    fit_documents: Count = 20_000  # fit on so many of the documents, the others go to the nearest
+    seed_fraction: Fraction = 0.25  # of the budget: the seed model's training on everything
+
+
+@block("config.ensemble")
+class EnsembleConfig:
+    """cBTM: how experts are mixed."""
+
+    # An expert's weight: exp(-(distance of context and cluster centre)^2 / tau)
+    tau: Positive = 0.1
+    top_k: Count = 2  # experts in use for a token, their weights renormalised
+    every: Count = 32  # tokens after which the weights are computed anew
