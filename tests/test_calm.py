@@ -19,7 +19,7 @@ from efx.layers.stack import Layer
 from efx.models.bridged import spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
-DECODER = {"depth": 3, "num_kv_heads": 2}
+DECODER = {"depth": 3, "attention.num_kv_heads": 2}
 STREAMS = {"family": "encoder_decoder", "width": 24, "depth": 3, "cross_source": "same_layer"}
 MOD = {"preset": "gpt2", "width": 40, "depth": 2, "depth_routing.kind": "mod",
        "depth_routing.capacity": 0.5}  # fmt: skip
@@ -388,7 +388,7 @@ def test_resume_is_exact(runs, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"pairs": 0}, r"config\.model\.pairs=0: must be from 1 to 2"),
+        ({"pairs": 0}, r"config\.model\.pairs=0: must be at least 1"),
         ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
         ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
         ({"norm": "batchnorm"}, r"config\.model\.norm='batchnorm': expected one of none"),

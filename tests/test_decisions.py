@@ -171,7 +171,7 @@ def train(module, variables, x_BTD):
 
 def test_threshold_follows_the_quantile_and_then_decides():
     module, p = layer(
-        depth_routing__causal="threshold", depth_routing__selection="threshold",
+        depth_routing__causal="threshold", depth_routing__train_selection="threshold",
         depth_routing__threshold_warmup=2, depth_routing__threshold_decay=0.5,
         depth_routing__capacity=0.25, depth_routing__slack=2.0,
     )
@@ -231,7 +231,7 @@ def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_skipped_tokens_are_seen_by_routed_ones(window):
-    module, p = layer(depth_routing__kv_for_skipped=True, window=window)
+    module, p = layer(depth_routing__kv_for_skipped=True, attention__window=window)
     b, x_BTD = module.spec.block, activations()
     out_BTD, _ = run(module, p, x_BTD)
     time = np.arange(LENGTH)

@@ -299,7 +299,7 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     """Aligned at the lower right: latent j of 3 sees place p of 7 iff p <= 4 + j, and all these."""
     changes = {"compression": compression, "compression_blocks": blocks}
     (level,) = make(changes, levels=1).levels(encoder=True)
-    level = dataclasses.replace(level, inner=7, group_size=7)
+    level = dataclasses.replace(level, inner=7)
     compress = groups.Compress(level)
     info = TokenInfo(jnp.arange(7)[None])
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, 8)), jnp.float32)

@@ -84,13 +84,13 @@ def expert_map(workdir, text=None, out=None, tokens=96):
     if text is None:
         ids = next(iter(e.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
     else:
-        ids = e.data.tokenizer.encode(text)
+        ids = e.tokenizer.encode(text)
     ids = np.asarray(ids, np.int32)[: min(tokens, e.model.context)]
     if not len(ids):
         raise UsageError("--text is empty: there is nothing to draw")
     variables = sharding.local({"params": params, **variables})
     found = weights_of(e.model, variables, ids[None], evaluation_keys(config.seed, 0))
-    labels = [repr(e.data.tokenizer.decode([int(i)]))[1:-1] for i in ids]
+    labels = [repr(e.tokenizer.decode([int(i)]))[1:-1] for i in ids]
     path = pathlib.Path(out or pathlib.Path(workdir) / "report" / "experts.png")
     weights = {site: weights_BTE[0] for site, weights_BTE in found.items()}
     draw(weights, labels, path)

@@ -133,7 +133,7 @@ def run(arguments):
     config = config_of_run(arguments.workdir)
     parts = ("eval",) if arguments.text is None else ()
     experiment, step, params, variables = restore(config, arguments.workdir, arguments.step, parts)
-    tokenizer = experiment.data.tokenizer
+    tokenizer = experiment.tokenizer
     if arguments.text is None:
         ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
     else:
