@@ -21,6 +21,7 @@ from efx.checkpoint import Checkpointer
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
+from efx.models.configs import config_of
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what else decides which part of a source is held out.
@@ -176,8 +177,8 @@ def _begin(config, workdir, parts):
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
     runs = _member_runs(config.model)
-    anchor = runs[0][1] if runs else ""
-    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, anchor) if folder]
+    first = runs[0][1] if runs else ""
+    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, first) if folder]
     saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
     before, same_text = _before(config.data, workdir) if workdir and parts else (None, True)
     data = load(
@@ -243,27 +244,25 @@ def _same_everywhere(data):
 
 
 def _member_runs(model_config):
-    """[(key, run folder)] that a bridged model is made from, the anchor first."""
-    if model_config.family != "bridged":
-        return []
-    runs = [("anchor", model_config.anchor), *(("augment", run) for run in model_config.augment)]
-    for key, run in runs:
+    """((key, run folder), ...) of the models that this one is made of."""
+    for key, run in model_config.member_runs:
         if not run or not pathlib.Path(run).is_dir():
             raise UsageError(f"config.model.{key}={run!r}: there is no such run folder")
-    return runs
+    return model_config.member_runs
 
 
 def _member(key, run, own, config, mesh, rules):
     """The model of a run, for the tokens of the tokenizer `own`."""
     there = runfolder.load_config(run)
-    if there["model"]["family"] == "bridged":
-        raise UsageError(f"config.model.{key}={run} is a bridged model itself")
+    if config_of(there["model"]).member_runs:
+        raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
     if tokenizer.fingerprint != own.fingerprint:
         raise UsageError(
             f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
-            f"of config.model.anchor={config.model.anchor}; models with one tokenizer can be "
-            "bridged"
+            "of config.model.{}={}; models with one tokenizer can be put together".format(
+                *config.model.member_runs[0]
+            )
         )
     return models.build(
         there["model"],

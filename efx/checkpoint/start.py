@@ -38,8 +38,8 @@ def start_from(state, config, model, report):
             "config.init.run is empty: config.adapter.experts needs there the run folder of the "
             "base model that the experts were trained on"
         )
-    if config.model.family == "bridged":
-        state = _with_members(state, config.model, model)
+    if model.members:
+        state = _with_members(state, config.model.member_runs, model.members)
     if not c.run:
         return state, None
     root = _checkpoints(c.run, "config.init.run")
@@ -95,17 +95,12 @@ def _checkpoints(run, key):
     return folder / runfolder.CHECKPOINTS
 
 
-def _with_members(state, model_config, model):
-    """The state of a bridged model with the parameters and running averages of its members."""
-    runs = [("anchor", model_config.anchor, "anchor_model", model.anchor_model)]
-    for i, run in enumerate(model_config.augment):
-        runs.append(("augment", run, f"augment_models_{i}", model.augment_models[i]))
+def _with_members(state, runs, members):
+    """The state of a model made of others with their parameters and running averages."""
     params, averages = dict(state.params), dict(state.variables.get("state", {}))
-    for key, run, name, member in runs:
+    for (key, run), (name, (member, left_out)) in zip(runs, members.items(), strict=True):
         root = _checkpoints(run, f"config.model.{key}")
         scanned = runfolder.load_config(run)["model"]["scan_layers"]
-        # The output layer of a model that augments another is not used.
-        left_out = "head/.*" if key == "augment" else ""
         params[name] = _member(root, params[name], member, scanned, ("params",), left_out)
         if name in averages:
             at = ("variables", "state")

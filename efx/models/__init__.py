@@ -6,9 +6,8 @@
 
 Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losses` and `stats`,
 sown by the layers, and `means`, what these are made of, so that batches add up (efx/means.py);
-`state`, running averages that a checkpoint keeps. Every family also has
-`features` and `logits` (the two halves of a call), `head_params` and `head_fn` (the output layer
-as a pure function), `ledger`, `specs` and `check_packing`.
+`state`, running averages that a checkpoint keeps. What else one may ask of a model is in
+`efx/models/contract.py`.
 
 Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
 position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from efx.errors import UsageError
 from efx.layers.adapter_config import AdapterConfig
 from efx.layers.stack import period, unroll_params
-from efx.models import bridged
 from efx.models.bridged import Bridged
 from efx.models.configs import config_of
 from efx.models.decoder import Decoder
@@ -32,7 +30,7 @@ from efx.models.encoder_decoder import EncoderDecoder
 from efx.models.gated import adapt
 from efx.models.language_model import unrolled
 from efx.models.latent import Latent
-from efx.settings import make
+from efx.settings import make, names_of
 
 FAMILIES = {
     "decoder": Decoder,
@@ -51,7 +49,7 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
       context: longest sequence; `config.model.context` when that is not 0.
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
       adapter: `AdapterConfig` or a mapping, a config's `adapter` block; None: no adapters.
-      members: family "bridged": the models of its anchor and of those that augment it.
+      members: the models of `config.model.member_runs`, in that order.
       vocab_ways: what the vocabulary is padded to a multiple of where the config does not say:
         over how many devices it is to be split.
     Raises:
@@ -64,33 +62,16 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
     if vocab_size < 1 or context < 1:
         raise UsageError(f"a model of {vocab_size} tokens and sequences of {context}: at least 1")
     changes = {"context": c.context or context}
-    if c.family != "bridged":  # its vocabulary is the anchor's
+    if "vocab_multiple" in names_of(type(c)):
         changes["vocab_multiple"] = c.vocab_multiple or vocab_ways
     c = dataclasses.replace(c, **changes).resolved()
-    fields = dict(config=c, vocab_size=vocab_size, dtype=jnp.dtype(dtype))
-    if c.family == "bridged":
-        if len(members) != 1 + len(c.augment):
-            raise UsageError(
-                "config.model.family='bridged' is made from run folders: config.model.anchor and "
-                "config.model.augment"
-            )
-        members = [unrolled(member) for member in members]
-        bridged.check(c, members[0], members[1:])
-        fields.update(anchor_model=members[0], augment_models=tuple(members[1:]))
-    elif members:
-        raise ValueError(f"a model of the family {c.family!r} has no members")
-    model = FAMILIES[c.family](**fields)
+    made_of = [unrolled(member) for member in members]
+    model = FAMILIES[c.family].of(made_of, c, vocab_size, jnp.dtype(dtype))
     if c.scan_layers:
         period(model.specs())
     if adapter is None:
         return model
-    adapter = make(AdapterConfig, adapter)
-    if c.family == "bridged" and adapter.kind != "none":
-        raise UsageError(
-            f"config.adapter.kind={adapter.kind!r}: not with config.model.family='bridged'; "
-            "bridge a run that has adapters instead"
-        )
-    return adapt(model, adapter)
+    return adapt(model, make(AdapterConfig, adapter))
 
 
 def changed(model, **changes):

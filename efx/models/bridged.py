@@ -69,6 +69,24 @@ class Bridged(LanguageModel):
     anchor_model: nn.Module = None
     augment_models: tuple = ()
 
+    @classmethod
+    def of(cls, members, config, vocab_size, dtype):
+        """Of the anchor and those that augment it."""
+        if len(members) != 1 + len(config.augment):
+            raise UsageError(
+                "config.model.family='bridged' is made from run folders: config.model.anchor and "
+                "config.model.augment"
+            )
+        check(config, members[0], members[1:])
+        models = dict(anchor_model=members[0], augment_models=tuple(members[1:]))
+        return cls(config, vocab_size, dtype, **models)
+
+    @property
+    def members(self):
+        """See `LanguageModel`. The output layer of a model that augments another is not used."""
+        augment = {f"augment_models_{i}": (m, "head/.*") for i, m in enumerate(self.augment_models)}
+        return {"anchor_model": (self.anchor_model, "")} | augment
+
     def setup(self):
         c = self.config
         # bridges_<a * pairs + k>: of augmenting model a at pair k.
@@ -131,7 +149,7 @@ class Bridged(LanguageModel):
         return ()
 
     @nn.nowrap
-    def ledger(self, length, selection="causal", shares=None):
+    def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence, see `flops.Ledger`; members compute what they do in
         evaluation.
 

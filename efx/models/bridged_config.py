@@ -28,6 +28,11 @@ class BridgedConfig:
     dropout: ClassVar[DropoutConfig] = DropoutConfig()
     mup: ClassVar[MuPConfig] = MuPConfig()
 
+    @property
+    def member_runs(self):
+        """((key, run folder), ...): whose models these are, the anchor first."""
+        return (("anchor", self.anchor), *(("augment", run) for run in self.augment))
+
     def resolved(self):
         if not self.augment:
             raise UsageError("config.model.augment=(): needs the run folder of at least one model")

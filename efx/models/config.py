@@ -24,6 +24,7 @@ class ModelConfig:
     # What a family without these settings has.
     depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
     mup: ClassVar[MuPConfig] = MuPConfig()
+    member_runs: ClassVar[tuple] = ()
 
     context: Natural = 0  # longest sequence; 0: data.seq_len
     width: Count = 128

@@ -32,6 +32,11 @@ def adapt(model, config):
     """
     if config.kind == "none":
         return model
+    if model.members:
+        raise UsageError(
+            f"config.adapter.kind={config.kind!r}: not with "
+            f"config.model.family={model.config.family!r}; adapt the runs that it is made of"
+        )
     routing = model.config.depth_routing
     if config.looks_ahead and routing.kind != "none":
         raise UsageError(

@@ -31,6 +31,19 @@ class LanguageModel(nn.Module):
     dtype: jnp.dtype
     selection: str = "auto"
 
+    @classmethod
+    def of(cls, members, config, vocab_size, dtype):
+        """The model of a resolved config, made of these models of other runs."""
+        if members:
+            raise ValueError(f"a model of the family {config.family!r} has no members")
+        return cls(config, vocab_size, dtype)
+
+    @property
+    def members(self):
+        """{name in the tree of parameters: (model of another run that this one is made of, regex
+        of that run's parameters that it does not use)}, in the order of `config.member_runs`."""
+        return {}
+
     def __call__(
         self,
         tokens_BT,

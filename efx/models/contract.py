@@ -1,0 +1,102 @@
+"""The contract of a model: all that the rest of efx may ask of one, whatever its family.
+
+`tests/test_contract.py` holds every family to it, and the rest of efx to nothing beyond.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Settings(Protocol):
+    """`model.config`: the family's block of settings, resolved."""
+
+    family: str
+    context: int  # tokens of the longest sequence
+    scan_layers: bool
+    remat: str
+    depth_routing: Any  # `DepthRoutingConfig`
+    dropout: Any  # `DropoutConfig`
+    mup: Any  # `MuPConfig`
+    member_runs: tuple  # ((key, run folder), ...) of the runs whose models it is made of
+    causal_in_training: str  # when training's forward pass does not look ahead, in words
+
+    def resolved(self) -> "Settings":
+        """With presets filled in and everything checked; UsageError for what does not fit."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A linen module: `init`, `apply` and `clone` are linen's. What needs parameters is called by
+    `apply(variables, ..., method=...)`."""
+
+    config: Settings
+    vocab_size: int
+    dtype: Any
+    selection: str  # how routed blocks choose: "auto", or as `TokenInfo.selection`
+
+    def __call__(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """Logits [B, T, V] in float32: `logits` of `features`."""
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The state [B, T, D] that the output layer reads.
+
+        Args:
+          tokens_BT: int32.
+          positions_BT: int32, default 0..T-1. While decoding they are required, and a negative one
+            marks padding.
+          segment_ids_BT: int32 documents of packed rows, 0 for padding.
+          train: dropout on, routing as configured for training.
+          decode: append to the `cache` collection and attend over it.
+          cache_size: tokens of context of that cache.
+        Raises: UsageError: more tokens than the model has learned positions for.
+        """
+
+    def logits(self, x):
+        """float32 logits [..., padded V] of a state; what pads the vocabulary has no chance."""
+
+    def head_params(self, params):
+        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
+
+    def head_fn(self, head_params, x_ND):
+        """Pure output layer, for a loss in slices: (parameters, [N, D]) -> logits [N, V]."""
+
+    def specs(self):
+        """The layers of the stack: `routing`, `blocks`, `capacity`; `stack.names` are theirs."""
+
+    def ledger(self, length, selection="train", shares=None):
+        """Nominal FLOPs of one sequence of so many tokens, a `flops.Ledger`.
+
+        Args:
+          selection: "train" counts the capacity of routed blocks, "causal" the room that the
+            causal decision has.
+          shares: {index in `specs()` of a routed layer: (share of the tokens, share of the causal
+            pairs) that it was measured to route}, which are counted then.
+        """
+
+    def check_packing(self):
+        """Raise UsageError if the model cannot compute rows of several documents."""
+
+    @property
+    def context(self):
+        """Tokens of the longest sequence."""
+
+    @property
+    def members(self):
+        """{name in the tree of parameters: (model of another run that this one is made of, regex
+        of that run's parameters that it does not use)}, in the order of `config.member_runs`."""
