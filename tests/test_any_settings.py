@@ -62,7 +62,7 @@ def routing(draw, depth, recursion, stochastic):
     changes = pick(
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "one"],
-        selection=["topk", "topk", "threshold", *controls],
+        train_selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
     )  # fmt: skip

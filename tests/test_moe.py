@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from efx import experiment, flops, models, sample, sharding
+from efx import build, flops, models, sample, sharding
 from efx.configs import common, mode
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
@@ -400,7 +400,7 @@ def test_flops_of_no_ops_are_counted_by_a_measured_share():
     assert mlp(model(0.25)) == pytest.approx(mlp(model(1.0)) / 4)
     assert flops.executed(model(0.25), 16) == flops.executed(model(1.0), 16)  # as before
     config = common.apply(common.base(), {"steps": 0, "train_flops": 1e12})
-    steps = [experiment._total_steps(config, [(0.0, m, m.ledger(256))])
+    steps = [build._total_steps(config, [(0.0, m, m.ledger(256))])
              for m in (model(0.25), model(1.0))]
     per_token = [m.ledger(256).nominal_per_token for m in (model(0.25), model(1.0))]
     assert steps[0] / steps[1] == pytest.approx(per_token[1] / per_token[0], rel=1e-2)

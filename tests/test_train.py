@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from ml_collections import ConfigDict
 
 from efx import build, models, optim, sharding, train
 from efx import step as step_lib
@@ -281,8 +280,7 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
     shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
 
     def run(folder, steps):
-        config = common.base()
-        config.model = ConfigDict(getattr(common, family)())
+        config = common.base(family)
         changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": steps}
         common.apply(config, shared | changes | RESUMED[family])
         train.train_and_evaluate(config, folder)
