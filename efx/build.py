@@ -21,7 +21,7 @@ from efx.checkpoint import Checkpointer
 from efx.data import PARTS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.models.configs import config_of
+from efx.models.families import config_of
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what else decides which part of a source is held out.

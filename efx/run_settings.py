@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
 from efx.layers.adapter_config import AdapterConfig
-from efx.models.configs import check_family, config_class, config_of
 from efx.models.decoder_config import DecoderConfig
+from efx.models.families import check_family, config_class, config_of
 from efx.run_blocks import (
     CheckpointConfig,
     ClusterConfig,
@@ -44,7 +44,7 @@ class Config:
     train_flops: Number = 0.0
     data: DataConfig = DataConfig()
     init: InitConfig = InitConfig()
-    model: object = DecoderConfig()  # the block of a family, see efx/models/configs.py
+    model: object = DecoderConfig()  # the block of a family, see efx/models/families.py
     adapter: AdapterConfig = AdapterConfig()
     losses: LossesConfig = LossesConfig()
     train: TrainConfig = TrainConfig()

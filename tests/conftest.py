@@ -24,6 +24,26 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What `pytest -m quick` runs, in about two minutes: what needs little compiling and finds most
+# slips. Of the properties of all families, some rows.
+QUICK = {
+    "test_attention", "test_cli", "test_configs", "test_contract", "test_docs", "test_imports",
+    "test_layout", "test_losses", "test_means", "test_models", "test_optim", "test_results",
+    "test_routing", "test_settings", "test_studies", "test_tokenizers", "test_wrong_use",
+}  # fmt: skip
+QUICK_ROWS = {"mod_options", "moe", "streams_parallel", "latent", "dropout_attention"}
+QUICK_PROPERTIES = {
+    "test_causal", "test_cached_decoding_is_the_full_forward",
+    "test_the_ledger_is_what_is_executed",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        row = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+        shared = item.path.stem == "test_families" and item.originalname in QUICK_PROPERTIES
+        if item.path.stem in QUICK or (shared and row in QUICK_ROWS):
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from efx import models, run_settings, settings
 from efx.errors import UsageError
-from efx.models.configs import CONFIGS
+from efx.models.families import FAMILIES
 from efx.settings import Count, Natural, Share, block
 
 
@@ -81,13 +81,13 @@ def test_a_block_starts_a_config_and_comes_back():
     assert settings.as_dict(changed)["inner"] == {"size": 9, "share": 0.5}
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "bridged"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bridged"])
 def test_the_default_config_of_a_family(family, monkeypatch):
     """It is complete, comes back as it was, and is made out once a build."""
     config = run_settings.known(family)
     made = run_settings.check(config)
     assert settings.as_dict(made) == config.to_dict() and run_settings.check(made) is made
-    cls, calls = CONFIGS[family], []
+    cls, calls = FAMILIES[family].config, []
     resolved = cls.resolved
     monkeypatch.setattr(cls, "resolved", lambda self: calls.append(self) or resolved(self))
     models.build(made.model, vocab_size=50, context=32, dtype="float32", adapter=made.adapter)

@@ -23,28 +23,17 @@ import jax.numpy as jnp
 from efx.errors import UsageError
 from efx.layers.adapter_config import AdapterConfig
 from efx.layers.stack import period, unroll_params
-from efx.models.bridged import Bridged
-from efx.models.configs import config_of
-from efx.models.decoder import Decoder
-from efx.models.encoder_decoder import EncoderDecoder
+from efx.models.families import FAMILIES, config_of
 from efx.models.gated import adapt
 from efx.models.language_model import unrolled
-from efx.models.latent import Latent
 from efx.settings import make, names_of
-
-FAMILIES = {
-    "decoder": Decoder,
-    "encoder_decoder": EncoderDecoder,
-    "latent": Latent,
-    "bridged": Bridged,
-}
 
 
 def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(), vocab_ways=1):
     """The module of a config's `model` block.
 
     Args:
-      model_config: a block of `CONFIGS`, or a mapping with exactly its settings.
+      model_config: the block of a family, or a mapping with exactly its settings.
       vocab_size: V of the tokenizer.
       context: longest sequence; `config.model.context` when that is not 0.
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
@@ -66,7 +55,7 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
         changes["vocab_multiple"] = c.vocab_multiple or vocab_ways
     c = dataclasses.replace(c, **changes).resolved()
     made_of = [unrolled(member) for member in members]
-    model = FAMILIES[c.family].of(made_of, c, vocab_size, jnp.dtype(dtype))
+    model = FAMILIES[c.family].module.of(made_of, c, vocab_size, jnp.dtype(dtype))
     if c.scan_layers:
         period(model.specs())
     if adapter is None:

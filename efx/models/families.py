@@ -1,28 +1,42 @@
-"""`config.model` of every family."""
+"""The table of families: what a `config.model.family` is."""
+
+from typing import Any, NamedTuple
 
 from efx.errors import UsageError, nearest
+from efx.models.bridged import Bridged
 from efx.models.bridged_config import BridgedConfig
+from efx.models.decoder import Decoder
 from efx.models.decoder_config import DecoderConfig
+from efx.models.encoder_decoder import EncoderDecoder
 from efx.models.encoder_decoder_config import EncoderDecoderConfig
+from efx.models.latent import Latent
 from efx.models.latent_config import LatentConfig
 from efx.settings import is_block, make, names_of
 
-CONFIGS = {
-    "decoder": DecoderConfig,
-    "encoder_decoder": EncoderDecoderConfig,
-    "latent": LatentConfig,
-    "bridged": BridgedConfig,
+
+class Family(NamedTuple):
+    """A block of settings and the module that is built of it, see `efx.models.contract`."""
+
+    config: Any
+    module: Any
+
+
+FAMILIES = {
+    "decoder": Family(DecoderConfig, Decoder),
+    "encoder_decoder": Family(EncoderDecoderConfig, EncoderDecoder),
+    "latent": Family(LatentConfig, Latent),
+    "bridged": Family(BridgedConfig, Bridged),
 }
 
 
 def config_class(family):
     """The block of settings of a family; UsageError for an unknown one."""
-    if family not in CONFIGS:
+    if family not in FAMILIES:
         raise UsageError(
-            f"config.model.family={family!r}: expected one of {', '.join(CONFIGS)}"
-            + nearest(family, CONFIGS)
+            f"config.model.family={family!r}: expected one of {', '.join(FAMILIES)}"
+            + nearest(family, FAMILIES)
         )
-    return CONFIGS[family]
+    return FAMILIES[family].config
 
 
 def config_of(model):
@@ -38,7 +52,7 @@ def check_family(mapping):
     """UsageError where the settings of a `config.model` are those of another family than it says:
     a changed `config.model.family` does not change the settings beside it."""
     cls = config_class(mapping.get("family"))
-    for family, other in CONFIGS.items():
+    for family, (other, _) in FAMILIES.items():
         if other is not cls and set(names_of(other)) == set(mapping):
             raise UsageError(
                 f"config.model.family={mapping['family']!r}: the settings of config.model are "
