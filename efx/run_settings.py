@@ -11,7 +11,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
-from efx.layers.adapter_config import AdapterConfig
+from efx.models.adapters.config import AdapterConfig
 from efx.models.decoder_config import DecoderConfig
 from efx.models.families import check_family, config_class, config_of
 from efx.run_blocks import (

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from efx import optim, sharding, step
-from efx.layers import latent_loss
+from efx.models.latent import loss as latent_loss
 
 ROWS, LENGTH = 8, 16
 

@@ -18,10 +18,10 @@ from flax.traverse_util import unflatten_dict
 from efx import build, checkpoint, models, runfolder, train, use
 from efx.configs import common
 from efx.errors import UsageError
-from efx.layers import adapters
-from efx.layers.adapter_config import AdapterConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
+from efx.models.adapters import layers as adapters
+from efx.models.adapters.config import AdapterConfig
 
 EXPERTS, RANK, WIDTH, FEATURES = 4, 3, 6, 5
 

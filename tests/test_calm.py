@@ -16,7 +16,7 @@ from efx.configs import calm, common
 from efx.errors import UsageError
 from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
-from efx.models.bridged import spaced
+from efx.models.bridged.model import spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "attention.num_kv_heads": 2}

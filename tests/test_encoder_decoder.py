@@ -18,7 +18,7 @@ from efx import flops, losses, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
-from efx.layers.streams import EmbeddingLoss, distance, running_mean
+from efx.models.encoder_decoder.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
 from efx.step import by_layer, init_state_params, make_eval_step
 

@@ -46,7 +46,7 @@ def test_contracts_hold():
         ("data/sources.py", "from efx import evaluate", "Imports go one way"),
         ("flops.py", "from efx.layers import mlp", "Imports go one way"),
         ("nowhere.py", "", "Imports go one way"),
-        ("models/latent.py", "from efx.models.decoder import x", "Families do not import"),
+        ("models/latent/model.py", "from efx.models.decoder import x", "Families do not import"),
         ("layers/mlp.py", "import ml_collections", "A config reaches a model once"),
         ("models/decoder.py", "from ml_collections import ConfigDict", "A config reaches"),
         ("step.py", "import time", "The step is pure"),
@@ -58,7 +58,8 @@ def test_contracts_can_fail(tmp_path, module, line, contract):
     """A tree of empty modules, with one import too many."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     files = """__init__ main train evaluate sample step losses optim sharding flops errors
-    data/__init__ data/sources models/__init__ models/decoder models/latent models/gated
+    data/__init__ data/sources models/__init__ models/decoder models/latent/__init__
+    models/latent/model models/adapters/__init__ models/adapters/model
     layers/__init__ layers/mlp interop/__init__ interop/hf studies/__init__"""
     for name in files.split():
         path = tmp_path / "efx" / f"{name}.py"
@@ -68,8 +69,8 @@ def test_contracts_can_fail(tmp_path, module, line, contract):
     (tmp_path / "efx/main.py").write_text("from efx import train\nimport efx.interop.hf\n")
     (tmp_path / "efx/interop/hf.py").write_text("from efx import evaluate\n")
     (tmp_path / "efx/train.py").write_text("import ml_collections\nfrom efx import step\n")
-    (tmp_path / "efx/models/__init__.py").write_text("from efx.models import decoder, gated\n")
-    (tmp_path / "efx/models/gated.py").write_text("from efx.models import build\n")
+    (tmp_path / "efx/models/__init__.py").write_text("from efx.models import adapters, decoder\n")
+    (tmp_path / "efx/models/adapters/model.py").write_text("from efx.models import build\n")
     (tmp_path / "efx/models/decoder.py").write_text("from efx.layers import mlp\n")
     (tmp_path / "efx/layers/mlp.py").write_text("from efx import errors, sharding\n")
     if module:

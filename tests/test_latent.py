@@ -15,8 +15,8 @@ from latent_helpers import FEW, LEVELS, MEMORY, MOD, apply, make
 
 from efx import models
 from efx.errors import UsageError
-from efx.layers import groups
 from efx.layers.info import TokenInfo
+from efx.models.latent import groups
 from efx.sample import Sampler
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------

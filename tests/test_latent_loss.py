@@ -11,9 +11,9 @@ from flax import linen as nn
 from efx import flops, losses
 from efx.configs import common
 from efx.errors import UsageError
-from efx.layers import latent_loss
-from efx.layers.latent_loss import LatentPrediction
-from efx.models.latent_config import LatentLossConfig
+from efx.models.latent import loss as latent_loss
+from efx.models.latent.config import LatentLossConfig
+from efx.models.latent.loss import LatentPrediction
 
 B, T, D = 3, 7, 6
 VALID = np.arange(T)[None] < np.array([7, 5, 1])[:, None]

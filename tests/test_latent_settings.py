@@ -13,9 +13,9 @@ from latent_helpers import FEW, MEMORY, MOD, apply, make
 from efx import build, models
 from efx.configs import common, latent
 from efx.errors import UsageError
-from efx.layers import group_views
 from efx.layers.info import TokenInfo
-from efx.models import latent_config
+from efx.models.latent import config as latent_config
+from efx.models.latent import group_views
 from efx.step import by_layer, make_eval_step
 
 # ---- what it says about itself -----------------------------------------------------------------

@@ -15,10 +15,10 @@ from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
-from efx.layers import learned_dropout as ld
 from efx.layers.blocks import Block
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
 from efx.layers.info import TokenInfo
+from efx.layers.mask_dropout import modules as ld
 from efx.layers.stack import Layer
 
 PI = np.pi

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from efx import models
 from efx.errors import UsageError
-from efx.layers import open_rows
+from efx.layers.mask_dropout import open_rows
 
 CHANGES = {
     "dropout.kind": "attention", "dropout.sites": ("attention_output", "mlp_output"),

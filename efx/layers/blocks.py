@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers import norms, open_rows
+from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
-from efx.layers.learned_dropout import make_dropout
+from efx.layers.mask_dropout import open_rows
+from efx.layers.mask_dropout.modules import make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
 

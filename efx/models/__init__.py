@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from efx.errors import UsageError
-from efx.layers.adapter_config import AdapterConfig
 from efx.layers.stack import period, unroll_params
+from efx.models.adapters.config import AdapterConfig
+from efx.models.adapters.model import adapt
 from efx.models.families import FAMILIES, config_of
-from efx.models.gated import adapt
 from efx.models.language_model import unrolled
 from efx.settings import make, names_of
 

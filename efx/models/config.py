@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from efx.errors import UsageError
 from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -52,4 +53,16 @@ class ModelConfig:
             use_bias=self.use_bias,
             context=self.context,
             **fields,
+        )
+
+
+def check_stack(c):
+    """UsageError unless a stack of blocks can be as a family's config says."""
+    c.depth_routing.check_depth(c.depth)
+    c.soft_experts.check_depth(c.depth, c.mlp)
+    c.dense_former.check_depth(c.depth, c.scan_layers)
+    if c.scan_layers and c.depth_routing.kind == "recursion":
+        raise UsageError(
+            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
+            "whose layers do not repeat a pattern"
         )

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import costs, learned_dropout, norms, stack_specs
+from efx.layers import costs, norms, stack_specs
 from efx.layers.linear import Embedding
+from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.parametrisation import deviations
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel

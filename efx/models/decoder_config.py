@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from efx.errors import UsageError
 from efx.layers.config import (
     DenseFormerConfig,
     DepthRoutingConfig,
@@ -12,7 +11,7 @@ from efx.layers.config import (
     Norm,
     SoftExpertsConfig,
 )
-from efx.models.config import ModelConfig
+from efx.models.config import ModelConfig, check_stack
 from efx.settings import block
 
 # What a preset decides where a setting is None.
@@ -58,16 +57,4 @@ class DecoderConfig(ModelConfig):
             ),
             mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),
-        )
-
-
-def check_stack(c):
-    """UsageError unless a stack of blocks can be as a family's config says."""
-    c.depth_routing.check_depth(c.depth)
-    c.soft_experts.check_depth(c.depth, c.mlp)
-    c.dense_former.check_depth(c.depth, c.scan_layers)
-    if c.scan_layers and c.depth_routing.kind == "recursion":
-        raise UsageError(
-            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
-            "whose layers do not repeat a pattern"
         )

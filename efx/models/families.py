@@ -3,14 +3,14 @@
 from typing import Any, NamedTuple
 
 from efx.errors import UsageError, nearest
-from efx.models.bridged import Bridged
-from efx.models.bridged_config import BridgedConfig
+from efx.models.bridged.config import BridgedConfig
+from efx.models.bridged.model import Bridged
 from efx.models.decoder import Decoder
 from efx.models.decoder_config import DecoderConfig
-from efx.models.encoder_decoder import EncoderDecoder
-from efx.models.encoder_decoder_config import EncoderDecoderConfig
-from efx.models.latent import Latent
-from efx.models.latent_config import LatentConfig
+from efx.models.encoder_decoder.config import EncoderDecoderConfig
+from efx.models.encoder_decoder.model import EncoderDecoder
+from efx.models.latent.config import LatentConfig
+from efx.models.latent.model import Latent
 from efx.settings import is_block, make, names_of
 
 

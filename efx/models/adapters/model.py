@@ -1,8 +1,8 @@
 """Any family with adapters on its linear layers, and several adapted experts composed (PHATGOOSE).
 
 `adapt(model, config)` gives the same model of the same family, with the same parameters at the same
-paths and an adapter's beside each layer that has one; see `efx.layers.adapters`. It is a subclass
-that `features` of the family runs in, so whatever works on a family works on it: training,
+paths and an adapter's beside each layer that has one; see `efx.models.adapters.layers`. It is a
+subclass that `features` of the family runs in, so whatever works on a family works on it: training,
 sharding, evaluation, decoding with caches, scanned and unrolled layers.
 """
 
@@ -15,10 +15,10 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers.adapter_config import AdapterConfig
-from efx.layers.adapters import Adapter, Interceptor, Site
 from efx.layers.linear import Linear
 from efx.layers.stack import names
+from efx.models.adapters.config import AdapterConfig
+from efx.models.adapters.layers import Adapter, Interceptor, Site
 from efx.models.language_model import unrolled
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers import groups, parametrisation
+from efx.layers import parametrisation
 from efx.layers.config import (
     AttentionConfig,
     DenseFormerConfig,
@@ -15,8 +15,8 @@ from efx.layers.config import (
     MuPConfig,
     SoftExpertsConfig,
 )
-from efx.models.config import ModelConfig
-from efx.models.decoder_config import check_stack
+from efx.models.config import ModelConfig, check_stack
+from efx.models.latent import groups
 from efx.settings import Count, Natural, NonNegative, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
@@ -25,7 +25,7 @@ COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
 
 @block("config.model.latent_loss")
 class LatentLossConfig:
-    """See layers/latent_loss.py."""
+    """See models/latent/loss.py."""
 
     # Loss `latent_prediction`, of W x_t as a prediction of the next latent: "cosine",
     # "siglip" (tell it from the others).

@@ -1,4 +1,4 @@
-"""Layers of two streams, the second of which reads the first; see `models/encoder_decoder.py`."""
+"""Layers of two streams, the second of which reads the first; see `EncoderDecoder`."""
 
 import dataclasses
 from typing import ClassVar

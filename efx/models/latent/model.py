@@ -4,7 +4,7 @@ P_0 tokens in a row are a group; boundaries depend on the place of a token in it
 level i = 1..n compresses every group on its own to P_i < P_{i-1} latents of width D_i and works on
 them, inside groups and across. The latent stack, most of the compute, is an ordinary stack of
 blocks over the M * P_n latents of the sequence. Decoder level i spreads latents over the P_{i-1}
-places of a group again and adds what entered encoder level i. See `layers/groups.py` for the
+places of a group again and adds what entered encoder level i. See `models/latent/groups.py` for the
 levels, and for why all of it is causal.
 
 A token enters as E[token] + A[t], t its position in its document and A a learned table of
@@ -28,13 +28,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import group_views, groups, learned_dropout, norms, stack_specs
+from efx.layers import norms, stack_specs
 from efx.layers.dropout import StandardDropout
-from efx.layers.latent_loss import LatentPrediction
 from efx.layers.linear import Embedding
+from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.stack import Stack
-from efx.models import latent_config, latent_costs
 from efx.models.language_model import LanguageModel
+from efx.models.latent import config, group_views, groups, ledger
+from efx.models.latent.loss import LatentPrediction
 from efx.sharding import constrain
 
 
@@ -43,7 +44,7 @@ class Latent(LanguageModel):
 
     def setup(self):
         c = self.config
-        width, std = c.level_widths[0], latent_config.deviations(c, 0)
+        width, std = c.level_widths[0], config.deviations(c, 0)
         self.embed = self.token_table(width, std.table)
         self.positions_embed = [
             Embedding(rows, width, std.table, self.dtype, axes=("position", "table"))
@@ -223,17 +224,17 @@ class Latent(LanguageModel):
     @nn.nowrap
     def levels(self, encoder):
         """Levels 1..n of the encoder or the decoder."""
-        return latent_config.levels(self.config, self.dtype, encoder)
+        return config.levels(self.config, self.dtype, encoder)
 
     @nn.nowrap
     def stack_block(self):
         """A block of the latent stack, without experts."""
-        return latent_config.stack_block(self.config, self.dtype)
+        return config.stack_block(self.config, self.dtype)
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence; arguments as in `Decoder.ledger`."""
-        return latent_costs.ledger(self, length, selection, shares)
+        return ledger.ledger(self, length, selection, shares)
 
 
 class LatentMemory(nn.Module):

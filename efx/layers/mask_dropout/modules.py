@@ -27,7 +27,7 @@ from efx.layers.attend import attend
 from efx.layers.cache import attend_cached
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
 from efx.layers.dropout import StandardDropout
-from efx.layers.masks import (
+from efx.layers.mask_dropout.functions import (
     cosine_mask,
     penalties,
     rounded,

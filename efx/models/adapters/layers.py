@@ -25,11 +25,11 @@ from flax import linen as nn
 from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import cache, routing
-from efx.layers.adapter_config import AdapterConfig
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
 from efx.layers.moe import ROUTER_STD
+from efx.models.adapters.config import AdapterConfig
 
 
 def standardise(x):

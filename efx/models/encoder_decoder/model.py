@@ -22,10 +22,10 @@ from flax import linen as nn
 from efx import flops
 from efx.layers import costs, norms
 from efx.layers.config import with_experts
-from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear
+from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
 from efx.layers.stack import Stack
-from efx.layers.streams import EmbeddingLoss, PairSpec
+from efx.models.encoder_decoder.streams import EmbeddingLoss, PairSpec
 from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
 

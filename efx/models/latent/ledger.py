@@ -6,7 +6,8 @@ and the output layer.
 """
 
 from efx import flops
-from efx.layers import costs, latent_loss, stack_specs
+from efx.layers import costs, stack_specs
+from efx.models.latent import loss as latent_loss
 
 
 def ledger(model, length, selection, shares):

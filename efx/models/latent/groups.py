@@ -1,5 +1,5 @@
 """Groups of consecutive tokens: compressing each to fewer latents, working inside groups and across
-them, and spreading latents over tokens again; see `models/latent.py`.
+them, and spreading latents over tokens again; see `models/latent/model.py`.
 
 The latents of a level stand for the last tokens of their group: with P of them, latent j for token
 P_0 - P + j of P_0, and it depends on tokens up to that one. So every latent has a time, all

@@ -22,7 +22,7 @@ class EncoderDecoderConfig(ModelConfig):
     order: Literal["self_first", "cross_first", "cross_only"] = "self_first"
     # The encoder state that a decoder block reads: "same_layer", this layer's output;
     # "previous_layer", what enters the layer, so that both streams of a layer run at once;
-    # "final", the serial encoder-decoder. For unequal depths see models/encoder_decoder.py.
+    # "final", the serial encoder-decoder. For unequal depths see models/encoder_decoder/model.py.
     cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
     # "final" only: d_0 = Linear(the encoder's output); "embedding": Linear(e_0), as elsewhere.
     serial_start: Literal["encoder", "embedding"] = "encoder"

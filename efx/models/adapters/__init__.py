@@ -1,0 +1,1 @@
+"""Adapters on finished models, one or several composed (PHATGOOSE): settings, layers, model."""

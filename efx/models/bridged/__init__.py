@@ -1,0 +1,1 @@
+"""Bridges between finished models (CALM): settings, model."""

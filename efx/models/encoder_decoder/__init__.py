@@ -1,0 +1,1 @@
+"""The parallel encoder-decoder: settings, streams, model."""

@@ -1,0 +1,1 @@
+"""The grouped-latent transformer: settings, levels, loss of latents, model, ledger."""
