@@ -4,7 +4,9 @@ text than any of them reads once.
     python -m efx.studies.sweep --sweep configs/sweeps/dropout_flops.py \
         --workdir runs/dropout_flops --jobs 2
 
-The models of dropout_overfitting.py on the source of Python's standard library.
+The models of dropout_overfitting.py on the source of Python's standard library. Of the masks that
+are elementwise, or read the embedding, or stand in two streams, one row each without penalties:
+that sweep compares penalties, where they might help.
 """
 
 from efx.configs.sweeps import dropout_overfitting
@@ -17,6 +19,19 @@ SIZE = dropout_overfitting.SIZE | {
     "sample.every": 0,
     "checkpoint.every": 0,
 }
+FORMS = (
+    "learned dropout, elementwise, no penalty",
+    "learned dropout, embedding, no penalty",
+    "encoder-decoder, parallel, masks, no penalty",
+)
+
+
+def _has_a_form(name):
+    begins = ("learned dropout, elementwise", "learned dropout, embedding")
+    return name.startswith(begins) or "masks" in name
+
+
+RUNS = [name for name in dropout_overfitting.RUNS if name in FORMS or not _has_a_form(name)]
 
 
 def get_sweep():
@@ -24,6 +39,6 @@ def get_sweep():
         config="learned_dropout:none",
         seeds=(0, 1, 2),
         equal="",  # `train_flops` is the same in all
-        runs={name: SIZE | changes for name, changes in dropout_overfitting.RUNS.items()},
+        runs={name: SIZE | dropout_overfitting.RUNS[name] for name in RUNS},
         columns={"masks keep": "eval/dropout/kept", "parameters": "parameters"},
     )
