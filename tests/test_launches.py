@@ -317,7 +317,8 @@ def test_running_averages_of_the_run_started_from_are_dropped(tmp_path):
     config.init.run = str(tmp_path / "a")
     config.init.rename = (("layers/block_2/(.*)", r"layers/block_5/\1"),)
     fresh = jax.tree.map(jnp.asarray, state(0.0, (3,), (1, 2, 3, 4)))
-    found, _ = start_from(fresh, config, types.SimpleNamespace(vocab_size=4), said.append)
+    model = types.SimpleNamespace(vocab_size=4, members={})
+    found, _ = start_from(fresh, config, model, said.append)
     values = {name: (float(np.ravel(leaf["quantile"])[0]), int(leaf["steps"]))
               for name, leaf in found.variables["state"]["layers"].items()}  # fmt: skip
     assert values == {"block_1": (7.0, 7), "block_2": (7.0, 7),  # block_3 is longer there
