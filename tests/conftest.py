@@ -24,7 +24,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What `pytest -m quick` runs, in about two minutes: what needs little compiling and finds most
+# What `pytest -m quick` runs, in about a minute: what needs little compiling and finds most
 # slips. Of the properties of all families, some rows.
 QUICK = {
     "test_attention", "test_cli", "test_configs", "test_contract", "test_docs", "test_imports",
