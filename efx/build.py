@@ -13,7 +13,9 @@ import pathlib
 
 import jax
 import numpy as np
+import optax
 from flax import linen as nn
+from ml_collections import ConfigDict
 
 from efx import flops, models, optim, run_settings, runfolder, sharding
 from efx import step as step_lib
@@ -99,17 +101,24 @@ class Training:
     def __init__(self, experiment):
         e, c = experiment, experiment.config
         self.experiment = e
-        boxed = jax.eval_shape(lambda: models.init(e.model, jax.random.key(0)))
-        params, base = nn.unbox(boxed["params"]), models.mup_base(e.model)
+        boxed = _variables(e.model)
+        params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
         self.summary = optim.describe(c.optim, params, base)
         self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
-        shapes = jax.eval_shape(lambda: self.init(0))
-        self.shardings = step_lib.state_shardings(boxed["params"], shapes, e.mesh, e.rules)
-        self.shapes = _placed(shapes, self.shardings)
+        self.shapes = _state(e, boxed, self.optimizer)
+        self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
 
 
-def _placed(shapes, shardings):
+def _variables(model):
+    """Shapes of a model's variables; parameters with their logical axes."""
+    return jax.eval_shape(lambda: models.init(model, jax.random.key(0)))
+
+
+def _state(built, boxed, optimizer):
+    """A `TrainState` of jax.ShapeDtypeStruct with shardings; boxed: see `_variables`."""
+    shapes = jax.eval_shape(lambda v: step_lib.state_of(v, optimizer), nn.unbox(boxed))
+    shardings = step_lib.state_shardings(boxed["params"], shapes, built.mesh, built.rules)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
@@ -124,8 +133,9 @@ def setup(config, workdir=None):
     No text is opened, unless a tokenizer has to be made of it.
     """
     config = run_settings.check(config)
-    data, *devices = _begin(config, workdir, parts=())
-    return Setup(config, data.tokenizer, _model(config, data.tokenizer, *devices), *devices)
+    data, mesh, rules = _begin(config, workdir, parts=())
+    model = _model(config, data.tokenizer, mesh, rules)
+    return Setup(config, data.tokenizer, model, mesh, rules)
 
 
 def experiment(config, workdir=None, parts=PARTS):
@@ -155,25 +165,21 @@ def without_text(config, vocab_size):
     A config without `steps` counts as one of 1000.
     """
     config = run_settings.check(config)
-    rules = sharding.check_rules(config.rules)
-    mesh = sharding.make_mesh(config.mesh)
-    model = models.build(
-        config.model,
-        vocab_size=vocab_size,
-        context=config.data.seq_len,
-        dtype=config.train.dtype,
-        adapter=config.adapter,
-        vocab_ways=sharding.ways(mesh, rules, "vocab"),
-    )
+    mesh, rules = _devices(config)
+    model = _module(config, config, vocab_size, mesh, rules)
     stages = _capacity_stages(model, config.data.seq_len)
     stages = tuple(Stage(0, *stage) for _, *stage in stages)
     return Experiment(config, None, model, mesh, rules, None, config.steps or 1000, stages)
 
 
+def _devices(config):
+    """(mesh, rules)"""
+    return sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
+
+
 def _begin(config, workdir, parts):
     """(data, mesh, rules)"""
-    rules = sharding.check_rules(config.rules)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh, rules = _devices(config)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
     runs = _member_runs(config.model)
@@ -192,19 +198,25 @@ def _begin(config, workdir, parts):
     return data, mesh, rules
 
 
-def _model(config, tokenizer, mesh, rules):
-    model = models.build(
-        config.model,
-        vocab_size=tokenizer.vocab_size,
-        context=config.data.seq_len,
+def _module(config, of, vocab_size, mesh, rules, members=()):
+    """The model that `of` describes, a config with the blocks model, data and adapter, computed as
+    `config` says."""
+    return models.build(
+        of.model,
+        vocab_size=vocab_size,
+        context=of.data.seq_len,
         dtype=config.train.dtype,
-        adapter=config.adapter,
-        members=[
-            _member(key, run, tokenizer, config, mesh, rules)
-            for key, run in _member_runs(config.model)
-        ],
+        adapter=of.adapter,
+        members=members,
         vocab_ways=sharding.ways(mesh, rules, "vocab"),
     )
+
+
+def _model(config, tokenizer, mesh, rules):
+    members = [
+        _member(key, run, tokenizer, config, mesh, rules) for key, run in _member_runs(config.model)
+    ]
+    model = _module(config, config, tokenizer.vocab_size, mesh, rules, members)
     if model.context < config.data.seq_len:
         raise UsageError(
             f"config.model.context={model.context} is shorter than "
@@ -253,8 +265,8 @@ def _member_runs(model_config):
 
 def _member(key, run, own, config, mesh, rules):
     """The model of a run, for the tokens of the tokenizer `own`."""
-    there = runfolder.load_config(run)
-    if config_of(there["model"]).member_runs:
+    there = ConfigDict(runfolder.load_config(run))
+    if config_of(there.model).member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
     if tokenizer.fingerprint != own.fingerprint:
@@ -264,22 +276,14 @@ def _member(key, run, own, config, mesh, rules):
                 *config.model.member_runs[0]
             )
         )
-    return models.build(
-        there["model"],
-        vocab_size=own.vocab_size,
-        context=there["data"]["seq_len"],
-        dtype=config.train.dtype,
-        adapter=there["adapter"],
-        vocab_ways=sharding.ways(mesh, rules, "vocab"),
-    )
+    return _module(config, there, own.vocab_size, mesh, rules)
 
 
 def _capacity_stages(model, length):
     """[(fraction of the training at which it starts, model, ledger)]."""
     routing, start, parts = model.config.depth_routing, 0.0, []
     for end, capacity in routing.capacity_stages:
-        staged = dataclasses.replace(routing, capacity=capacity)
-        staged = models.changed(model, depth_routing=staged)
+        staged = models.changed(model, **{"depth_routing.capacity": capacity})
         parts.append((start, staged, staged.ledger(length)))
         start = end
     return [*parts, (start, model, model.ledger(length))]
@@ -287,7 +291,7 @@ def _capacity_stages(model, length):
 
 def _check_batch(config, mesh, rules):
     accumulation, shards = config.train.accumulation, sharding.batch_shards(mesh, rules)
-    if accumulation < 1 or config.data.batch_size % accumulation:
+    if config.data.batch_size % accumulation:
         raise UsageError(
             f"config.data.batch_size={config.data.batch_size} does not divide by "
             f"config.train.accumulation={accumulation}"
@@ -343,22 +347,17 @@ def finished(config, workdir, step=None, parts=()):
       step: of the checkpoint; None: the newest.
       parts: of the data that is wanted, see `efx.data.load`; of none the model alone is built.
     """
-    workdir = pathlib.Path(workdir)
     runfolder.load_config(workdir)
     # Averages of parameters are kept by the optimiser; no other has anything that is wanted here.
-    whole = config.optim.name == "schedule_free_adamw"
+    whole = optim.keeps_averages(config.optim.name)
     build = functools.partial(experiment, parts=parts) if parts or whole else setup
     built = build(config, workdir)
+    if whole:
+        shapes = Training(built).shapes
+    else:
+        shapes = _state(built, _variables(built.model), optax.identity())
     c = built.config
-    shapes = Training(built).shapes if whole else _parameters(built)
-    with Checkpointer(
-        workdir / runfolder.CHECKPOINTS,
-        every=c.checkpoint.every,
-        keep_last=c.checkpoint.keep_last,
-        keep_best=c.checkpoint.keep_best,
-        best_metric=c.checkpoint.best_metric,
-        asynchronous=False,
-    ) as checkpoints:
+    with checkpointer(workdir, c.checkpoint) as checkpoints:
         restored = checkpoints.restore(
             shapes,
             step=step,
@@ -366,21 +365,18 @@ def finished(config, workdir, step=None, parts=()):
             vocab_size=built.model.vocab_size,
             whole=whole,
         )
-    if not whole:
-        return built, restored.step, restored.state["params"], restored.state["variables"]
     state = restored.state
     params = optim.eval_params(c.optim.name, state.opt_state, state.params)
     return built, restored.step, params, state.variables
 
 
-def _parameters(built):
-    """{"params", "variables"} as a `TrainState` has them: shapes with shardings."""
-    boxed = dict(jax.eval_shape(lambda: models.init(built.model, jax.random.key(0))))
-    params, found = nn.unbox(boxed["params"]), nn.unbox(boxed)
-    kept = {"state": found["state"]} if "state" in found else {}
-    replicated = sharding.replicated(built.mesh)
-    placed = sharding.tree_shardings(boxed["params"], built.mesh, built.rules)
-    return {
-        "params": _placed(params, placed),
-        "variables": _placed(kept, jax.tree.map(lambda _: replicated, kept)),
-    }
+def checkpointer(workdir, c):
+    """The `Checkpointer` of a run folder, by the block `config.checkpoint`."""
+    return Checkpointer(
+        pathlib.Path(workdir) / runfolder.CHECKPOINTS,
+        every=c.every,
+        keep_last=c.keep_last,
+        keep_best=c.keep_best,
+        best_metric=c.best_metric,
+        asynchronous=c.asynchronous,
+    )

@@ -1,7 +1,5 @@
 """Held-out loss, in nats and in bits per byte, for each way of routing."""
 
-import dataclasses
-
 import jax
 import numpy as np
 
@@ -140,9 +138,8 @@ class Evaluator:
         computed = means.get("moe/computed_fraction")
         if computed is None or self._moe is None:
             return self._model
-        moe = dataclasses.replace(self._moe, computed_fraction=min(max(computed, 1e-9), 1.0))
-        mlp = dataclasses.replace(self._model.config.mlp, moe=moe)
-        return models.changed(self._model, mlp=mlp)
+        changes = {"mlp.moe.computed_fraction": min(max(computed, 1e-9), 1.0)}
+        return models.changed(self._model, **changes)
 
     def _expert_rows(self, means, bytes_per_token):
         """`eval/moe/...` under the causal decision; the loss under training's selection if it

@@ -4,7 +4,6 @@ All arithmetic is float32 whatever comes in. Cross-entropy is returned as sums o
 as a mean: the train step divides once, by the weight of the whole (accumulated, sharded) batch.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 
 from efx import means
 from efx.errors import UsageError, nearest
-from efx.run_blocks import LossesConfig
 
 
 class LossSums(NamedTuple):
@@ -294,29 +292,15 @@ def collect_sown(sown, whole=None):
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in sorted(entries.items())}
 
 
-def weight(config_losses, name):
-    """What the `config.losses` block, or a mapping, says of one loss."""
-    if isinstance(config_losses, LossesConfig):
-        return getattr(config_losses, name)
-    return config_losses[name]
-
-
-def _names(config_losses):
-    if isinstance(config_losses, LossesConfig):
-        return {field.name for field in dataclasses.fields(config_losses)}
-    return set(config_losses)
-
-
 def check_names(sown_names, config_losses):
     """Raise UsageError if a sown loss has no weight in config.losses.
 
     Returns the weights that nothing sows, sorted. They are no error, since a config may carry
     weights for options that are off; a misspelt one shows up by leaving the right name unweighted.
     """
-    weights = _names(config_losses)
-    unused = sorted(weights - set(sown_names))
+    unused = sorted(set(config_losses) - set(sown_names))
     for name in sorted(sown_names):
-        if name not in weights:
+        if name not in config_losses:
             close = nearest(name, unused).replace("did you mean", "misspelt as")
             raise UsageError(
                 f"the model sows a loss {name!r} that has no weight: set config.losses.{name} "
@@ -330,12 +314,13 @@ def weighted_sum(sown, config_losses, step, total_steps):
 
     Args:
       sown: result of `collect_sown`.
-      config_losses: the `config.losses` block; a sown name missing from it is a UsageError.
+      config_losses: {name: weight}, `config.losses` as a mapping; a sown name missing from it
+        is a UsageError.
     """
     check_names(sown, config_losses)
     total = jnp.zeros((), jnp.float32)
     for name, value in sown.items():
-        spec = weight(config_losses, name)
+        spec = config_losses[name]
         # A weight that is 0 for good leaves nothing to be computed for the gradient.
         if not isinstance(spec, int | float) or spec:
             total += coefficient(spec, step, total_steps, name) * value

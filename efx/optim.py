@@ -67,7 +67,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
       config_optim: the `config.optim` block.
       total_steps: steps of the run; the length of the schedule where `decay_steps` is 0.
       params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
-      mup_base: `config.model.mup.base_width`, see `models.mup_base`.
+      mup_base: `config.model.mup.base_width`; 0: no muP.
 
     Returns:
       (transformation, schedule); schedule(step) is the rate used by the update of zero-based `step`
@@ -224,6 +224,11 @@ def grad_norm(opt_state):
     return _find(opt_state, GradNormState).norm
 
 
+def keeps_averages(optimizer_name):
+    """Whether the parameters to evaluate with are told by the optimiser's state."""
+    return optimizer_name == "schedule_free_adamw"
+
+
 def eval_params(optimizer_name, opt_state, params):
     """The parameters to evaluate, sample and export with.
 
@@ -231,7 +236,7 @@ def eval_params(optimizer_name, opt_state, params):
     evaluated at x = (y - (1 - b1) z) / b1 (Defazio et al. 2024, arXiv 2405.15682). Every other
     optimiser evaluates what it trains. Frozen parameters are returned as they are.
     """
-    if optimizer_name != "schedule_free_adamw":
+    if not keeps_averages(optimizer_name):
         return params
     state = _find(opt_state, optax.contrib.ScheduleFreeState)
 

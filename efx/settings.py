@@ -226,7 +226,9 @@ def _plain_type(hint):
 
 
 def as_dict(settings):
-    """A block as nested plain dicts; tuples stay tuples."""
+    """A block as nested plain dicts, tuples as they are; of a mapping in its place, a copy."""
+    if not is_block(settings):
+        return dict(settings.items())
     return {
         name: as_dict(value) if is_block(value) else value
         for name in _hints(type(settings))

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.errors import UsageError
-from efx.settings import as_dict, is_block
+from efx.settings import as_dict
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
 
@@ -68,7 +68,7 @@ DEFAULT_RULES = (
 def make_mesh(mesh_config, devices=None):
     """Mesh with the axes of `MESH_AXES`; one of the sizes may be -1, "whatever is left"."""
     devices = jax.devices() if devices is None else list(devices)
-    sizes = as_dict(mesh_config) if is_block(mesh_config) else dict(mesh_config)
+    sizes = as_dict(mesh_config)
     sizes = {name: sizes[name] for name in MESH_AXES}
     free = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx import losses, means, models, optim, sharding
+from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # in the place of a step, of which there are never so many
 
@@ -38,8 +39,12 @@ class TrainState:
 
 def init_state(model, optimizer, seed):
     """The state of step 0, parameters unboxed."""
-    variables = dict(nn.unbox(models.init(model, jax.random.key(seed))))
-    params = variables.pop("params")
+    return state_of(nn.unbox(models.init(model, jax.random.key(seed))), optimizer)
+
+
+def state_of(variables, optimizer):
+    """The state of step 0 of a model's variables, unboxed."""
+    params = variables["params"]
     kept = {"state": variables["state"]} if "state" in variables else {}
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), kept, zero, zero)
@@ -105,19 +110,17 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     Args:
       groups: over how many shards the batch axis is split (see `losses.chunked_cross_entropy`).
     """
-    accumulation = config.train.accumulation
+    accumulation, weights = config.train.accumulation, as_dict(config.losses)
 
     def forward(params, variables, batch, keys):
         return _features(model, params, variables, batch, keys, train=True)
 
     def weighted(sown, step):
-        return losses.weighted_sum(sown, config.losses, step, total_steps)[0]
+        return losses.weighted_sum(sown, weights, step, total_steps)[0]
 
     def micro_loss(params, variables, batch, total_weight, keys, step, whole):
         x_BTD, mutated = forward(params, variables, batch, keys)
-        z_loss = losses.coefficient(
-            losses.weight(config.losses, "z_loss"), step, total_steps, "z_loss"
-        )
+        z_loss = losses.coefficient(weights["z_loss"], step, total_steps, "z_loss")
         sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss)
         found = {name: means.sown(mutated, name) for name in ("losses", "stats")}
         extra = weighted(losses.collect_sown(found["losses"], whole), step)

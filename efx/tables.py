@@ -45,11 +45,16 @@ def markdown(titles, rows):
     return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
-def save(workdir, name, text, numbers):
-    """Writes WORKDIR/<name>.md, and its numbers as plain data to <name>.json; prints the text."""
+def write(workdir, name, text, numbers):
+    """Writes WORKDIR/<name>.md, and its numbers as plain data to <name>.json."""
     folder = pathlib.Path(workdir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{name}.md", text)
     write_atomic(folder / f"{name}.json", json.dumps(numbers, indent=1) + "\n")
+
+
+def save(workdir, name, text, numbers):
+    """`write`, and print the text."""
+    write(workdir, name, text, numbers)
     print(text)

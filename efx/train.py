@@ -11,7 +11,7 @@ import numpy as np
 
 from efx import build, hints, optim, run_settings, runfolder, settings, sharding
 from efx import step as step_lib
-from efx.checkpoint import Checkpointer, start_from
+from efx.checkpoint import start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
@@ -172,18 +172,10 @@ class _Run:
 
     def train(self, untrained=False):
         e, config = self.experiment, self.config
-        c = config.checkpoint
         peak = device_peak(config.train.dtype) or 0.0
         with (
             sharding.use(e.mesh, e.rules),
-            Checkpointer(
-                self.workdir / runfolder.CHECKPOINTS,
-                every=c.every,
-                keep_last=c.keep_last,
-                keep_best=c.keep_best,
-                best_metric=c.best_metric,
-                asynchronous=c.asynchronous,
-            ) as self.checkpoints,
+            build.checkpointer(self.workdir, config.checkpoint) as self.checkpoints,
             contextlib.ExitStack() as files,
             Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
             StopSignals() as self.signals,

@@ -78,7 +78,7 @@ def updates(changes, base, value=0.25):
     shapes = jax.eval_shape(
         lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
     )
-    optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, models.mup_base(model))
+    optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, model.config.mup.base_width)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
     ones = jax.tree.map(np.ones_like, params)
     result, _ = jax.jit(optimizer.update)(ones, optimizer.init(params), params)

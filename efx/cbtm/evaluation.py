@@ -6,14 +6,11 @@ document's text up to the last multiple of `config.ensemble.every` tokens before
 same row or not.
 """
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import losses, run_settings, runfolder, sharding, tables
+from efx import losses, run_settings, sharding, tables
 from efx.cbtm.documents import Documents
 from efx.cbtm.ensemble import Ensemble, log_weights, mix, restore
 from efx.data.sources import document_digest
@@ -201,9 +198,7 @@ def markdown(result):
 
 def write(workdir, result):
     """WORKDIR/evaluation.json and evaluation.md."""
-    folder = pathlib.Path(workdir)
-    runfolder.write_atomic(folder / f"{FILE}.json", json.dumps(result, indent=1) + "\n")
-    runfolder.write_atomic(folder / f"{FILE}.md", markdown(result))
+    tables.write(workdir, FILE, markdown(result), result)
 
 
 def evaluate(config, workdir, step=None):

@@ -7,7 +7,6 @@ Needs numpy and safetensors only. The functions without a folder work on dicts: 
 (names to numpy, jax or torch arrays) and the contents of config.json.
 """
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -202,8 +201,7 @@ def _arrays(model, kind, shapes):
 
 def _dense(model):
     """The same model without routing, unrolled."""
-    routing = dataclasses.replace(model.config.depth_routing, kind="none")
-    return models.changed(model, depth_routing=routing, scan_layers=False)
+    return models.changed(model, **{"depth_routing.kind": "none", "scan_layers": False})
 
 
 def _shapes(model):

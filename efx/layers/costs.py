@@ -31,7 +31,7 @@ def mlp_flops(b, tokens, selection="train"):
         rows = moe.top_k * tokens * moe.counted_fraction + moe.num_shared * tokens
     elif moe is not None:
         rows = moe.num_experts * moe.places(tokens, selection) + moe.num_shared * tokens
-    parts = {"mlp": _matrices(b) * flops.matmul(rows, b.width, b.hidden)}
+    parts = {"mlp": b.mlp.matrices * flops.matmul(rows, b.width, b.hidden)}
     if moe is not None:
         parts["moe_router"] = flops.matmul(tokens, b.width, moe.choices)
     return parts
@@ -53,14 +53,10 @@ def _soft_mlp_flops(b, tokens):
     rows, features = b.soft.num * tokens, b.soft.features(b.width)
     hidden = (1 + b.soft.shared) * b.hidden
     return (
-        flops.matmul(rows, b.width, (_matrices(b) - 1) * hidden)
+        flops.matmul(rows, b.width, (b.mlp.matrices - 1) * hidden)
         + flops.matmul(rows, hidden, features)
         + flops.matmul(rows, features, b.width)
     )
-
-
-def _matrices(b):
-    return b.mlp.matrices
 
 
 def _predictor_width(b, r):
@@ -75,7 +71,7 @@ def routing_flops(b, r, length):
     router = 0 if r.control else flops.matmul(length, b.width, 1)
     counted = {"router": router + predictor}
     if r.skip_mlp:
-        counted["skip_mlp"] = _matrices(b) * flops.matmul(length, b.width, r.skip_mlp)
+        counted["skip_mlp"] = b.mlp.matrices * flops.matmul(length, b.width, r.skip_mlp)
     return counted
 
 

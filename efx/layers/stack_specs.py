@@ -38,7 +38,7 @@ def _recursion(routing, blocks):
 
 
 def stack_flops(specs, length, selection, shares=None):
-    """{component: nominal FLOPs} of one sequence; arguments as in `Decoder.ledger`."""
+    """{component: nominal FLOPs} of one sequence; see `Model.ledger`."""
     parts = []
     for i, spec in enumerate(specs):
         r = spec.routing

@@ -26,7 +26,7 @@ from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.model import adapt
 from efx.models.families import FAMILIES, config_of
 from efx.models.language_model import unrolled
-from efx.settings import make, names_of
+from efx.settings import make, names_of, replaced
 
 
 def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(), vocab_ways=1):
@@ -64,13 +64,8 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
 
 
 def changed(model, **changes):
-    """The same model with settings of its config changed, which is checked anew."""
-    return model.clone(config=dataclasses.replace(model.config, **changes))
-
-
-def mup_base(model):
-    """`config.model.mup.base_width` of a family that has it, else 0; the optimiser asks for it."""
-    return model.config.mup.base_width
+    """The same model with settings of its config changed, by dotted key, which is checked anew."""
+    return model.clone(config=replaced(model.config, changes))
 
 
 def init(model, key):

@@ -43,18 +43,7 @@ class Decoder(LanguageModel):
         decode=False,
         cache_size=0,
     ):
-        """The normalised state [B, T, D] that the output layer reads.
-
-        Args:
-          tokens_BT: int32.
-          positions_BT: int32, default 0..T-1. While decoding they are required, and a negative
-            one marks padding. Past the table of learned positions there are no numbers.
-          segment_ids_BT: int32 documents of packed rows, 0 for padding.
-          train: dropout on, routing as configured for training.
-          decode: append to the `cache` collection and attend over it.
-          cache_size: tokens of context of that cache.
-        Raises: UsageError: more tokens than the model has learned positions for.
-        """
+        """The normalised state. Past the table of learned positions there are no numbers."""
         if self.config.dropout.by_position or self.positions_embed is not None:
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         if positions_BT is None:
@@ -96,14 +85,6 @@ class Decoder(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """Nominal FLOPs of one sequence, see `flops.Ledger`.
-
-        Args:
-          selection: "train" counts the capacity of routed blocks; "causal" the buffer that
-            evaluation under the causal decision computes, ceil(c * T * slack).
-          shares: {index in `specs()` of a routed layer: (share of the tokens, share of the causal
-            pairs) that it was measured to route}, which are counted instead: what decoding costs.
-        """
         c = self.config
         pairs = flops.causal_pairs(length, c.attention.window)
         parts = [

@@ -16,14 +16,14 @@ from efx.sharding import constrain
 
 
 class LanguageModel(nn.Module):
-    """Base of the families. A family has `features`, and, if it does not bring an output layer of
-    its own, `embed` and, untied, `head`.
+    """Base of the families, which keep the contract `Model` of `efx.models.contract`.
+
+    A family has `features`, and, if it does not bring an output layer of its own, `embed` and,
+    untied, `head`.
 
     Attributes:
-      config: the family's block of settings, resolved.
       dtype: of activations; parameters are float32.
-      selection: how routed blocks choose, see `TokenInfo`; "auto": "train" in training, else
-        "causal".
+      selection: "auto" is "train" in training, else "causal".
     """
 
     config: Any
@@ -40,8 +40,6 @@ class LanguageModel(nn.Module):
 
     @property
     def members(self):
-        """{name in the tree of parameters: (model of another run that this one is made of, regex
-        of that run's parameters that it does not use)}, in the order of `config.member_runs`."""
         return {}
 
     def __call__(
@@ -53,7 +51,6 @@ class LanguageModel(nn.Module):
         decode=False,
         cache_size=0,
     ):
-        """Logits [B, T, V] in float32. See `features` for the arguments."""
         x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
         return self.logits(x_BTD)[..., : self.vocab_size]
 
@@ -90,7 +87,6 @@ class LanguageModel(nn.Module):
 
     @property
     def context(self):
-        """Tokens of the longest sequence."""
         return self.config.context
 
     @property
@@ -114,8 +110,7 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_params(self, params):
-        """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes:
-        a loss that goes over slices of the sequence would otherwise gather it in every slice."""
+        # A loss that goes over slices of the sequence would otherwise gather it in every slice.
         if self.config.tied:
             table_VD = params["embed"]["embedding"]
             return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
@@ -124,7 +119,6 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):
-        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
         return self.apply({"params": head_params}, x_ND, method="logits")
 
     @property

@@ -83,7 +83,7 @@ class Bridged(LanguageModel):
 
     @property
     def members(self):
-        """See `LanguageModel`. The output layer of a model that augments another is not used."""
+        """See `Model.members`. The output layer of a model that augments another is not used."""
         augment = {f"augment_models_{i}": (m, "head/.*") for i, m in enumerate(self.augment_models)}
         return {"anchor_model": (self.anchor_model, "")} | augment
 
@@ -104,7 +104,7 @@ class Bridged(LanguageModel):
         decode=False,
         cache_size=0,
     ):
-        """The anchor's normalised state [B, T, D]; arguments as in `Decoder.features`, but that
+        """The anchor's normalised state [B, T, D]; see `Model.features`, but that
         `train` changes nothing: the members are what they are in evaluation."""
         given = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
         read = []  # [augmenting model][pair]
@@ -135,12 +135,10 @@ class Bridged(LanguageModel):
 
     @nn.nowrap
     def head_params(self, params):
-        """The part of the parameters that `head_fn` needs."""
         return self.anchor_model.head_params(params["anchor_model"])
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):
-        """Pure output layer for the chunked loss: (parameters, [N, D]) -> logits [N, V]."""
         return self.anchor_model.head_fn(head_params, x_ND)
 
     @nn.nowrap

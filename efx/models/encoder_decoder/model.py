@@ -75,7 +75,7 @@ class EncoderDecoder(LanguageModel):
         decode=False,
         cache_size=0,
     ):
-        """The state [B, T, D] that the output layer reads; arguments as in `Decoder.features`."""
+        """The state [B, T, D] that the output layer reads; see `Model.features`."""
         c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]

@@ -11,7 +11,7 @@ from efx.models.latent import loss as latent_loss
 
 
 def ledger(model, length, selection, shares):
-    """Nominal FLOPs of one sequence of a resolved model; see `Decoder.ledger`."""
+    """Nominal FLOPs of one sequence of a resolved model; see `Model.ledger`."""
     c = model.config
     groups = -(-length // c.group_size)
     latents = groups * c.latents[-1]

@@ -84,7 +84,7 @@ class Latent(LanguageModel):
     ):
         """The normalised state [B, T, D_0] that the output layer reads.
 
-        Arguments as in `Decoder.features`, but that positions need documents (`segment_ids_BT`):
+        As in `Model.features`, but that positions need documents (`segment_ids_BT`):
         otherwise a token's position is its place in the row. While decoding, the tokens of a call
         follow each other in their row, padding after them.
         """
@@ -233,7 +233,7 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """Nominal FLOPs of one sequence; arguments as in `Decoder.ledger`."""
+        """Nominal FLOPs of one sequence; see `Model.ledger`."""
         return ledger.ledger(self, length, selection, shares)
 
 
