@@ -17,23 +17,49 @@ ROWS, LENGTH = 8, 16
 # Together these sow every loss that there is; under names of their own, so that a new loss that is
 # in none of them is noticed.
 ALL_ROUTED = {
-    "depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.every": 1,
-    "depth_routing.causal": "predictor", "depth_routing.also_train": ("aux_loss", "threshold"),
-    "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16,
-    "mlp.moe.num_noop": 1, "dropout.kind": "elementwise", "dropout.elementwise.detach": False,
+    "depth_routing.kind": "mod",
+    "depth_routing.capacity": 0.5,
+    "depth_routing.every": 1,
+    "depth_routing.causal": "predictor",
+    "depth_routing.also_train": ("aux_loss", "threshold"),
+    "mlp.kind": "moe",
+    "mlp.moe.num_experts": 4,
+    "mlp.moe.expert_hidden": 16,
+    "mlp.moe.num_noop": 1,
+    "dropout.kind": "elementwise",
+    "dropout.elementwise.detach": False,
     "scan_layers": True,
 }
 VARIANTS = {
     "routed blocks, experts, masks": ALL_ROUTED,
     "expert choice, inclusion": {
-        "mlp.kind": "moe", "mlp.moe.num_experts": 3, "mlp.moe.expert_hidden": 16, "depth": 1,
-        "mlp.moe.router": "expert_choice", "adapter.kind": "lora", "adapter.rank": 2,
-        "adapter.experts": ("a", "b"), "adapter.routing": "inclusion", "adapter.sites": ".*/query",
+        "mlp.kind": "moe",
+        "mlp.moe.num_experts": 3,
+        "mlp.moe.expert_hidden": 16,
+        "depth": 1,
+        "mlp.moe.router": "expert_choice",
+        "adapter.kind": "lora",
+        "adapter.rank": 2,
+        "adapter.experts": ("a", "b"),
+        "adapter.routing": "inclusion",
+        "adapter.sites": ".*/query",
     },
-    "streams": {"family": "encoder_decoder", "embedding_loss": "log_cosine", "depth": 1,
-                "embedding_loss_gains": True, "mlp.hidden": 32},
-    "latents": {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (16,),
-                "level_heads": (2,), "depth": 1, "latent_loss.kind": "siglip"},
+    "streams": {
+        "family": "encoder_decoder",
+        "embedding_loss": "log_cosine",
+        "depth": 1,
+        "embedding_loss_gains": True,
+        "mlp.hidden": 32,
+    },
+    "latents": {
+        "family": "latent",
+        "group_size": 4,
+        "latents": (2,),
+        "level_widths": (16,),
+        "level_heads": (2,),
+        "depth": 1,
+        "latent_loss.kind": "siglip",
+    },
 }
 
 
@@ -49,12 +75,18 @@ def packed(rows=ROWS, length=LENGTH):
             positions_BT[row, start : start + size] = np.arange(size)
     tokens = rng.integers(0, families.VOCAB, (2, rows, length)).astype(np.int32)
     weights_BT = (segments_BT > 0).astype(np.float32)
-    return {"inputs": tokens[0], "targets": tokens[1], "weights": weights_BT,
-            "positions": positions_BT, "segment_ids": segments_BT}
+    return {
+        "inputs": tokens[0],
+        "targets": tokens[1],
+        "weights": weights_BT,
+        "positions": positions_BT,
+        "segment_ids": segments_BT,
+    }
 
 
 def gradient_keeper():
     """An optimiser that leaves everything as it is and keeps the gradient."""
+
     def update(gradient, state, params):
         state = gradient, optim.GradNormState(optax.tree.norm(gradient))
         return jax.tree.map(jnp.zeros_like, gradient), state
@@ -151,10 +183,17 @@ def test_what_accumulation_does_not_do_as_the_big_batch_would():
     _, variables, _ = step_of(name, 2)
     model = families.make(VARIANTS[name], context=LENGTH)
     start = {"params": families.random_params(model), **families.random_state(model)}
-    apply = families.jit(lambda batch: model.apply(
-        start, batch["inputs"], batch["positions"], batch["segment_ids"], train=True,
-        method="features", mutable=["state"],
-    )[1])
+    apply = families.jit(
+        lambda batch: model.apply(
+            start,
+            batch["inputs"],
+            batch["positions"],
+            batch["segment_ids"],
+            train=True,
+            method="features",
+            mutable=["state"],
+        )[1]
+    )
     halves = [apply({k: v[i::2] for k, v in batch.items()}) for i in range(2)]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
     families.assert_trees_close(variables, mean, rtol=1e-5)
@@ -166,9 +205,7 @@ def test_what_accumulation_does_not_do_as_the_big_batch_would():
 
     def loss(rows, candidates):
         z_BTD = x_BTD[np.array(rows)]
-        return latent_loss.sigmoid_loss(
-            z_BTD, -z_BTD, pairs_BT[: len(rows)], 1.0, -2.0, candidates
-        )
+        return latent_loss.sigmoid_loss(z_BTD, -z_BTD, pairs_BT[: len(rows)], 1.0, -2.0, candidates)
 
     for candidates, exact in (("row", True), ("batch", False)):
         together = jax.tree.map(jnp.add, loss([0, 2], candidates), loss([1, 3], candidates))

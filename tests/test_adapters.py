@@ -132,9 +132,7 @@ def test_inclusion_leaves_experts_out(selection):
     module, params, x, info = case(config, rows=3, length=length)
     kernel, a = parts(params)
     info = info.replace(selection=selection)
-    result, sown = module.apply(
-        {"params": params}, x, info, mutable=["stats", "losses", "choices"]
-    )
+    result, sown = module.apply({"params": params}, x, info, mutable=["stats", "losses", "choices"])
     used, dropped, wanted_all = 0, 0, 0
     bce = []
     for b in range(len(x)):
@@ -178,10 +176,15 @@ def test_padding_takes_no_room_and_counts_in_nothing():
     jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5}, {"mlp.kind": "moe"},
-    {"family": "encoder_decoder"},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5},
+        {"mlp.kind": "moe"},
+        {"family": "encoder_decoder"},
+    ],
+)
 def test_a_new_adapter_changes_nothing(changes):
     """On any family: the base's parameters at their paths, its logits to the bit."""
     base = families.make(changes)
@@ -379,27 +382,37 @@ def test_picture(runs, tmp_path):
 # ---- bad input ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"kind": "lorra"}, r"config\.adapter\.kind='lorra': expected one of none, lora, mlp"),
-    ({"kind": "none", "experts": ("a",)}, r"config\.adapter\.experts.*needs.*kind"),
-    ({"kind": "none", "gate": True}, r"config\.adapter\.gate=True"),
-    ({"rank": 0}, r"config\.adapter\.rank=0"),
-    ({"scale": 0.0}, r"config\.adapter\.scale=0\.0"),
-    ({"sites": "layers/(.*"}, r"config\.adapter\.sites.*not a regular expression"),
-    ({"sites": ".*/qwery"}, r"sites='\.\*/qwery' matches none of the 14.*such as layers/block_0"),
-    ({"sites": "head"}, r"sites='head' matches none"),
-    ({"routing": "best"}, r"config\.adapter\.routing='best': expected one of topk"),
-    ({"experts": ("a", "b"), "top_k": 3}, r"config\.adapter\.top_k=3.*config\.adapter\.experts, 2"),
-    ({"experts": ("a", "a")}, r"config\.adapter\.experts.*names a run twice"),
-    ({"capacity": 1.5}, r"config\.adapter\.capacity=1\.5"),
-    ({"slack": 0.5}, r"config\.adapter\.slack=0\.5"),
-    ({"rnk": 3}, r"config\.adapter\.rnk is not a setting \(did you mean 'rank'\?\)"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"kind": "lorra"}, r"config\.adapter\.kind='lorra': expected one of none, lora, mlp"),
+        ({"kind": "none", "experts": ("a",)}, r"config\.adapter\.experts.*needs.*kind"),
+        ({"kind": "none", "gate": True}, r"config\.adapter\.gate=True"),
+        ({"rank": 0}, r"config\.adapter\.rank=0"),
+        ({"scale": 0.0}, r"config\.adapter\.scale=0\.0"),
+        ({"sites": "layers/(.*"}, r"config\.adapter\.sites.*not a regular expression"),
+        (
+            {"sites": ".*/qwery"},
+            r"sites='\.\*/qwery' matches none of the 14.*such as layers/block_0",
+        ),
+        ({"sites": "head"}, r"sites='head' matches none"),
+        ({"routing": "best"}, r"config\.adapter\.routing='best': expected one of topk"),
+        (
+            {"experts": ("a", "b"), "top_k": 3},
+            r"config\.adapter\.top_k=3.*config\.adapter\.experts, 2",
+        ),
+        ({"experts": ("a", "a")}, r"config\.adapter\.experts.*names a run twice"),
+        ({"capacity": 1.5}, r"config\.adapter\.capacity=1\.5"),
+        ({"slack": 0.5}, r"config\.adapter\.slack=0\.5"),
+        ({"rnk": 3}, r"config\.adapter\.rnk is not a setting \(did you mean 'rank'\?\)"),
+    ],
+)
 def test_bad_settings_are_one_line(changes, words):
     adapter = {**common.base().adapter, "kind": "lora", **changes}
     with pytest.raises(UsageError, match=words):
-        models.build(families.model_config({}), vocab_size=9, context=8, dtype="float32",
-                     adapter=adapter)
+        models.build(
+            families.model_config({}), vocab_size=9, context=8, dtype="float32", adapter=adapter
+        )
 
 
 def test_an_adapted_model_is_not_written_as_its_base():
@@ -411,8 +424,14 @@ def test_an_adapted_model_is_not_written_as_its_base():
 
 def test_inclusion_and_depth_routing_do_not_mix():
     with pytest.raises(UsageError, match=r"routing='inclusion'.*depth_routing\.kind='mod'"):
-        families.make({"depth_routing.kind": "mod", "adapter.kind": "lora",
-                       "adapter.experts": ("a", "b"), "adapter.routing": "inclusion"})
+        families.make(
+            {
+                "depth_routing.kind": "mod",
+                "adapter.kind": "lora",
+                "adapter.experts": ("a", "b"),
+                "adapter.routing": "inclusion",
+            }
+        )
 
 
 def test_bad_experts_are_one_line(runs, tmp_path):

@@ -276,7 +276,8 @@ class Held:
     def __init__(self, model, seed, variables=None):
         self.model, self.rng = model, np.random.default_rng(seed)
         self.variables = variables or {
-            "params": families.random_params(model), **families.random_state(model)
+            "params": families.random_params(model),
+            **families.random_state(model),
         }
         self.forward = families.jit(functools.partial(model.apply, rngs=families.keys()))
         self.step = families.jit(self._step)

@@ -78,8 +78,14 @@ def ours(case, chunk):
 
     def value(q, k, v):
         out = attend.attend(
-            q, k, v, scale=0.4, chunk=chunk, positions_BT=jnp.asarray(positions),
-            segment_ids_BT=None if segments is None else jnp.asarray(segments), **options,
+            q,
+            k,
+            v,
+            scale=0.4,
+            chunk=chunk,
+            positions_BT=jnp.asarray(positions),
+            segment_ids_BT=None if segments is None else jnp.asarray(segments),
+            **options,
         )
         return jnp.sum(out * weights()), out
 
@@ -119,8 +125,9 @@ def test_attend_is_full_attention(case, chunk):
 def test_every_chunk_size(chunk):
     """Longer than the sequence, too; all of them with a window, segments and grouped heads."""
     q, k, v = inputs()
-    options = dict(scale=0.4, window=3, positions_BT=jnp.arange(T)[None],
-                   segment_ids_BT=jnp.asarray(SEGMENTS))
+    options = dict(
+        scale=0.4, window=3, positions_BT=jnp.arange(T)[None], segment_ids_BT=jnp.asarray(SEGMENTS)
+    )
     got = families.jit(functools.partial(attend.attend, chunk=chunk, **options))(q, k, v)
     expected = full(q, k, v, visible(window=3, segments=SEGMENTS), 0.4)
     np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -157,12 +164,15 @@ def test_masks_as_tables():
     )
 
 
-@pytest.mark.parametrize("length, chunk, window, expected", [
-    (10, 4, 0, [(0, 4, 0, 4), (4, 8, 0, 8), (8, 10, 0, 10)]),
-    (10, 4, 3, [(0, 4, 0, 4), (4, 8, 2, 8), (8, 10, 6, 10)]),
-    (10, 4, 1, [(0, 4, 0, 4), (4, 8, 4, 8), (8, 10, 8, 10)]),
-    (10, 16, 0, [(0, 10, 0, 10)]),
-])
+@pytest.mark.parametrize(
+    "length, chunk, window, expected",
+    [
+        (10, 4, 0, [(0, 4, 0, 4), (4, 8, 0, 8), (8, 10, 0, 10)]),
+        (10, 4, 3, [(0, 4, 0, 4), (4, 8, 2, 8), (8, 10, 6, 10)]),
+        (10, 4, 1, [(0, 4, 0, 4), (4, 8, 4, 8), (8, 10, 8, 10)]),
+        (10, 16, 0, [(0, 10, 0, 10)]),
+    ],
+)
 def test_spans_by_hand(length, chunk, window, expected):
     assert attend.spans(length, chunk, window) == expected
 
@@ -217,8 +227,9 @@ def test_probs_fn_sees_every_chunk():
         part = factor[:, :, start : start + queries, k_start : k_start + keys]
         return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
 
-    out = attend.attend(q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn,
-                           positions_BT=jnp.arange(T)[None])
+    out = attend.attend(
+        q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn, positions_BT=jnp.arange(T)[None]
+    )
     assert asked == [(4, 0), (4, 2), (3, 6)]
     expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -227,9 +238,14 @@ def test_probs_fn_sees_every_chunk():
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
     layer = Attention(
-        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0), use_bias=False,
-        std=0.2, std_out=0.2, norm_eps=1e-5,
-        probs_dropout=functools.partial(StandardDropout, 0.25), dtype=jnp.float32, width=8,
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0),
+        use_bias=False,
+        std=0.2,
+        std_out=0.2,
+        norm_eps=1e-5,
+        probs_dropout=functools.partial(StandardDropout, 0.25),
+        dtype=jnp.float32,
+        width=8,
     )
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
     variables = layer.init(jax.random.key(0), x_BTD, TokenInfo(jnp.zeros((1, 1), int)))
@@ -237,8 +253,10 @@ def test_dropout_of_probabilities():
     @families.jit
     def apply(key):
         info = TokenInfo(jnp.zeros((1, 1), int))
-        return (layer.apply(variables, x_BTD, info),
-                layer.apply(variables, x_BTD, info.replace(train=True), rngs={"dropout": key}))
+        return (
+            layer.apply(variables, x_BTD, info),
+            layer.apply(variables, x_BTD, info.replace(train=True), rngs={"dropout": key}),
+        )
 
     # A lone token attends to itself with probability 1: dropped, or scaled by 1 / (1 - rate).
     plain_BTD, dropped_BTD = map(np.asarray, apply(jax.random.key(1)))
@@ -268,9 +286,14 @@ def test_attend_cache_is_attend():
     last = 4  # the last queries only
     for window in (0, 3):
         out = attend.attend_cache(
-            q[:, -last:], jnp.asarray(k_BKHS), jnp.asarray(v_BKSH),
-            jnp.tile(jnp.arange(T - last, T)[None], (B, 1)), jnp.asarray(positions_BS),
-            scale=0.4, window=window, softcap=0.9,
+            q[:, -last:],
+            jnp.asarray(k_BKHS),
+            jnp.asarray(v_BKSH),
+            jnp.tile(jnp.arange(T - last, T)[None], (B, 1)),
+            jnp.asarray(positions_BS),
+            scale=0.4,
+            window=window,
+            softcap=0.9,
         )
         expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, -last:]
         np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -293,10 +316,22 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
     positions_BS = np.full((B, slots), -1)
     positions_BS[:, :count] = np.arange(count)
     query = q[:, count - 1 : count]
-    out = families.jit(functools.partial(
-        attend.attend_cache, scale=0.4, window=window, softcap=0.9,
-    ))(query[rows], k_BKHS, v_BKSH, jnp.full((B, 1), count - 1), positions_BS,
-       used=used, rows_B=rows)
+    out = families.jit(
+        functools.partial(
+            attend.attend_cache,
+            scale=0.4,
+            window=window,
+            softcap=0.9,
+        )
+    )(
+        query[rows],
+        k_BKHS,
+        v_BKSH,
+        jnp.full((B, 1), count - 1),
+        positions_BS,
+        used=used,
+        rows_B=rows,
+    )
     expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, count - 1 : count]
     np.testing.assert_allclose(out, np.asarray(expected)[np.asarray(rows)], atol=1e-5)
 
@@ -315,7 +350,5 @@ def test_rope_turns_pairs():
     q, k, _ = inputs(kv_heads=N)
     a = [rope(part, jnp.arange(T)[None] + 5, 1e4) for part in (q, k)]
     b = [rope(part, jnp.arange(T)[None], 1e4) for part in (q, k)]
-    np.testing.assert_allclose(
-        *(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4
-    )
+    np.testing.assert_allclose(*(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4)
     assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], 1e4).dtype == jnp.bfloat16

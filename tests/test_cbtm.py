@@ -288,8 +288,13 @@ def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
         {"a": {"kernel": np.nextafter(value, 99)}, "b": params["b"]},
     ):
         assert fingerprint(other, 5) != first
-    tables = [{"embed": {"embedding": np.pad(value[:5], ((0, more), (0, 0)))},
-               "head": {"kernel": np.pad(value[:5].T, ((0, 0), (0, more)))}} for more in (0, 3)]
+    tables = [
+        {
+            "embed": {"embedding": np.pad(value[:5], ((0, more), (0, 0)))},
+            "head": {"kernel": np.pad(value[:5].T, ((0, 0), (0, more)))},
+        }
+        for more in (0, 3)
+    ]
     assert fingerprint(tables[0], 5) == fingerprint(tables[1], 5)  # padded for another mesh
 
 

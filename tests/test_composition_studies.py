@@ -46,16 +46,27 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
             self.domains, {"eval/loss": 1.0, "eval/split_fraction": 0.5}
         ),
     )
-    status = study.main([f"--config={config}", f"--workdir={tmp_path}", "--seeds=0,3",
-                         "--domain=a=text:a.txt", "--domain=b=text:b.txt", *arguments])
+    status = study.main(
+        [
+            f"--config={config}",
+            f"--workdir={tmp_path}",
+            "--seeds=0,3",
+            "--domain=a=text:a.txt",
+            "--domain=b=text:b.txt",
+            *arguments,
+        ]
+    )
     assert status == 0
     return commands
 
 
-@pytest.mark.parametrize("study, config, last", [
-    (phatgoose, "configs/phatgoose.py:smoke", "adapter_of_all"),
-    (calm, "configs/calm.py", "bridge"),
-])
+@pytest.mark.parametrize(
+    "study, config, last",
+    [
+        (phatgoose, "configs/phatgoose.py:smoke", "adapter_of_all"),
+        (calm, "configs/calm.py", "bridge"),
+    ],
+)
 def test_every_command_of_a_study_is_one_that_efx_takes(
     monkeypatch, study, config, last, tmp_path, root, capsys
 ):
@@ -79,11 +90,14 @@ def test_every_command_of_a_study_is_one_that_efx_takes(
     assert "; 50% of the held-out split. Command" in text
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--domain=a"], "--domain=a: expected NAME=SOURCE"),
-    (["--domain=a=text:x"], "--domain: 1 is too few"),
-    (["--seeds=1,b"], "--seeds=1,b: expected different numbers"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--domain=a"], "--domain=a: expected NAME=SOURCE"),
+        (["--domain=a=text:x"], "--domain: 1 is too few"),
+        (["--seeds=1,b"], "--seeds=1,b: expected different numbers"),
+    ],
+)
 def test_bad_arguments_are_one_line(arguments, words, tmp_path, capsys):
     assert phatgoose.main([f"--workdir={tmp_path}", *arguments]) == 2
     error = capsys.readouterr().err

@@ -52,8 +52,10 @@ def test_a_config_builds(name, variant):
 
 def test_docstrings_count_the_micro_batches_that_there_are():
     """GPT-2's said 32 of its 20."""
-    told = {name: re.findall(r"in (\d+)\s+micro-batches", (ROOT / "configs" / name).read_text())
-            for name in FILES}
+    told = {
+        name: re.findall(r"in (\d+)\s+micro-batches", (ROOT / "configs" / name).read_text())
+        for name in FILES
+    }
     assert told["gpt2.py"]
     for name, counts in told.items():
         accumulation = load_config(f"configs/{name}").train.accumulation
@@ -76,12 +78,17 @@ def test_a_misspelt_variant_names_the_nearest():
 
 @pytest.mark.parametrize("given, built", [("0.25", 0.25), ("(0.125,0.5)", (0.125, 0.5))])
 def test_capacity_on_the_command_line_is_a_number_or_a_list(given, built):
-    flags = main.parse([
-        "efx", "--config=configs/mod.py", "--workdir=w", "--config.model.depth=4",
-        f"--config.model.depth_routing.capacity={given}",
-        "--config.model.depth_routing.also_train=('predictor',)",
-        "--config.model.depth_routing.capacity_stages=((0.5,1.0),)",
-    ])
+    flags = main.parse(
+        [
+            "efx",
+            "--config=configs/mod.py",
+            "--workdir=w",
+            "--config.model.depth=4",
+            f"--config.model.depth_routing.capacity={given}",
+            "--config.model.depth_routing.also_train=('predictor',)",
+            "--config.model.depth_routing.capacity_stages=((0.5,1.0),)",
+        ]
+    )
     model = models.build(flags.config.model, vocab_size=9, context=8, dtype="float32")
     assert model.config.depth_routing.capacity == built
     assert model.config.depth_routing.also_train == ("predictor",)

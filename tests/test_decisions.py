@@ -85,8 +85,10 @@ def test_routing_by_document_keeps_documents_apart():
     changed_BTD[:, : LENGTH // 2] = activations(5)[:, : LENGTH // 2]
     for per, same in (("document", True), ("row", False)):
         module, p = layer(depth_routing__per=per)
-        one_BTD, other_BTD = (run(module, p, x, segments=segments_BT)[0][:, LENGTH // 2 :]
-                              for x in (x_BTD, changed_BTD))
+        one_BTD, other_BTD = (
+            run(module, p, x, segments=segments_BT)[0][:, LENGTH // 2 :]
+            for x in (x_BTD, changed_BTD)
+        )
         assert np.allclose(one_BTD, other_BTD, atol=1e-5) == same
 
 
@@ -99,8 +101,11 @@ def np_predictor(x_BTD, p):
 
 
 def test_predictor_decides_and_learns_from_top_k():
-    module, p = layer(depth_routing__causal="predictor", depth_routing__predictor_hidden=8,
-                      depth_routing__slack=2.0)
+    module, p = layer(
+        depth_routing__causal="predictor",
+        depth_routing__predictor_hidden=8,
+        depth_routing__slack=2.0,
+    )
     x_BTD = activations()
     logit_BT = np_predictor(x_BTD, p["predictor"])
     decided_BT = logit_BT > 0
@@ -116,9 +121,7 @@ def test_predictor_decides_and_learns_from_top_k():
     loss = np.mean(np.logaddexp(0, logit_BT) - logit_BT * target_BT)
     np.testing.assert_allclose(sown["predictor_bce"], loss, rtol=1e-5)
     assert "router_bce" not in sown  # only what is asked for is trained
-    np.testing.assert_allclose(
-        sown["router/accuracy"], np.mean(decided_BT == target_BT), rtol=1e-5
-    )
+    np.testing.assert_allclose(sown["router/accuracy"], np.mean(decided_BT == target_BT), rtol=1e-5)
 
 
 def test_predictor_loss_trains_the_predictor_alone():
@@ -131,8 +134,10 @@ def test_predictor_loss_trains_the_predictor_alone():
         ][0]
 
     d_p, d_x_BTD = families.jit(jax.grad(loss, (0, 1)))(p, x_BTD)
-    norms = {jax.tree_util.keystr(path): float(jnp.abs(leaf).max())
-             for path, leaf in jax.tree_util.tree_leaves_with_path(d_p)}
+    norms = {
+        jax.tree_util.keystr(path): float(jnp.abs(leaf).max())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(d_p)
+    }
     assert all((value > 0) == ("predictor" in path) for path, value in norms.items()), norms
     assert not np.any(d_x_BTD)
 
@@ -171,9 +176,12 @@ def train(module, variables, x_BTD):
 
 def test_threshold_follows_the_quantile_and_then_decides():
     module, p = layer(
-        depth_routing__causal="threshold", depth_routing__train_selection="threshold",
-        depth_routing__threshold_warmup=2, depth_routing__threshold_decay=0.5,
-        depth_routing__capacity=0.25, depth_routing__slack=2.0,
+        depth_routing__causal="threshold",
+        depth_routing__train_selection="threshold",
+        depth_routing__threshold_warmup=2,
+        depth_routing__threshold_decay=0.5,
+        depth_routing__capacity=0.25,
+        depth_routing__slack=2.0,
     )
     p = jax.tree.map(jnp.float32, p)
     step = families.jit(lambda state, x_BTD: train(module, {"params": p, "state": state}, x_BTD))
@@ -204,10 +212,15 @@ def test_threshold_follows_the_quantile_and_then_decides():
 def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
     """With accumulation it takes the mean over the micro-batches; every one starts from the same
     threshold, so what is routed, and with it the step, is that of the big batch."""
-    changes = {"data.source": "text:none", "optim.name": "sgd", "optim.clip_norm": 0.0,
-               "model.depth_routing.train_selection": "threshold", "model.depth_routing.slack": 4.0,
-               "model.depth_routing.causal": "threshold",
-               "model.depth_routing.threshold_warmup": 0}
+    changes = {
+        "data.source": "text:none",
+        "optim.name": "sgd",
+        "optim.clip_norm": 0.0,
+        "model.depth_routing.train_selection": "threshold",
+        "model.depth_routing.slack": 4.0,
+        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.threshold_warmup": 0,
+    }
     state, big = setup(common.apply(common.base(), {**TINY, **changes}))
     config = common.apply(common.base(), {**TINY, **changes, "train.accumulation": 2})
     batch = batch_of(config)
@@ -246,9 +259,7 @@ def test_skipped_tokens_are_seen_by_routed_ones(window):
         y_TD = norm(x_TD + a_TD, p["norm_mlp"], b.norm, b.norm_eps)
         m_TD = np_mlp(y_TD, p["mlp"], b.mlp.activation)
         full_TD = x_TD + sigmoid(score_T)[:, None] * (a_TD + m_TD)
-        np.testing.assert_allclose(
-            out_TD, np.where(routed_T[:, None], full_TD, x_TD), atol=2e-4
-        )
+        np.testing.assert_allclose(out_TD, np.where(routed_T[:, None], full_TD, x_TD), atol=2e-4)
 
 
 def test_skipped_tokens_take_the_skip_mlp():
@@ -275,7 +286,10 @@ def test_statistics_by_hand():
     run_BT = jnp.array([[1, 1, 0, 0], [0, 0, 0, 1]], bool)  # room for two
     got = decisions.statistics(decided_BT, run_BT, target_BT, None)
     expected = {
-        "accuracy": 4 / 8, "precision": 2 / 4, "recall": 2 / 4, "decided_fraction": 4 / 8,
+        "accuracy": 4 / 8,
+        "precision": 2 / 4,
+        "recall": 2 / 4,
+        "decided_fraction": 4 / 8,
         "overflow_fraction": 1 / 8,
         "pairs_fraction": (2 * 3 / 2 + 1) / 2 / (4 * 5 / 2),
     }

@@ -42,8 +42,10 @@ def test_at_first_it_is_the_plain_stack(changes):
     assert len(averages) == 6
     for i in range(1, 7):
         np.testing.assert_array_equal(params["layers"][f"average_{i}"]["alpha"], [0.0] * i + [1.0])
-    rest = {**params, "layers": {name: value for name, value in params["layers"].items()
-                                 if name not in averages}}
+    rest = {
+        **params,
+        "layers": {name: value for name, value in params["layers"].items() if name not in averages},
+    }
     jax.tree.map(np.testing.assert_array_equal, rest, alike)
     tokens_BT = families.tokens(length=LENGTH)
     np.testing.assert_array_equal(
@@ -77,28 +79,39 @@ def test_the_formula(dilation, period):
 
 
 def test_weights_of_a_recursion_count_passes():
-    model = families.make({
-        **ON, "depth_routing.kind": "recursion", "depth_routing.capacity": (1.0, 0.5),
-    })
+    model = families.make(
+        {
+            **ON,
+            "depth_routing.kind": "recursion",
+            "depth_routing.capacity": (1.0, 0.5),
+        }
+    )
     params = families.random_params(model)
     sizes = [params["layers"][f"average_{i}"]["alpha"].size for i in (1, 2, 3, 4)]
     assert sizes == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"dense_former.dilation": 0}, r"dense_former\.dilation=0: must be at least 1"),
-    ({"dense_former.period": -1}, r"dense_former\.period=-1: must be at least 1"),
-    ({"scan_layers": True}, r"scan_layers=True: not with config\.model\.dense_former\.on=True"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"dense_former.dilation": 0}, r"dense_former\.dilation=0: must be at least 1"),
+        ({"dense_former.period": -1}, r"dense_former\.period=-1: must be at least 1"),
+        ({"scan_layers": True}, r"scan_layers=True: not with config\.model\.dense_former\.on=True"),
+    ],
+)
 def test_bad_values(changes, words):
     with pytest.raises(UsageError, match=words):
         families.make({**ON, **changes})
 
 
-@pytest.mark.parametrize("changes, key", [
-    (ON, "dense_former.on"), ({"soft_experts.num": 2}, "soft_experts.num"),
-    ({"mup.base_width": 8}, "mup.base_width"),
-])
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        (ON, "dense_former.on"),
+        ({"soft_experts.num": 2}, "soft_experts.num"),
+        ({"mup.base_width": 8}, "mup.base_width"),
+    ],
+)
 def test_hugging_face_has_no_place_for_it(changes, key):
     with pytest.raises(UsageError, match=f"config.model.{key}=.*has no place"):
         hf_config.config_to_hf(families.make({**changes, "attention.qk_norm": "none"}))

@@ -24,14 +24,33 @@ MOD = {"depth_routing.kind": "mod"}  # as a config has it: capacity 0.125, slack
 MODELS = {
     "defaults": MOD,
     "latent_mod": {**FAMILIES["latent_mod"].changes, "memory_global": 0, "group_size": 4},
-    **{name: FAMILIES[name].changes for name in (
-        "mod_options", "mod_threshold", "mod_random_fixed", "mod_stochastic", "recursion", "moe",
-        "moe_expert_choice", "mode_staged", "mode_integrated", "latent_moe", "adapter_inclusion",
-    )},
+    **{
+        name: FAMILIES[name].changes
+        for name in (
+            "mod_options",
+            "mod_threshold",
+            "mod_random_fixed",
+            "mod_stochastic",
+            "recursion",
+            "moe",
+            "moe_expert_choice",
+            "mode_staged",
+            "mode_integrated",
+            "latent_moe",
+            "adapter_inclusion",
+        )
+    },
 }
 # Whose selection in training is another than in evaluation.
-AHEAD = ("defaults", "mod_threshold", "recursion", "moe_expert_choice", "mode_staged", "latent_mod",
-         "adapter_inclusion")
+AHEAD = (
+    "defaults",
+    "mod_threshold",
+    "recursion",
+    "moe_expert_choice",
+    "mode_staged",
+    "latent_mod",
+    "adapter_inclusion",
+)
 SIZES = 13, 11, 3  # and padding; none begins with a group
 STARTS = np.cumsum([0, *SIZES])
 SEGMENTS_T = np.repeat([1, 2, 3, 0], [*SIZES, LENGTH - sum(SIZES)])
@@ -46,17 +65,21 @@ def moved(model, variables, selection, rows=5):
     """[document]: how far the logits of each move when the first one holds something else."""
     tokens_BT = families.tokens(batch=rows)
     other_BT = jnp.where(SEGMENTS_T == 1, families.tokens(seed=9, batch=rows), tokens_BT)
-    run = families.jit(functools.partial(
-        model.clone(selection=selection).apply, rngs=families.keys()
-    ))
+    run = families.jit(
+        functools.partial(model.clone(selection=selection).apply, rngs=families.keys())
+    )
     shape = packed(POSITIONS_T, rows), packed(SEGMENTS_T, rows)
     a, b = (np.asarray(run(variables, tokens, *shape)) for tokens in (tokens_BT, other_BT))
     return [np.abs(a - b)[:, SEGMENTS_T == document].max() for document in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("name, selection", [
-    *((name, "causal") for name in MODELS), *((name, "train") for name in AHEAD),
-])
+@pytest.mark.parametrize(
+    "name, selection",
+    [
+        *((name, "causal") for name in MODELS),
+        *((name, "train") for name in AHEAD),
+    ],
+)
 def test_a_document_changes_no_bit_of_the_next(name, selection):
     model = families.make(MODELS[name])
     variables = {"params": families.random_params(model), **families.random_state(model)}
@@ -139,16 +162,28 @@ def test_room_inside_of_room_by_hand():
 
 
 def test_what_finds_no_room_in_its_document_is_counted():
-    model = families.make({**MOD, "depth_routing.every": 1, "depth": 1, "depth_routing.slack": 1.0,
-                           "depth_routing.capacity": 0.25})
+    model = families.make(
+        {
+            **MOD,
+            "depth_routing.every": 1,
+            "depth": 1,
+            "depth_routing.slack": 1.0,
+            "depth_routing.capacity": 0.25,
+        }
+    )
     params = families.random_params(model)
     tokens_BT = families.tokens(batch=2)
     segments_T = np.repeat([1, 2], LENGTH // 2)
-    run = families.jit(lambda: model.apply(
-        {"params": params}, tokens_BT, packed(np.arange(LENGTH) % 16, 2), packed(segments_T, 2),
-        mutable=["stats", "intermediates"],
-        capture_intermediates=lambda module, method: isinstance(module, DepthRouted),
-    ))
+    run = families.jit(
+        lambda: model.apply(
+            {"params": params},
+            tokens_BT,
+            packed(np.arange(LENGTH) % 16, 2),
+            packed(segments_T, 2),
+            mutable=["stats", "intermediates"],
+            capture_intermediates=lambda module, method: isinstance(module, DepthRouted),
+        )
+    )
     sown = run()[1]
     scores_BT, (_, chosen_BT) = (
         sown["intermediates"]["layers"]["block_0"][name][0] for name in ("scores", "route")

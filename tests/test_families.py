@@ -22,12 +22,33 @@ from efx.layers.stack import period, scan_params
 # Combinations of what other rows have. They are held to the properties that a combination breaks,
 # causality and cached decoding, and to those that compile nothing.
 COMBINED = {
-    "mod_capacity_list", "mod_stochastic", "moe_switch", "dropout_tokens", "dropout_elementwise",
-    "soft_options", "soft_masks", "averages", "adapter", "adapter_recursion", "adapter_streams",
-    "streams_elementwise", "streams_shared_masks", "streams_same", "latent_elementwise",
-    "latent_masks", "latent_moe", "mod_predictor", "latent_levels", "mod_context", "soft",
-    "dropout_elementwise_mod", "dropout_attention", "dropout_embedding_moe", "streams_final",
-    "streams_moe", "latent_memory",
+    "mod_capacity_list",
+    "mod_stochastic",
+    "moe_switch",
+    "dropout_tokens",
+    "dropout_elementwise",
+    "soft_options",
+    "soft_masks",
+    "averages",
+    "adapter",
+    "adapter_recursion",
+    "adapter_streams",
+    "streams_elementwise",
+    "streams_shared_masks",
+    "streams_same",
+    "latent_elementwise",
+    "latent_masks",
+    "latent_moe",
+    "mod_predictor",
+    "latent_levels",
+    "mod_context",
+    "soft",
+    "dropout_elementwise_mod",
+    "dropout_attention",
+    "dropout_embedding_moe",
+    "streams_final",
+    "streams_moe",
+    "latent_memory",
 }
 
 
@@ -160,8 +181,13 @@ def test_cached_decoding_is_the_full_forward(name):
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
         logits_BTV, state = model.apply(
-            {"params": params, "cache": cache, **families.state_of(name)}, tokens_BT, positions_BT,
-            decode=True, cache_size=LENGTH, mutable=["cache"], rngs=families.keys(),
+            {"params": params, "cache": cache, **families.state_of(name)},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=LENGTH,
+            mutable=["cache"],
+            rngs=families.keys(),
         )
         return logits_BTV, state["cache"]
 
@@ -211,13 +237,26 @@ def sized(name, depth):
     return model, params, jax.device_get(step(params, families.tokens()))
 
 
-@pytest.mark.parametrize("name, depth, remat", [
-    ("gpt2", 2, "full"), ("llama", 2, "none"), ("mod", 4, "dots"), ("mod_options", 2, "none"),
-    ("moe", 2, "dots"), ("mode_staged", 4, "full"), ("streams_parallel", 5, "full"),
-    ("dropout_elementwise", 2, "dots"), ("dropout_attention_mod", 2, "full"),
-    ("dropout_embedding_moe", 4, "none"), ("soft", 4, "dots"), ("latent", 4, "full"),
-    ("latent_mod", 2, "dots"), ("adapter_mod", 2, "full"), ("adapter_inclusion", 2, "dots"),
-])
+@pytest.mark.parametrize(
+    "name, depth, remat",
+    [
+        ("gpt2", 2, "full"),
+        ("llama", 2, "none"),
+        ("mod", 4, "dots"),
+        ("mod_options", 2, "none"),
+        ("moe", 2, "dots"),
+        ("mode_staged", 4, "full"),
+        ("streams_parallel", 5, "full"),
+        ("dropout_elementwise", 2, "dots"),
+        ("dropout_attention_mod", 2, "full"),
+        ("dropout_embedding_moe", 4, "none"),
+        ("soft", 4, "dots"),
+        ("latent", 4, "full"),
+        ("latent_mod", 2, "dots"),
+        ("adapter_mod", 2, "full"),
+        ("adapter_inclusion", 2, "dots"),
+    ],
+)
 def test_scan_is_the_loop(name, depth, remat):
     model, params, expected = sized(name, depth)
     assert period(model.specs()) < depth
@@ -232,13 +271,25 @@ def test_scan_is_the_loop(name, depth, remat):
     same_loss_and_grads(expected, (loss, models.unroll(scanned, grads)[1]))
 
 
-@pytest.mark.parametrize("name, remat", [
-    ("llama_options", "dots"), ("mod_options", "dots"), ("mod_options", "full"),
-    ("moe_expert_choice", "dots"), ("mode_integrated", "full"), ("recursion", "dots"),
-    ("streams_parallel", "dots"), ("streams_masks", "full"), ("dropout_elementwise_mod", "full"),
-    ("soft", "full"), ("averages_mod", "full"), ("latent", "full"), ("adapter_mod", "dots"),
-    ("adapter_inclusion", "full"),
-])
+@pytest.mark.parametrize(
+    "name, remat",
+    [
+        ("llama_options", "dots"),
+        ("mod_options", "dots"),
+        ("mod_options", "full"),
+        ("moe_expert_choice", "dots"),
+        ("mode_integrated", "full"),
+        ("recursion", "dots"),
+        ("streams_parallel", "dots"),
+        ("streams_masks", "full"),
+        ("dropout_elementwise_mod", "full"),
+        ("soft", "full"),
+        ("averages_mod", "full"),
+        ("latent", "full"),
+        ("adapter_mod", "dots"),
+        ("adapter_inclusion", "full"),
+    ],
+)
 def test_remat_changes_nothing(name, remat):
     model, params, expected = sized(name, 2)
     step = families.jit(jax.value_and_grad(families.loss_fn(models.changed(model, remat=remat))))
@@ -273,8 +324,11 @@ def compiled_on(mesh, model):
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     params = sharding.tree_shardings(boxed, mesh, rules)
     tokens = sharding.batch_sharding(mesh, rules)
-    step = families.jit(jax.value_and_grad(families.loss_fn(model)), in_shardings=(params, tokens),
-                        out_shardings=(sharding.replicated(mesh), params))
+    step = families.jit(
+        jax.value_and_grad(families.loss_fn(model)),
+        in_shardings=(params, tokens),
+        out_shardings=(sharding.replicated(mesh), params),
+    )
     shapes = nn.unbox(boxed), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     with sharding.use(mesh, rules):
         lowered = step.lower(*shapes)
@@ -287,15 +341,31 @@ def gathered(compiled):
     return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
 
 
-@pytest.mark.parametrize("name, mesh", [
-    *(("mod_options", mesh) for mesh in MESHES), ("gpt2", "mixed"), ("llama_options", "mixed"),
-    *(("moe", mesh) for mesh in MESHES), ("moe_expert_choice", "data"),
-    ("moe_expert_choice", "expert"), ("mode_staged", "expert"), ("mode_integrated", "expert"),
-    ("recursion", "mixed"), ("streams_parallel", "data"), ("streams_parallel", "mixed"),
-    ("dropout_elementwise_mod", "mixed"), ("dropout_attention_mod", "mixed"),
-    ("streams_masks", "mixed"), ("soft", "mixed"), ("latent", "data"), ("latent", "mixed"),
-    ("adapter_mod", "mixed"), ("adapter_inclusion", "data"), ("adapter_inclusion", "mixed"),
-])
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        *(("mod_options", mesh) for mesh in MESHES),
+        ("gpt2", "mixed"),
+        ("llama_options", "mixed"),
+        *(("moe", mesh) for mesh in MESHES),
+        ("moe_expert_choice", "data"),
+        ("moe_expert_choice", "expert"),
+        ("mode_staged", "expert"),
+        ("mode_integrated", "expert"),
+        ("recursion", "mixed"),
+        ("streams_parallel", "data"),
+        ("streams_parallel", "mixed"),
+        ("dropout_elementwise_mod", "mixed"),
+        ("dropout_attention_mod", "mixed"),
+        ("streams_masks", "mixed"),
+        ("soft", "mixed"),
+        ("latent", "data"),
+        ("latent", "mixed"),
+        ("adapter_mod", "mixed"),
+        ("adapter_inclusion", "data"),
+        ("adapter_inclusion", "mixed"),
+    ],
+)
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2 if name in ("streams_parallel", "streams_masks") else 1)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
@@ -316,6 +386,7 @@ def test_eight_devices_are_one(name, mesh):
 
 def test_careless_routing_would_gather_the_batch(monkeypatch):
     """The check above sees the obvious way to write it, indices of rows and places at once."""
+
     def fancy(x_BT, plan, fill=0):
         rows_B1 = jnp.arange(x_BT.shape[0])[:, None]
         return x_BT.at[rows_B1, plan.indices_BC].get(mode="fill", fill_value=fill)
@@ -407,22 +478,35 @@ def test_sown_values_are_scalars(name):
         tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
         _, sown = jax.eval_shape(
             lambda params, tokens_BT: model.apply(
-                {"params": params, **families.state_of(name)}, tokens_BT,
-                mutable=["losses", "stats"], rngs=families.keys(),
+                {"params": params, **families.state_of(name)},
+                tokens_BT,
+                mutable=["losses", "stats"],
+                rngs=families.keys(),
             ),
-            families.params_of(name), tokens_BT,
+            families.params_of(name),
+            tokens_BT,
         )
         routed = sum(spec.routing is not None for spec in model.specs())
         # Every mask has exactly one of these.
-        masks = sum(path[-1].key in ("mask_shift", "mask_phase") for path, _ in
-                    jax.tree_util.tree_leaves_with_path(families.params_of(name)))
+        masks = sum(
+            path[-1].key in ("mask_shift", "mask_phase")
+            for path, _ in jax.tree_util.tree_leaves_with_path(families.params_of(name))
+        )
         experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
-        entrances = sum(path[-1].key == "entrance" for path, _ in
-                        jax.tree_util.tree_leaves_with_path(families.params_of(name)))
-        counts = {"router_bce": routed, "predictor_bce": routed, "embedding": 1,
-                  "inclusion_bce": entrances, "latent_prediction": 1}
-        names = [path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(
-            sown.get("losses", {}))]
+        entrances = sum(
+            path[-1].key == "entrance"
+            for path, _ in jax.tree_util.tree_leaves_with_path(families.params_of(name))
+        )
+        counts = {
+            "router_bce": routed,
+            "predictor_bce": routed,
+            "embedding": 1,
+            "inclusion_bce": entrances,
+            "latent_prediction": 1,
+        }
+        names = [
+            path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(sown.get("losses", {}))
+        ]
         assert collections.Counter(names) == {
             loss: masks if loss.startswith("dropout_") else counts.get(loss, experts)
             for loss in FAMILIES[name].losses
@@ -430,10 +514,18 @@ def test_sown_values_are_scalars(name):
         assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
 
 
-@pytest.mark.parametrize("name", [
-    "mod_options", "moe", "moe_expert_choice", "dropout_elementwise_mod", "dropout_attention_mod",
-    "adapter_mod", "adapter_inclusion",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mod_options",
+        "moe",
+        "moe_expert_choice",
+        "dropout_elementwise_mod",
+        "dropout_attention_mod",
+        "adapter_mod",
+        "adapter_inclusion",
+    ],
+)
 def test_sown_values_are_means(name):
     """The same rows twice: nothing that is sown changes."""
     model = families.build(name)
@@ -441,9 +533,9 @@ def test_sown_values_are_means(name):
     @families.jit
     def sown(tokens_BT):
         variables = families.variables_of(name)
-        return model.apply(
-            variables, tokens_BT, mutable=["losses", "stats"], rngs=families.keys()
-        )[1]
+        return model.apply(variables, tokens_BT, mutable=["losses", "stats"], rngs=families.keys())[
+            1
+        ]
 
     once = families.tokens(batch=2)
     families.assert_trees_close(sown(once), sown(jnp.concatenate([once, once])), rtol=1e-5)

@@ -102,12 +102,22 @@ def abstract_params(model):
 def test_ledger_by_hand():
     """Llama with grouped heads, one dense block and one that computes 4 of 16 tokens, of 50 in a
     vocabulary that is padded to 64."""
-    model = families.make({
-        "width": 32, "attention.num_heads": 4, "attention.num_kv_heads": 2,
-        "attention.head_dim": 8, "depth": 2,
-        "mlp.hidden": 48, "attention.chunk": 8, "vocab_multiple": 64,
-        "depth_routing.kind": "mod", "depth_routing.capacity": 0.25, "depth_routing.slack": 2.0,
-    }, vocab_size=50)
+    model = families.make(
+        {
+            "width": 32,
+            "attention.num_heads": 4,
+            "attention.num_kv_heads": 2,
+            "attention.head_dim": 8,
+            "depth": 2,
+            "mlp.hidden": 48,
+            "attention.chunk": 8,
+            "vocab_multiple": 64,
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.25,
+            "depth_routing.slack": 2.0,
+        },
+        vocab_size=50,
+    )
     # q and out: 32 -> 32; k and v: 32 -> 16.
     per_token = 2 * 32 * (32 + 32 + 16 + 16), 3 * 2 * 32 * 48
     ledger = model.ledger(16)
@@ -145,8 +155,15 @@ def test_routing_saves_what_the_paper_says():
 
 def test_experts_cost_what_they_have_room_for():
     """16 tokens, 2 of 4 experts each, room for 1.5 times a fair share: 12 places an expert."""
-    changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.5,
-               "mlp.moe.expert_hidden": 24, "mlp.moe.num_shared": 1, "depth": 1, **EXACT}
+    changes = {
+        "mlp.kind": "moe",
+        "mlp.moe.num_experts": 4,
+        "mlp.moe.capacity_factor": 1.5,
+        "mlp.moe.expert_hidden": 24,
+        "mlp.moe.num_shared": 1,
+        "depth": 1,
+        **EXACT,
+    }
     row = 3 * 2 * 32 * 24
 
     def executed(model, train=True):
@@ -163,8 +180,14 @@ def test_experts_cost_what_they_have_room_for():
     assert executed(noop) == (4 * 6 + 16) * row
     assert noop.ledger(16).nominal["mlp"] == (16 + 16) * row
     assert noop.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 8
-    ahead = families.make({**changes, "mlp.moe.router": "expert_choice",
-                           "mlp.moe.capacity": 0.25, "mlp.moe.slack": 2.0})
+    ahead = families.make(
+        {
+            **changes,
+            "mlp.moe.router": "expert_choice",
+            "mlp.moe.capacity": 0.25,
+            "mlp.moe.slack": 2.0,
+        }
+    )
     assert executed(ahead) == ahead.ledger(16).nominal["mlp"] == (4 * 4 + 16) * row
     assert executed(ahead, train=False) == (4 * 8 + 16) * row
     assert ahead.ledger(16, "causal").nominal["mlp"] == (4 * 8 + 16) * row
@@ -179,17 +202,29 @@ WIDE = {
     "soft": {"soft_experts.num": 4, "soft_experts.shared": 1},
     "streams": {"family": "encoder_decoder", "cross_source": "same_layer"},
     "latent": {"family": "latent", "group_size": 8, "latents": (4,), "level_widths": (480,)},
-    "latent_attention": {"family": "latent", "group_size": 16, "latents": (8, 4),
-                         "level_widths": (384, 576), "level_heads": (6, 6),
-                         "compression": "transformer", "upsampling": "attention"},
+    "latent_attention": {
+        "family": "latent",
+        "group_size": 16,
+        "latents": (8, 4),
+        "level_widths": (384, 576),
+        "level_heads": (6, 6),
+        "compression": "transformer",
+        "upsampling": "attention",
+    },
 }
 
 
 @functools.cache
 def wide(name):
     """A model so wide that its products outweigh the rest; nothing of it is ever computed."""
-    changes = {"width": 768, "attention.num_heads": 8, "depth": 2, "attention.chunk": 64,
-               "vocab_multiple": 1, "mlp.multiple_of": 64}
+    changes = {
+        "width": 768,
+        "attention.num_heads": 8,
+        "depth": 2,
+        "attention.chunk": 64,
+        "vocab_multiple": 1,
+        "mlp.multiple_of": 64,
+    }
     return families.make({**changes, **WIDE[name]}, vocab_size=512, context=128)
 
 
@@ -213,18 +248,32 @@ def test_executed_is_what_the_compiler_counts(name, training):
 # ---- parameters --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, vocab_size, context, published", [
-    # GPT-2 124M: https://huggingface.co/openai-community/gpt2
-    ({"preset": "gpt2", "width": 768, "depth": 12, "attention.num_heads": 12}, 50257, 1024,
-     124_439_808),
-    # Llama 2 7B (arXiv 2307.09288)
-    ({"width": 4096, "depth": 32, "attention.num_heads": 32, "mlp.multiple_of": 256}, 32000, 4096,
-     6_738_415_616),
-])
+@pytest.mark.parametrize(
+    "changes, vocab_size, context, published",
+    [
+        # GPT-2 124M: https://huggingface.co/openai-community/gpt2
+        (
+            {"preset": "gpt2", "width": 768, "depth": 12, "attention.num_heads": 12},
+            50257,
+            1024,
+            124_439_808,
+        ),
+        # Llama 2 7B (arXiv 2307.09288)
+        (
+            {"width": 4096, "depth": 32, "attention.num_heads": 32, "mlp.multiple_of": 256},
+            32000,
+            4096,
+            6_738_415_616,
+        ),
+    ],
+)
 def test_published_parameter_counts(changes, vocab_size, context, published):
     # Scanned, so that the shapes of all layers take one trace.
-    model = families.make({**changes, "vocab_multiple": 1, "scan_layers": True},
-                          vocab_size=vocab_size, context=context)
+    model = families.make(
+        {**changes, "vocab_multiple": 1, "scan_layers": True},
+        vocab_size=vocab_size,
+        context=context,
+    )
     assert flops.count_params(abstract_params(model)) == published
 
 

@@ -87,15 +87,18 @@ def test_two_processes_train_and_evaluate_as_one(tmp_path, root):
     letters = np.random.default_rng(0).choice(list("abcdefgh "), 6000)
     text.write_text("".join(letters))
     shared = SHARED | {"data.source": f"text:{text}", "data.cache_dir": str(tmp_path)}
-    launches = [
-        shared | mesh | {"steps": 2 * i} for i, mesh in enumerate(MESHES, 1)
-    ]
+    launches = [shared | mesh | {"steps": 2 * i} for i, mesh in enumerate(MESHES, 1)]
     two_processes(str(tmp_path / "two"), launches, root)
     config = common.base()
     common.apply(config, shared | {"steps": 2 * len(MESHES), "mesh.data": -1})
     train.train_and_evaluate(config, tmp_path / "one")
-    for key in ("train/loss", "train/grad_norm", "losses/load_balance", "eval/loss",
-                "eval/moe/dropped_fraction"):
+    for key in (
+        "train/loss",
+        "train/grad_norm",
+        "losses/load_balance",
+        "eval/loss",
+        "eval/moe/dropped_fraction",
+    ):
         one, two = rows(tmp_path / "one", key), rows(tmp_path / "two", key)
         assert one.keys() == two.keys() and one
         for step, value in one.items():

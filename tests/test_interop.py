@@ -333,9 +333,7 @@ def test_configs_that_efx_cannot_reproduce(kind, changes, message):
 def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
-    old = hf.config_from_hf(
-        {"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8}
-    )
+    old = hf.config_from_hf({"model_type": "llama", "rope_theta": 5e5, "num_key_value_heads": 8})
     assert (old["model.attention.rope_theta"], old["model.attention.num_kv_heads"]) == (5e5, 8)
     assert old["model.norm_eps"] == 1e-6 and old["model.mlp.hidden"] == 11008
 

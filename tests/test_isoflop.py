@@ -75,16 +75,28 @@ def test_the_grid_as_runs(grid, tmp_path):
     first = next(iter(spec["runs"]))
     assert first == "dense, 2 blocks, 1.00 GFLOPs"  # the small budget first
     command = sweep.command(spec, tmp_path, first, 1, {}, ["--config.data.batch_size=2"])
-    for part in ("train_flops=1000000000.0", "steps=0", "seed=1", "model.depth=2",
-                 "model.depth_routing.kind=none", "data.batch_size=2"):
+    for part in (
+        "train_flops=1000000000.0",
+        "steps=0",
+        "seed=1",
+        "model.depth=2",
+        "model.depth_routing.kind=none",
+        "data.batch_size=2",
+    ):
         assert f"--config.{part}" in command
 
 
 def test_tables_numbers_and_picture(grid, tmp_path, capsys):
-    fake_runs(grid, tmp_path, {
-        (1e9, "dense"): (2.0, 3000), (1e9, "MoD"): (1.9, 6000),
-        (2e9, "dense"): (1.5, 4000), (2e9, "MoD"): (1.6, 20_000),
-    })
+    fake_runs(
+        grid,
+        tmp_path,
+        {
+            (1e9, "dense"): (2.0, 3000),
+            (1e9, "MoD"): (1.9, 6000),
+            (2e9, "dense"): (1.5, 4000),
+            (2e9, "MoD"): (1.6, 20_000),
+        },
+    )
     how = ["--grid", str(tmp_path / "grid.py"), "--workdir", str(tmp_path), "--table-only"]
     assert isoflop.main(how) == 0
     text = (tmp_path / "isoflop.md").read_text()

@@ -36,10 +36,18 @@ def info(length, batch=1, **changes):
 # ---- masks by hand -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("x, a, b, m", [
-    (5.0, 0.0, 0.0, 1.0), (5.0, 0.0, PI, 0.0), (2.0, PI / 4, 0.0, 0.5), (1.0, PI / 3, 0.0, 0.75),
-    (-1.0, PI / 3, PI, 0.25), (3.0, PI, PI, 1.0), (0.0, 7.0, PI / 2, 0.5),
-])
+@pytest.mark.parametrize(
+    "x, a, b, m",
+    [
+        (5.0, 0.0, 0.0, 1.0),
+        (5.0, 0.0, PI, 0.0),
+        (2.0, PI / 4, 0.0, 0.5),
+        (1.0, PI / 3, 0.0, 0.75),
+        (-1.0, PI / 3, PI, 0.25),
+        (3.0, PI, PI, 1.0),
+        (0.0, 7.0, PI / 2, 0.5),
+    ],
+)
 def test_elementwise_by_hand(x, a, b, m):
     variables = {"params": {"mask_frequency": jnp.float32([a]), "mask_phase": jnp.float32([b])}}
     mask = ld.ElementwiseMask(elementwise_config())
@@ -50,14 +58,21 @@ def test_elementwise_by_hand(x, a, b, m):
 SIGMOID_15 = 1 / (1 + np.exp(-15.0))
 
 
-@pytest.mark.parametrize("rounding, uniform, values, slopes", [
-    ("none", None, [0, 0.25, 0.5, 0.75, 1], [1, 1, 1, 1, 1]),
-    ("stochastic", None, [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]),
-    ("stochastic", [0.0, 0.2, 0.6, 0.8, 0.999], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]),
-    ("sigmoid", None, [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1],
-     [0, 60 * SIGMOID_15 * (1 - SIGMOID_15), 15, 60 * SIGMOID_15 * (1 - SIGMOID_15), 0]),
-    ("sigmoid_straight_through", None, [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1], [1] * 5),
-])
+@pytest.mark.parametrize(
+    "rounding, uniform, values, slopes",
+    [
+        ("none", None, [0, 0.25, 0.5, 0.75, 1], [1, 1, 1, 1, 1]),
+        ("stochastic", None, [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]),
+        ("stochastic", [0.0, 0.2, 0.6, 0.8, 0.999], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]),
+        (
+            "sigmoid",
+            None,
+            [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1],
+            [0, 60 * SIGMOID_15 * (1 - SIGMOID_15), 15, 60 * SIGMOID_15 * (1 - SIGMOID_15), 0],
+        ),
+        ("sigmoid_straight_through", None, [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1], [1] * 5),
+    ],
+)
 def test_roundings_by_hand(rounding, uniform, values, slopes):
     m = jnp.linspace(0, 1, 5)
     uniform = None if uniform is None else jnp.float32(uniform)
@@ -110,9 +125,9 @@ def test_mean_of_sampled_gradients_through_a_model():
     """The gradient in x has the mask that was drawn: its mean is that of the expectation, m."""
     m, x = jnp.float32([0.2, 0.7]), jnp.float32([3.0, -1.0])
     uniforms = jax.random.uniform(jax.random.key(0), (20_000, 2))
-    grads = jax.vmap(
-        lambda u: jax.grad(lambda x: jnp.sum(x * ld.rounded(m, "stochastic", u)))(x)
-    )(uniforms)
+    grads = jax.vmap(lambda u: jax.grad(lambda x: jnp.sum(x * ld.rounded(m, "stochastic", u)))(x))(
+        uniforms
+    )
     np.testing.assert_allclose(grads.mean(axis=0), m, atol=0.02)
 
 
@@ -180,10 +195,15 @@ def test_masks_of_the_embedding_by_hand(kind):
     if own:
         mask["attention"] = matrices(3, *MATRICES)
     # No parameters but these.
-    for module, params, given in ((ld.MaskInput(config, ATTENTION), shared, ()),
-                                  (ld.AttentionMask(config, ATTENTION), mask, (x,))):
-        made = module.init(jax.random.key(0), jnp.float32(emb),
-                           info(3, mask_input_BTD=jnp.float32(x) if given else None))["params"]
+    for module, params, given in (
+        (ld.MaskInput(config, ATTENTION), shared, ()),
+        (ld.AttentionMask(config, ATTENTION), mask, (x,)),
+    ):
+        made = module.init(
+            jax.random.key(0),
+            jnp.float32(emb),
+            info(3, mask_input_BTD=jnp.float32(x) if given else None),
+        )["params"]
         assert jax.tree.structure(nn.unbox(made)) == jax.tree.structure(params)
     read = attention_by_hand(emb[0], shared["attention"])
     u = read @ np.float64((shared if own else mask)["mask_linear"])
@@ -191,7 +211,8 @@ def test_masks_of_the_embedding_by_hand(kind):
         u = attention_by_hand(u, mask["attention"])
     read_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, jnp.float32(emb), info(3))
     got = ld.AttentionMask(config, ATTENTION).apply(
-        {"params": mask}, jnp.float32(x), info(3, mask_input_BTD=read_BTD))
+        {"params": mask}, jnp.float32(x), info(3, mask_input_BTD=read_BTD)
+    )
     np.testing.assert_allclose(got, x * (0.5 * np.cos(u + b) + 0.5)[None], atol=1e-4)
 
 
@@ -200,8 +221,11 @@ def test_detach_of_what_attention_masks_read(kind):
     """A loss of the masks alone then reaches the masks' parameters, the shared ones too, and no
     other; else it reaches the embedding."""
     for detach in (False, True):
-        model = one_site("attention", "embedding", **{
-            "dropout.attention.input": kind, "dropout.attention.detach": detach})
+        model = one_site(
+            "attention",
+            "embedding",
+            **{"dropout.attention.input": kind, "dropout.attention.detach": detach},
+        )
 
         def penalty(params, model=model):
             tokens_BT = families.tokens(batch=1, length=6)
@@ -211,7 +235,8 @@ def test_detach_of_what_attention_masks_read(kind):
         grads = families.jit(jax.grad(penalty))(families.random_params(model))
         for path, grad in optim.param_paths(grads).items():
             reached = "mask_" in path.rsplit("/", 1)[-1] or (
-                path == "embed/embedding" and not detach)
+                path == "embed/embedding" and not detach
+            )
             assert (np.abs(grad).max() > 0) == reached, (path, detach)
 
 
@@ -226,8 +251,10 @@ def test_the_sigmoids_scale_is_a_setting():
         np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
         for rounding in ("sigmoid", "sigmoid_straight_through"):
             config = attention_config(rounding=rounding, sigmoid_scale=scale)
-            params = {"attention": {name: jnp.zeros((2, 2)) for name in MATRICES},
-                      "mask_shift": phase}
+            params = {
+                "attention": {name: jnp.zeros((2, 2)) for name in MATRICES},
+                "mask_shift": phase,
+            }
             got = ld.AttentionMask(config, ATTENTION).apply({"params": params}, x, info(1))
             np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
 
@@ -291,8 +318,9 @@ def test_padding_does_not_count(site):
 
     @families.jit
     def sown(tokens_BT, segments_BT):
-        return model.apply({"params": params}, tokens_BT, None, segments_BT,
-                           mutable=["losses", "stats"])[1]
+        return model.apply(
+            {"params": params}, tokens_BT, None, segments_BT, mutable=["losses", "stats"]
+        )[1]
 
     whole = sown(tokens_BT[:, :6], jnp.ones((2, 6), int))
     segments_BT = jnp.tile(jnp.where(jnp.arange(10) < 6, 1, 0)[None], (2, 1))
@@ -307,8 +335,10 @@ def test_empty_places_do_not_count():
     variables = {"params": mask.init(jax.random.key(0), x_BTD, info(5))["params"]}
     variables = jax.tree.map(lambda x: x.value, variables, is_leaf=lambda x: hasattr(x, "value"))
     empty = TokenInfo(jnp.array([[0, 1, 2, -1, -1]]))
-    both = [mask.apply(variables, x, i, mutable=["losses", "stats"])[1]
-            for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))]
+    both = [
+        mask.apply(variables, x, i, mutable=["losses", "stats"])[1]
+        for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))
+    ]
     families.assert_trees_close(*both, rtol=1e-5)
 
 
@@ -316,10 +346,15 @@ def test_empty_places_do_not_count():
 def test_other_kinds_sow_nothing(kind):
     model = families.make({"dropout.kind": kind, "depth": 1})
     params = families.random_params(model)
-    _, sown = jax.eval_shape(lambda: model.apply(
-        {"params": params}, families.tokens(batch=1), train=True, mutable=["losses", "stats"],
-        rngs={"dropout": jax.random.key(0)},
-    ))
+    _, sown = jax.eval_shape(
+        lambda: model.apply(
+            {"params": params},
+            families.tokens(batch=1),
+            train=True,
+            mutable=["losses", "stats"],
+            rngs={"dropout": jax.random.key(0)},
+        )
+    )
     assert not jax.tree.leaves(sown)
 
 
@@ -327,14 +362,16 @@ def test_other_kinds_sow_nothing(kind):
 
 
 def one_site(kind, site, **changes):
-    return families.make({"dropout.kind": kind, "dropout.sites": (site,), "depth": 1,
-                          **changes})
+    return families.make({"dropout.kind": kind, "dropout.sites": (site,), "depth": 1, **changes})
 
 
-@pytest.mark.parametrize("kind, site", [
-    *(("elementwise", site) for site in families.ALL_SITES),
-    *(("attention", site) for site in families.NO_PROBS),
-])
+@pytest.mark.parametrize(
+    "kind, site",
+    [
+        *(("elementwise", site) for site in families.ALL_SITES),
+        *(("attention", site) for site in families.NO_PROBS),
+    ],
+)
 def test_each_site(kind, site):
     """The mask is where the site says, changes the logits and stays on at inference."""
     model = one_site(kind, site)
@@ -361,13 +398,13 @@ def test_training_and_inference(kind):
     fixed in the other."""
     model = one_site(kind, "mlp_output")
     params, tokens_BT = families.random_params(model), families.tokens(batch=2)
-    train = families.jit(lambda key: model.apply(
-        {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
-    ))
+    train = families.jit(
+        lambda key: model.apply({"params": params}, tokens_BT, train=True, rngs={"dropout": key})
+    )
     # Also where a key is at hand, as it is in training.
-    inference = families.jit(lambda key: model.apply(
-        {"params": params}, tokens_BT, rngs={"dropout": key}
-    ))(jax.random.key(5))
+    inference = families.jit(
+        lambda key: model.apply({"params": params}, tokens_BT, rngs={"dropout": key})
+    )(jax.random.key(5))
     np.testing.assert_allclose(
         inference, families.jit(model.apply)({"params": params}, tokens_BT), atol=1e-5
     )
@@ -411,13 +448,24 @@ def test_masks_are_float32_in_bfloat16_models():
     np.testing.assert_allclose(np.float32(got[0, 0, 0]), 1.0078125 * m, rtol=0.01)
 
 
-@pytest.mark.parametrize("kind, attentions, linears", [
-    ("hidden", 8, 0), ("embedding", 9, 1), ("embedding_linear", 1, 8),
-])
+@pytest.mark.parametrize(
+    "kind, attentions, linears",
+    [
+        ("hidden", 8, 0),
+        ("embedding", 9, 1),
+        ("embedding_linear", 1, 8),
+    ],
+)
 def test_the_shared_pass_is_computed_once(kind, attentions, linears):
     """Four layers with two masks each: what they share counts once, the rest eight times."""
-    model = families.make({"dropout.kind": "attention", "dropout.attention.input": kind,
-                           "dropout.sites": ("attention_output", "mlp_output"), "depth": 4})
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "dropout.attention.input": kind,
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "depth": 4,
+        }
+    )
     params = families.random_params(model)
     paths = optim.param_paths(params)
     assert sum(path.endswith("mask_query") for path in paths) == attentions
@@ -433,17 +481,26 @@ def test_the_shared_pass_is_computed_once(kind, attentions, linears):
     padding = flops.matmul(length, width, model.padded_vocab - model.vocab_size)
     assert flops.executed(model, length) == sum(ledger.values()) + pairs * 4 * width + padding
     cache = models.init_cache(model, 1, 24)
-    keys = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
-            if path[-1].key in ("cached_key", "cached_value")]
+    keys = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+        if path[-1].key in ("cached_key", "cached_value")
+    ]
     assert len(keys) == 2 * (attentions + 4)
 
 
 def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
     """A routed block is the block on the routed tokens, each with its own row of E'."""
-    model = families.make({
-        "dropout.kind": "attention", "dropout.attention.input": "embedding",
-        "dropout.attention.rounding": "none", "dropout.sites": ("attention_output", "mlp_output"),
-        "depth_routing.kind": "mod", "depth_routing.capacity": 0.5})
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "dropout.attention.input": "embedding",
+            "dropout.attention.rounding": "none",
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.5,
+        }
+    )
     spec = model.specs()[1]
     params = families.random_params(model)["layers"]["block_1"]
     rng = np.random.default_rng(0)
@@ -478,8 +535,12 @@ class Held:
             tokens = np.asarray(families.tokens(seed))
             weights = np.ones(tokens.shape, np.float32)
             segments = np.where(np.arange(families.LENGTH) < families.LENGTH - 4, 1, 0)
-            batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights,
-                     "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32)}
+            batch = {
+                "inputs": tokens,
+                "targets": np.roll(tokens, -1, 1),
+                "weights": weights,
+                "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32),
+            }
             yield {name: x[rows] for name, x in batch.items()}
 
     def bytes_per_token(self, split):
@@ -492,8 +553,13 @@ class Held:
 @pytest.mark.parametrize("scan", [False, True])
 def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
     """Between two evaluations one of two layers turns over all of its mask of the MLP's output."""
-    model = families.make({"dropout.kind": "attention", "scan_layers": scan,
-                           "dropout.sites": ("embedding", "mlp_output")})
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "scan_layers": scan,
+            "dropout.sites": ("embedding", "mlp_output"),
+        }
+    )
     params = families.random_params(model)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     rules = sharding.DEFAULT_RULES
@@ -525,18 +591,32 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
 # ---- config ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"kind": "learned"}, r"dropout\.kind='learned': expected one of none, standard, elementwise"),
-    ({"kind": "attention"}, r"dropout\.sites has 'attention_probs'.*leave that site out"),
-    ({"attention.rounding": "up"}, r"dropout\.attention\.rounding='up'.*sigmoid_straight_through"),
-    ({"attention.input": "x"}, r"dropout\.attention\.input='x': expected one of hidden, embedding"),
-    ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
-    ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
-    ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be more"),
-    ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be more than 0"),
-    ({"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 5},
-     r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"kind": "learned"},
+            r"dropout\.kind='learned': expected one of none, standard, elementwise",
+        ),
+        ({"kind": "attention"}, r"dropout\.sites has 'attention_probs'.*leave that site out"),
+        (
+            {"attention.rounding": "up"},
+            r"dropout\.attention\.rounding='up'.*sigmoid_straight_through",
+        ),
+        (
+            {"attention.input": "x"},
+            r"dropout\.attention\.input='x': expected one of hidden, embedding",
+        ),
+        ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
+        ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
+        ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be more"),
+        ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be more than 0"),
+        (
+            {"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 5},
+            r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5",
+        ),
+    ],
+)
 def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=message):
         families.make({f"dropout.{key}": value for key, value in changes.items()})
@@ -546,9 +626,17 @@ def test_initial_values():
     model = one_site("attention", "mlp_output", **{"dropout.attention.shift_init": PI / 2})
     params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
     np.testing.assert_allclose(params["mask_shift"], PI / 2)
-    model = one_site("elementwise", "mlp_output", width=512, **{
-        "dropout.elementwise.a_mean": 2.0, "dropout.elementwise.a_std": 0.5,
-        "dropout.elementwise.b_mean": -1.0, "dropout.elementwise.b_std": 0.1})
+    model = one_site(
+        "elementwise",
+        "mlp_output",
+        width=512,
+        **{
+            "dropout.elementwise.a_mean": 2.0,
+            "dropout.elementwise.a_std": 0.5,
+            "dropout.elementwise.b_mean": -1.0,
+            "dropout.elementwise.b_std": 0.1,
+        },
+    )
     params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
     for name, mean, std in (("mask_frequency", 2.0, 0.5), ("mask_phase", -1.0, 0.1)):
         assert abs(params[name].mean() - mean) < 0.2 * std
@@ -575,8 +663,14 @@ def test_penalties_follow_schedules(root, monkeypatch):
     config = load_config("configs/learned_dropout.py:rising")
     weight = [losses.coefficient(config.losses["dropout_squared_l1"], s, 9, "x") for s in (0, 1e6)]
     np.testing.assert_allclose(weight, [0.0, 0.1], rtol=1e-6)
-    flags = main.parse(["efx", "--config=configs/learned_dropout.py", "--workdir=w",
-                        "--config.losses.dropout_entropy={'schedule': 'linear', 'c_start': 0.0, "
-                        "'c_end': 1.0, 'steps': 10}"])
+    flags = main.parse(
+        [
+            "efx",
+            "--config=configs/learned_dropout.py",
+            "--workdir=w",
+            "--config.losses.dropout_entropy={'schedule': 'linear', 'c_start': 0.0, "
+            "'c_end': 1.0, 'steps': 10}",
+        ]
+    )
     spec = flags.config.losses["dropout_entropy"]
     np.testing.assert_allclose(losses.coefficient(spec, 5, 99, "x"), 0.5)

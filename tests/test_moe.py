@@ -27,8 +27,18 @@ from efx.studies import sweep
 
 B, T, D, F = 3, 20, 12, 10
 DEFAULT = MoEConfig(
-    every=1, num_experts=4, expert_hidden=0, router="token_choice", top_k=2, renormalise=True,
-    capacity_factor=1.0, capacity=0.3, slack=1.0, num_shared=0, num_noop=0, computed_fraction=None,
+    every=1,
+    num_experts=4,
+    expert_hidden=0,
+    router="token_choice",
+    top_k=2,
+    renormalise=True,
+    capacity_factor=1.0,
+    capacity=0.3,
+    slack=1.0,
+    num_shared=0,
+    num_noop=0,
+    computed_fraction=None,
 )
 
 
@@ -38,8 +48,9 @@ def layer(activation="swiglu", use_bias=True, **changes):
     module = MoE(config, F, activation, use_bias, 0.5, 0.5, jnp.float32)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), info()))["params"]
     rng = np.random.default_rng(1)
-    return module, jax.tree.map(lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
-                                nn.unbox(shapes))
+    return module, jax.tree.map(
+        lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)), nn.unbox(shapes)
+    )
 
 
 def inputs(seed=0):
@@ -48,9 +59,11 @@ def inputs(seed=0):
 
 def info(selection="causal", segments=None, positions=None):
     positions = np.arange(T)[None] if positions is None else positions
-    return TokenInfo(jnp.asarray(positions, jnp.int32),
-                     None if segments is None else jnp.asarray(segments, jnp.int32),
-                     selection=selection)
+    return TokenInfo(
+        jnp.asarray(positions, jnp.int32),
+        None if segments is None else jnp.asarray(segments, jnp.int32),
+        selection=selection,
+    )
 
 
 PADDED = np.where(np.arange(T)[None] < np.array([T, 13, 1])[:, None], 1, 0)
@@ -58,10 +71,10 @@ PADDED = np.where(np.arange(T)[None] < np.array([T, 13, 1])[:, None], 1, 0)
 
 def apply(module, params, x_BTD, *arguments, **keywords):
     """(output, {name: loss or statistic})."""
-    y_BTD, sown = module.apply({"params": params}, x_BTD, info(*arguments, **keywords),
-                               mutable=["losses", "stats"])
-    sown = {path[-2].key: float(value) for path, value in
-            jax.tree_util.tree_leaves_with_path(sown)}
+    y_BTD, sown = module.apply(
+        {"params": params}, x_BTD, info(*arguments, **keywords), mutable=["losses", "stats"]
+    )
+    sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
     return np.asarray(y_BTD), sown
 
 
@@ -171,12 +184,15 @@ def same(got, expected):
 
 
 @pytest.mark.parametrize("segments", [None, PADDED], ids=["whole", "padded"])
-@pytest.mark.parametrize("activation, changes", [
-    ("swiglu", {}),
-    ("gelu", {"top_k": 1, "renormalise": False, "capacity_factor": 0.5}),
-    ("swiglu", {"top_k": 3, "num_shared": 2}),
-    ("swiglu", {"num_noop": 3, "renormalise": False, "capacity_factor": 0.7}),
-])
+@pytest.mark.parametrize(
+    "activation, changes",
+    [
+        ("swiglu", {}),
+        ("gelu", {"top_k": 1, "renormalise": False, "capacity_factor": 0.5}),
+        ("swiglu", {"top_k": 3, "num_shared": 2}),
+        ("swiglu", {"num_noop": 3, "renormalise": False, "capacity_factor": 0.7}),
+    ],
+)
 def test_token_choice_is_the_loop(activation, changes, segments):
     module, params = layer(activation, **changes)
     valid_BT = np.ones((B, T)) if segments is None else segments
@@ -201,8 +217,10 @@ def test_negative_positions_are_padding_too():
     """So the empty places of a depth-routed block's plan take no room."""
     module, params = layer()
     positions = np.where(PADDED, np.arange(T)[None], -1)
-    same(apply(module, params, inputs(), positions=positions),
-         apply(module, params, inputs(), segments=PADDED))
+    same(
+        apply(module, params, inputs(), positions=positions),
+        apply(module, params, inputs(), segments=PADDED),
+    )
 
 
 def test_padding_takes_no_room():
@@ -241,8 +259,9 @@ def test_a_balanced_router_has_loss_one():
 def test_an_expert_picks_exactly_its_places(places, monkeypatch):
     module, params = layer(router="expert_choice", capacity=places)
     plans = []
-    monkeypatch.setattr("efx.layers.moe._compute",
-                        lambda x, weight, plan, experts: plans.append(plan) or x)
+    monkeypatch.setattr(
+        "efx.layers.moe._compute", lambda x, weight, plan, experts: plans.append(plan) or x
+    )
     apply(module, params, inputs(), "train")
     (plan,) = plans
     assert plan.indices_BC.shape == (4, B, int(np.ceil(round(places * T, 6))))
@@ -252,8 +271,9 @@ def test_an_expert_picks_exactly_its_places(places, monkeypatch):
 @pytest.mark.parametrize("activation, factor", [("swiglu", 1.0), ("gelu", 1.0), ("gelu_tanh", 4.0)])
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_one_expert_is_the_dense_mlp(activation, factor, renormalise):
-    module, params = layer(activation, num_experts=1, top_k=1, capacity_factor=factor,
-                           renormalise=renormalise)
+    module, params = layer(
+        activation, num_experts=1, top_k=1, capacity_factor=factor, renormalise=renormalise
+    )
     dense = MLP(F, activation, True, 0.5, 0.5, jnp.float32)
     expected = dense.apply({"params": expert(params, 0)}, inputs())
     np.testing.assert_allclose(apply(module, params, inputs())[0], expected, atol=1e-5)
@@ -280,8 +300,10 @@ def test_the_router_learns_from_the_main_loss():
 
 
 @settings(deadline=None, max_examples=50)
-@given(hnp.arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0])),
-       st.integers(1, 6))
+@given(
+    hnp.arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0])),
+    st.integers(1, 6),
+)
 def test_best_is_a_stable_sort(scores, count):
     expected = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
     np.testing.assert_array_equal(routing.best(jnp.asarray(scores), count), expected)
@@ -291,8 +313,9 @@ def test_best_is_a_stable_sort(scores, count):
 
 
 def test_every_second_block():
-    model = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4,
-                           "mlp.moe.expert_hidden": 24})
+    model = families.make(
+        {"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4, "mlp.moe.expert_hidden": 24}
+    )
     specs = model.specs()
     assert [spec.block.moe is not None for spec in specs] == [False, True, False, True]
     assert [spec.block.hidden for spec in specs] == [96, 24, 96, 24]
@@ -301,18 +324,24 @@ def test_every_second_block():
     assert all(spec.block.moe is None for spec in families.build("llama").specs())
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"kind": "switch"}, r"mlp\.kind='switch': expected one of dense, moe"),
-    ({"moe.router": "soft"}, r"mlp\.moe\.router='soft': expected one of token_choice"),
-    ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
-    ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: there are only 8 experts"),
-    ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),
-    ({"moe.num_noop": -1}, r"mlp\.moe\.num_noop=-1: must be at least 0"),
-    ({"moe.capacity_factor": 0.0}, r"mlp\.moe\.capacity_factor=0\.0: must be more than 0"),
-    ({"moe.capacity": 1.5}, r"mlp\.moe\.capacity=1\.5: must be in \(0, 1\]"),
-    ({"moe.slack": 0.5}, r"mlp\.moe\.slack=0\.5: must be at least 1"),
-    ({"moe.router": "expert_choice", "moe.num_noop": 1}, r"mlp\.moe\.num_noop=1: expert_choice"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kind": "switch"}, r"mlp\.kind='switch': expected one of dense, moe"),
+        ({"moe.router": "soft"}, r"mlp\.moe\.router='soft': expected one of token_choice"),
+        ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
+        ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: there are only 8 experts"),
+        ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),
+        ({"moe.num_noop": -1}, r"mlp\.moe\.num_noop=-1: must be at least 0"),
+        ({"moe.capacity_factor": 0.0}, r"mlp\.moe\.capacity_factor=0\.0: must be more than 0"),
+        ({"moe.capacity": 1.5}, r"mlp\.moe\.capacity=1\.5: must be in \(0, 1\]"),
+        ({"moe.slack": 0.5}, r"mlp\.moe\.slack=0\.5: must be at least 1"),
+        (
+            {"moe.router": "expert_choice", "moe.num_noop": 1},
+            r"mlp\.moe\.num_noop=1: expert_choice",
+        ),
+    ],
+)
 def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=r"config\.model\." + message) as error:
         families.make({"mlp.kind": "moe", **{f"mlp.{key}": v for key, v in changes.items()}})
@@ -326,9 +355,7 @@ def test_hugging_face_has_no_place_for_experts():
 
 def test_experts_are_split_over_their_axis():
     mesh = sharding.make_mesh(dict(data=2, fsdp=2, tensor=1, expert=2, sequence=1))
-    boxed = jax.eval_shape(
-        lambda: models.init(families.build("moe"), jax.random.key(0))["params"]
-    )
+    boxed = jax.eval_shape(lambda: models.init(families.build("moe"), jax.random.key(0))["params"])
     specs = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
     experts = specs["layers"]["block_0"]["mlp"]["experts"]
     assert experts["up"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
@@ -346,8 +373,14 @@ def test_a_step_of_one_token_runs_few_experts(batch, experts):
     cache, params = models.init_cache(model, batch, 16), families.random_params(model)
 
     def step(tokens_BT):
-        return model.apply({"params": params, "cache": cache}, tokens_BT, tokens_BT,
-                           decode=True, cache_size=16, mutable=["cache"])
+        return model.apply(
+            {"params": params, "cache": cache},
+            tokens_BT,
+            tokens_BT,
+            decode=True,
+            cache_size=16,
+            mutable=["cache"],
+        )
 
     counted = flops.jaxpr_flops(step, jnp.zeros((batch, 1), jnp.int32))
     parts = model.ledger(1).nominal
@@ -359,8 +392,10 @@ def test_a_step_of_one_token_runs_few_experts(batch, experts):
 
 def test_a_sampler_counts_what_experts_turn_away():
     """A router that likes two experts only, each with room for half of their tokens."""
-    model = families.make({"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4,
-                           "mlp.moe.capacity_factor": 1.0}, context=24)
+    model = families.make(
+        {"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.0},
+        context=24,
+    )
     params = families.random_params(model)
     params["layers"]["block_0"]["norm_mlp"]["scale"] *= 0.0
     sampler = sample.Sampler(model, temperature=0.0)
@@ -400,19 +435,27 @@ def test_flops_of_no_ops_are_counted_by_a_measured_share():
     assert mlp(model(0.25)) == pytest.approx(mlp(model(1.0)) / 4)
     assert flops.executed(model(0.25), 16) == flops.executed(model(1.0), 16)  # as before
     config = common.apply(common.base(), {"steps": 0, "train_flops": 1e12})
-    steps = [build._total_steps(config, [(0.0, m, m.ledger(256))])
-             for m in (model(0.25), model(1.0))]
+    steps = [
+        build._total_steps(config, [(0.0, m, m.ledger(256))]) for m in (model(0.25), model(1.0))
+    ]
     per_token = [m.ledger(256).nominal_per_token for m in (model(0.25), model(1.0))]
     assert steps[0] / steps[1] == pytest.approx(per_token[1] / per_token[0], rel=1e-2)
-    for bad in ({"mlp.moe.computed_fraction": 0.0}, {"mlp.moe.computed_fraction": 0.5,
-                "mlp.moe.num_noop": 0, "mlp.moe.router": "expert_choice"}):
+    for bad in (
+        {"mlp.moe.computed_fraction": 0.0},
+        {
+            "mlp.moe.computed_fraction": 0.5,
+            "mlp.moe.num_noop": 0,
+            "mlp.moe.router": "expert_choice",
+        },
+    ):
         with pytest.raises(UsageError, match=r"mlp\.moe\.computed_fraction=0"):
             families.make({**changes, **bad})
 
 
 def test_the_tables_integrated_row_is_the_configs_variant(root):
     row = sweep.load_sweep(root / "configs/sweeps/mod_table.py")["runs"][
-        "integrated MoDE: 8 experts, 8 no-ops"]
+        "integrated MoDE: 8 experts, 8 no-ops"
+    ]
     assert row.items() >= mode.VARIANTS["integrated"].items()
     assert row["model.mlp.moe.computed_fraction"] != 0.5  # measured, not taken for granted
 
@@ -437,9 +480,12 @@ def test_evaluation_reports_experts(name):
     if name == "mode_integrated":
         computed = rows["eval/moe/computed_fraction"]
         assert computed == pytest.approx(
-            1 - rows["eval/moe/noop_fraction"] - rows["eval/moe/dropped_fraction"], abs=1e-6)
+            1 - rows["eval/moe/noop_fraction"] - rows["eval/moe/dropped_fraction"], abs=1e-6
+        )
         measured = families.make(
-            {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed})
+            {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
+        )
         assert rows["eval/moe/flops_per_token"] == pytest.approx(
-            measured.ledger(config.data.seq_len).nominal_per_token)
+            measured.ledger(config.data.seq_len).nominal_per_token
+        )
         assert "of the choices (counted as 66.7%)" in describe(3, rows)

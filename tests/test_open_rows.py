@@ -14,8 +14,10 @@ from efx.errors import UsageError
 from efx.layers.mask_dropout import open_rows
 
 CHANGES = {
-    "dropout.kind": "attention", "dropout.sites": ("attention_output", "mlp_output"),
-    "dropout.attention.input": "embedding_linear", "dropout.attention.granularity": "token",
+    "dropout.kind": "attention",
+    "dropout.sites": ("attention_output", "mlp_output"),
+    "dropout.attention.input": "embedding_linear",
+    "dropout.attention.granularity": "token",
 }
 
 
@@ -64,19 +66,26 @@ def models_with_and_without(**changes):
     return with_skip, without, params
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"dropout.attention.granularity": "feature"}, {"dropout.attention.input": "embedding"},
-    {"preset": "gpt2", "scan_layers": True},
-    {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5},
-    {"family": "encoder_decoder"}, {"mlp.kind": "moe", "mlp.moe.every": 2},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dropout.attention.granularity": "feature"},
+        {"dropout.attention.input": "embedding"},
+        {"preset": "gpt2", "scan_layers": True},
+        {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5},
+        {"family": "encoder_decoder"},
+        {"mlp.kind": "moe", "mlp.moe.every": 2},
+    ],
+)
 def test_skipping_changes_nothing(changes):
     with_skip, without, params = models_with_and_without(**changes)
     tokens_BT = families.tokens()
     for train in (False, True):
         expected, got = (
             families.jit(functools.partial(model.apply, train=train))(
-                {"params": params}, tokens_BT, rngs={"dropout": jax.random.key(1)})
+                {"params": params}, tokens_BT, rngs={"dropout": jax.random.key(1)}
+            )
             for model in (without, with_skip)
         )
         np.testing.assert_allclose(got, expected, atol=1e-5)
@@ -84,12 +93,26 @@ def test_skipping_changes_nothing(changes):
 
 def test_the_share_is_that_of_the_masks():
     with_skip, _, params = models_with_and_without()
-    _, state = families.jit(lambda p, t: with_skip.apply(
-        {"params": p}, t, mutable=["stats"], capture_intermediates=lambda m, name: name == "mask"
-    ))(params, families.tokens())
-    assert 0.05 < float(np.mean([
-        state["stats"]["layers"][f"block_{i}"]["mlp/computed_fraction"][0] for i in range(2)
-    ])) < 0.95
+    _, state = families.jit(
+        lambda p, t: with_skip.apply(
+            {"params": p},
+            t,
+            mutable=["stats"],
+            capture_intermediates=lambda m, name: name == "mask",
+        )
+    )(params, families.tokens())
+    assert (
+        0.05
+        < float(
+            np.mean(
+                [
+                    state["stats"]["layers"][f"block_{i}"]["mlp/computed_fraction"][0]
+                    for i in range(2)
+                ]
+            )
+        )
+        < 0.95
+    )
     for i in range(2):
         masks = state["intermediates"]["layers"][f"block_{i}"]["dropout_mlp_output"]["mask"]
         np.testing.assert_allclose(
@@ -102,8 +125,11 @@ def test_decoding_skips_and_is_the_full_forward():
     tokens_BT = families.tokens(batch=2, length=12)
     expected_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
     cache = models.init_cache(model, 2, 12)
-    decode = families.jit(lambda cache, t, p: model.apply(
-        {"params": params, "cache": cache}, t, p, decode=True, cache_size=12, mutable=["cache"]))
+    decode = families.jit(
+        lambda cache, t, p: model.apply(
+            {"params": params, "cache": cache}, t, p, decode=True, cache_size=12, mutable=["cache"]
+        )
+    )
     for start, stop in ((0, 5), *((t, t + 1) for t in range(5, 12))):
         positions_BT = np.tile(np.arange(start, stop), (2, 1))
         logits_BTV, state = decode(cache, tokens_BT[:, start:stop], positions_BT)
@@ -111,12 +137,15 @@ def test_decoding_skips_and_is_the_full_forward():
         np.testing.assert_allclose(logits_BTV, expected_BTV[:, start:stop], atol=1e-4)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"dropout.attention.input": "hidden"}, "skip_tile=5 needs masks that are known before"),
-    ({"dropout.attention.rounding": "sigmoid"}, "skip_tile=5 needs masks .*exactly 0"),
-    ({"dropout.attention.skip_tile": -1}, "skip_tile=-1: must be at least 0"),
-    ({"dropout.attention.granularity": "row"}, "granularity='row'.*feature, token"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dropout.attention.input": "hidden"}, "skip_tile=5 needs masks that are known before"),
+        ({"dropout.attention.rounding": "sigmoid"}, "skip_tile=5 needs masks .*exactly 0"),
+        ({"dropout.attention.skip_tile": -1}, "skip_tile=-1: must be at least 0"),
+        ({"dropout.attention.granularity": "row"}, "granularity='row'.*feature, token"),
+    ],
+)
 def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=message):
         families.make({**CHANGES, "dropout.attention.skip_tile": 5, **changes})

@@ -20,8 +20,13 @@ from efx.layers.info import TokenInfo
 from efx.layers.stack import Layer
 
 ROWS, LENGTH, PLACES = 3, 12, 5
-ROUTED = {"depth": 1, "depth_routing.kind": "mod", "depth_routing.every": 1,
-          "depth_routing.capacity": PLACES / LENGTH, "depth_routing.gate": "sigmoid"}
+ROUTED = {
+    "depth": 1,
+    "depth_routing.kind": "mod",
+    "depth_routing.every": 1,
+    "depth_routing.capacity": PLACES / LENGTH,
+    "depth_routing.gate": "sigmoid",
+}
 
 
 @functools.cache
@@ -66,15 +71,18 @@ def processed(out_BTD, x_BTD):
 
 def test_router_shared_across_layers():
     """Property: what trains the choice of one block leaves the router of another alone."""
-    model = families.make({**ROUTED, "depth": 4, "depth_routing.every": 2,
-                           "depth_routing.bce_reaches_input": False})
+    model = families.make(
+        {**ROUTED, "depth": 4, "depth_routing.every": 2, "depth_routing.bce_reaches_input": False}
+    )
     params = families.random_params(model)
 
     def shared(params):
         """The defect: one router, made once and handed to every routed block."""
         one = params["layers"]["block_1"]["router"]
-        blocks = {name: {**block, "router": one} if "router" in block else block
-                  for name, block in params["layers"].items()}
+        blocks = {
+            name: {**block, "router": one} if "router" in block else block
+            for name, block in params["layers"].items()
+        }
         return {**params, "layers": blocks}
 
     def reach(prepare):
@@ -171,8 +179,9 @@ def test_predictor_fed_the_output_of_the_block():
     """
     if not hasattr(layer()[0].spec.routing, "also_train"):
         pytest.skip("no predictor yet: DepthRoutingConfig has no field also_train")
-    model = families.make({**ROUTED, "depth": 2, "depth_routing.every": 2,
-                           "depth_routing.causal": "predictor"})
+    model = families.make(
+        {**ROUTED, "depth": 2, "depth_routing.every": 2, "depth_routing.causal": "predictor"}
+    )
     params = families.random_params(model)["layers"]["block_1"]
     module, x_BTD = Layer(model.specs()[1]), activations()
     other = {**params, "mlp": jax.tree.map(jnp.negative, params["mlp"])}
@@ -249,9 +258,14 @@ def only_the_routed(x_BTD, delta_BCD, plan):
     return put(jnp.zeros_like(x_BTD), routed_BCD, plan)
 
 
-@pytest.mark.parametrize("defect, changed", [
-    ("doubled", PLACES), (weighted_whole, PLACES), (only_the_routed, LENGTH - PLACES),
-])
+@pytest.mark.parametrize(
+    "defect, changed",
+    [
+        ("doubled", PLACES),
+        (weighted_whole, PLACES),
+        (only_the_routed, LENGTH - PLACES),
+    ],
+)
 def test_residual_not_added_exactly_once(monkeypatch, defect, changed):
     """Property: a block that computes zeros changes no token, routed or not."""
     module, params = layer()
@@ -353,10 +367,12 @@ def decoded():
 
     x_B1D, key = activations()[:, :1], jax.random.key(0)
     shapes = jax.eval_shape(lambda: module.init(key, x_B1D, info(0)))
-    state = {"cache": jax.tree_util.tree_map_with_path(  # empty slots are at position -1
-        lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
-        shapes["cache"],
-    )}
+    state = {
+        "cache": jax.tree_util.tree_map_with_path(  # empty slots are at position -1
+            lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
+            shapes["cache"],
+        )
+    }
 
     def step(x_B1D, t):
         out_B1D, new = decode(state, x_B1D, jnp.int32(t))

@@ -22,8 +22,10 @@ def arrays(folder):
     """{path: array} of a run's newest parameters."""
     shapes = step_lib.init_state_params(build.experiment(CONFIGS[folder]).model)
     params, _ = restore_params(folder / CHECKPOINTS, shapes)
-    return {jax.tree_util.keystr(path): np.asarray(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
 
 CONFIGS = {}  # of the runs made here, by folder
@@ -41,8 +43,9 @@ def dense(text, tmp_path_factory):  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize("variant, missing", [("router_only", "router"),
-                                              ("predictor_only", "predictor")])
+@pytest.mark.parametrize(
+    "variant, missing", [("router_only", "router"), ("predictor_only", "predictor")]
+)
 def test_only_what_is_new_trains(text, dense, tmp_path, capsys, variant, missing):  # noqa: F811
     changes = {"mesh.data": -1, "steps": 4, **mod.VARIANTS[variant], "init.run": str(dense)}
     if variant == "predictor_only":  # of a model that has routers
@@ -115,10 +118,9 @@ def test_flops_of_stages_decide_the_steps(text, monkeypatch):  # noqa: F811
     assert e.flops(1) == e.stages[0].ledger.train_flops(e.tokens_per_step)
 
 
-@pytest.mark.parametrize("stages", [((0.5, 1.5),), ((0.5, 0.0),), ((0.6, 0.5), (0.3, 0.5)),
-                                    ((1.0, 0.5),), ((0.5,),)])
+@pytest.mark.parametrize(
+    "stages", [((0.5, 1.5),), ((0.5, 0.0),), ((0.6, 0.5), (0.3, 0.5)), ((1.0, 0.5),), ((0.5,),)]
+)
 def test_bad_stages(text, stages):  # noqa: F811
     with pytest.raises(UsageError, match="config.model.depth_routing.capacity_stages"):
-        build.experiment(
-            tiny(text, **{**STAGES, "model.depth_routing.capacity_stages": stages})
-        )
+        build.experiment(tiny(text, **{**STAGES, "model.depth_routing.capacity_stages": stages}))
