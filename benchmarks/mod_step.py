@@ -23,8 +23,8 @@ from benchmarks import common
 from efx import flops
 from efx.configs import mod
 from efx.configs.common import apply
-from efx.layers import routing
 from efx.layers.info import TokenInfo
+from efx.layers.routing import plans
 from efx.layers.stack import Layer
 from efx.studies.step_time import Stepper, random_tokens, take_turns
 
@@ -106,7 +106,7 @@ def main(argv=None):
 def _layers(step, args):
     """{name: function of the turn}: forwards and backwards through single layers."""
     spec = next(spec for spec in step.model.specs() if spec.routing is not None)
-    size = routing.capacity(spec.capacity, args.context)
+    size = plans.capacity(spec.capacity, args.context)
     dense = dataclasses.replace(spec, routing=None)
     return {
         "dense layer": _layer(dense, args.batch, args.context, args.width),

@@ -12,8 +12,8 @@ from efx import models, sample, sharding
 from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
-from efx.layers import controls, routing
 from efx.layers.info import TokenInfo
+from efx.layers.routing import controls, plans
 from efx.layers.stack import scan_params
 from efx.step import evaluation_keys
 
@@ -41,7 +41,7 @@ def control(selection):
 
 def places(model, variables, tokens_BT, keys, selection="causal"):
     """bool [block, B, T]: what the blocks computed, in no order."""
-    seen, selected = [], routing.selected
+    seen, selected = [], plans.selected
 
     def spy(plan, length):
         chosen_BT = selected(plan, length)
@@ -49,7 +49,7 @@ def places(model, variables, tokens_BT, keys, selection="causal"):
         return chosen_BT
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "selected", spy)
+        patch.setattr(plans, "selected", spy)
         run = families.jit(functools.partial(model.clone(selection=selection).apply))
         jax.block_until_ready(run(variables, tokens_BT, rngs=keys))
         jax.effects_barrier()
@@ -203,7 +203,7 @@ def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capac
     chosen = [np.asarray(controls.random_fixed(info, seed, capacity))[0] for seed in range(5)]
     for chosen_T in chosen:
         count_T = np.cumsum(chosen_T)
-        allowed_T = np.array([routing.share(capacity, n) for n in range(1, 301)])
+        allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
         assert np.all(count_T <= allowed_T) and np.all(count_T >= allowed_T - 1)
     if capacity < 1:
         assert len(np.unique(chosen, axis=0)) == 5

@@ -21,8 +21,8 @@ from test_routing import (
 from test_train import TINY, batch_of, setup
 
 from efx.configs import common
-from efx.layers import decisions, routing
 from efx.layers.info import TokenInfo
+from efx.layers.routing import decisions, plans
 
 
 def sigmoid(x):
@@ -34,17 +34,17 @@ def sigmoid(x):
 
 def test_quantile_by_hand():
     scores_BT = jnp.array([[4.0, 1.0, 3.0, 2.0], [8.0, 7.0, 6.0, 5.0]])
-    assert routing.quantile(scores_BT, 0.75) == 6.5  # two of eight lie above
-    assert routing.quantile(scores_BT, 0.5) == 4.5
-    assert routing.quantile(scores_BT, 0.0) == 1.5  # at least the last stays below
+    assert plans.quantile(scores_BT, 0.75) == 6.5  # two of eight lie above
+    assert plans.quantile(scores_BT, 0.5) == 4.5
+    assert plans.quantile(scores_BT, 0.0) == 1.5  # at least the last stays below
     valid_BT = jnp.array([[1, 1, 1, 1], [0, 0, 0, 0]], bool)
-    assert routing.quantile(scores_BT, 0.5, valid_BT) == 2.5
-    assert routing.quantile(scores_BT, 0.5, jnp.zeros_like(valid_BT)) == 0
+    assert plans.quantile(scores_BT, 0.5, valid_BT) == 2.5
+    assert plans.quantile(scores_BT, 0.5, jnp.zeros_like(valid_BT)) == 0
 
 
 def by_document(fraction, segments_BT):
     info = TokenInfo(jnp.arange(segments_BT.shape[1])[None], segments_BT)
-    return routing.Budget(fraction, segments_BT.shape[1], info.documents())
+    return plans.Budget(fraction, segments_BT.shape[1], info.documents())
 
 
 def test_topk_by_document_by_hand():
@@ -67,7 +67,7 @@ def test_documents_of_a_row_share_its_places_to_the_last():
         segments_T = np.cumsum(starts_T) + 1
         scores_T = rng.normal(size=length).astype(np.float32)
         plan = cut(jnp.asarray(scores_T)[None], jnp.asarray(segments_T)[None])
-        routed_T = np.asarray(routing.selected(plan, length))[0]
+        routed_T = np.asarray(plans.selected(plan, length))[0]
         assert routed_T.sum() == 12
         for document in np.unique(segments_T):
             inside_T = segments_T == document

@@ -12,7 +12,8 @@ from families import VOCAB
 from flax import linen as nn
 
 from efx import flops, models
-from efx.layers import attend, blocks, routing, stack
+from efx.layers import attend, blocks, stack
+from efx.layers.routing import plans
 
 CONTEXT = 24
 LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
@@ -326,7 +327,7 @@ def test_experts_fill_up(name):
     for i, spec in enumerate(model.specs()):
         block, size = cache["layers"][f"block_{i}"], CONTEXT
         if spec.routing is not None:
-            size = routing.capacity(spec.capacity * spec.routing.slack, CONTEXT)
+            size = plans.capacity(spec.capacity * spec.routing.slack, CONTEXT)
         room = spec.block.moe.places(size, "causal")
         taken_BE, dropped_B = (np.asarray(block["mlp"][key]) for key in ("taken", "dropped"))
         assert taken_BE.max() <= room
@@ -490,7 +491,7 @@ def test_masks_of_a_block_remember_what_it_computes():
     block = cache["layers"]["block_1"]
     assert block["attention"]["position"].shape == (1, 64)
     mask = block["dropout_mlp_output"]["attention"]
-    assert mask["position"].shape == (1, routing.capacity(0.3 * 2.0, 64))
+    assert mask["position"].shape == (1, plans.capacity(0.3 * 2.0, 64))
 
 
 @functools.cache
@@ -551,7 +552,7 @@ def test_a_chunk_runs_as_often_as_it_needs():
     """A routed block has two places for a chunk of five tokens: it runs again for what the first
     round leaves over, and not at all where none is routed, as when its cache is full."""
     model, size = build("mod_short")[0], 5
-    places, runs = routing.capacity(0.2 * 1.5, size), set()
+    places, runs = plans.capacity(0.2 * 1.5, size), set()
     cache = models.init_cache(model, 1, CONTEXT)
     for tokens_BT, positions_BT in chunks_of(size, 0, CONTEXT, (CONTEXT,)):
         before = int(cache["layers"]["block_1"]["routed"][0])
@@ -568,7 +569,7 @@ def test_compacted_rows_are_as_if_alone():
     logits of each are those of the full forward, the caches those of the row alone."""
     batch, rng = 8, np.random.default_rng(0)
     model, params = build("mod_gpt2")
-    places = routing.capacity(0.3 * 2.0, batch)
+    places = plans.capacity(0.3 * 2.0, batch)
     assert 1 < places < batch
     many_BT = families.tokens(seed=3, batch=batch, length=CONTEXT)
     expected_BTV = families.jit(model.apply)({"params": params}, many_BT)

@@ -15,10 +15,10 @@ import pytest
 from families import FAMILIES, LENGTH
 from test_calm import bridged
 
-from efx.layers import routing
 from efx.layers.config import say_if_documents_compete
-from efx.layers.depth import DepthRouted
 from efx.layers.info import TokenInfo
+from efx.layers.routing import plans
+from efx.layers.routing.depth import DepthRouted
 
 MOD = {"depth_routing.kind": "mod"}  # as a config has it: capacity 0.125, slack 2
 MODELS = {
@@ -120,7 +120,7 @@ def info_of(segments_BT):
 
 def test_room_by_hand():
     info = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
-    budget = routing.Budget(0.5, 12, info.documents())
+    budget = plans.Budget(0.5, 12, info.documents())
     plan = budget.first(jnp.ones((2, 12), bool))
     # Three, two and one; the padding's places are those of the document before it.
     np.testing.assert_array_equal(plan.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
@@ -138,26 +138,26 @@ def test_room_by_hand():
     np.testing.assert_array_equal(plan.indices_BC[0], [3, 4, 5, 8, 9, 11])
     np.testing.assert_array_equal(plan.indices_BC[1][:3], [2, 3, 4])
     # An unsorted plan is gathered and scattered like any other.
-    back_BT = routing.scatter_add(jnp.zeros((2, 12)), routing.gather(scores_BT + 1, plan), plan)
-    np.testing.assert_array_equal(back_BT > 0, routing.selected(plan, 12))
+    back_BT = plans.scatter_add(jnp.zeros((2, 12)), plans.gather(scores_BT + 1, plan), plan)
+    np.testing.assert_array_equal(back_BT > 0, plans.selected(plan, 12))
 
 
 def test_room_inside_of_room_by_hand():
     """Experts in a routed block: a document's places there follow from its own alone."""
     outer = info_of([[1] * 8 + [2] * 8] * 2)
-    budget = routing.Budget(0.5, 16, outer.documents())
+    budget = plans.Budget(0.5, 16, outer.documents())
     wanted_BT = np.zeros((2, 16), bool)
     wanted_BT[0, 3] = wanted_BT[:, 8:12] = wanted_BT[1, :8] = True  # one and four of document 1
     plan = budget.first(jnp.asarray(wanted_BT))
-    inner = routing.gather_info(outer, plan, 2, budget)
+    inner = plans.gather_info(outer, plan, 2, budget)
     np.testing.assert_array_equal(inner.segment_ids_BT, [[1, 0, 0, 0] + [2] * 4, [1] * 4 + [2] * 4])
-    expert = routing.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+    expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 1, 1], [1, 1, 1, 1]])
     np.testing.assert_array_equal(expert.indices_BC[:, 2:], [[4, 5], [4, 5]])
     # What a document without routed tokens leaves is not the one's before it, either.
     plan = budget.first(jnp.asarray(wanted_BT & (np.arange(16) < 8)))
-    inner = routing.gather_info(outer, plan, 2, budget)
-    expert = routing.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+    inner = plans.gather_info(outer, plan, 2, budget)
+    expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 0, 0], [1, 1, 0, 0]])
 
 

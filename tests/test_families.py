@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from efx import flops, models, settings, sharding
 from efx.errors import UsageError
-from efx.layers import routing
+from efx.layers.routing import plans
 from efx.layers.stack import period, scan_params
 
 # Combinations of what other rows have. They are held to the properties that a combination breaks,
@@ -391,7 +391,7 @@ def test_careless_routing_would_gather_the_batch(monkeypatch):
         rows_B1 = jnp.arange(x_BT.shape[0])[:, None]
         return x_BT.at[rows_B1, plan.indices_BC].get(mode="fill", fill_value=fill)
 
-    monkeypatch.setattr(routing, "gather", fancy)
+    monkeypatch.setattr(plans, "gather", fancy)
     model = sized("mod_options", 1)[0]
     assert gathered(compiled_on("data", model)[0]) >= BATCH * LENGTH // 2 * model.config.width
 

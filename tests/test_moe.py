@@ -18,11 +18,11 @@ from efx.configs import common, mode
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.interop import hf_config
-from efx.layers import routing
 from efx.layers.config import MoEConfig
 from efx.layers.info import TokenInfo
 from efx.layers.mlp import MLP
-from efx.layers.moe import MoE
+from efx.layers.routing import plans
+from efx.layers.routing.moe import MoE
 from efx.studies import sweep
 
 B, T, D, F = 3, 20, 12, 10
@@ -260,7 +260,7 @@ def test_an_expert_picks_exactly_its_places(places, monkeypatch):
     module, params = layer(router="expert_choice", capacity=places)
     plans = []
     monkeypatch.setattr(
-        "efx.layers.moe._compute", lambda x, weight, plan, experts: plans.append(plan) or x
+        "efx.layers.routing.moe._compute", lambda x, weight, plan, experts: plans.append(plan) or x
     )
     apply(module, params, inputs(), "train")
     (plan,) = plans
@@ -306,7 +306,7 @@ def test_the_router_learns_from_the_main_loss():
 )
 def test_best_is_a_stable_sort(scores, count):
     expected = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
-    np.testing.assert_array_equal(routing.best(jnp.asarray(scores), count), expected)
+    np.testing.assert_array_equal(plans.best(jnp.asarray(scores), count), expected)
 
 
 # ---- in a model --------------------------------------------------------------------------------

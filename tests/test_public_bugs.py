@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import pytest
 
-from efx.layers import depth, routing
 from efx.layers.blocks import Block
-from efx.layers.depth import DepthRouted
 from efx.layers.info import TokenInfo
+from efx.layers.routing import depth, plans
+from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import Layer
 
 ROWS, LENGTH, PLACES = 3, 12, 5
@@ -147,9 +147,9 @@ def test_auxiliary_targets_without_batch_offset(monkeypatch):
 
     together, alone = losses()
     np.testing.assert_allclose(together, alone, rtol=1e-5)
-    plan = routing.topk_plan(x_BTD @ params["router"], PLACES)
+    plan = plans.topk_plan(x_BTD @ params["router"], PLACES)
     assert np.sum(flat(plan, LENGTH)[1:]) == 0  # only row 0 gets ones
-    monkeypatch.setattr(routing, "selected", flat)
+    monkeypatch.setattr(plans, "selected", flat)
     together, alone = losses()
     assert abs(together - alone) > 0.01
 
@@ -165,10 +165,10 @@ def test_one_token_fewer_than_the_capacity(monkeypatch):
     def strictly_above(scores_BT, size, *_, **__):
         """The defect: `weights > kth value` leaves the kth token out."""
         kth_B = jnp.sort(scores_BT, axis=1)[:, -size]
-        return routing.first_plan(scores_BT > kth_B[:, None], size)
+        return plans.first_plan(scores_BT > kth_B[:, None], size)
 
     assert counts() == [PLACES] * ROWS
-    monkeypatch.setattr(routing, "topk_plan", strictly_above)
+    monkeypatch.setattr(plans, "topk_plan", strictly_above)
     assert counts() == [PLACES - 1] * ROWS
 
 
@@ -192,8 +192,8 @@ def test_predictor_fed_the_output_of_the_block():
         rng = np.random.default_rng(1)
         up_DF, down_F = rng.normal(size=(32, 16)), rng.normal(size=16)
         hidden_BTF = jax.nn.silu(run(params, x_BTD)[0] @ up_DF)
-        plan = routing.topk_plan(x_BTD @ params["router"], PLACES)
-        target_BT = routing.selected(plan, LENGTH).astype(jnp.float32)
+        plan = plans.topk_plan(x_BTD @ params["router"], PLACES)
+        target_BT = plans.selected(plan, LENGTH).astype(jnp.float32)
         return jnp.mean(optax.sigmoid_binary_cross_entropy(hidden_BTF @ down_F, target_BT))
 
     ours = [run(each, x_BTD)[1]["predictor_bce"] for each in (params, other)]
@@ -230,7 +230,7 @@ def test_positions_of_routed_tokens_renumbered(monkeypatch):
         return info.replace(positions_BT=jnp.arange(plan.indices_BC.shape[1])[None])
 
     assert moved_by_stretching() > 0.01
-    monkeypatch.setattr(routing, "gather_info", renumbered)
+    monkeypatch.setattr(plans, "gather_info", renumbered)
     assert moved_by_stretching() == 0
 
 
@@ -247,14 +247,14 @@ def put(x_BTD, y_BCD, plan):
 
 def weighted_whole(x_BTD, delta_BCD, plan):
     """out = g * (x + f): the weight scales the residual too, and may turn it round."""
-    gate_BC1 = jax.nn.sigmoid(routing.gather(x_BTD, plan)[..., :1])
-    whole_BCD = gate_BC1 * (routing.gather(x_BTD, plan) + delta_BCD)
+    gate_BC1 = jax.nn.sigmoid(plans.gather(x_BTD, plan)[..., :1])
+    whole_BCD = gate_BC1 * (plans.gather(x_BTD, plan) + delta_BCD)
     return put(x_BTD, whole_BCD, plan)
 
 
 def only_the_routed(x_BTD, delta_BCD, plan):
     """Tokens that skip the block lose their residual."""
-    routed_BCD = routing.gather(x_BTD, plan) + delta_BCD
+    routed_BCD = plans.gather(x_BTD, plan) + delta_BCD
     return put(jnp.zeros_like(x_BTD), routed_BCD, plan)
 
 
@@ -277,7 +277,7 @@ def test_residual_not_added_exactly_once(monkeypatch, defect, changed):
         spec, block = module.spec, functools.partial(WithResidual, module.spec.block)
         module = DepthRouted(block, spec.routing, spec.capacity)
     else:
-        monkeypatch.setattr(routing, "scatter_add", defect)
+        monkeypatch.setattr(plans, "scatter_add", defect)
     changed_BT = processed(output(module, params, x_BTD), x_BTD)
     assert changed_BT.sum(axis=1).tolist() == [changed] * ROWS
 
@@ -305,7 +305,7 @@ def test_routed_tokens_out_of_time_order(monkeypatch):
     def by_score(scores_BT, size, *_, **__):
         """The defect: tokens in the order of their scores under a triangular mask."""
         indices_BC = jnp.argsort(-scores_BT, axis=1)[:, :size]
-        return routing.Plan(indices_BC, jnp.ones(indices_BC.shape, bool))
+        return plans.Plan(indices_BC, jnp.ones(indices_BC.shape, bool))
 
     def gather(x_BT, plan, fill=0):  # efx's own promises XLA sorted indices
         return jax.vmap(lambda x, index: x[index])(x_BT, plan.indices_BC)
@@ -314,9 +314,9 @@ def test_routed_tokens_out_of_time_order(monkeypatch):
         return put(x_BT, gather(x_BT, plan) + y_BC, plan)
 
     assert moved() < 1e-5
-    monkeypatch.setattr(routing, "topk_plan", by_score)
-    monkeypatch.setattr(routing, "gather", gather)
-    monkeypatch.setattr(routing, "scatter_add", scatter_add)
+    monkeypatch.setattr(plans, "topk_plan", by_score)
+    monkeypatch.setattr(plans, "gather", gather)
+    monkeypatch.setattr(plans, "scatter_add", scatter_add)
     assert moved() > 0.01
 
 
@@ -337,10 +337,10 @@ def test_rows_of_a_batch_compete(monkeypatch):
         """The defect: the best B*C tokens of the batch, from whichever row."""
         best = jnp.argsort(-scores_BT.reshape(-1))[: scores_BT.shape[0] * size]
         picked = jnp.zeros(scores_BT.size, bool).at[best].set(True)
-        return routing.first_plan(picked.reshape(scores_BT.shape), scores_BT.shape[1])
+        return plans.first_plan(picked.reshape(scores_BT.shape), scores_BT.shape[1])
 
     assert moved() == 0
-    monkeypatch.setattr(routing, "topk_plan", over_the_batch)
+    monkeypatch.setattr(plans, "topk_plan", over_the_batch)
     assert moved() > 0.01
 
 

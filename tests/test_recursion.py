@@ -13,9 +13,10 @@ from test_routing import np_layer, np_topk
 
 from efx import flops, models
 from efx.errors import UsageError
-from efx.layers import blocks, routing, stack
-from efx.layers.depth import DepthRouted
+from efx.layers import blocks, stack
 from efx.layers.info import TokenInfo
+from efx.layers.routing import plans
+from efx.layers.routing.depth import DepthRouted
 
 LENGTH = families.LENGTH
 RECURSION = {
@@ -50,11 +51,11 @@ def np_recursion(model, params, x_TD, selection):
             if selection == "train":
                 score_of_alive_T = np.where(alive_T, score_T, -np.inf)
                 alive_T = alive_T & np_topk(
-                    score_of_alive_T, routing.capacity(spec.capacity, len(x_TD))
+                    score_of_alive_T, plans.capacity(spec.capacity, len(x_TD))
                 )
             else:
                 alive_T = alive_T & (score_T > 0)
-                room = routing.capacity(spec.capacity * spec.routing.slack, len(x_TD))
+                room = plans.capacity(spec.capacity * spec.routing.slack, len(x_TD))
                 alive_T = alive_T & (np.cumsum(alive_T) <= room)
             gate_T1 = 1 / (1 + np.exp(-score_T[:, None]))
             delta_TD = np_stack(x_TD, params, spec, alive_T) - x_TD
@@ -127,7 +128,7 @@ def test_a_token_that_left_never_comes_back(selection):
         assert np.all(np.any(out_BTD[routed_BT] != in_BTD[routed_BT], axis=-1))
         if selection == "train":
             np.testing.assert_array_equal(
-                routed_BT.sum(axis=1), routing.capacity((0.6, 0.3)[number - 1], LENGTH)
+                routed_BT.sum(axis=1), plans.capacity((0.6, 0.3)[number - 1], LENGTH)
             )
         score_BT = in_BTD @ np.asarray(params["layers"][f"pass_{number}"]["router"])
         outside += np.sum((score_BT > 0) & ~alive_BT)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from efx import models
-from efx.layers import routing
 from efx.layers.info import TokenInfo
+from efx.layers.routing import plans
 from efx.layers.stack import Layer
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ from efx.layers.stack import Layer
 )
 def test_capacity(fraction, length, places):
     """ceil(c T), not one more by the rounding of c T; at least 1, at most T."""
-    assert routing.capacity(fraction, length) == places
+    assert plans.capacity(fraction, length) == places
 
 
 def check_plan(plan, indices, mask):
@@ -58,44 +58,44 @@ def test_topk_plan_by_hand():
         ]
     )
     check_plan(
-        routing.topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool)
+        plans.topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool)
     )
 
 
 def test_topk_plan_leaves_out_what_is_not_valid():
     scores_BT = jnp.array([[9.0, 0.1, 8.0, 0.2, 0.3]] * 3)
     valid_BT = jnp.array([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
-    plan = routing.topk_plan(scores_BT, 2, valid_BT)
+    plan = plans.topk_plan(scores_BT, 2, valid_BT)
     check_plan(plan, [[3, 4], [2, 6], [5, 6]], [[1, 1], [1, 0], [0, 0]])
 
 
 def test_first_plan_by_hand():
     selected_BT = jnp.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    plan = routing.first_plan(selected_BT.astype(bool), 2)
+    plan = plans.first_plan(selected_BT.astype(bool), 2)
     check_plan(plan, [[1, 3], [0, 6], [5, 6], [0, 1]], [[1, 1], [1, 0], [0, 0], [1, 1]])
     np.testing.assert_array_equal(
-        routing.selected(plan, 5),
+        plans.selected(plan, 5),
         np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0]], bool),
     )
 
 
 def test_gather_and_scatter_by_hand():
     x_BT = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    plan = routing.Plan(jnp.array([[1, 3], [2, 5]]), jnp.array([[True, True], [True, False]]))
-    np.testing.assert_array_equal(routing.gather(x_BT, plan), [[2, 4], [7, 0]])
-    np.testing.assert_array_equal(routing.gather(x_BT, plan, fill=-1), [[2, 4], [7, -1]])
+    plan = plans.Plan(jnp.array([[1, 3], [2, 5]]), jnp.array([[True, True], [True, False]]))
+    np.testing.assert_array_equal(plans.gather(x_BT, plan), [[2, 4], [7, 0]])
+    np.testing.assert_array_equal(plans.gather(x_BT, plan, fill=-1), [[2, 4], [7, -1]])
     y_BC = jnp.array([[10.0, 20.0], [30.0, 99.0]])  # 99 stands at an empty place
     np.testing.assert_array_equal(
-        routing.scatter_add(x_BT, y_BC, plan), [[1, 12, 3, 24], [5, 6, 37, 8]]
+        plans.scatter_add(x_BT, y_BC, plan), [[1, 12, 3, 24], [5, 6, 37, 8]]
     )
-    wide = routing.gather(jnp.stack([x_BT, -x_BT], axis=-1), plan)
-    np.testing.assert_array_equal(wide[..., 1], -routing.gather(x_BT, plan))
+    wide = plans.gather(jnp.stack([x_BT, -x_BT], axis=-1), plan)
+    np.testing.assert_array_equal(wide[..., 1], -plans.gather(x_BT, plan))
 
 
 def test_gathered_info_keeps_positions_and_documents():
     info = TokenInfo(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
-    plan = routing.Plan(jnp.array([[2, 3], [1, 5]]), jnp.array([[True, True], [True, False]]))
-    got = routing.gather_info(info, plan, batch=2, budget=routing.Budget(0.4, 5))
+    plan = plans.Plan(jnp.array([[2, 3], [1, 5]]), jnp.array([[True, True], [True, False]]))
+    got = plans.gather_info(info, plan, batch=2, budget=plans.Budget(0.4, 5))
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
     # Of the two places the first three tokens have ceil(0.4 * 3), which is both.
@@ -104,13 +104,13 @@ def test_gathered_info_keeps_positions_and_documents():
 
 
 T, C = 9, 4
-topk = jax.jit(lambda scores_BT: routing.topk_plan(scores_BT, C))
-topk_valid = jax.jit(lambda scores_BT, valid_BT: routing.topk_plan(scores_BT, C, valid_BT))
-first = jax.jit(lambda selected_BT: routing.first_plan(selected_BT, C))
+topk = jax.jit(lambda scores_BT: plans.topk_plan(scores_BT, C))
+topk_valid = jax.jit(lambda scores_BT, valid_BT: plans.topk_plan(scores_BT, C, valid_BT))
+first = jax.jit(lambda selected_BT: plans.first_plan(selected_BT, C))
 round_trip = jax.jit(
     lambda x_BT, plan: (
-        routing.scatter_add(jnp.zeros((2, T)), routing.gather(x_BT, plan), plan),
-        routing.selected(plan, T),
+        plans.scatter_add(jnp.zeros((2, T)), plans.gather(x_BT, plan), plan),
+        plans.selected(plan, T),
     )
 )
 some_scores = hnp.arrays(np.float32, (2, T), elements=st.sampled_from([-2.0, -1.0, 0.0, 0.5, 3.0]))
@@ -335,7 +335,7 @@ def test_model_is_the_formula(name):
             block = {"router": np.zeros(model.config.width), **p["layers"][f"block_{i}"]}
             routed_T, gate = np.ones(length, bool), "one"
             if spec.routing is not None:
-                size = routing.capacity(spec.capacity, length)
+                size = plans.capacity(spec.capacity, length)
                 routed_T, gate = np_topk(x_TD @ block["router"], size), spec.routing.gate
             x_TD = np_layer(x_TD, block, spec, routed_T, np.arange(length), gate)
         x_TD = norm(x_TD, p["norm_final"], model.config.norm, model.config.norm_eps)

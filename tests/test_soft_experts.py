@@ -14,7 +14,7 @@ from efx.errors import UsageError
 from efx.layers import costs
 from efx.layers.config import SoftExpertsConfig
 from efx.layers.info import TokenInfo
-from efx.layers.soft_experts import SoftBlock, merge
+from efx.layers.routing.soft_experts import SoftBlock, merge
 
 B, T = 2, 11
 SMALL = {
@@ -156,7 +156,9 @@ def test_channels_are_kept_apart(monkeypatch):
     """A channel among others gives what it gives as the only one."""
     module, params, x_BTD = block()
     found = []
-    monkeypatch.setattr("efx.layers.soft_experts.merge", lambda kind, d: found.append(d) or d[0])
+    monkeypatch.setattr(
+        "efx.layers.routing.soft_experts.merge", lambda kind, d: found.append(d) or d[0]
+    )
     module.apply({"params": params}, x_BTD, info())
     alone = jax.tree.map(lambda leaf: leaf[1:2] if leaf.shape[0] == 3 else leaf, params)
     for name in ("query", "key", "value"):

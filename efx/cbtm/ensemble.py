@@ -23,7 +23,7 @@ from efx.config import config_of_run
 from efx.data import load_tokenizer
 from efx.data.subset import Subset
 from efx.errors import UsageError
-from efx.layers import routing
+from efx.layers.routing import plans
 from efx.runfolder import TOKENIZER_FILE
 
 
@@ -33,7 +33,7 @@ def log_weights(distances_BE, tau, top_k):
     Among equally near experts the first ones are taken. tau > 0; 1 <= top_k <= E.
     """
     scores_BE = -distances_BE.astype(jnp.float32) / tau
-    best_BC = routing.best(scores_BE, top_k)
+    best_BC = plans.best(scores_BE, top_k)
     chosen_BE = jnp.any(jax.nn.one_hot(best_BC, scores_BE.shape[1], dtype=bool), axis=1)
     return jax.nn.log_softmax(jnp.where(chosen_BE, scores_BE, -jnp.inf), axis=-1)
 

@@ -1,4 +1,4 @@
-"""The attention layer; the arithmetic is in `attend.py`, decoding in `cache.py`."""
+"""The attention layer; the arithmetic is in `attend.py`, decoding in `kv_cache.py`."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ from flax import linen as nn
 
 from efx.layers import norms
 from efx.layers.attend import attend, attend_context
-from efx.layers.cache import attend_cached
 from efx.layers.config import AttentionConfig
+from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import Linear
 from efx.layers.positions import rope
 from efx.sharding import constrain

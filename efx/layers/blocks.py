@@ -12,7 +12,7 @@ from efx.layers.config import BlockConfig
 from efx.layers.mask_dropout import open_rows
 from efx.layers.mask_dropout.modules import make_dropout
 from efx.layers.mlp import MLP
-from efx.layers.moe import ROUTER_STD, MoE
+from efx.layers.routing.moe import ROUTER_STD, MoE
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from efx.errors import UsageError
-from efx.layers import routing
+from efx.layers.routing import plans
 from efx.settings import (
     AtLeastOne,
     Count,
@@ -141,7 +141,7 @@ class MoEConfig:
         return self.router == "expert_choice"
 
     def budget(self, length, selection, documents=None):
-        """`routing.Budget` of one expert: of a sequence of `length`, or of each document of it.
+        """`plans.Budget` of one expert: of a sequence of `length`, or of each document of it.
 
         Args:
           selection: as in `TokenInfo`: "train" or "causal".
@@ -150,7 +150,7 @@ class MoEConfig:
             fraction = self.top_k * self.capacity_factor / self.choices
         else:
             fraction = self.capacity * (1 if selection == "train" else self.slack)
-        return routing.Budget(fraction, length, documents)
+        return plans.Budget(fraction, length, documents)
 
     def places(self, length, selection):
         """C: tokens of a sequence of `length` that one expert has room for, at most all."""
@@ -331,9 +331,9 @@ class DepthRoutingConfig:
         return tuple(self.capacity**i for i in range(self.recursions))
 
     def budget(self, capacity, length, documents=None):
-        """`routing.Budget` that a causal decision has."""
+        """`plans.Budget` that a causal decision has."""
         slack = 1.0 if self.control else self.slack
-        return routing.Budget(capacity * slack, length, documents)
+        return plans.Budget(capacity * slack, length, documents)
 
     def room(self, capacity, length):
         """Slots that a causal decision has in a sequence of `length` tokens."""
@@ -342,7 +342,7 @@ class DepthRoutingConfig:
     def places(self, capacity, length, selection):
         """Slots that a routed block computes in a sequence of `length` tokens."""
         if selection == "train" and self.train_selection != "threshold":
-            return routing.capacity(capacity, length)
+            return plans.capacity(capacity, length)
         return self.room(capacity, length)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.layers import routing
+from efx.layers.routing import plans
 
 
 @struct.dataclass
@@ -17,7 +17,7 @@ class TokenInfo:
         While decoding, a negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
       begin_BT, end_BT: which places of the sequence a token's document has to itself, see
-        `routing.Documents`; None: those where it lies.
+        `plans.Documents`; None: those where it lies.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
       rows_B: decoding only: which rows of the cache these rows are, or None: all, in order.
       mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
@@ -36,7 +36,7 @@ class TokenInfo:
         computes nothing else (the result is None), "read" only attends.
       grouped: decoding only: attention stays inside groups of tokens. Positions are places in a
         group then, segment_ids_BT its number in the sequence, and the cache holds one group, see
-        `cache.attend_group`.
+        `kv_cache.attend_group`.
       cache_tag: decoding only: which use this is of a layer that is used several times; each has
         a cache of its own.
     """
@@ -63,10 +63,10 @@ class TokenInfo:
         return self.replace(positions_BT=positions)
 
     def documents(self):
-        """`routing.Documents` of a packed sequence, else None."""
+        """`plans.Documents` of a packed sequence, else None."""
         if self.segment_ids_BT is None:
             return None
-        documents = routing.documents(self.segment_ids_BT)
+        documents = plans.documents(self.segment_ids_BT)
         if self.begin_BT is None:
             return documents
         return documents.replace(begin_BT=self.begin_BT, end_BT=self.end_BT)

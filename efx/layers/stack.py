@@ -11,8 +11,8 @@ from efx.errors import UsageError
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
-from efx.layers.depth import DepthRouted
-from efx.layers.soft_experts import SoftBlock
+from efx.layers.routing.depth import DepthRouted
+from efx.layers.routing.soft_experts import SoftBlock
 from efx.sharding import constrain
 
 REMAT_POLICIES = {

@@ -19,7 +19,7 @@ from efx import models
 from efx.build import finished as restore
 from efx.config import config_of_run
 from efx.errors import UsageError
-from efx.layers.depth import DepthRouted
+from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import names
 from efx.step import evaluation_keys
 from efx.studies import cli

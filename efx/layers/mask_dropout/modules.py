@@ -24,9 +24,9 @@ from flax import linen as nn
 
 from efx import means
 from efx.layers.attend import attend
-from efx.layers.cache import attend_cached
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
 from efx.layers.dropout import StandardDropout
+from efx.layers.kv_cache import attend_cached
 from efx.layers.mask_dropout.functions import (
     cosine_mask,
     penalties,

@@ -1,12 +1,12 @@
 """Computing only those tokens that a mask leaves open, at inference.
 
 How many there are is not known when a program is compiled, so they are taken a fixed number at a
-time, see `routing.in_rounds`, which has no reverse mode: hence inference only.
+time, see `plans.in_rounds`, which has no reverse mode: hence inference only.
 """
 
 import jax.numpy as jnp
 
-from efx.layers import routing
+from efx.layers.routing import plans
 
 
 def compute(module, x_BTD, open_BT, tile):
@@ -22,7 +22,7 @@ def compute(module, x_BTD, open_BT, tile):
     tile = min(tile, batch * length)
 
     def some(module, plan, out_1ND):
-        return routing.scatter_add(out_1ND, module(routing.gather(x_1ND, plan)), plan)
+        return plans.scatter_add(out_1ND, module(plans.gather(x_1ND, plan)), plan)
 
     start_1ND = jnp.zeros_like(x_1ND)
-    return routing.in_rounds(module, open_1N, tile, start_1ND, some).reshape(x_BTD.shape)
+    return plans.in_rounds(module, open_1N, tile, start_1ND, some).reshape(x_BTD.shape)

@@ -4,7 +4,7 @@ import re
 from typing import Literal
 
 from efx.errors import UsageError
-from efx.layers import routing
+from efx.layers.routing import plans
 from efx.settings import AtLeastOne, Count, Number, Share, block
 
 
@@ -56,9 +56,9 @@ class AdapterConfig:
         return bool(self.experts) and self.routing == "inclusion"
 
     def budget(self, length, selection, documents=None):
-        """Inclusion: `routing.Budget` of an expert."""
+        """Inclusion: `plans.Budget` of an expert."""
         fraction = self.capacity if selection == "train" else self.capacity * self.slack
-        return routing.Budget(min(1.0, fraction), length, documents)
+        return plans.Budget(min(1.0, fraction), length, documents)
 
     def places(self, length, selection):
         """Inclusion: tokens of a sequence that an expert has room for."""

@@ -24,11 +24,12 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.errors import UsageError
-from efx.layers import cache, routing
+from efx.layers import kv_cache
 from efx.layers.info import TokenInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
-from efx.layers.moe import ROUTER_STD
+from efx.layers.routing import plans
+from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
 
 
@@ -52,7 +53,7 @@ def _product(u_CD, gate_ED):
 
 def topk_weights(affinity_CE, top_k, width):
     """softmax(affinity / sqrt(D)) over the k experts of largest affinity, 0 for the others."""
-    best = routing.best(jax.lax.stop_gradient(affinity_CE), top_k)
+    best = plans.best(jax.lax.stop_gradient(affinity_CE), top_k)
     chosen_CE = jnp.any(jax.nn.one_hot(best, affinity_CE.shape[-1], dtype=bool), axis=-2)
     return jax.nn.softmax(jnp.where(chosen_CE, affinity_CE / width**0.5, -jnp.inf), axis=-1)
 
@@ -179,7 +180,7 @@ class Adapter(nn.Module):
             return jax.vmap(lambda values_BT: make(values_BT, *rest), in_axes=2)(values_BTE)
 
         def selected(plan):
-            return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
+            return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
 
         documents = info.documents()
         ahead = c.budget(length, "train", documents)
@@ -201,21 +202,21 @@ class Adapter(nn.Module):
         """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
         length, width = x_BTD.shape[1:]
         experts, batch, places = plan.indices_BC.shape
-        x_EBCD = jax.vmap(routing.gather, in_axes=(None, 0))(x_BTD, plan)
-        weight_EBC = jax.vmap(routing.gather, in_axes=(2, 0))(weight_BTE, plan)
+        x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
+        weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
         x_ECD = x_EBCD.reshape(experts, batch * places, width)
         h_ECR = self._inner(jnp.einsum("ECD,EDR->ECR", x_ECD, down_EDR))
         h_ECR = h_ECR * weight_EBC.reshape(experts, -1, 1).astype(h_ECR.dtype)
         y_ECF = jnp.einsum("ECR,ERF->ECF", h_ECR, up_ERF)
         y_EBCF = y_ECF.reshape(experts, batch, places, self.features)
-        sum_over = jax.vmap(routing.scatter_sum, in_axes=(1, 1, None))
+        sum_over = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))
         return sum_over(plan.indices_BC, y_EBCF, length)
 
     def _fits(self, wanted_BTE, info):
         """Decoding: what is wanted and finds room, by how many tokens each expert has computed of
         the row before. The full forward pass of length `info.cache_size` computes the same."""
         c, rows = self.config, wanted_BTE.shape[0]
-        taken, dropped = cache.variables(
+        taken, dropped = kv_cache.variables(
             self,
             info.cache_tag,
             taken=lambda: jnp.zeros((rows, c.choices), jnp.int32),

@@ -5,8 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.layers import cache, routing
+from efx.layers import kv_cache
 from efx.layers.info import TokenInfo
+from efx.layers.routing import plans
 
 
 @struct.dataclass
@@ -85,8 +86,8 @@ def decoding_views(info, sizes, memory_local, memory_global):
         if size < group_size:
             here_BT = position_BT % group_size >= group_size - size
             room = length // group_size * size + min(size, length % group_size)
-            plan = routing.first_plan((position_BT >= 0) & here_BT, room)
-            position_BT = routing.gather(position_BT, plan, fill=-1)
+            plan = plans.first_plan((position_BT >= 0) & here_BT, room)
+            position_BT = plans.gather(position_BT, plan, fill=-1)
         group_BT = position_BT // group_size
         place_BT = position_BT % group_size - (group_size - size)
         place_BT = jnp.where(position_BT >= 0, place_BT, -1)
@@ -111,7 +112,7 @@ def decoding_views(info, sizes, memory_local, memory_global):
                 inside=at(place_BT, size, **in_group),
                 local=local,
                 whole=whole,
-                memory_local=memory(memory_local, local, cache.ALL_GROUPS),
+                memory_local=memory(memory_local, local, kv_cache.ALL_GROUPS),
                 memory_global=memory(memory_global, whole),
                 begins=jnp.any(begins_B1),
                 place_BT=place_BT,

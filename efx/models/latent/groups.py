@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.layers import routing
 from efx.layers.blocks import apply_dropout, make_attention, make_mlp, make_norm
 from efx.layers.config import BlockConfig
 from efx.layers.linear import Linear
+from efx.layers.routing import plans
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
 
 
@@ -160,7 +160,7 @@ class Compress(nn.Module):
         def kept(y_BTD):
             if y_BTD is None or plan is None:
                 return None if y_BTD is None else y_BTD[:, c.inner - c.places :]
-            return routing.gather(y_BTD, plan)
+            return plans.gather(y_BTD, plan)
 
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
@@ -282,7 +282,7 @@ class Upsample(nn.Module):
         all_BSD = jnp.concatenate([kept.value, z_BCD], axis=1)
         taken_BTD = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(all_BSD, source_BT)
         taken_BTD = jnp.where((group_BT > 0)[..., None], taken_BTD, first_PD[early_BT])
-        own_BTD = routing.scatter_add(jnp.zeros_like(taken_BTD), z_BCD, latents.plan)
+        own_BTD = plans.scatter_add(jnp.zeros_like(taken_BTD), z_BCD, latents.plan)
         last_B1 = jnp.max(group_BT, axis=1, keepdims=True)
         stored_BC = (latents.place_BT >= 0) & (latents.group_BT >= last_B1 - 1)
         slot_BC = (latents.group_BT % 2) * c.inner + latents.place_BT

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers import controls, decisions, routing
 from efx.layers.config import DepthRoutingConfig
-from efx.layers.moe import ROUTER_STD
+from efx.layers.routing import controls, decisions, plans
+from efx.layers.routing.moe import ROUTER_STD
 
 GATES = {
     "identity": lambda r: r,  # the paper's equation 1
@@ -113,25 +113,25 @@ class DepthRouted(nn.Module):
             self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
         context = (x_BTD, info.full(batch)) if c.kv_for_skipped else None
         delta_BCD = self.block(
-            routing.gather(x_BTD, plan), routing.gather_info(info, plan, batch, budget), context
+            plans.gather(x_BTD, plan), plans.gather_info(info, plan, batch, budget), context
         )
-        gate_BC = self._gate(routing.gather(score_BT, plan))
-        routed_BT = routing.selected(plan, x_BTD.shape[1])
+        gate_BC = self._gate(plans.gather(score_BT, plan))
+        routed_BT = plans.selected(plan, x_BTD.shape[1])
         start_BTD = self._add_skip_mlp(x_BTD, ~routed_BT)
-        return routing.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
+        return plans.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
 
     def _choose(self, x_BTD, score_BT, info, valid_BT, real_BT):
         """(plan of the tokens to compute, its budget); sows what there is to learn from it."""
         c, length, documents = self.config, x_BTD.shape[1], info.documents()
         competing = documents if c.per == "document" else None
-        ahead = routing.Budget(self.capacity, length, competing)
+        ahead = plans.Budget(self.capacity, length, competing)
         budget = c.budget(self.capacity, length, documents)
         top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         decided_BT = {name: logit > 0 for name, logit in logit_BT.items()}
         if valid_BT is not None:
             decided_BT = {name: decided & valid_BT for name, decided in decided_BT.items()}
-        target_BT = routing.selected(top, length)
+        target_BT = plans.selected(top, length)
         self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT, budget)
         if info.selection != "train":
             name = c.causal if info.selection == "causal" else info.selection
@@ -140,7 +140,7 @@ class DepthRouted(nn.Module):
             warm = self.quantile_steps.value >= c.threshold_warmup
             chosen_BT = jnp.where(warm, decided_BT["threshold"], target_BT)
             return budget.first(chosen_BT), budget
-        return top, routing.Budget(self.capacity, length, documents)
+        return top, plans.Budget(self.capacity, length, documents)
 
     def _control(self, x_BTD, score_BT, info, valid_BT, real_BT):
         """The same by a control, which has nothing to learn."""
@@ -148,7 +148,7 @@ class DepthRouted(nn.Module):
         budget = c.budget(self.capacity, length, info.documents())
         if c.train_selection == controls.STOCHASTIC:
             plan = budget.top(controls.noise(self, batch, length), valid_BT)
-            wanted_BT = run_BT = routing.selected(plan, length)
+            wanted_BT = run_BT = plans.selected(plan, length)
         else:
             wanted_BT = jnp.broadcast_to(self._by_token(info), (batch, length))
             wanted_BT = wanted_BT if valid_BT is None else wanted_BT & valid_BT
@@ -181,7 +181,7 @@ class DepthRouted(nn.Module):
 
     def _follow_quantile(self, score_BT, valid_BT):
         # Of those that may be routed: together they are routed as often as the capacity says.
-        new = routing.quantile(score_BT, 1.0 - self.capacity / self.survivors, valid_BT)
+        new = plans.quantile(score_BT, 1.0 - self.capacity / self.survivors, valid_BT)
         steps = self.quantile_steps.value
         # The first value is taken as it is: an average that starts at 0 would have to forget it.
         decay = jnp.where(steps == 0, 0.0, self.config.threshold_decay)
@@ -210,7 +210,7 @@ class DepthRouted(nn.Module):
         """One or more new tokens for each row, against a cache that holds routed tokens only.
 
         Those that are routed are computed as many at a time as the causal decision has room for in
-        a sequence of this length, in as many rounds as they need (`routing.in_rounds`): a block
+        a sequence of this length, in as many rounds as they need (`plans.in_rounds`): a block
         that no token wants does not run, as a rule it runs once, and however many want it, the
         result is that of one token after the other.
         """
@@ -247,7 +247,7 @@ class DepthRouted(nn.Module):
             # Places of the whole context, the same at each call with the same key.
             size = info.cache_size
             noise_BS = controls.noise(self, x_BTD.shape[0], size)
-            places_BS = routing.selected(c.budget(self.capacity, size).top(noise_BS), size)
+            places_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
             return jax.vmap(lambda places, position: places[position])(places_BS, info.positions_BT)
         name = c.causal if info.selection in ("causal", "train") else info.selection
         return self._logit(name, x_BTD, score_BT) > 0
@@ -264,7 +264,7 @@ class DepthRouted(nn.Module):
 
         def some(block, plan, out_BTD):
             def take(y, fill=0):
-                return turned(routing.gather(turned(y), plan, fill))
+                return turned(plans.gather(turned(y), plan, fill))
 
             mask_input = info.mask_input_BTD
             taken = info.replace(
@@ -273,7 +273,7 @@ class DepthRouted(nn.Module):
                 rows_B=plan.indices_BC[0] if length == 1 else None,
             )
             delta_BTD = _gated(block(take(x_BTD), taken), take(gate_BT))
-            return turned(routing.scatter_add(turned(out_BTD), turned(delta_BTD), plan))
+            return turned(plans.scatter_add(turned(out_BTD), turned(delta_BTD), plan))
 
         def all_rows(block, plan, out_BTD):
             # As they lie, with their caches: nothing is gathered.
@@ -282,9 +282,7 @@ class DepthRouted(nn.Module):
             return out_BTD + _gated(delta_BTD, jnp.where(run_BT, gate_BT, 0.0))
 
         body = all_rows if length == 1 and places == batch else some
-        return routing.in_rounds(
-            self.block, turned(run_BT), places, start_BTD, body, carries="cache"
-        )
+        return plans.in_rounds(self.block, turned(run_BT), places, start_BTD, body, carries="cache")
 
 
 def _gated(delta_BTD, gate_BT):

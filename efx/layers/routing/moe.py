@@ -17,9 +17,10 @@ import optax
 from flax import linen as nn
 
 from efx import means
-from efx.layers import cache, routing
+from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
 from efx.layers.mlp import MLP, activate
+from efx.layers.routing import plans
 from efx.sharding import constrain
 
 ROUTER_STD = 0.02
@@ -152,7 +153,7 @@ class MoE(nn.Module):
         weights); what is wanted and weighed are the experts without the no-op ones."""
         c = self.config
         probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-        best = routing.best(jax.lax.stop_gradient(logits_BTE), c.top_k)
+        best = plans.best(jax.lax.stop_gradient(logits_BTE), c.top_k)
         chosen_BTE = jnp.any(jax.nn.one_hot(best, c.choices, dtype=bool), axis=-2)
         weight_BTE = jnp.where(chosen_BTE, probs_BTE, 0.0)
         if c.renormalise:
@@ -206,7 +207,7 @@ class MoE(nn.Module):
         length = logits_BTE.shape[1]
 
         def selected(plan):
-            return jax.vmap(lambda p: routing.selected(p, length), out_axes=2)(plan)
+            return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
 
         target_BTE = selected(top)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))
@@ -236,7 +237,7 @@ class MoE(nn.Module):
         c = self.config
         rows, length, width = x_BTD.shape
         room = c.places(info.cache_size, "causal")
-        taken, dropped = cache.variables(
+        taken, dropped = kv_cache.variables(
             self,
             info.cache_tag,
             taken=lambda: jnp.zeros((rows, c.num_experts), jnp.int32),
@@ -257,7 +258,7 @@ class MoE(nn.Module):
 
             places = min(c.places(length, "causal"), room)
             start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
-            return routing.in_rounds(experts, run_BTE, places, start_BTD, some)
+            return plans.in_rounds(experts, run_BTE, places, start_BTD, some)
         x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
         if best is None or rows * c.top_k >= c.num_experts:
             # All experts on all rows reads every weight once, which is what a step costs.
@@ -279,15 +280,15 @@ def _compute(x_BTD, weight_BTE, plan, experts):
     """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
     batch, length, width = x_BTD.shape
     num_experts, _, places = plan.indices_BC.shape
-    x_EBCD = jax.vmap(routing.gather, in_axes=(None, 0))(x_BTD, plan)
-    weight_EBC = jax.vmap(routing.gather, in_axes=(2, 0))(weight_BTE, plan)
+    x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
+    weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
     x_EBCD = constrain(x_EBCD, "act_expert", "batch", None, "act_embed")
     # The places of all rows are the rows of one matrix an expert.
     y_ECD = experts(x_EBCD.reshape(num_experts, batch * places, width))
     y_EBCD = y_ECD.reshape(num_experts, batch, places, width)
     y_EBCD = y_EBCD * weight_EBC[..., None].astype(y_EBCD.dtype)
     y_EBCD = constrain(y_EBCD, "act_expert", "batch", None, "act_embed")
-    y_BTD = jax.vmap(routing.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)
+    y_BTD = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)
     return constrain(y_BTD, "batch", "length", "act_embed")
 
 

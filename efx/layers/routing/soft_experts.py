@@ -22,7 +22,7 @@ from efx.layers.attention import Attention
 from efx.layers.blocks import apply_dropout, make_attention, make_norm
 from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
-from efx.layers.moe import ExpertLinear, Experts
+from efx.layers.routing.moe import ExpertLinear, Experts
 from efx.sharding import constrain
 
 

@@ -1,0 +1,1 @@
+"""Deciding which tokens are computed: plans, causal decisions, routing by depth, experts."""
