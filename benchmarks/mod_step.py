@@ -23,7 +23,7 @@ from benchmarks import common
 from efx import flops
 from efx.configs import mod
 from efx.configs.common import apply
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import plans
 from efx.layers.stack import Layer
 from efx.studies.step_time import Stepper, random_tokens, take_turns
@@ -121,7 +121,9 @@ def _layer(spec, batch, length, width):
     x_BTD, cotangent_BTD = (
         jnp.asarray(draw.standard_normal((batch, length, width), np.float32)) for _ in range(2)
     )
-    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True, selection="train")
+    info = CallInfo(
+        Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True, selection="train")
+    )
     variables = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))
     params = variables["params"]
     state = {"state": variables["state"]} if "state" in variables else {}

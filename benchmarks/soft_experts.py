@@ -23,7 +23,7 @@ from efx import flops, models
 from efx.configs.common import apply, base
 from efx.errors import UsageError
 from efx.layers import attend, costs
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.stack import Layer
 from efx.studies.step_time import take_turns
 
@@ -142,7 +142,7 @@ def _executed_attention(spec, length):
 def _executed_block(spec, length):
     """FLOPs of the block on one sequence."""
     x_BTD = jax.ShapeDtypeStruct((1, length, spec.block.width), jnp.float32)
-    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True)
+    info = CallInfo(Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True))
     layer = Layer(spec)
     return flops.jaxpr_flops(lambda key, x: layer.init(key, x, info), jax.random.key(0), x_BTD)
 
@@ -162,7 +162,7 @@ def _attention(spec, length, args):
 
 def _block(spec, length, args):
     layer, x_BTD = Layer(spec), _normal(args.batch, length, args.width)
-    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None], train=True)
+    info = CallInfo(Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True))
     params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
 
     @jax.jit

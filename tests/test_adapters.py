@@ -18,7 +18,7 @@ from flax.traverse_util import unflatten_dict
 from efx import build, checkpoint, models, runfolder, train, use
 from efx.configs import common
 from efx.errors import UsageError
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.linear import Linear
 from efx.models.adapters import layers as adapters
 from efx.models.adapters.config import AdapterConfig
@@ -50,7 +50,7 @@ def case(config, rows=2, length=7, seed=0):
     """(module, parameters in which nothing is zero, x, info)."""
     rng = np.random.default_rng(seed)
     x_BTD = jnp.asarray(rng.normal(size=(rows, length, WIDTH)), jnp.float32)
-    info = TokenInfo(jnp.arange(length, dtype=jnp.int32)[None])
+    info = CallInfo(Tokens(jnp.arange(length, dtype=jnp.int32)[None]))
     module = One(config)
     shapes = jax.eval_shape(lambda: nn.unbox(module.init(jax.random.key(0), x_BTD, info)))
     params = jax.tree.map(
@@ -131,7 +131,7 @@ def test_inclusion_leaves_experts_out(selection):
     length = 9
     module, params, x, info = case(config, rows=3, length=length)
     kernel, a = parts(params)
-    info = info.replace(selection=selection)
+    info = info.replace(mode=Mode(selection=selection))
     result, sown = module.apply({"params": params}, x, info, mutable=["stats", "losses", "choices"])
     used, dropped, wanted_all = 0, 0, 0
     bce = []
@@ -167,7 +167,7 @@ def test_padding_takes_no_room_and_counts_in_nothing():
     segments = jnp.asarray(np.repeat([[0] * 4 + [1] * 6], 2, axis=0), jnp.int32)
 
     def run(x):
-        info_ = info.replace(segment_ids_BT=segments)
+        info_ = info.with_tokens(segment_ids_BT=segments)
         result, sown = module.apply({"params": params}, x, info_, mutable=["stats"])
         return np.asarray(result)[:, 4:], sown
 

@@ -15,7 +15,7 @@ from efx.layers import attend
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig
 from efx.layers.dropout import StandardDropout
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.positions import rope
 
 B, T, N, K, H = 2, 11, 4, 2, 6
@@ -248,14 +248,15 @@ def test_dropout_of_probabilities():
         width=8,
     )
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x_BTD, TokenInfo(jnp.zeros((1, 1), int)))
+    variables = layer.init(jax.random.key(0), x_BTD, CallInfo(Tokens(jnp.zeros((1, 1), int))))
 
     @families.jit
     def apply(key):
-        info = TokenInfo(jnp.zeros((1, 1), int))
+        info = CallInfo(Tokens(jnp.zeros((1, 1), int)))
+        dropping = info.replace(mode=Mode(train=True))
         return (
             layer.apply(variables, x_BTD, info),
-            layer.apply(variables, x_BTD, info.replace(train=True), rngs={"dropout": key}),
+            layer.apply(variables, x_BTD, dropping, rngs={"dropout": key}),
         )
 
     # A lone token attends to itself with probability 1: dropped, or scaled by 1 / (1 - rate).

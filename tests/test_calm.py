@@ -14,7 +14,7 @@ from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_g
 from efx import build, checkpoint, flops, models, train, use
 from efx.configs import calm, common
 from efx.errors import UsageError
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer
 from efx.models.bridged.model import spaced
 
@@ -134,7 +134,7 @@ def test_the_formula():
 
     b_model, b_params = model.anchor_model, params["anchor_model"]
     h = bridge(layer_states(b_model, {"params": b_params}, tokens_BT)[0], 0, 0, 1)
-    info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
+    info = CallInfo(Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None]))
     layer = Layer(b_model.specs()[1])
     h = layer.apply({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
     h = bridge(h, 1, 1, 3)

@@ -12,7 +12,7 @@ from efx import models, sample, sharding
 from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
-from efx.layers.info import TokenInfo
+from efx.layers.info import Tokens
 from efx.layers.routing import controls, plans
 from efx.layers.stack import scan_params
 from efx.step import evaluation_keys
@@ -199,8 +199,8 @@ def test_a_latent_stack_decodes_with_the_places_of_a_whole_pass():
 
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.75, 1.0])
 def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capacity):
-    info = TokenInfo(jnp.arange(300)[None])
-    chosen = [np.asarray(controls.random_fixed(info, seed, capacity))[0] for seed in range(5)]
+    tokens = Tokens(jnp.arange(300)[None])
+    chosen = [np.asarray(controls.random_fixed(tokens, seed, capacity))[0] for seed in range(5)]
     for chosen_T in chosen:
         count_T = np.cumsum(chosen_T)
         allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
@@ -208,7 +208,7 @@ def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capac
     if capacity < 1:
         assert len(np.unique(chosen, axis=0)) == 5
         share_T = np.mean(
-            [np.asarray(controls.random_fixed(info, s, capacity))[0] for s in range(200)], axis=0
+            [np.asarray(controls.random_fixed(tokens, s, capacity))[0] for s in range(200)], axis=0
         )
         assert share_T.min() > capacity / 3  # every position is somebody's
 
@@ -217,8 +217,8 @@ def test_fixed_places_are_a_function_of_position_and_block():
     """Whatever the tokens, the row, the batch, the length of the text and the way of selecting."""
     model, variables = control("random_fixed")
     whole = places(model, variables, families.tokens(batch=3), None)
-    info = TokenInfo(jnp.arange(families.LENGTH)[None])
-    expected = np.stack([controls.random_fixed(info, jnp.int32(block), 0.25) for block in (0, 1)])
+    tokens = Tokens(jnp.arange(families.LENGTH)[None])
+    expected = np.stack([controls.random_fixed(tokens, jnp.int32(block), 0.25) for block in (0, 1)])
     same = {tuple(map(tuple, rows)) for rows in np.tile(expected, (1, 3, 1))}
     assert {tuple(map(tuple, rows)) for rows in whole} == same and len(same) == 2
     part = places(model, variables, families.tokens(seed=1, batch=3, length=13), None, "train")

@@ -21,7 +21,7 @@ from test_routing import (
 from test_train import TINY, batch_of, setup
 
 from efx.configs import common
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import decisions, plans
 
 
@@ -43,8 +43,8 @@ def test_quantile_by_hand():
 
 
 def by_document(fraction, segments_BT):
-    info = TokenInfo(jnp.arange(segments_BT.shape[1])[None], segments_BT)
-    return plans.Budget(fraction, segments_BT.shape[1], info.documents())
+    info = CallInfo(Tokens(jnp.arange(segments_BT.shape[1])[None], segments_BT))
+    return plans.Budget(fraction, segments_BT.shape[1], info.tokens.documents())
 
 
 def test_topk_by_document_by_hand():
@@ -126,7 +126,7 @@ def test_predictor_decides_and_learns_from_top_k():
 
 def test_predictor_loss_trains_the_predictor_alone():
     module, p = layer(depth_routing__causal="predictor")
-    x_BTD, info = activations(), TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+    x_BTD, info = activations(), CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
 
     def loss(p, x_BTD):
         return module.apply({"params": p}, x_BTD, info, mutable=["losses"])[1]["losses"][
@@ -155,7 +155,7 @@ def test_several_decisions_are_trained_and_any_can_decide():
     }
     assert module.spec.routing.trained == ("aux_loss", "predictor", "threshold")
     for name, decided_BT in decided.items():
-        info = TokenInfo(jnp.arange(LENGTH)[None], selection=name)
+        info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection=name))
         out_BTD, sown = families.jit(
             lambda p, x_BTD, info=info: module.apply(
                 {"params": p, **state}, x_BTD, info, mutable=["losses", "stats"]
@@ -170,7 +170,7 @@ def test_several_decisions_are_trained_and_any_can_decide():
 
 
 def train(module, variables, x_BTD):
-    info = TokenInfo(jnp.arange(LENGTH)[None], train=True, selection="train")
+    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(train=True, selection="train"))
     return module.apply(variables, x_BTD, info, mutable=["losses", "stats", "state"])
 
 
@@ -204,7 +204,7 @@ def test_threshold_follows_the_quantile_and_then_decides():
         np.testing.assert_allclose(state["quantile"], followed, rtol=1e-5)
         assert state["quantile_steps"] == i + 1
     # Evaluation leaves it alone.
-    info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
     sown = module.apply({"params": p, "state": state}, x_BTD, info, mutable=["state", "losses"])[1]
     assert sown["state"] == state
 
@@ -284,7 +284,7 @@ def test_statistics_by_hand():
     decided_BT = jnp.array([[1, 1, 1, 0], [0, 0, 0, 1]], bool)
     target_BT = jnp.array([[1, 0, 0, 1], [0, 0, 1, 1]], bool)
     run_BT = jnp.array([[1, 1, 0, 0], [0, 0, 0, 1]], bool)  # room for two
-    got = decisions.statistics(decided_BT, run_BT, target_BT, None)
+    got = decisions.statistics(decided_BT, run_BT, target_BT, None, None)
     expected = {
         "accuracy": 4 / 8,
         "precision": 2 / 4,

@@ -11,7 +11,7 @@ from efx import models
 from efx.errors import UsageError
 from efx.interop import hf_config
 from efx.layers.config import DenseFormerConfig
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer, Stack
 
 ON = {"dense_former.on": True, "depth": 6}
@@ -59,7 +59,7 @@ def test_the_formula(dilation, period):
     model = families.make({**ON, "dense_former.dilation": dilation, "dense_former.period": period})
     params = families.random_params(model)["layers"]
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 32)), jnp.float32)
-    info = TokenInfo(jnp.arange(LENGTH, dtype=jnp.int32)[None])
+    info = CallInfo(Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None]))
     stack = Stack(model.specs(), False, "none", model.config.dense_former)
     result = families.jit(stack.apply)({"params": params}, x_BTD, info)
     every_x, y = [x_BTD], x_BTD

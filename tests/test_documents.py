@@ -16,7 +16,7 @@ from families import FAMILIES, LENGTH
 from test_calm import bridged
 
 from efx.layers.config import say_if_documents_compete
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Tokens
 from efx.layers.routing import plans
 from efx.layers.routing.depth import DepthRouted
 
@@ -115,17 +115,17 @@ def test_the_row_is_the_exception_and_says_so(caplog):
 
 def info_of(segments_BT):
     segments_BT = jnp.asarray(segments_BT, jnp.int32)
-    return TokenInfo(jnp.arange(segments_BT.shape[1])[None], segments_BT)
+    return CallInfo(Tokens(jnp.arange(segments_BT.shape[1])[None], segments_BT))
 
 
 def test_room_by_hand():
     info = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
-    budget = plans.Budget(0.5, 12, info.documents())
+    budget = plans.Budget(0.5, 12, info.tokens.documents())
     plan = budget.first(jnp.ones((2, 12), bool))
     # Three, two and one; the padding's places are those of the document before it.
     np.testing.assert_array_equal(plan.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
     late_BT = jnp.asarray([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1]] * 2, bool)
-    plan = budget.first(late_BT & (info.segment_ids_BT > 0))
+    plan = budget.first(late_BT & (info.tokens.segment_ids_BT > 0))
     # Every document begins at its place, however many the one before has left empty.
     np.testing.assert_array_equal(plan.indices_BC[0], [5, 13, 14, 6, 7, 11])
     np.testing.assert_array_equal(plan.mask_BC, [[1, 0, 0, 1, 1, 1], [0] * 6])
@@ -133,7 +133,7 @@ def test_room_by_hand():
     np.testing.assert_array_equal(fits_BT[0], [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1])
     # The largest: as many as the tokens of a document, not its places, come to.
     scores_BT = jnp.tile(jnp.arange(12.0), (2, 1))
-    plan = budget.top(scores_BT, info.segment_ids_BT > 0)
+    plan = budget.top(scores_BT, info.tokens.segment_ids_BT > 0)
     np.testing.assert_array_equal(plan.mask_BC, [[1] * 6, [1, 1, 1, 0, 0, 0]])
     np.testing.assert_array_equal(plan.indices_BC[0], [3, 4, 5, 8, 9, 11])
     np.testing.assert_array_equal(plan.indices_BC[1][:3], [2, 3, 4])
@@ -145,18 +145,18 @@ def test_room_by_hand():
 def test_room_inside_of_room_by_hand():
     """Experts in a routed block: a document's places there follow from its own alone."""
     outer = info_of([[1] * 8 + [2] * 8] * 2)
-    budget = plans.Budget(0.5, 16, outer.documents())
+    budget = plans.Budget(0.5, 16, outer.tokens.documents())
     wanted_BT = np.zeros((2, 16), bool)
     wanted_BT[0, 3] = wanted_BT[:, 8:12] = wanted_BT[1, :8] = True  # one and four of document 1
     plan = budget.first(jnp.asarray(wanted_BT))
-    inner = plans.gather_info(outer, plan, 2, budget)
+    inner = plan.info(outer.full(2), budget).tokens
     np.testing.assert_array_equal(inner.segment_ids_BT, [[1, 0, 0, 0] + [2] * 4, [1] * 4 + [2] * 4])
     expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 1, 1], [1, 1, 1, 1]])
     np.testing.assert_array_equal(expert.indices_BC[:, 2:], [[4, 5], [4, 5]])
     # What a document without routed tokens leaves is not the one's before it, either.
     plan = budget.first(jnp.asarray(wanted_BT & (np.arange(16) < 8)))
-    inner = plans.gather_info(outer, plan, 2, budget)
+    inner = plan.info(outer.full(2), budget).tokens
     expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 0, 0], [1, 1, 0, 0]])
 

@@ -15,7 +15,7 @@ from latent_helpers import FEW, LEVELS, MEMORY, MOD, apply, make
 
 from efx import models
 from efx.errors import UsageError
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Tokens
 from efx.models.latent import groups
 from efx.sample import Sampler
 
@@ -301,7 +301,7 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     (level,) = make(changes, levels=1).levels(encoder=True)
     level = dataclasses.replace(level, inner=7)
     compress = groups.Compress(level)
-    info = TokenInfo(jnp.arange(7)[None])
+    info = CallInfo(Tokens(jnp.arange(7)[None]))
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, 8)), jnp.float32)
     variables = compress.init(jax.random.key(0), x_BTD, info)
     base = compress.apply(variables, x_BTD, info)

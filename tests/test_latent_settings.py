@@ -13,7 +13,7 @@ from latent_helpers import FEW, MEMORY, MOD, apply, make
 from efx import build, models
 from efx.configs import common, latent
 from efx.errors import UsageError
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.models.latent import config as latent_config
 from efx.models.latent import group_views
 from efx.step import by_layer, make_eval_step
@@ -162,7 +162,11 @@ def test_noise_is_as_large_as_it_says():
     def entered(train):
         def run(model, x):
             views = group_views.views(
-                TokenInfo(jnp.zeros((1, 1), jnp.int32), train=train), 4, model.config.sizes, 0, 0
+                CallInfo(Tokens(jnp.zeros((1, 1), jnp.int32)), Mode(train=train)),
+                4,
+                model.config.sizes,
+                0,
+                0,
             )
             return model._enter(x, views[0], LENGTH, jnp.zeros((1, 4, 8), jnp.int32))
 

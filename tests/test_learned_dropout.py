@@ -17,7 +17,7 @@ from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers.blocks import Block
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
-from efx.layers.info import TokenInfo
+from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.mask_dropout import modules as ld
 from efx.layers.stack import Layer
 
@@ -29,8 +29,9 @@ def elementwise_config(**changes):
     return ElementwiseConfig(**{**defaults, **changes})
 
 
-def info(length, batch=1, **changes):
-    return TokenInfo(jnp.tile(jnp.arange(length)[None], (batch, 1)), **changes)
+def info(length, batch=1, selection="causal", cache=None, **changes):
+    positions_BT = jnp.tile(jnp.arange(length)[None], (batch, 1))
+    return CallInfo(Tokens(positions_BT, **changes), Mode(selection=selection), cache)
 
 
 # ---- masks by hand -----------------------------------------------------------------------------
@@ -334,7 +335,7 @@ def test_empty_places_do_not_count():
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 4)), jnp.float32)
     variables = {"params": mask.init(jax.random.key(0), x_BTD, info(5))["params"]}
     variables = jax.tree.map(lambda x: x.value, variables, is_leaf=lambda x: hasattr(x, "value"))
-    empty = TokenInfo(jnp.array([[0, 1, 2, -1, -1]]))
+    empty = CallInfo(Tokens(jnp.array([[0, 1, 2, -1, -1]])))
     both = [
         mask.apply(variables, x, i, mutable=["losses", "stats"])[1]
         for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))
@@ -427,7 +428,7 @@ def test_probabilities_are_masked_by_the_position_of_the_key():
 
     def run(probs, k_start, positions_BS):
         bound = mask.bind(variables)
-        return bound.probs_fn(info(1, decode=True), positions_BS)(probs, 0, k_start, allowed)
+        return bound.probs_fn(info(1, cache=CacheView(1)), positions_BS)(probs, 0, k_start, allowed)
 
     np.testing.assert_allclose(run(probs, 0, order)[0, 0, 0, 0], [0.25, 0, 0.25, 0.25], atol=1e-6)
     # A chunk of keys that starts at place 1.
@@ -513,7 +514,7 @@ def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
 
     @families.jit
     def delta(rows):
-        some = TokenInfo(jnp.asarray(routed)[None], mask_input_BTD=read_BTD[:, rows])
+        some = CallInfo(Tokens(jnp.asarray(routed)[None], mask_input_BTD=read_BTD[:, rows]))
         return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], some)
 
     delta_BTD = delta(routed)

@@ -19,7 +19,7 @@ from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.interop import hf_config
 from efx.layers.config import MoEConfig
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.mlp import MLP
 from efx.layers.routing import plans
 from efx.layers.routing.moe import MoE
@@ -59,10 +59,12 @@ def inputs(seed=0):
 
 def info(selection="causal", segments=None, positions=None):
     positions = np.arange(T)[None] if positions is None else positions
-    return TokenInfo(
-        jnp.asarray(positions, jnp.int32),
-        None if segments is None else jnp.asarray(segments, jnp.int32),
-        selection=selection,
+    return CallInfo(
+        Tokens(
+            jnp.asarray(positions, jnp.int32),
+            None if segments is None else jnp.asarray(segments, jnp.int32),
+        ),
+        Mode(selection=selection),
     )
 
 

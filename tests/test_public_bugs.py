@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from efx.layers.blocks import Block
-from efx.layers.info import TokenInfo
+from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.routing import depth, plans
 from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import Layer
@@ -47,7 +47,7 @@ def compiled(module, selection="train"):
 
     @families.jit
     def apply(params, x_BTD, positions_BT):
-        info = TokenInfo(positions_BT, selection=selection)
+        info = CallInfo(Tokens(positions_BT), Mode(selection=selection))
         return module.apply({"params": params}, x_BTD, info, mutable=["losses"])
 
     def run(params, x_BTD, positions=range(LENGTH)):
@@ -201,7 +201,7 @@ def test_predictor_fed_the_output_of_the_block():
     assert abs(fed_the_output(params) - fed_the_output(other)) > 1e-3
 
     def loss(params, x_BTD):
-        info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+        info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
         _, sown = module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"])
         return sown["losses"]["predictor_bce"][0]
 
@@ -225,12 +225,12 @@ def test_positions_of_routed_tokens_renumbered(monkeypatch):
         run, positions = compiled(module), range(0, 2 * LENGTH, 2)
         return np.abs(run(params, x_BTD)[0] - run(params, x_BTD, positions)[0]).max()
 
-    def renumbered(info, plan, batch, budget):
+    def renumbered(plan, info, budget):
         """The defect: rotary frequencies of places 0..C-1, whichever tokens were picked."""
-        return info.replace(positions_BT=jnp.arange(plan.indices_BC.shape[1])[None])
+        return info.with_tokens(positions_BT=jnp.arange(plan.indices_BC.shape[1])[None])
 
     assert moved_by_stretching() > 0.01
-    monkeypatch.setattr(plans, "gather_info", renumbered)
+    monkeypatch.setattr(plans.Plan, "info", renumbered)
     assert moved_by_stretching() == 0
 
 
@@ -359,7 +359,7 @@ def decoded():
     module, params = layer(depth_routing__slack=2.0)
 
     def info(t):
-        return TokenInfo(jnp.full((ROWS, 1), t), decode=True, cache_size=LENGTH)
+        return CallInfo(Tokens(jnp.full((ROWS, 1), t)), cache=CacheView(size=LENGTH))
 
     @families.jit
     def decode(state, x_B1D, t):

@@ -14,7 +14,7 @@ from test_routing import np_layer, np_topk
 from efx import flops, models
 from efx.errors import UsageError
 from efx.layers import blocks, stack
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import plans
 from efx.layers.routing.depth import DepthRouted
 
@@ -88,8 +88,9 @@ def traced(model, params, tokens_BT, segments_BT=None):
             out_BTD = stack.Stack(model.specs(), False, "none").apply(
                 {"params": params["layers"]},
                 x_BTD,
-                TokenInfo(
-                    jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection
+                CallInfo(
+                    Tokens(jnp.arange(tokens_BT.shape[1])[None], segments_BT),
+                    Mode(selection=model.selection),
                 ),
             )
         return out_BTD, list(seen)
@@ -253,7 +254,7 @@ def counting_decoder():
 
     def count(next_function, arguments, keywords, context):
         if isinstance(context.module, blocks.Block) and context.method_name == "__call__":
-            name, tag = context.module.path[-1], arguments[1].cache_tag
+            name, tag = context.module.path[-1], arguments[1].cache.tag
             jax.debug.callback(lambda: ran.append((name, tag)))
         return next_function(*arguments, **keywords)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from efx import models
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import plans
 from efx.layers.stack import Layer
 
@@ -93,9 +93,11 @@ def test_gather_and_scatter_by_hand():
 
 
 def test_gathered_info_keeps_positions_and_documents():
-    info = TokenInfo(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
+    info = CallInfo(
+        Tokens(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
+    )
     plan = plans.Plan(jnp.array([[2, 3], [1, 5]]), jnp.array([[True, True], [True, False]]))
-    got = plans.gather_info(info, plan, batch=2, budget=plans.Budget(0.4, 5))
+    got = plan.info(info.full(2), plans.Budget(0.4, 5)).tokens
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
     # Of the two places the first three tokens have ceil(0.4 * 3), which is both.
@@ -256,7 +258,7 @@ def layer(**changes):
 def run(module, params, x_BTD, selection="train", segments=None, positions=None, **options):
     """(output, losses, stats) of a layer."""
     positions = jnp.arange(x_BTD.shape[1])[None] if positions is None else positions
-    info = TokenInfo(positions, segments, selection=selection)
+    info = CallInfo(Tokens(positions, segments), Mode(selection=selection))
 
     @families.jit
     def apply(params, x_BTD):
@@ -453,7 +455,7 @@ def test_losses_and_stats_by_hand():
 def test_gradient_of_the_router_loss(reaches):
     module, p = layer(depth_routing__bce_reaches_input=reaches)
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
 
     def loss(params, x_BTD):
         _, sown = module.apply({"params": params}, x_BTD, info, mutable=["losses"])
@@ -478,7 +480,7 @@ def test_the_gate_trains_the_router(gate, reaches):
     """Through the output alone, the gate is the router's only way to learn."""
     module, p = layer(depth_routing__gate=gate)
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = TokenInfo(jnp.arange(LENGTH)[None], selection="train")
+    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
     grads = families.jit(
         jax.grad(
             lambda params: jnp.sum(
@@ -495,7 +497,7 @@ def test_empty_places_have_finite_gradients():
     x_BTD = activations()
     x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # nothing of row 2 is routed
     p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = TokenInfo(jnp.arange(LENGTH)[None], selection="causal")
+    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="causal"))
     grads = families.jit(
         jax.grad(
             lambda params, x_BTD: jnp.sum(

@@ -13,7 +13,7 @@ from efx import flops
 from efx.errors import UsageError
 from efx.layers import costs
 from efx.layers.config import SoftExpertsConfig
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo, Tokens
 from efx.layers.routing.soft_experts import SoftBlock, merge
 
 B, T = 2, 11
@@ -40,7 +40,7 @@ def block(**changes):
 
 
 def info():
-    return TokenInfo(jnp.arange(T, dtype=jnp.int32)[None])
+    return CallInfo(Tokens(jnp.arange(T, dtype=jnp.int32)[None]))
 
 
 def softmax(x, axis):

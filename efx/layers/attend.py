@@ -312,19 +312,19 @@ def _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
 
 
 def attend_context(
-    q_BTNH, k_BSKH, v_BSKH, q_info, k_info, *, scale, window=0, softcap=0.0, probs_fn=None
+    q_BTNH, k_BSKH, v_BSKH, q_tokens, k_tokens, *, scale, window=0, softcap=0.0, probs_fn=None
 ):
     """Attention of T queries over S other places, each with its position and its document.
 
     A query sees a key of its own document whose position does not exceed its own (and lies inside
     the window). Every pair is computed; differentiated by JAX.
     """
-    gap_BTS = q_info.positions_BT[:, :, None] - k_info.positions_BT[:, None, :]
+    gap_BTS = q_tokens.positions_BT[:, :, None] - k_tokens.positions_BT[:, None, :]
     allowed_BTS = gap_BTS >= 0
     if window:
         allowed_BTS = allowed_BTS & (gap_BTS < window)
-    if q_info.segment_ids_BT is not None:
-        same_BTS = q_info.segment_ids_BT[:, :, None] == k_info.segment_ids_BT[:, None, :]
+    if q_tokens.segment_ids_BT is not None:
+        same_BTS = q_tokens.segment_ids_BT[:, :, None] == k_tokens.segment_ids_BT[:, None, :]
         allowed_BTS = allowed_BTS & same_BTS
     return attend_pairs(
         q_BTNH, k_BSKH, v_BSKH, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn

@@ -38,12 +38,12 @@ class Attention(nn.Module):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
         info). Where the latter is `info` itself, the context is another state of the same tokens
         (S = T), causal in the same order. While decoding, the context is what the cache takes, and
-        S may differ from T inside of groups alone. See `TokenInfo.kv`."""
+        S may differ from T inside of groups alone. See `CacheView.access`."""
         c, width, read = self.config, self.width, (x_BTD, info) if context is None else context
         q_BTNH = k_BSKH = v_BSKH = None
-        if info.kv != "write":
+        if info.access != "write":
             q_BTNH = self._queries(x_BTD, info)
-        if info.kv != "read":
+        if info.access != "read":
             k_BSKH, v_BSKH = self._keys_values(*read)
         options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
@@ -52,18 +52,20 @@ class Attention(nn.Module):
             return None if out_BTNH is None else self._out(out_BTNH, width)
         probs_fn = None
         if dropout is not None:
-            probs_fn = dropout.probs_fn(info, read[1].positions_BT)
+            probs_fn = dropout.probs_fn(info, read[1].tokens.positions_BT)
         options["probs_fn"] = probs_fn
         if read[1] is not info:
-            out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, info, read[1], **options)
+            out_BTNH = attend_context(
+                q_BTNH, k_BSKH, v_BSKH, info.tokens, read[1].tokens, **options
+            )
         else:
             out_BTNH = attend(
                 q_BTNH,
                 k_BSKH,
                 v_BSKH,
                 chunk=c.chunk,
-                positions_BT=info.positions_BT,
-                segment_ids_BT=info.segment_ids_BT,
+                positions_BT=info.tokens.positions_BT,
+                segment_ids_BT=info.tokens.segment_ids_BT,
                 **options,
             )
         if dropout is not None:
@@ -84,7 +86,7 @@ class Attention(nn.Module):
         c = self.config
         q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
         if c.rope_theta:
-            q_BTNH = rope(q_BTNH, info.positions_BT, c.rope_theta)
+            q_BTNH = rope(q_BTNH, info.tokens.positions_BT, c.rope_theta)
         return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
     def _keys_values(self, x_BSD, info):
@@ -93,7 +95,7 @@ class Attention(nn.Module):
         v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = v_BSKH.reshape(k_BSKH.shape)
         if c.rope_theta:
-            k_BSKH = rope(k_BSKH, info.positions_BT, c.rope_theta)
+            k_BSKH = rope(k_BSKH, info.tokens.positions_BT, c.rope_theta)
         k_BSKH, v_BSKH = (
             constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
         )

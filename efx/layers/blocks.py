@@ -33,7 +33,7 @@ class Block(nn.Module):
         if context is not None:
             context = norm_attention(context[0]), context[1]
         a_BTD = attention(norm_attention(x_BTD), info, context)
-        if info.kv == "write":
+        if info.access == "write":
             return None
         a_BTD = apply_dropout(c, "attention_output", a_BTD, info)
         return a_BTD + masked_mlp(self, c, x_BTD + a_BTD, info)
@@ -88,10 +88,10 @@ def masked_mlp(module, c, x_BTD, info):
     """Norm, MLP and dropout of a block: [B, T, D]. Where the mask is known before the MLP and the
     config says so, the MLP leaves closed tokens out; their share is then sown."""
     mlp, y_BTD = make_mlp(c, "mlp"), make_norm(c, "norm_mlp")(x_BTD)
-    if not c.dropout.skips or c.moe is not None or info.train or module.is_initializing():
+    if not c.dropout.skips or c.moe is not None or info.mode.train or module.is_initializing():
         return apply_dropout(c, "mlp_output", mlp(y_BTD, info), info)
     mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, info)
-    valid_BT = info.valid(x_BTD.shape[0])
+    valid_BT = info.tokens.valid(x_BTD.shape[0])
     open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
     if not info.decode:
         computed = means.over(open_BT.astype(jnp.float32), valid_BT)

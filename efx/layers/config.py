@@ -144,7 +144,7 @@ class MoEConfig:
         """`plans.Budget` of one expert: of a sequence of `length`, or of each document of it.
 
         Args:
-          selection: as in `TokenInfo`: "train" or "causal".
+          selection: as in `Mode`: "train" or "causal".
         """
         if self.router == "token_choice":
             fraction = self.top_k * self.capacity_factor / self.choices

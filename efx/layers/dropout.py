@@ -10,7 +10,7 @@ class StandardDropout(nn.Module):
 
     @nn.compact
     def __call__(self, x, info):
-        return nn.Dropout(self.rate)(x, deterministic=not info.train)
+        return nn.Dropout(self.rate)(x, deterministic=not info.mode.train)
 
     def probs_fn(self, info, k_positions_BS):
         """A `probs_fn` for the functions of `attend.py`; `report` it when all chunks are done."""

@@ -26,23 +26,52 @@ class _Tagged(nn.Module):
         return variables(self, "", **makers)
 
 
+def admit(module, wanted, room, info, computed, refused):
+    """Those of the new tokens that are wanted which find room, by how many of their row the cache
+    says were computed before: a full forward pass of length `info.cache.size` computes the same.
+
+    Args:
+      wanted: bool [B, T], or [B, T, E] with a room in each of E experts.
+      room: how many of a row.
+      computed, refused: names of the variables that count them, [B] or [B, E], and [B].
+    """
+    rows = len(wanted)
+    count, lost = variables(
+        module,
+        info.cache.tag,
+        **{
+            computed: lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
+            refused: lambda: jnp.zeros((rows,), jnp.int32),
+        },
+    ).values()
+    if module.is_initializing():
+        return wanted
+    row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+    before = count.value.at[row_B].get(mode="fill", fill_value=0)
+    run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
+    count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
+    lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
+    lost.value = lost.value.at[row_B].add(lost_B, mode="drop")
+    return run
+
+
 def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options):
     """Append the new keys and values to the module's cache, then attend over all of it.
 
     Slots fill in order of arrival and every slot remembers its token's position, so a routed
     block's cache is as short as the tokens routed through it. Padding (negative positions)
-    is not stored. `info.rows_B` picks rows of the cache when only some rows run.
+    is not stored. `info.cache.rows_B` picks rows of the cache when only some rows run.
 
     Args:
       module: the linen module, in its compact method, whose variables the cache is.
       info: of the queries. k_info: of the keys and values, the same but inside of groups.
       dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
       options: keywords of `attend_cache`.
-    Returns: [B, T, N, H]; with `info.kv` "write", for which there need be no queries, None.
+    Returns: [B, T, N, H]; where a layer only writes, for which there need be no queries, None.
     """
-    if info.grouped:
+    if info.cache.grouped:
         return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, options)
-    size, dtype = info.kv_size or info.cache_size, module.dtype
+    size, dtype = info.cache.kv_size or info.cache.size, module.dtype
 
     def zeros(make_shape):
         # The rows of the cache are made when it is initialised, by a full batch.
@@ -50,7 +79,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
 
     key, value, position, used = variables(
         module,
-        info.cache_tag,
+        info.cache.tag,
         cached_key=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
         cached_value=zeros(lambda rows, _, heads, width: (rows, heads, size, width)),
         position=lambda: jnp.full((len(k_BTKH), size), -1, jnp.int32),
@@ -58,24 +87,24 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
     ).values()
     if module.is_initializing():
         return q_BTNH
-    if info.kv != "read":
+    if info.cache.access != "read":
         _store(k_BTKH, v_BTKH, info, key, value, position, used)
-    if info.kv == "write":
+    if info.cache.access == "write":
         return None
     probs_fn = None
     if dropout is not None:
         position_BS = position.value
-        if info.rows_B is not None:
-            position_BS = position_BS.at[info.rows_B].get(mode="clip")
+        if info.cache.rows_B is not None:
+            position_BS = position_BS.at[info.cache.rows_B].get(mode="clip")
         probs_fn = dropout.probs_fn(info, position_BS)
     return attend_cache(
         q_BTNH,
         key.value,
         value.value,
-        info.full(len(q_BTNH)).positions_BT,
+        info.tokens.full(len(q_BTNH)).positions_BT,
         position.value,
         used=jnp.max(used.value),
-        rows_B=info.rows_B,
+        rows_B=info.cache.rows_B,
         probs_fn=probs_fn,
         **options,
     )
@@ -83,8 +112,8 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
 
 def _store(k_BTKH, v_BTKH, info, key, value, position, used):
     rows, size = k_BTKH.shape[0], value.value.shape[2]
-    row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
-    positions_BT = info.full(rows).positions_BT
+    row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+    positions_BT = info.tokens.full(rows).positions_BT
     valid_BT = positions_BT >= 0
     used_B = used.value.at[row_B].get(mode="fill", fill_value=0)
     slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
@@ -118,15 +147,15 @@ def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
 
     Args:
       info, k_info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
-        groups, from 1; cache_size places in a group. Of the queries, and of the keys and values.
+        groups, from 1; cache.size places in a group. Of the queries, and of the keys and values.
       options: `scale` and `softcap` of `attend_pairs`.
     Returns: [B, T, N, H].
     """
     rows, _, heads, width = k_BSKH.shape
-    size, dtype = info.cache_size, module.dtype
+    size, dtype = info.cache.size, module.dtype
     caches = variables(
         module,
-        info.cache_tag,
+        info.cache.tag,
         cached_key=lambda: jnp.zeros((rows, size, heads, width), dtype),
         cached_value=lambda: jnp.zeros((rows, size, heads, width), dtype),
         position=lambda: jnp.full((rows, size), -1, jnp.int32),
@@ -134,10 +163,11 @@ def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
     ).values()
     if module.is_initializing():
         return q_BTNH
-    new = (k_BSKH, v_BSKH, k_info.positions_BT, k_info.segment_ids_BT)
+    new = (k_BSKH, v_BSKH, k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT)
     new = [(kept, y.astype(kept.value.dtype)) for kept, y in zip(caches, new, strict=True)]
     all_k, all_v, place_BS, group_BS = (jnp.concatenate([kept.value, y], axis=1) for kept, y in new)
-    place_BT1, group_BT1 = info.positions_BT[:, :, None], info.segment_ids_BT[:, :, None]
+    place_BT1 = info.tokens.positions_BT[:, :, None]
+    group_BT1 = info.tokens.segment_ids_BT[:, :, None]
     place_B1S, group_B1S = place_BS[:, None], group_BS[:, None]
     own_BTS = (group_B1S == group_BT1) | (group_B1S == ALL_GROUPS)
     allowed_BTS = own_BTS & (place_B1S >= 0) & (place_B1S <= place_BT1)
@@ -150,7 +180,7 @@ def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
         softcap=options["softcap"],
     )
     # Of the groups that come in one call only the last may go on.
-    place_BS, group_BS = k_info.positions_BT, k_info.segment_ids_BT
+    place_BS, group_BS = k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT
     kept_BS = (place_BS >= 0) & (group_BS == jnp.max(group_BS, axis=1, keepdims=True))
     slot_BS = jnp.where(kept_BS, place_BS, size)
     row_B1 = jnp.arange(rows)[:, None]

@@ -182,13 +182,13 @@ class Stack(nn.Module):
                         for i, s in enumerate(inner, 1)
                     )
                 )
-            x_BTD, alive_BT = self._pass(spec, shared, x_BTD, info.replace(alive_BT=alive_BT))
+            x_BTD, alive_BT = self._pass(spec, shared, x_BTD, info.with_tokens(alive_BT=alive_BT))
             x_BTD = average(x_BTD)
         return x_BTD
 
     def _pass(self, spec, shared, x_BTD, info):
         """(x, the tokens that the next pass chooses from, or None: all)."""
-        info = info.replace(cache_tag=spec.name)
+        info = info.with_cache(tag=spec.name)
         if spec.routing is None:
             return shared.through(x_BTD, info), None
         routed = DepthRouted(

@@ -32,7 +32,7 @@ class Model(Protocol):
     config: Settings
     vocab_size: int
     dtype: Any
-    selection: str  # how routed blocks choose: "auto", or as `TokenInfo.selection`
+    selection: str  # how routed blocks choose: "auto", or as `Mode.selection`
 
     def __call__(
         self,

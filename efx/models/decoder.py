@@ -48,12 +48,12 @@ class Decoder(LanguageModel):
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))
         if self.mask_input is not None:
-            info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))
+            info = info.with_tokens(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:
             x_BTD = self.dropout_embedding(x_BTD, info)
         x_BTD = constrain(x_BTD, "batch", "length", "act_embed")

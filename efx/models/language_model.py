@@ -10,7 +10,7 @@ from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend
 from efx.layers.config import say_if_documents_compete
-from efx.layers.info import TokenInfo
+from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.sharding import constrain
 
@@ -55,18 +55,15 @@ class LanguageModel(nn.Module):
         return self.logits(x_BTD)[..., : self.vocab_size]
 
     @nn.nowrap
-    def token_info(self, positions_BT, segment_ids_BT, train, decode, cache_size):
-        """What the layers are told about the tokens, with `selection` made out."""
+    def call_info(self, positions_BT, segment_ids_BT, train, decode, cache_size):
+        """What the layers are told of a call, with `selection` made out."""
         selection = self.selection
         if selection == "auto":
             selection = "train" if train else "causal"
-        return TokenInfo(
-            positions_BT,
-            segment_ids_BT,
-            train=train,
-            decode=decode,
-            selection=selection,
-            cache_size=cache_size,
+        return CallInfo(
+            Tokens(positions_BT, segment_ids_BT),
+            Mode(train=train, selection=selection),
+            CacheView(cache_size) if decode else None,
         )
 
     @nn.nowrap

@@ -59,7 +59,7 @@ def _sow(module, sums):
 
 def _report(module, m_BTD, applied_BTD, info):
     if not info.decode:
-        valid_BT1 = info.valid(m_BTD.shape[0])[..., None]
+        valid_BT1 = info.tokens.valid(m_BTD.shape[0])[..., None]
         _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
         _sow_mask(module, applied_BTD, valid_BT1)
 
@@ -150,7 +150,7 @@ class _ProbsFn:
         )
         m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
         if not self.info.decode:
-            valid_BT = self.info.valid(batch)[:, q_start : q_start + queries]
+            valid_BT = self.info.tokens.valid(batch)[:, q_start : q_start + queries]
             counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
             self.sums.append(_sums(m_BKGTS, applied_BKGTS, counted_BKGTS))
             self.masks.append((applied_BKGTS, counted_BKGTS))
@@ -190,7 +190,7 @@ class MaskAttention(nn.Module):
         if info.decode:
             # "read" is said to a block whose keys all tokens have written; these masks see only
             # the tokens that are routed, and write theirs here.
-            info = info.replace(kv="both", kv_size=0)
+            info = info.with_cache(access="both", kv_size=0)
             u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, info, info, None, options)
         else:
             u_BTNH = attend(
@@ -198,8 +198,8 @@ class MaskAttention(nn.Module):
                 k_BTNH,
                 v_BTNH,
                 chunk=self.chunk,
-                positions_BT=info.positions_BT,
-                segment_ids_BT=info.segment_ids_BT,
+                positions_BT=info.tokens.positions_BT,
+                segment_ids_BT=info.tokens.segment_ids_BT,
                 **options,
             )
         return u_BTNH.reshape(batch, length, width)
@@ -238,7 +238,7 @@ class MaskInput(nn.Module):
 class AttentionMask(nn.Module):
     """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
 
-    u is `attention` of x or, with input "embedding", of E' (`info.mask_input_BTD`); with
+    u is `attention` of x or, with input "embedding", of E' (`info.tokens.mask_input_BTD`); with
     "embedding_linear" a linear layer of the latter. With granularity "token" a linear layer makes
     one u of every token, and there is one b.
 
@@ -264,7 +264,7 @@ class AttentionMask(nn.Module):
         b_D = _param(self, "mask_shift", shift, ("norm",), out)
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
-        if c.rounding == "stochastic" and info.train:
+        if c.rounding == "stochastic" and info.mode.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
         applied_BTD = rounded(m_BTD, c.rounding, uniform, c.sigmoid_scale)
         _report(self, m_BTD, applied_BTD, info)
@@ -276,9 +276,9 @@ class AttentionMask(nn.Module):
         if c.input == "hidden":
             u_BTD = self.attention(jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD, info)
         elif c.input == "embedding":
-            u_BTD = self.attention(info.mask_input_BTD, info)
+            u_BTD = self.attention(info.tokens.mask_input_BTD, info)
         else:
-            u_BTD = info.mask_input_BTD
+            u_BTD = info.tokens.mask_input_BTD
         features = 1 if c.granularity == "token" else x_BTD.shape[-1]
         if c.input == "embedding_linear" or features == 1:
             u_BTD = _mask_linear(self, u_BTD, features, self.attention)
@@ -296,7 +296,7 @@ def _mask_attention(b):
 
 
 def make_mask_input(b):
-    """What makes `info.mask_input_BTD` in a model whose blocks are like `b`; None: not needed."""
+    """What makes `Tokens.mask_input_BTD` in a model whose blocks are like `b`, or None."""
     return MaskInput(b.dropout.attention, _mask_attention(b)) if b.dropout.shared else None
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from efx.errors import UsageError
 
 
-def random_fixed(info, seed, capacity):
+def random_fixed(tokens, seed, capacity):
     """One position, drawn by (seed, k), of the k-th 1/capacity positions of a document.
 
     Of the first n positions, whatever n, at most ceil(capacity * n) are so chosen: the places that
@@ -28,7 +28,7 @@ def random_fixed(info, seed, capacity):
     """
     share = fractions.Fraction(capacity).limit_denominator(4096)
     a, b = share.numerator, share.denominator
-    interval_BT = (a * info.positions_BT + a - 1) // b
+    interval_BT = (a * tokens.positions_BT + a - 1) // b
     start_BT = b * interval_BT // a
     size_BT = b * (interval_BT + 1) // a - start_BT
     key = jax.random.key(seed)
@@ -37,10 +37,10 @@ def random_fixed(info, seed, capacity):
         return jax.random.uniform(jax.random.fold_in(key, k))
 
     within_BT = jnp.floor(size_BT * jax.vmap(jax.vmap(uniform))(interval_BT)).astype(jnp.int32)
-    return info.positions_BT == start_BT + jnp.minimum(within_BT, size_BT - 1)
+    return tokens.positions_BT == start_BT + jnp.minimum(within_BT, size_BT - 1)
 
 
-# name: (info, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
+# name: (tokens, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
 # the block's own, drawn when the model is initialised and kept with its state.
 BY_TOKEN = {"random_fixed": random_fixed}
 STOCHASTIC = "stochastic"

@@ -6,15 +6,37 @@ a small network's output (both Raposo et al. 2024, arXiv 2404.02258, section 3.5
 whether the score exceeds a running quantile (Expert Threshold, arXiv 2603.11535).
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
 from efx import means
+from efx.layers.routing import plans
 
 # Under which name the loss that trains a decision is sown. The threshold is not trained by one.
 LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
+
+
+class Decision(NamedTuple):
+    """What is decided about the tokens of a sequence.
+
+    Attributes:
+      plan: of the tokens that are computed. budget: what it was made by.
+      room: `plans.Budget` of a causal decision.
+      wanted_BT: {name: bool [B, T]} of each decision, whether there is room or not.
+      logit_BT: {name: what it compares with 0}. top: the plan that looks ahead, which trained
+        decisions are to agree with.
+    """
+
+    plan: plans.Plan
+    budget: plans.Budget
+    room: plans.Budget
+    wanted_BT: dict
+    logit_BT: dict | None = None
+    top: plans.Plan | None = None
 
 
 class Predictor(nn.Module):
@@ -49,21 +71,21 @@ def cross_entropy(logit_BT, target_BT, valid_BT):
     return means.over(loss_BT, valid_BT)
 
 
-def statistics(decided_BT, run_BT, target_BT, valid_BT, real_BT=None):
+def statistics(decided_BT, run_BT, target_BT, valid_BT, real_BT):
     """{name: Mean} of a decision, measured on all valid tokens of the batch.
 
     accuracy, precision and recall against top-k, and what `fractions` tells.
 
     Args:
       valid_BT: the tokens that the decision is about, or None: all. It wants no others.
-      run_BT, real_BT: as in `fractions`; real_BT None: valid_BT.
+      run_BT, real_BT: as in `fractions`.
     """
     both = jnp.sum(decided_BT & target_BT, dtype=jnp.float32)
     return {
         "accuracy": means.over((decided_BT == target_BT).astype(jnp.float32), valid_BT),
         "precision": means.Mean(both, jnp.sum(decided_BT, dtype=jnp.float32)),
         "recall": means.Mean(both, jnp.sum(target_BT, dtype=jnp.float32)),
-        **fractions(decided_BT, run_BT, valid_BT if real_BT is None else real_BT),
+        **fractions(decided_BT, run_BT, real_BT),
     }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
+from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
 from efx.layers.routing import controls, decisions, plans
 from efx.layers.routing.moe import ROUTER_STD
@@ -36,7 +37,7 @@ class DepthRouted(nn.Module):
       capacity: share of the sequence that is routed.
       make_skip_mlp: constructor of the skip MLP, a module x -> increment, or None.
       shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
-      survivors: share of the sequence that may be routed, see `TokenInfo.alive_BT`.
+      survivors: share of the sequence that may be routed, see `Tokens.alive_BT`.
     """
 
     make_block: Callable | None
@@ -83,6 +84,25 @@ class DepthRouted(nn.Module):
         if self.make_skip_mlp is not None:
             self.skip_mlp = self.make_skip_mlp()
 
+    def __call__(self, x_BTD, info):
+        return self.route(x_BTD, info)[0]
+
+    def route(self, x_BTD, info):
+        """(x as described above, bool [B, T]: the tokens that were routed)."""
+        info, score_BT = info.full(x_BTD.shape[0]), self.scores(x_BTD)
+        if info.decode:
+            return self._decode(x_BTD, score_BT, info)
+        decision = self._decide(x_BTD, score_BT, info)
+        self._report(x_BTD, decision, info)
+        context = (x_BTD, info) if self.config.kv_for_skipped else None
+        run_BT = plans.selected(decision.plan, x_BTD.shape[1])
+        start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
+        told = decision.plan.info(info, decision.budget)
+        gate_BT = self._gate(score_BT)
+        return _apply(self.block, decision.plan, start_BTD, x_BTD, gate_BT, told, context), run_BT
+
+    # ---- deciding ----
+
     def scores(self, x_BTD):
         """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
         if self.config.control:
@@ -93,72 +113,40 @@ class DepthRouted(nn.Module):
         self.sow("intermediates", "router_logits", score_BT)
         return score_BT
 
-    def __call__(self, x_BTD, info):
-        return self.route(x_BTD, info)[0]
-
-    def route(self, x_BTD, info):
-        """(x as described above, bool [B, T]: the tokens that were routed)."""
-        if info.decode:
-            return self._decode(x_BTD, info)
-        c, batch = self.config, x_BTD.shape[0]
-        score_BT = self.scores(x_BTD)
-        real_BT = None if info.segment_ids_BT is None else info.segment_ids_BT > 0
-        valid_BT = real_BT
-        if info.alive_BT is not None:
-            real_BT = jnp.ones_like(info.alive_BT) if real_BT is None else real_BT
-            valid_BT = info.alive_BT & real_BT
-        choose = self._control if c.control else self._choose
-        plan, budget = choose(x_BTD, score_BT, info, valid_BT, real_BT)
-        if "threshold" in c.trained and info.train and not self.is_initializing():
-            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
-        context = (x_BTD, info.full(batch)) if c.kv_for_skipped else None
-        delta_BCD = self.block(
-            plans.gather(x_BTD, plan), plans.gather_info(info, plan, batch, budget), context
-        )
-        gate_BC = self._gate(plans.gather(score_BT, plan))
-        routed_BT = plans.selected(plan, x_BTD.shape[1])
-        start_BTD = self._add_skip_mlp(x_BTD, ~routed_BT)
-        return plans.scatter_add(start_BTD, _gated(delta_BCD, gate_BC), plan), routed_BT
-
-    def _choose(self, x_BTD, score_BT, info, valid_BT, real_BT):
-        """(plan of the tokens to compute, its budget); sows what there is to learn from it."""
-        c, length, documents = self.config, x_BTD.shape[1], info.documents()
+    def _decide(self, x_BTD, score_BT, info):
+        """The `Decision` about a whole sequence."""
+        c, (batch, length, _), documents = self.config, x_BTD.shape, info.tokens.documents()
+        valid_BT, room = _valid(info.tokens), c.budget(self.capacity, length, documents)
+        if c.train_selection == controls.STOCHASTIC:
+            plan = room.top(controls.noise(self, batch, length), valid_BT)
+            wanted_BT = {c.train_selection: plans.selected(plan, length)}
+            return decisions.Decision(plan, room, room, wanted_BT)
+        if c.control:
+            wanted_BT = _both(jnp.broadcast_to(self._by_token(info), (batch, length)), valid_BT)
+            return decisions.Decision(
+                room.first(wanted_BT), room, room, {c.train_selection: wanted_BT}
+            )
         competing = documents if c.per == "document" else None
         ahead = plans.Budget(self.capacity, length, competing)
-        budget = c.budget(self.capacity, length, documents)
         top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
-        decided_BT = {name: logit > 0 for name, logit in logit_BT.items()}
-        if valid_BT is not None:
-            decided_BT = {name: decided & valid_BT for name, decided in decided_BT.items()}
-        target_BT = plans.selected(top, length)
-        self._report(x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT, budget)
-        if info.selection != "train":
-            name = c.causal if info.selection == "causal" else info.selection
-            return budget.first(decided_BT[name]), budget
-        if c.train_selection == "threshold":
+        wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
+        if info.mode.selection != "train":
+            name = c.causal if info.mode.selection == "causal" else info.mode.selection
+            plan, budget = room.first(wanted_BT[name]), room
+        elif c.train_selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
-            chosen_BT = jnp.where(warm, decided_BT["threshold"], target_BT)
-            return budget.first(chosen_BT), budget
-        return top, plans.Budget(self.capacity, length, documents)
-
-    def _control(self, x_BTD, score_BT, info, valid_BT, real_BT):
-        """The same by a control, which has nothing to learn."""
-        c, (batch, length, _) = self.config, x_BTD.shape
-        budget = c.budget(self.capacity, length, info.documents())
-        if c.train_selection == controls.STOCHASTIC:
-            plan = budget.top(controls.noise(self, batch, length), valid_BT)
-            wanted_BT = run_BT = plans.selected(plan, length)
+            by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
+            plan, budget = room.first(by_threshold_BT), room
         else:
-            wanted_BT = jnp.broadcast_to(self._by_token(info), (batch, length))
-            wanted_BT = wanted_BT if valid_BT is None else wanted_BT & valid_BT
-            plan, run_BT = budget.first(wanted_BT), budget.fits(wanted_BT)
-        for key, value in decisions.fractions(wanted_BT, run_BT, real_BT).items():
-            means.sow(self, "stats", f"router/{key}", value)
-        return plan, budget
+            plan, budget = top, plans.Budget(self.capacity, length, documents)
+        if "threshold" in c.trained and info.mode.train and not self.is_initializing():
+            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
+        return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
 
     def _by_token(self, info):
-        return controls.BY_TOKEN[self.config.train_selection](info, self.seed.value, self.capacity)
+        choose = controls.BY_TOKEN[self.config.train_selection]
+        return choose(info.tokens, self.seed.value, self.capacity)
 
     def _logit(self, name, x_BTD, score_BT):
         """What a decision compares with 0."""
@@ -170,15 +158,6 @@ class DepthRouted(nn.Module):
             return score_BT - self.quantile.value
         return score_BT
 
-    def _gate(self, score):
-        return GATES["one" if self.config.control else self.config.gate](score)
-
-    def _add_skip_mlp(self, x_BTD, skipped_BT):
-        """x with the skip MLP's increment added to the tokens that are not routed."""
-        if self.make_skip_mlp is None:
-            return x_BTD
-        return x_BTD + jnp.where(skipped_BT[..., None], self.skip_mlp(x_BTD), 0)
-
     def _follow_quantile(self, score_BT, valid_BT):
         # Of those that may be routed: together they are routed as often as the capacity says.
         new = plans.quantile(score_BT, 1.0 - self.capacity / self.survivors, valid_BT)
@@ -188,102 +167,119 @@ class DepthRouted(nn.Module):
         self.quantile.value = decay * self.quantile.value + (1.0 - decay) * new
         self.quantile_steps.value = steps + 1
 
-    def _report(self, x_BTD, logit_BT, decided_BT, target_BT, valid_BT, real_BT, budget):
+    # ---- applying ----
+
+    def _gate(self, score_BT):
+        return GATES["one" if self.config.control else self.config.gate](score_BT)
+
+    def _add_skip_mlp(self, x_BTD, skipped_BT):
+        """x with the skip MLP's increment added to the tokens that are not routed."""
+        if self.make_skip_mlp is None:
+            return x_BTD
+        return x_BTD + jnp.where(skipped_BT[..., None], self.skip_mlp(x_BTD), 0)
+
+    # ---- reporting ----
+
+    def _report(self, x_BTD, decision, info):
         """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
         come from row b alone. The sampling decision's go by "router", the others' by their name."""
-        for name in self.config.trained:
-            logit = logit_BT[name]
-            if name == "aux_loss" and not self.config.bce_reaches_input:
-                logit = self.scores(jax.lax.stop_gradient(x_BTD))
-            if name in decisions.LOSSES:
-                loss = decisions.cross_entropy(logit, target_BT, valid_BT)
-                means.sow(self, "losses", decisions.LOSSES[name], loss)
-            prefix = "router" if name == self.config.causal else name
-            decided = decided_BT[name]
-            run_BT = budget.fits(decided)
-            stats = decisions.statistics(decided, run_BT, target_BT, valid_BT, real_BT)
+        c, valid_BT, real_BT = self.config, _valid(info.tokens), _real(info.tokens)
+        for name, wanted_BT in decision.wanted_BT.items():
+            run_BT = decision.room.fits(wanted_BT)
+            if c.control:
+                stats = decisions.fractions(wanted_BT, run_BT, real_BT)
+            else:
+                target_BT = plans.selected(decision.top, x_BTD.shape[1])
+                stats = decisions.statistics(wanted_BT, run_BT, target_BT, valid_BT, real_BT)
+            prefix = "router" if c.control or name == c.causal else name
             for key, value in stats.items():
                 means.sow(self, "stats", f"{prefix}/{key}", value)
+            if name in decisions.LOSSES:
+                logit_BT = decision.logit_BT[name]
+                if name == "aux_loss" and not c.bce_reaches_input:
+                    logit_BT = self.scores(jax.lax.stop_gradient(x_BTD))
+                loss = decisions.cross_entropy(logit_BT, target_BT, valid_BT)
+                means.sow(self, "losses", decisions.LOSSES[name], loss)
+
+    # ---- decoding ----
 
     @nn.compact
-    def _decode(self, x_BTD, info):
+    def _decode(self, x_BTD, score_BT, info):
         """One or more new tokens for each row, against a cache that holds routed tokens only.
 
         Those that are routed are computed as many at a time as the causal decision has room for in
-        a sequence of this length, in as many rounds as they need (`plans.in_rounds`): a block
-        that no token wants does not run, as a rule it runs once, and however many want it, the
-        result is that of one token after the other.
+        a sequence of this length, in as many rounds as they need (`plans.in_rounds`): a block that
+        no token wants does not run, as a rule it runs once, and however many want it, the result is
+        that of one token after the other.
         """
         c = self.config
-        batch, length, _ = x_BTD.shape
-        room = c.room(self.capacity, info.cache_size)
-        routed = self.variable("cache", "routed", jnp.zeros, (batch,), jnp.int32)
-        overflow = self.variable("cache", "overflow", jnp.zeros, (batch,), jnp.int32)
-        score_BT = self.scores(x_BTD)
-        info = info.full(batch)
-        wanted_BT = self._wanted(x_BTD, score_BT, info) & (info.positions_BT >= 0)
-        info = info.replace(cache_size=room, kv_size=info.cache_size if c.kv_for_skipped else 0)
-        if self.is_initializing():
-            return self._add_skip_mlp(x_BTD, score_BT > 0) + self.block(x_BTD, info), score_BT > 0
-        if info.alive_BT is not None:
-            wanted_BT, info = wanted_BT & info.alive_BT, info.replace(alive_BT=None)
-        fits_BT = routed.value[:, None] + jnp.cumsum(wanted_BT, axis=1) <= room
-        run_BT = wanted_BT & fits_BT
-        routed.value = routed.value + jnp.sum(run_BT, axis=1)
-        overflow.value = overflow.value + jnp.sum(wanted_BT & ~fits_BT, axis=1)
+        room = c.room(self.capacity, info.cache.size)
+        wanted_BT = _both(self._wanted(x_BTD, score_BT, info), info.tokens.positions_BT >= 0)
+        wanted_BT = _both(wanted_BT, info.tokens.alive_BT)
+        counts = dict(computed="routed", refused="overflow")
+        run_BT = kv_cache.admit(self, wanted_BT, room, info.with_cache(tag=""), **counts)
+        inside = info.with_tokens(alive_BT=None).with_cache(
+            size=room, kv_size=info.cache.size if c.kv_for_skipped else 0
+        )
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
+        if self.is_initializing():
+            return start_BTD + self.block(x_BTD, inside), run_BT
         if c.kv_for_skipped:
-            self.block(x_BTD, info.replace(kv="write"))
-            info = info.replace(kv="read")
-        out_BTD = self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, info)
-        return out_BTD, run_BT
+            self.block(x_BTD, inside.with_cache(access="write"))
+            inside = inside.with_cache(access="read")
+        return self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, inside), run_BT
 
     def _wanted(self, x_BTD, score_BT, info):
-        """Decoding: bool [B, T], the new tokens that are to be computed."""
+        """bool [B, T], the new tokens that are to be computed."""
         c = self.config
         if c.train_selection in controls.BY_TOKEN:
             return self._by_token(info)
         if c.train_selection == controls.STOCHASTIC:
-            # Places of the whole context, the same at each call with the same key.
-            size = info.cache_size
+            # Slots of the whole context, the same at each call with the same key.
+            size = info.cache.size
             noise_BS = controls.noise(self, x_BTD.shape[0], size)
-            places_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
-            return jax.vmap(lambda places, position: places[position])(places_BS, info.positions_BT)
-        name = c.causal if info.selection in ("causal", "train") else info.selection
+            chosen_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
+            positions_BT = info.tokens.positions_BT
+            return jax.vmap(lambda chosen, position: chosen[position])(chosen_BS, positions_BT)
+        name = c.causal if info.mode.selection in ("causal", "train") else info.mode.selection
         return self._logit(name, x_BTD, score_BT) > 0
 
     def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, info):
         """start + gate * block(x) for the tokens that run."""
         batch, length, _ = x_BTD.shape
+        # Of a single token a row it is rows that are taken, and if they are all, they stay where
+        # they and their caches are.
+        by_row = length == 1
+        slots = self.config.room(self.capacity, batch if by_row else length)
 
-        # Of a single token a row it is rows that are taken: a "sequence" of the batch's rows.
-        def turned(y):
-            return jnp.swapaxes(y, 0, 1) if length == 1 else y
+        def as_planned(block, plan, out_BTD):
+            if by_row:
+                plan = plans.WholePlan(run_BT) if slots == batch else plans.RowPlan(plan)
+            return _apply(block, plan, out_BTD, x_BTD, gate_BT, plan.info(info))
 
-        places = self.config.room(self.capacity, batch if length == 1 else length)
-
-        def some(block, plan, out_BTD):
-            def take(y, fill=0):
-                return turned(plans.gather(turned(y), plan, fill))
-
-            mask_input = info.mask_input_BTD
-            taken = info.replace(
-                positions_BT=take(info.positions_BT, -1),
-                mask_input_BTD=None if mask_input is None else take(mask_input),
-                rows_B=plan.indices_BC[0] if length == 1 else None,
-            )
-            delta_BTD = _gated(block(take(x_BTD), taken), take(gate_BT))
-            return turned(plans.scatter_add(turned(out_BTD), turned(delta_BTD), plan))
-
-        def all_rows(block, plan, out_BTD):
-            # As they lie, with their caches: nothing is gathered.
-            positions_BT = jnp.where(run_BT, info.positions_BT, -1)
-            delta_BTD = block(x_BTD, info.replace(positions_BT=positions_BT))
-            return out_BTD + _gated(delta_BTD, jnp.where(run_BT, gate_BT, 0.0))
-
-        body = all_rows if length == 1 and places == batch else some
-        return plans.in_rounds(self.block, turned(run_BT), places, start_BTD, body, carries="cache")
+        selected = jnp.swapaxes(run_BT, 0, 1) if by_row else run_BT
+        return plans.in_rounds(self.block, selected, slots, start_BTD, as_planned, carries="cache")
 
 
-def _gated(delta_BTD, gate_BT):
-    return delta_BTD * gate_BT[..., None].astype(delta_BTD.dtype)
+def _apply(block, plan, out_BTD, x_BTD, gate_BT, info, context=None):
+    """out + gate * block(x) on the tokens of the plan; `info` and `context` are for the block."""
+    delta = block(plan.take(x_BTD), info, context)
+    gate = plan.take(gate_BT)[..., None].astype(delta.dtype)
+    return plan.add(out_BTD, delta * gate)
+
+
+def _real(tokens):
+    """bool [B, T]: the tokens that are no padding, or None: all."""
+    return None if tokens.segment_ids_BT is None else tokens.segment_ids_BT > 0
+
+
+def _valid(tokens):
+    """bool [B, T]: those of them that may be routed, or None: all."""
+    return _both(_real(tokens), tokens.alive_BT)
+
+
+def _both(a_BT, b_BT):
+    """Where both hold; None holds everywhere."""
+    if a_BT is None or b_BT is None:
+        return b_BT if a_BT is None else a_BT
+    return a_BT & b_BT

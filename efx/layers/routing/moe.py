@@ -133,7 +133,7 @@ class MoE(nn.Module):
             precision=jax.lax.Precision.HIGHEST,
         )
         self.sow("intermediates", "router_logits", logits_BTE)
-        valid_BT = info.valid(x_BTD.shape[0])
+        valid_BT = info.tokens.valid(x_BTD.shape[0])
         if c.router == "token_choice":
             best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, info)
         else:
@@ -163,7 +163,7 @@ class MoE(nn.Module):
         return best, chosen_BTE[..., : c.num_experts], weight_BTE[..., : c.num_experts]
 
     def _budget(self, length, selection, info):
-        return self.config.budget(length, selection, info.documents())
+        return self.config.budget(length, selection, info.tokens.documents())
 
     def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, info):
         c, length = self.config, logits_BTE.shape[1]
@@ -198,7 +198,7 @@ class MoE(nn.Module):
             return plan
         ahead = self._budget(length, "train", info)
         top = _over_experts(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        run = top if info.selection == "train" else plan
+        run = top if info.mode.selection == "train" else plan
         self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
         return run
 
@@ -229,28 +229,13 @@ class MoE(nn.Module):
             means.sow(self, "stats", f"moe/{name}", mean)
 
     def _decode(self, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
-        """New tokens of each row, served or not by what the cache says about the earlier ones.
-
-        The cache holds how many tokens of a row each expert has served: the full forward pass of
-        length `info.cache_size` serves the same ones.
-        """
+        """New tokens of each row, served or not by what the cache says about the earlier ones."""
         c = self.config
         rows, length, width = x_BTD.shape
-        room = c.places(info.cache_size, "causal")
-        taken, dropped = kv_cache.variables(
-            self,
-            info.cache_tag,
-            taken=lambda: jnp.zeros((rows, c.num_experts), jnp.int32),
-            dropped=lambda: jnp.zeros((rows,), jnp.int32),
-        ).values()
+        room = c.places(info.cache.size, "causal")
+        run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
         if self.is_initializing():
             return x_BTD
-        row_B = jnp.arange(rows) if info.rows_B is None else info.rows_B
-        before_BE = taken.value.at[row_B].get(mode="fill", fill_value=0)
-        run_BTE = wanted_BTE & (before_BE[:, None] + jnp.cumsum(wanted_BTE, axis=1) <= room)
-        taken.value = taken.value.at[row_B].add(jnp.sum(run_BTE, axis=1), mode="drop")
-        lost_B = jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
-        dropped.value = dropped.value.at[row_B].add(lost_B, mode="drop")
         if length > 1:
 
             def some(experts, plan, y_BTD):

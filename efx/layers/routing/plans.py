@@ -17,18 +17,92 @@ from flax import struct
 
 @struct.dataclass
 class Plan:
-    """C places a row for tokens that are computed together.
+    """C slots a row for tokens that are computed together.
 
     Attributes:
-      indices_BC: int32, ascending in time; empty places point past the end (distinct values >= T),
+      indices_BC: int32, ascending in time; empty slots point past the end (distinct values >= T),
         so that gathering fills and scattering drops them.
-      mask_BC: bool, which places hold a token.
-      ascending: whether empty places come last, and not after the tokens of each document.
+      mask_BC: bool, which slots hold a token.
+      ascending: whether empty slots come last, and not after the tokens of each document.
     """
 
     indices_BC: jax.Array
     mask_BC: jax.Array
     ascending: bool = struct.field(pytree_node=False, default=True)
+
+    def take(self, x_BT, fill=0):
+        """Rows of x [B, T, ...] that are computed, [B, C, ...]; empty slots get `fill`."""
+        return gather(x_BT, self, fill)
+
+    def add(self, x_BT, y_BC):
+        """x with y [B, C, ...] added to the tokens of the plan; the others are untouched."""
+        return scatter_add(x_BT, y_BC, self)
+
+    def info(self, info, budget=None):
+        """What the block inside is told: every token keeps its position and its document. All of
+        them are computed: layers inside ask no more who is alive.
+
+        Args:
+          info: `CallInfo` of all tokens, `full`.
+          budget: what the plan was made by; needed where there may be documents.
+        """
+        tokens = info.tokens
+        if tokens.segment_ids_BT is not None:
+            documents = tokens.documents()
+            tokens = tokens.replace(
+                segment_ids_BT=self.take(tokens.segment_ids_BT),
+                begin_BT=self.take(budget.shares(documents.begin_BT)),
+                end_BT=self.take(budget.shares(documents.end_BT)),
+            )
+        mask_input = tokens.mask_input_BTD
+        tokens = tokens.replace(
+            positions_BT=self.take(tokens.positions_BT, fill=-1),
+            alive_BT=None,
+            mask_input_BTD=None if mask_input is None else self.take(mask_input),
+        )
+        return info.replace(tokens=tokens)
+
+
+@struct.dataclass
+class RowPlan:
+    """The same of rows with one new token each: of these, the rows that are computed.
+
+    Attributes:
+      rows: `Plan` of a single sequence, the batch's rows.
+    """
+
+    rows: Plan
+
+    def take(self, x_B1, fill=0):
+        return jnp.swapaxes(self.rows.take(jnp.swapaxes(x_B1, 0, 1), fill), 0, 1)
+
+    def add(self, x_B1, y_C1):
+        out = self.rows.add(jnp.swapaxes(x_B1, 0, 1), jnp.swapaxes(y_C1, 0, 1))
+        return jnp.swapaxes(out, 0, 1)
+
+    def info(self, info, budget=None):
+        return Plan.info(self, info).with_cache(rows_B=self.rows.indices_BC[0])
+
+
+@struct.dataclass
+class WholePlan:
+    """The same of tokens that are computed as they lie, with those beside them: nothing moves.
+
+    Attributes:
+      run_BT: bool, those whose result is wanted.
+    """
+
+    run_BT: jax.Array
+
+    def take(self, x_BT, fill=0):
+        return x_BT
+
+    def add(self, x_BT, y_BT):
+        run_BT = self.run_BT.reshape(*self.run_BT.shape, *(1,) * (y_BT.ndim - 2))
+        return x_BT + jnp.where(run_BT, y_BT, 0)
+
+    def info(self, info, budget=None):
+        return info.with_tokens(positions_BT=jnp.where(self.run_BT, info.tokens.positions_BT, -1))
 
 
 @struct.dataclass
@@ -231,30 +305,6 @@ def scatter_sum(indices, y, length):
     """
     zeros = jnp.zeros((length, *y.shape[indices.ndim :]), y.dtype)
     return zeros.at[indices].add(y, mode="drop")
-
-
-def gather_info(info, plan, batch, budget=None):
-    """TokenInfo of the routed subsequence: every token keeps its position and its document.
-
-    All of them are computed: the layers inside ask no more who is alive.
-
-    Args:
-      budget: what the plan was made by; needed where there may be documents.
-    """
-    info = info.full(batch)
-    segments, mask_input = info.segment_ids_BT, info.mask_input_BTD
-    if segments is not None:
-        documents = info.documents()
-        info = info.replace(
-            segment_ids_BT=gather(segments, plan),
-            begin_BT=gather(budget.shares(documents.begin_BT), plan),
-            end_BT=gather(budget.shares(documents.end_BT), plan),
-        )
-    return info.replace(
-        positions_BT=gather(info.positions_BT, plan, fill=-1),
-        alive_BT=None,
-        mask_input_BTD=None if mask_input is None else gather(mask_input, plan),
-    )
 
 
 def in_rounds(module, selected_BT, size, start, body, carries=False):

@@ -177,7 +177,7 @@ class SoftBlock(nn.Module):
         if context is not None:
             context = norm_attention(context[0]), context[1]
         a_XBTD = _attention(c)(norm_attention(x_BTD), info, context)
-        if info.kv == "write":
+        if info.access == "write":
             return None
         a_XBTD = _dropout(c, "attention_output", a_XBTD, info)
         h_XBTD = constrain(x_BTD[None] + a_XBTD, "act_expert", "batch", "length", "act_embed")

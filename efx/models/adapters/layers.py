@@ -25,7 +25,7 @@ from flax import linen as nn
 from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import kv_cache
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
 from efx.layers.routing import plans
@@ -93,7 +93,7 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x, info):
-        """[..., D] -> [..., F]; `info` is the TokenInfo of these tokens, or None if not known."""
+        """[..., D] -> [..., F]; `info` is the CallInfo of these tokens, or None if not known."""
         c, width = self.config, x.shape[-1]
         stack = (c.choices,) if c.experts else ()
         down = self._param("down", width**-0.5, (*stack, width, c.rank), (self.axes[0], None))
@@ -171,26 +171,27 @@ class Adapter(nn.Module):
         wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         weight_BTE = jax.nn.sigmoid(logits_BTE)
         if info.decode:
-            run_BTE = self._fits(wanted_BTE, info)
+            room = c.places(info.cache.size, "causal")
+            run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
             weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             weight_CE = weight_BTE.reshape(-1, c.choices)
             return self._all(x_BTD.reshape(-1, width), weight_CE, down_EDR, up_ERF)
 
-        def plans(make, values_BTE, *rest):
+        def for_each_expert(make, values_BTE, *rest):
             return jax.vmap(lambda values_BT: make(values_BT, *rest), in_axes=2)(values_BTE)
 
         def selected(plan):
             return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
 
-        documents = info.documents()
+        documents = info.tokens.documents()
         ahead = c.budget(length, "train", documents)
-        top = plans(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        plan = plans(c.budget(length, "causal", documents).first, wanted_BTE)
+        top = for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
+        plan = for_each_expert(c.budget(length, "causal", documents).first, wanted_BTE)
         target_BTE = selected(top).astype(jnp.float32)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
         bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
         means.sow(self, "losses", "inclusion_bce", bce)
-        plan = top if info.selection == "train" else plan
+        plan = top if info.mode.selection == "train" else plan
         run_BTE = selected(plan)
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT)
         wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
@@ -212,37 +213,18 @@ class Adapter(nn.Module):
         sum_over = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))
         return sum_over(plan.indices_BC, y_EBCF, length)
 
-    def _fits(self, wanted_BTE, info):
-        """Decoding: what is wanted and finds room, by how many tokens each expert has computed of
-        the row before. The full forward pass of length `info.cache_size` computes the same."""
-        c, rows = self.config, wanted_BTE.shape[0]
-        taken, dropped = kv_cache.variables(
-            self,
-            info.cache_tag,
-            taken=lambda: jnp.zeros((rows, c.choices), jnp.int32),
-            dropped=lambda: jnp.zeros((rows,), jnp.int32),
-        ).values()
-        if self.is_initializing():
-            return wanted_BTE
-        before_BE = taken.value
-        ahead_BTE = before_BE[:, None] + jnp.cumsum(wanted_BTE, axis=1)
-        run_BTE = wanted_BTE & (ahead_BTE <= c.places(info.cache_size, "causal"))
-        taken.value = before_BE + jnp.sum(run_BTE, axis=1)
-        dropped.value = dropped.value + jnp.sum(wanted_BTE & ~run_BTE, axis=(1, 2))
-        return run_BTE
-
 
 def _valid(x, info):
     """bool [B, T]: which tokens count."""
     if info is None:
         return jnp.ones(x.shape[:-1], bool)
-    return info.valid(x.shape[0])
+    return info.tokens.valid(x.shape[0])
 
 
 class Interceptor:
     """Adds adapters to the linear layers below a module; for `flax.linen.intercept_methods`.
 
-    It also remembers which TokenInfo the layers around have been given, because linear layers are
+    It also remembers which CallInfo the layers around have been given, because linear layers are
     given none: that of the innermost call.
 
     Args:
@@ -273,7 +255,7 @@ class Interceptor:
                 name="adapter",
             )
             return y + adapter(args[0], self._info(module))
-        infos = [value for value in args if isinstance(value, TokenInfo)]
+        infos = [value for value in args if isinstance(value, CallInfo)]
         contexts = [value[1] for value in args if _is_context(value)]
         if not infos:
             return next_fun(*args, **kwargs)
@@ -297,7 +279,7 @@ class Interceptor:
 
 
 def _is_context(value):
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], TokenInfo)
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], CallInfo)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from efx.errors import UsageError
 from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
 
@@ -195,7 +195,7 @@ class _AtLayers:
             out = next_fun(*args, **kwargs)
         finally:
             self._inside = False
-        info = next(value for value in args if isinstance(value, TokenInfo))
+        info = next(value for value in args if isinstance(value, CallInfo))
         streams = out if isinstance(out, tuple) else (out,)
         new = self._visit(int(here[1].removeprefix("block_")), (streams[-1], info))
         if new is None:

@@ -79,12 +79,12 @@ class EncoderDecoder(LanguageModel):
         c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         self.check_context(cache_size if decode else tokens_BT.shape[1])
         here_BT = jnp.maximum(positions_BT, 0)
         embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
         if self.mask_input is not None:
-            info = info.replace(mask_input_BTD=self.mask_input(embedded_BTD, info))
+            info = info.with_tokens(mask_input_BTD=self.mask_input(embedded_BTD, info))
         e_BTD = embedded_BTD
         if self.dropout_embedding is not None:
             e_BTD = self.dropout_embedding(e_BTD, info)

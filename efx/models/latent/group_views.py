@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from efx.layers import kv_cache
-from efx.layers.info import TokenInfo
+from efx.layers.info import CallInfo
 from efx.layers.routing import plans
 
 
@@ -26,9 +26,9 @@ class View:
       plan: while decoding: which of the new tokens of the level before these are; level 0: None.
     """
 
-    inside: TokenInfo
-    local: TokenInfo
-    whole: TokenInfo
+    inside: CallInfo
+    local: CallInfo
+    whole: CallInfo
     documents_BMP: Any = None
     memory_local: Any = None
     memory_global: Any = None
@@ -46,17 +46,17 @@ def views(info, groups, sizes, memory_local, memory_global):
         are counted from the group in which the document starts.
       groups: M. sizes: P_0, P_1...
     """
-    group_size, documents = sizes[0], info.segment_ids_BT
+    group_size, documents = sizes[0], info.tokens.segment_ids_BT
     first_BM = None
     if documents is not None:
         documents = documents.reshape(-1, groups, group_size)
-        start_BT = jnp.arange(groups * group_size)[None] - info.positions_BT
+        start_BT = jnp.arange(groups * group_size)[None] - info.tokens.positions_BT
         first_BM = (start_BT // group_size).reshape(-1, groups, group_size)
     result = []
     for size in sizes:
 
         def row(length, documents=None):
-            return info.replace(positions_BT=_range(length), segment_ids_BT=documents)
+            return info.with_tokens(positions_BT=_range(length), segment_ids_BT=documents)
 
         inside, local = row(size), row(memory_local + size)
         whole = row(memory_global + groups * size)
@@ -67,18 +67,19 @@ def views(info, groups, sizes, memory_local, memory_global):
             flat = here.reshape(-1, groups * size)
             skipped_BT = size * first_BM[:, :, group_size - size :].reshape(flat.shape)
             whole = row(groups * size, flat)
-            whole = whole.replace(positions_BT=whole.positions_BT - skipped_BT)
+            positions_BT = whole.tokens.positions_BT - skipped_BT
+            whole = whole.with_tokens(positions_BT=positions_BT)
         result.append(View(inside, local, whole, here))
     return result
 
 
 def decoding_views(info, sizes, memory_local, memory_global):
-    """[View of each level] of new tokens; `info.positions_BT` are their positions [B, T].
+    """[View of each level] of new tokens; `info.tokens.positions_BT` are their positions [B, T].
 
     Tokens of a call follow each other in their row, so that of T a level of so many places a group
     has a known number at most.
     """
-    group_size, position_BT, plan = sizes[0], info.positions_BT, None
+    group_size, position_BT, plan = sizes[0], info.tokens.positions_BT, None
     length = position_BT.shape[1]
     begins_B1 = jnp.any(position_BT == 0, axis=1, keepdims=True)
     result = []
@@ -92,24 +93,27 @@ def decoding_views(info, sizes, memory_local, memory_global):
         place_BT = position_BT % group_size - (group_size - size)
         place_BT = jnp.where(position_BT >= 0, place_BT, -1)
 
-        def at(position_BT, room, place_BT=place_BT, **changes):
+        def at(position_BT, room, place_BT=place_BT):
             position_BT = jnp.where(place_BT >= 0, position_BT, -1)
-            return info.replace(positions_BT=position_BT, cache_size=room, **changes)
+            return info.with_tokens(positions_BT=position_BT).with_cache(size=room)
+
+        def in_group(position_BT, room, group_BT=group_BT):
+            info = at(position_BT, room).with_cache(grouped=True)
+            return info.with_tokens(segment_ids_BT=group_BT + 1)
 
         def memory(count, like, group=None):
             if not count:
                 return None
             places_BT = jnp.where(begins_B1, _range(count), -1)
             group_BT = None if group is None else jnp.full(places_BT.shape, group)
-            return like.replace(positions_BT=places_BT, segment_ids_BT=group_BT)
+            return like.with_tokens(positions_BT=places_BT, segment_ids_BT=group_BT)
 
-        in_group = dict(grouped=True, segment_ids_BT=group_BT + 1)
-        local = at(memory_local + place_BT, memory_local + size, **in_group)
-        room = memory_global + -(-info.cache_size // group_size) * size
+        local = in_group(memory_local + place_BT, memory_local + size)
+        room = memory_global + -(-info.cache.size // group_size) * size
         whole = at(memory_global + group_BT * size + place_BT, room)
         result.append(
             View(
-                inside=at(place_BT, size, **in_group),
+                inside=in_group(place_BT, size),
                 local=local,
                 whole=whole,
                 memory_local=memory(memory_local, local, kv_cache.ALL_GROUPS),

@@ -104,7 +104,7 @@ def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
     if info.decode:
         if memory_BCD is not None:
             memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
-        return if_any(jnp.any(info.positions_BT >= 0), stack, x_BTD, info), memory_BCD
+        return if_any(jnp.any(info.tokens.positions_BT >= 0), stack, x_BTD, info), memory_BCD
     if memory_BCD is None:
         return stack(x_BTD, info), None
     both_BTD = stack(jnp.concatenate([memory_BCD, x_BTD], axis=1), info)
@@ -165,8 +165,9 @@ class Compress(nn.Module):
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
         if c.model.compression == "perceiver":
-            last = info.replace(
-                positions_BT=kept(info.positions_BT), segment_ids_BT=kept(info.segment_ids_BT)
+            last = info.with_tokens(
+                positions_BT=kept(info.tokens.positions_BT),
+                segment_ids_BT=kept(info.tokens.segment_ids_BT),
             )
             a_BTD = attention(kept(n_BTD), last, (n_BTD, info))
             x_BTD, info = kept(x_BTD), last

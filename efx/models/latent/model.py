@@ -90,7 +90,7 @@ class Latent(LanguageModel):
         """
         if self.config.dropout.by_position or self.config.positions == "absolute":
             self.check_context(cache_size if decode else tokens_BT.shape[1])
-        info = self.token_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
             return self._decode(tokens_BT, info)
         return self._forward(tokens_BT, info)
@@ -105,25 +105,25 @@ class Latent(LanguageModel):
             # Padding comes last, so nothing that counts can depend on it.
             return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, rest)))
 
-        info = info.replace(
-            positions_BT=whole_groups(info.positions_BT),
-            segment_ids_BT=whole_groups(info.segment_ids_BT),
+        info = info.with_tokens(
+            positions_BT=whole_groups(info.tokens.positions_BT),
+            segment_ids_BT=whole_groups(info.tokens.segment_ids_BT),
         )
         views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(whole_groups(tokens_BT))
         x = x_BTD.reshape(batch, count, c.group_size, -1)
-        positions_BT = info.positions_BT
+        positions_BT = info.tokens.positions_BT
         if positions_BT is None:
             positions_BT = jnp.minimum(jnp.arange(count * c.group_size), length - 1)
         x = self._enter(x, views[0], length, positions_BT.reshape(-1, count, c.group_size))
         stack_info = views[-1].whole
-        if rest and stack_info.segment_ids_BT is None:
+        if rest and stack_info.tokens.segment_ids_BT is None:
             # Latents of padding take no room in routed blocks and count in no mean.
             time_MP = jnp.arange(count * c.group_size).reshape(count, -1)[:, -c.sizes[-1] :]
             real_BT = (time_MP.reshape(1, -1) < length).astype(jnp.int32)
             real_BT = jnp.pad(real_BT, ((0, 0), (c.memory_global, 0)), constant_values=1)
             real_BT = jnp.broadcast_to(real_BT, (batch, real_BT.shape[1]))
-            stack_info = stack_info.replace(segment_ids_BT=real_BT)
+            stack_info = stack_info.with_tokens(segment_ids_BT=real_BT)
 
         def stack(x):
             x_BTD = x.reshape(batch, -1, c.width)
@@ -132,7 +132,7 @@ class Latent(LanguageModel):
             x_BTD, entered = self._enter_stack(x_BTD, stack_info)
             x_BTD = self.layers(x_BTD, entered)[:, c.memory_global :]
             if c.latent_loss.kind != "none":
-                segments_BT = stack_info.segment_ids_BT
+                segments_BT = stack_info.tokens.segment_ids_BT
                 real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
                 self.prediction(x_BTD, segment_ids_BT=real_BT)
             return x_BTD.reshape(x.shape)
@@ -144,7 +144,7 @@ class Latent(LanguageModel):
         c = self.config
         views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(tokens_BT)
-        x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.positions_BT)
+        x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.tokens.positions_BT)
 
         def stack(x_BTD):
             view = views[-1]
@@ -164,7 +164,7 @@ class Latent(LanguageModel):
             x = x + self.positions_embed[0](jnp.maximum(positions, 0))
         elif self.positions_embed:
             x = x + self._positions(0)(view.place_BT, self.config.group_size)
-        if self.config.embedding_noise and view.inside.train:
+        if self.config.embedding_noise and view.inside.mode.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
             bound = self.config.embedding_noise / (length * x.shape[-1]) ** 0.5
             noise = jax.random.uniform(self.make_rng("dropout"), x.shape, x.dtype, -bound, bound)
@@ -176,7 +176,7 @@ class Latent(LanguageModel):
     def _enter_stack(self, x_BTD, info):
         """(x, info) of the first layer: learned dropout takes the latents for the embedding."""
         if self.mask_input is not None:
-            info = info.replace(mask_input_BTD=self.mask_input(x_BTD, info))
+            info = info.with_tokens(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:
             x_BTD = self.dropout_embedding(x_BTD, info)
         return constrain(x_BTD, "batch", "length", "act_embed"), info
@@ -251,14 +251,14 @@ class LatentMemory(nn.Module):
 
 def _check_documents(model, info, length):
     """The info with positions where it has documents; what cannot be computed is refused."""
-    if info.segment_ids_BT is None:
-        if info.positions_BT is not None:
+    if info.tokens.segment_ids_BT is None:
+        if info.tokens.positions_BT is not None:
             raise UsageError(
                 "positions without documents: the latent family takes a token's position from its "
                 "place in the row; leave positions_BT out, or give segment_ids_BT too"
             )
         return info
     model.check_packing()
-    if info.positions_BT is None:
-        info = info.replace(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
-    return info.full(info.segment_ids_BT.shape[0])
+    if info.tokens.positions_BT is None:
+        info = info.with_tokens(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
+    return info.full(info.tokens.segment_ids_BT.shape[0])
