@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from efx import losses, models, sharding
-from efx.layers.stack import names
+from efx.layers.stack import label
 from efx.mask_changes import MaskChanges
 from efx.metrics import portion
 from efx.step import by_layer, make_eval_step
@@ -27,9 +27,10 @@ class Evaluator:
         self._config, self._data = config.evaluate, data
         self._placement = sharding.Placement(mesh, rules, config.evaluate.batch_size)
         self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
-        routing = [spec.routing for spec in model.specs() if spec.routing is not None]
+        specs = model.blocks().values()
+        routing = [spec.routing for spec in specs if spec.routing is not None]
         self._routing = routing[0] if routing else None
-        moes = [block.moe for spec in model.specs() for block in spec.blocks]
+        moes = [block.moe for spec in specs for block in spec.blocks]
         self._moe = next((moe for moe in moes if moe is not None), None)
         selections = ("causal",)
         learned_routing = self._routing and not self._routing.control
@@ -124,11 +125,10 @@ class Evaluator:
             rows[f"eval/{prefix}/routed_fraction{tail}"] = own[key + tail] - overflow
             rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
         shares = {}
-        specs = self._model.specs()
-        for i, (name, spec) in enumerate(zip(names(specs), specs, strict=True)):
+        for path, spec in self._model.blocks().items():
             if spec.routing is not None:
-                routed = rows[f"eval/{prefix}/routed_fraction/{name}"]
-                shares[i] = (routed, own[f"{prefix}/pairs_fraction/{name}"])
+                routed = rows[f"eval/{prefix}/routed_fraction/{label(path)}"]
+                shares[path] = (routed, own[f"{prefix}/pairs_fraction/{label(path)}"])
         ledger = self._measured(own).ledger(self._length, shares=shares)
         rows[f"eval/{prefix}/flops_per_token"] = ledger.nominal_per_token
         return rows

@@ -4,6 +4,8 @@ Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, b
 random is stored, so a resumed run draws what the uninterrupted one would have drawn.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx import losses, means, models, optim, sharding
+from efx.layers.stack import label
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # in the place of a step, of which there are never so many
@@ -285,19 +288,20 @@ def make_eval_step(model, config, *, groups=1):
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, and each layer's own as `name/block_<i>`.
+    """Statistics by name: the mean over layers, each layer's own as `name/block_<i>`, and of what
+    is routed as `name/<block>`.
 
     Args:
       stats: a tree of values or Means by layer.
     """
     result = losses.collect_sown(stats)
+    if "units" in stats.get("layers", {}):
+        stats = models.unroll_variables(model, {"stats": stats})["stats"]
     # Masks of the embedding lie outside of the layers.
-    layers = {**stats["layers"]} if "layers" in stats else {}
-    if "units" in layers:
-        from efx.layers.stack import unroll_params
-
-        layers = unroll_params(layers, model.specs())
-    for block, entries in layers.items():
+    paths = [f"layers/{layer}" for layer in stats.get("layers", ())]
+    paths += [path for path, spec in model.blocks().items() if spec.routing is not None]
+    for path in paths:
+        entries = functools.reduce(lambda tree, key: tree[key], path.split("/"), stats)
         for name, value in losses.collect_sown(entries).items():
-            result[f"{name}/{block}"] = value
+            result[f"{name}/{label(path)}"] = value
     return result

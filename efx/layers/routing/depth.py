@@ -224,7 +224,7 @@ class DepthRouted(nn.Module):
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         if self.is_initializing():
             return start_BTD + self.block(x_BTD, inside), run_BT
-        if c.kv_for_skipped:
+        if c.kv_for_skipped or info.encoder is not None:
             self.block(x_BTD, inside.with_cache(access="write"))
             inside = inside.with_cache(access="read")
         return self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, inside), run_BT

@@ -121,7 +121,7 @@ class LatentConfig(ModelConfig):
                     f"{self.attention.where}.{name}={getattr(self.attention, name)}: not in the "
                     "latent family; leave it at 0"
                 )
-        check_stack(self)
+        check_stack(self, self.depth)
         if self.context % self.group_size:
             _say_padded(self.context, self.group_size)
         return dataclasses.replace(

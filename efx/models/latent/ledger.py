@@ -18,7 +18,7 @@ def ledger(model, length, selection, shares):
     places = c.memory_global + latents
     parts = [
         model.head_flops(length, c.level_widths[0]),
-        stack_specs.stack_flops(model.specs(), places, selection, shares),
+        stack_specs.stack_flops(model.blocks(), places, selection, shares),
         costs.embedding_mask_flops(model.stack_block(), places, flops.causal_pairs(places)),
         latent_loss.loss_flops(c.latent_loss, c.width, latents),
     ]
