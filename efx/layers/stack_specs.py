@@ -16,13 +16,11 @@ def make(b, c):
       b: `BlockConfig` of a block without experts.
       c: the resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
     """
-    first, *middle, last = layers = list(
-        stream(b, c, c.depth, c.depth_routing.routed_blocks(c.depth))
-    )
+    layers = tuple(stream(b, c, c.depth, c.depth_routing.routed_blocks(c.depth)))
     if c.depth_routing.kind != "recursion":
-        return tuple(layers)
-    blocks = tuple(spec.block for spec in middle)
-    return first, *_recursion(c.depth_routing, blocks), last
+        return layers
+    shared = tuple(spec.block for spec in layers[1:-1])
+    return layers[0], *_recursion(c.depth_routing, shared), layers[-1]
 
 
 def stream(b, c, depth, capacities, kind=LayerSpec, **fields):

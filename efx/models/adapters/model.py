@@ -84,8 +84,9 @@ def adapted_family(cls):
             base, routed = super().ledger(length, selection, shares), shares or {}
             added = 0
             for s in self.sites(length, selection):
-                inside = [length * routed[p][0] for p in routed if s.path.startswith(f"{p}/")]
-                added += s.flops(self.adapter, selection, *inside)
+                # Keys and values of a routed block may be those of all tokens.
+                inside = [p for p in routed if s.path.startswith(f"{p}/") and s.rows < length]
+                added += s.flops(self.adapter, selection, *(length * routed[p][0] for p in inside))
             return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"

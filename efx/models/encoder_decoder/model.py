@@ -140,13 +140,13 @@ class EncoderDecoder(LanguageModel):
     @nn.nowrap
     def all_specs(self):
         """(the layers of the stack, the layer after these or None)."""
-        c, first = self.config, self.config.encoder_blocks
-        routed = c.depth_routing.routed_blocks(first, c.depth)
-        encoder = tuple(stack_specs.stream(self.block(first * 2), c, first, routed))
+        c, count = self.config, self.config.encoder_blocks
+        routed = c.depth_routing.routed_blocks(count, c.depth)
+        encoder = tuple(stack_specs.stream(self.block(count * 2), c, count, routed))
         block = self.block(c.depth * (2 if c.order == "cross_only" else 3))
-        capacities = {i - first: capacity for i, capacity in routed.items()}
+        routed = {i - count: capacity for i, capacity in routed.items()}
         fields = dict(cross=c.cross_attention, order=c.order)
-        decoder = tuple(stack_specs.stream(block, c, c.depth, capacities, DecoderSpec, **fields))
+        decoder = tuple(stack_specs.stream(block, c, c.depth, routed, DecoderSpec, **fields))
         parallel = c.cross_source == "previous_layer"
         if c.cross_source == "final":
             layers = [(spec,) for spec in (*encoder, *decoder)]
