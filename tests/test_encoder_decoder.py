@@ -15,7 +15,7 @@ from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
 from test_controls import Held
 
-from efx import flops, losses, models, optim, sharding
+from efx import build, flops, losses, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
@@ -697,6 +697,13 @@ def test_adapters_of_what_all_tokens_pass_are_counted_so():
     )
     one = 2 * 16 * 2 * (32 + 32)
     assert whole == 5 * one and none == 2 * one
+
+
+def test_capacities_may_rise_and_fall_while_it_trains():
+    model = routed_model(**{"depth_routing.capacity_stages": ((0.5, 1.0),)})
+    (_, whole, most), (start, _, least) = build._capacity_stages(model, LENGTH)
+    assert start == 0.5 and {spec.capacity for spec in whole.blocks().values()} == {1.0}
+    assert least.nominal["mlp"] == 0.4 * most.nominal["mlp"] * 13 / 12.8  # ceil(0.4 * 32)
 
 
 def test_sampling_counts_each_routed_block():
