@@ -7,7 +7,7 @@ and training costs three times the forward pass (each product has two gradients 
 what is computed again in the backward pass (attention scores; under remat whatever its policy
 drops) is overhead and is not counted as work. Element-wise work, norms, softmax and lookups are
 not counted; the compiler's own count, which has them, agrees with the traced one within 2% on
-unrolled models (tests/test_flops.py).
+unrolled models (tests/contract/test_flops.py).
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted(
     p.name for p in (ROOT / "configs").glob("*.py") if p.name not in ("common.py", "__init__.py")
 )

@@ -247,7 +247,7 @@ def python(script, *arguments, **options):
 
 
 def child_environment():
-    root = pathlib.Path(__file__).resolve().parent.parent
+    root = pathlib.Path(__file__).resolve().parents[2]
     return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
 
 

@@ -13,10 +13,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "efx").rglob("*.py"))
 MODEL_CODE = [path for path in SOURCES if {"models", "layers"} & set(path.relative_to(ROOT).parts)]
 SHARED = ("__init__.py", "common.py")
+LEFT_OUT = (".venv", "runs")  # of the checkout, where git cannot say what belongs to it
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name not in SHARED)
 TREES = {path: ast.parse(path.read_text(), str(path)) for path in SOURCES}
 
@@ -41,7 +42,8 @@ def project_files():
     if listed.returncode == 0 and listed.stdout:
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:  # a downloaded archive
-        paths = [path for path in ROOT.rglob("*") if not {".venv", "runs"} & set(path.parts)]
+        everything = ((path.relative_to(ROOT), path) for path in ROOT.rglob("*"))
+        paths = [path for name, path in everything if name.parts[0] not in LEFT_OUT]
     for path in paths:
         if path.is_file() and path.suffix != ".pyc":
             text = path.read_bytes()

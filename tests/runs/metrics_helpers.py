@@ -1,6 +1,7 @@
 """What the tests of efx.metrics and of run folders share."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ def make(workdir, tensorboard=False, wandb="", run_name="run"):
 
 
 def environment():
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = str(pathlib.Path(__file__).resolve().parents[2])
     return os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
 
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 lint = pytest.mark.skipif(
     find_spec("importlinter") is None, reason="import-linter is not installed (extra dev)"
 )

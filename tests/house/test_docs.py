@@ -29,7 +29,7 @@ from efx import command_line, main, models
 from efx.errors import UsageError
 from efx.studies import results
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 # What a command within a line of text begins with.
