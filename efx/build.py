@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from efx import flops, models, optim, run_settings, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.data import PARTS, load
+from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.models.families import config_of
@@ -138,7 +138,7 @@ def setup(config, workdir=None):
     return Setup(config, data.tokenizer, model, mesh, rules)
 
 
-def experiment(config, workdir=None, parts=PARTS):
+def experiment(config, workdir=None, parts=SPLITS):
     """The `Experiment` of a config.
 
     A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
@@ -191,8 +191,8 @@ def _begin(config, workdir, parts):
         config.data,
         seed=config.seed,
         tokenizer_path=saved[0] if saved else None,
-        parts=parts,
-        before=before,
+        splits=parts,
+        run_origin=before,
         same_text=same_text,
     )
     return data, mesh, rules
