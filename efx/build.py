@@ -104,7 +104,7 @@ class Training:
         boxed = _variables(e.model)
         params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
-        self.summary = optim.describe(c.optim, params, base)
+        self.summary = optim.describe_groups(c.optim, params, base)
         self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
@@ -208,7 +208,7 @@ def _module(config, of, vocab_size, mesh, rules, members=()):
         dtype=config.train.dtype,
         adapter=of.adapter,
         members=members,
-        vocab_ways=sharding.ways(mesh, rules, "vocab"),
+        vocab_ways=sharding.shard_count(mesh, rules, "vocab"),
     )
 
 
@@ -307,7 +307,7 @@ def _check_batch(config, mesh, rules):
             f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
             f"{shards} devices of the mesh's batch axes"
         )
-    pieces = sharding.ways(mesh, rules, "length")
+    pieces = sharding.shard_count(mesh, rules, "length")
     if config.data.seq_len % pieces:
         raise UsageError(
             f"config.data.seq_len={config.data.seq_len} does not divide over the {pieces} devices "

@@ -1,4 +1,4 @@
-"""How much of the masks of learned dropout still changes from one evaluation to the next."""
+"""The fraction of the masks of learned dropout that changes from one evaluation to the next."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,11 @@ from efx.step import by_layer, evaluation_keys
 
 
 class MaskChanges:
-    """The fraction of rounded entries that differ from those of the call before, on fixed rows.
+    """The fraction of rounded entries that differ from those of the previous call, on fixed rows.
 
-    Entries of padding, and of places that a routed block left empty either time, do not count. The
-    masks of the last call stay on the devices: one byte an entry, one row for each shard of the
-    batch. Places that a stochastic control draws are those of the first batch of an evaluation.
+    Entries of padding, and of slots that a routed block left empty either time, do not count. The
+    masks of the previous call stay on the devices: one byte an entry, one row for each shard of the
+    batch. A stochastic control draws the same tokens as in the first batch of an evaluation.
 
     Attributes:
       placement: of the rows that masks are compared on, the first of a batch.
@@ -22,7 +22,7 @@ class MaskChanges:
         self.placement = sharding.Placement(mesh, rules, sharding.batch_shards(mesh, rules))
         self._masks = jax.jit(lambda *arguments: _masks(model, seed, *arguments))
         self._changes = jax.jit(lambda old, new: by_layer(_changes(model, old, new), model))
-        self._last = None
+        self._previous = None
 
     def __call__(self, params, variables, batch):
         """{"dropout/changed": fraction, "dropout/changed/block_<i>": ...}; {} the first time.
@@ -31,10 +31,12 @@ class MaskChanges:
           batch: the rows `placement.rows` of a batch, the same at every call.
         """
         masks = self._masks(params, variables, self.placement(batch))
-        last, self._last = self._last, masks
-        if last is None:
+        previous, self._previous = self._previous, masks
+        if previous is None:
             return {}
-        return {name: float(x) for name, x in jax.device_get(self._changes(last, masks)).items()}
+        return {
+            name: float(x) for name, x in jax.device_get(self._changes(previous, masks)).items()
+        }
 
 
 def _masks(model, seed, params, variables, batch):
@@ -51,14 +53,16 @@ def _masks(model, seed, params, variables, batch):
 
 
 def _changes(model, old, new):
-    """The tree of masks with the fraction that changed in the place of each."""
+    """The tree of masks, each replaced by the fraction of it that changed."""
 
-    def one(path, a, b):
+    def changed_fraction(path, a, b):
         # Layers of a scanned stack lie along the first axis.
-        first = int(any(getattr(key, "key", None) == "units" for key in path))
-        axes = tuple(range(first, a.ndim))
-        both = (a >= 0) & (b >= 0)
-        changed = jnp.sum(both & (a != b), axis=axes) / jnp.maximum(jnp.sum(both, axis=axes), 1)
+        first_axis = int(any(getattr(key, "key", None) == "units" for key in path))
+        axes = tuple(range(first_axis, a.ndim))
+        counted = (a >= 0) & (b >= 0)
+        changed = jnp.sum(counted & (a != b), axis=axes) / jnp.maximum(
+            jnp.sum(counted, axis=axes), 1
+        )
         return changed.astype(jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(one, old, new)
+    return jax.tree_util.tree_map_with_path(changed_fraction, old, new)

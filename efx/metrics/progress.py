@@ -127,8 +127,8 @@ def quantity(value, unit=""):
 def portion(fractions):
     """The text that held-out losses are taken over, as words: "whole held-out split".
 
-    If `config.evaluate.max_batches` limited it, "25% of the held-out split", or "25% to 100% of ..."
-    of runs that differ. A fraction is None for a run that did not record it.
+    If `config.evaluate.max_batches` limited it, "25% of the held-out split"; of runs that differ
+    "25% to 100% of ...". A fraction is None for a run that did not record it.
     """
     if None in fractions:
         return "held-out split"

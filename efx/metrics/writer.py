@@ -29,8 +29,8 @@ def read_metrics(workdir):
 def _rows(path):
     """Yields (row, its first byte, the byte after it) for each complete line of a metrics file.
 
-    A last line that is no row is the write that was under way when the process died. It may end in a
-    newline, because extending a row overwrites a complete line.
+    A last line that is no row is the write that was under way when the process died. It may end in
+    a newline, because extending a row overwrites a complete line.
     """
     with open(path, "rb") as file:
         offset = 0

@@ -107,7 +107,7 @@ def last_params(folder):
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
     folder, plan = trained
     assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
-    record = [runfolder.recorded(job.folder) for job in plan.experts]
+    record = [runfolder.run_record(job.folder) for job in plan.experts]
     assert record[0]["origin"] == record[1]["origin"]
     assert record[0]["origin"]["step"] == 12
     for j, job in enumerate(plan.experts):

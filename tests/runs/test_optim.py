@@ -211,7 +211,7 @@ def test_state_leaves_can_be_told_from_parameters_by_optax(params):
 
 
 def test_describe(params):
-    text = optim.describe(
+    text = optim.describe_groups(
         config(name="muon", frozen="embed/.*", lr_multipliers=((".*/bias", 0.5), ("head/.*", 2))),
         params,
     )
