@@ -216,7 +216,7 @@ FAMILIES = {
             "depth_routing.kind": "mod",
             "depth_routing.capacity": 0.5,
             "depth_routing.every": 1,
-            "mlp.moe.num_noop": 1,
+            "mlp.moe.num_noop": 2,
         },
     ),
     "dropout_elementwise": Family(
@@ -234,6 +234,7 @@ FAMILIES = {
         **{
             "preset": "gpt2",
             "depth_routing.causal": "predictor",
+            "depth_routing.predictor_hidden": 6,
             "dropout.kind": "elementwise",
             "depth_routing.kv_for_skipped": True,
             "depth_routing.every": 1,
@@ -366,6 +367,7 @@ FAMILIES = {
         **{
             "cross_source": "final",
             "order": "cross_only",
+            "serial_start": "embedding",
             "encoder_depth": 3,
             "norm": "rmsnorm",
             "output_positions": "none",
