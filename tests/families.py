@@ -189,6 +189,17 @@ FAMILIES = {
             "attention.chunk": 10,
         }
     ),
+    "recursion_context": _mod(
+        **{
+            "depth": 4,
+            "depth_routing.kind": "recursion",
+            "depth_routing.capacity": (0.7, 0.4),
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.skip_mlp": 16,
+            "attention.window": 9,
+            "attention.num_kv_heads": 2,
+        }
+    ),
     "moe": _moe(**{"mlp.moe.num_shared": 1}),
     "moe_switch": _moe(
         **{

@@ -42,6 +42,7 @@ COMBINED = {
     "mod_predictor",
     "latent_levels",
     "mod_context",
+    "recursion_context",
     "soft",
     "dropout_elementwise_mod",
     "dropout_attention",

@@ -189,8 +189,8 @@ def test_recursion_and_experts_come_by_the_decoders_settings():
             "mlp.moe.every": 2,
         }
     )
-    (first, *passes, last) = model.specs()
-    assert len(passes) == 2 and first.block.moe is None and last.block.moe is not None
+    (first, *steps, last) = model.specs()
+    assert len(steps) == 2 and first.block.moe is None and last.block.moe is not None
     assert all(level.block.moe is None for level in model.levels(encoder=True))
 
 
