@@ -141,7 +141,8 @@ class Stack(nn.Module):
     has them, `block_<i>/...`, and have their own, routers and skip MLPs, in `recursion_<i>/...`.
 
     With `averages`, which a scan has no place for, layers read averages of all earlier states
-    (DenseFormer); a recursion step counts as one layer. Their weights are in `average_<i>/alpha`, i from 1.
+    (DenseFormer); a recursion step counts as one layer. Their weights are in `average_<i>/alpha`, i
+    from 1.
     """
 
     specs: tuple  # of LayerSpec and RecursionStep, or of another family's

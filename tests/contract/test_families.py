@@ -38,6 +38,8 @@ COMBINED = {
     "streams_same",
     "latent_elementwise",
     "latent_masks",
+    "latent_hidden_masks",
+    "latent_window",
     "latent_moe",
     "mod_predictor",
     "latent_levels",
@@ -418,7 +420,9 @@ def hidden_scores(model, selection):
     for level in model.levels(encoder=True) if c.family == "latent" else ():
         if c.compression == "perceiver":  # whose queries are the last places of a group
             a, groups = level.block.attention, -(-SHORT // c.group_size)
-            pairs = groups * level.places * (level.places - 1) // 2
+            seen = flops.causal_pairs(level.inner, a.window)
+            seen -= flops.causal_pairs(level.inner - level.places, a.window)
+            pairs = groups * (level.places * level.inner - seen)
             hidden += flops.attention_scores(pairs, a.num_heads, a.head_dim)
     return hidden
 

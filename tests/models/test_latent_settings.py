@@ -74,7 +74,7 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
         ({"level_widths": (8,)}, r"level_widths=\(8,\): expected 2 widths"),
         (
             {"attention.num_heads": 3},
-            r"config\.model\.width=16: does not divide by config\.model\.attention\.num_heads=3",
+            r"config\.model\.width=16 does not divide by config\.model\.attention\.num_heads=3",
         ),
         ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
         ({"compression": "mean"}, r"compression='mean': expected one of perceiver, transformer"),

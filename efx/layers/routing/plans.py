@@ -292,16 +292,16 @@ def gather(x_BT, plan, fill=0):
 
 def scatter_add(x_BT, y_BC, plan):
     """x with y [B, C, ...] added at the plan's places; the other rows are untouched."""
-    return jax.vmap(
-        lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_scattered(plan))
-    )(x_BT, plan.indices_BC, y_BC)
+    return jax.vmap(lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_scattered(plan)))(
+        x_BT, plan.indices_BC, y_BC
+    )
 
 
 def scatter(x_BT, y_BC, plan):
     """x with y [B, C, ...] at the plan's places; the other rows are untouched."""
-    return jax.vmap(
-        lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_scattered(plan))
-    )(x_BT, plan.indices_BC, y_BC)
+    return jax.vmap(lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_scattered(plan)))(
+        x_BT, plan.indices_BC, y_BC
+    )
 
 
 def _scattered(plan):
