@@ -65,9 +65,9 @@ def routing(draw, depth, recursion, stochastic):
         train_selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
+        kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
     if kind == "mod":
-        changes |= pick(draw, "depth_routing.", kv_for_skipped=[False, True], skip_mlp=[0, 8])
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every

@@ -55,6 +55,14 @@ MODELS = {
         "depth_routing.capacity": 0.3,
     },
     "recursion": {**ROUTED, **OPTIONS, **RECURSION},
+    "recursion_context": {
+        **ROUTED,
+        **OPTIONS,
+        **RECURSION,
+        "depth_routing.kv_for_skipped": True,
+        "depth_routing.skip_mlp": 16,
+        "depth_routing.slack": 1.0,
+    },
     "recursion_threshold": {
         **ROUTED,
         **RECURSION,
@@ -403,6 +411,8 @@ LATENT = {"family": "latent", "group_size": 16, "latents": (4,), "level_widths":
         ({**ROUTED, "depth_routing.causal": "predictor", "soft_experts.num": 2}, 0.05),
         ({**NOOP, **ROUTED}, 0.05),
         (MODELS["recursion_moe"], 0.05),
+        # Keys of computed tokens are computed with those of the skipped ones, and again.
+        ({**ROUTED, **RECURSION, "depth_routing.kv_for_skipped": True}, 0.05),
         # Places inside groups are attended to all at once.
         (LATENT, 0.2),
         ({**LATENT, **ROUTED, "compression": "transformer", "upsampling": "attention"}, 0.3),
