@@ -396,7 +396,7 @@ def test_what_is_named_exists(page):
 
 
 def test_tests_that_are_named_exist():
-    """By their path, in any file but the changelog, which tells of what is no more, and this one."""
+    """By their path, in any file but this one and the changelog, which tells of the past too."""
     for path, text in project_files():
         if path.name not in ("CHANGELOG.md", "test_docs.py"):
             for name in re.findall(r"tests/[\w/]+\.py", text):
