@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from efx import flops, models, optim, run_settings, runfolder, sharding
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.data import PARTS, load
+from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.models.families import config_of
@@ -104,7 +104,7 @@ class Training:
         boxed = _variables(e.model)
         params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
-        self.summary = optim.describe(c.optim, params, base)
+        self.summary = optim.describe_groups(c.optim, params, base)
         self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
@@ -138,7 +138,7 @@ def setup(config, workdir=None):
     return Setup(config, data.tokenizer, model, mesh, rules)
 
 
-def experiment(config, workdir=None, parts=PARTS):
+def experiment(config, workdir=None, parts=SPLITS):
     """The `Experiment` of a config.
 
     A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
@@ -191,8 +191,8 @@ def _begin(config, workdir, parts):
         config.data,
         seed=config.seed,
         tokenizer_path=saved[0] if saved else None,
-        parts=parts,
-        before=before,
+        splits=parts,
+        run_origin=before,
         same_text=same_text,
     )
     return data, mesh, rules
@@ -208,7 +208,7 @@ def _module(config, of, vocab_size, mesh, rules, members=()):
         dtype=config.train.dtype,
         adapter=of.adapter,
         members=members,
-        vocab_ways=sharding.ways(mesh, rules, "vocab"),
+        vocab_ways=sharding.shard_count(mesh, rules, "vocab"),
     )
 
 
@@ -307,7 +307,7 @@ def _check_batch(config, mesh, rules):
             f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
             f"{shards} devices of the mesh's batch axes"
         )
-    pieces = sharding.ways(mesh, rules, "length")
+    pieces = sharding.shard_count(mesh, rules, "length")
     if config.data.seq_len % pieces:
         raise UsageError(
             f"config.data.seq_len={config.data.seq_len} does not divide over the {pieces} devices "

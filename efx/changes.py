@@ -1,4 +1,4 @@
-"""How much of what layers sow still changes from one evaluation to the next."""
+"""The fraction of what layers sow that changes from one evaluation to the next."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ from efx.step import by_layer, evaluation_keys
 
 
 class Changes:
-    """The fraction of the entries of a collection that differ from those of the call before, on
+    """The fraction of the entries of a collection that differ from those of the previous call, on
     fixed rows.
 
-    Entries below 0 do not count (padding), nor do places that a routed block left empty either
-    time. The arrays of the last call stay on the devices: one byte an entry, one row for each shard
-    of the batch. Places that a stochastic control draws are those of the first batch of an
-    evaluation.
+    Entries below 0 do not count: padding, and slots that a routed block left empty either time. The
+    arrays of the previous call stay on the devices: one byte an entry, one row for each shard of
+    the batch. A stochastic control draws the same tokens as in the first batch of an evaluation.
 
     Args:
       collection: see `Report.compared`.
@@ -26,19 +25,21 @@ class Changes:
         self.placement = sharding.Placement(mesh, rules, sharding.batch_shards(mesh, rules))
         self._sown = jax.jit(lambda *arguments: _sown(model, collection, seed, *arguments))
         self._changes = jax.jit(lambda old, new: by_layer(_changes(old, new), model))
-        self._last = None
+        self._previous = None
 
     def __call__(self, params, variables, batch):
-        """{name: fraction, "<name>/block_<i>": ...}, as it was sown; {} the first time.
+        """{name: fraction, "<name>/block_<i>": ...}, by the names sown; {} the first time.
 
         Args:
           batch: the rows `placement.rows` of a batch, the same at every call.
         """
         sown = self._sown(params, variables, self.placement(batch))
-        last, self._last = self._last, sown
-        if last is None:
+        previous, self._previous = self._previous, sown
+        if previous is None:
             return {}
-        return {name: float(x) for name, x in jax.device_get(self._changes(last, sown)).items()}
+        return {
+            name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()
+        }
 
 
 def _sown(model, collection, seed, params, variables, batch):
@@ -55,14 +56,16 @@ def _sown(model, collection, seed, params, variables, batch):
 
 
 def _changes(old, new):
-    """The tree of arrays with the fraction that changed in the place of each."""
+    """The tree of arrays, each replaced by the fraction of it that changed."""
 
-    def one(path, a, b):
+    def changed_fraction(path, a, b):
         # Layers of a scanned stack lie along the first axis.
-        first = int(any(getattr(key, "key", None) == "units" for key in path))
-        axes = tuple(range(first, a.ndim))
-        both = (a >= 0) & (b >= 0)
-        changed = jnp.sum(both & (a != b), axis=axes) / jnp.maximum(jnp.sum(both, axis=axes), 1)
+        first_axis = int(any(getattr(key, "key", None) == "units" for key in path))
+        axes = tuple(range(first_axis, a.ndim))
+        counted = (a >= 0) & (b >= 0)
+        changed = jnp.sum(counted & (a != b), axis=axes) / jnp.maximum(
+            jnp.sum(counted, axis=axes), 1
+        )
         return changed.astype(jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(one, old, new)
+    return jax.tree_util.tree_map_with_path(changed_fraction, old, new)

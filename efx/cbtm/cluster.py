@@ -80,12 +80,12 @@ def describe(documents, labels, held_out, count):
             "documents": len(chosen),
             "bytes": sum(len(document.data) for document in chosen),
             "held_out": int((held_out == j).sum()),
-            "parts": {part: sum(d.part == part for d in chosen) for part in documents.parts},
+            "parts": {part: sum(d.component == part for d in chosen) for part in documents.parts},
         })  # fmt: skip
     sizes = [row["documents"] for row in rows]
     facts = {"clusters": rows, "balance": min(sizes) / max(sizes)}
     if documents.parts:
-        parts = [document.part for document in documents.train]
+        parts = [document.component for document in documents.train]
         facts["purity"] = purity(labels, parts)
         facts["purity_of_one_cluster"] = purity(np.zeros(len(parts)), parts)
     return facts
@@ -123,7 +123,7 @@ def _draw(path, clustering, documents, labels, most=3000):
     dimensions = min(2, *both.shape)
     flat = PCA(dimensions, random_state=0).fit(embedded).transform(both)
     flat = np.pad(flat, ((0, 0), (0, 2 - dimensions)))
-    parts = np.array([documents.train[i].part for i in picked])
+    parts = np.array([documents.train[i].component for i in picked])
     figure, axes = pyplot.subplots(figsize=(7, 5.5))
     colours = pyplot.get_cmap("tab10" if clustering.count <= 10 else "tab20")
     for part, marker in zip(sorted(set(parts)), "ox^sv*PD" * len(parts), strict=False):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx.data.cache import content_key
+from efx.data.disk_cache import content_key
 from efx.errors import UsageError, extra
 from efx.run_blocks import ClusterConfig
 from efx.settings import make

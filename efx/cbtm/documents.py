@@ -1,7 +1,7 @@
 """The documents that a `config.data` block names, as texts: for clustering and for evaluation."""
 
 from efx.data import sources
-from efx.data.opened import Opened
+from efx.data.opened import OpenedTexts
 from efx.errors import UsageError
 
 
@@ -22,7 +22,7 @@ class Documents:
             source = getattr(config_data, key)
             if source.startswith("tokens:"):
                 raise UsageError(f"config.data.{key}={source!r}: clustering needs text")
-        opened = Opened(config_data)
+        opened = OpenedTexts(config_data)
         if opened.origin["held_out"] and config_data.split != "documents":
             raise UsageError(
                 f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
@@ -31,7 +31,7 @@ class Documents:
         self.key = opened.key()
         texts = [one for one in (opened.source, opened.eval_source) if one]
         every = (document for text in texts for document in text.documents())
-        part_of = {sources.document_digest(document.data): document.part for document in every}
+        part_of = {sources.document_digest(document.data): document.component for document in every}
         train, self.held_out = {}, []
         for split, name, data in opened.pieces():
             digest = sources.document_digest(data)
@@ -41,4 +41,4 @@ class Documents:
             else:
                 train.setdefault(digest, document)
         self.train = list(train.values())
-        self.parts = sorted({document.part for document in self.train + self.held_out} - {""})
+        self.parts = sorted({document.component for document in self.train + self.held_out} - {""})

@@ -106,7 +106,7 @@ class Ensemble:
                 f"{who} is missing: {folder} has no finished checkpoint; train it, or let "
                 f"python -m efx.cbtm.run train all that are missing in {self.workdir}"
             )
-        record = runfolder.recorded(folder)
+        record = runfolder.run_record(folder)
         if record.get("subset") != self.members[j].key:
             raise UsageError(
                 f"{who} ({folder}) was not trained on cluster {j} of the clustering in "

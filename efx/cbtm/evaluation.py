@@ -41,7 +41,7 @@ class HeldOut:
         if len(documents) != len(spans):
             documents = [d for d in documents if len(tokenizer.encode(d.text))]
         self.documents = documents
-        places = [x[x >= 0] for x in self.batches().places()]
+        places = [x[x >= 0] for x in self.batches().target_positions()]
         places_N = np.concatenate(places)
         self.document_N = np.searchsorted(spans[:, 0], places_N, side="right") - 1
         read_N = (places_N - spans[self.document_N, 0]) // every * every
@@ -92,7 +92,7 @@ class HeldOut:
         def mean(chosen_N):
             return float(nats_N[chosen_N].mean()) if chosen_N.any() else None
 
-        part_N = np.array([document.part for document in self.documents])[self.document_N]
+        part_N = np.array([document.component for document in self.documents])[self.document_N]
         loss = float(nats_N.mean())
         return {
             "loss": loss,
@@ -122,14 +122,14 @@ def weights_of_mixtures(held_out, cluster_D, ensemble, train, settings):
         yield f"top {top_k}", log_w[held_out.context_N]
     yield "uniform", np.full((len(document_N), count), -np.log(count), np.float32)
     yield "oracle cluster", _log(np.eye(count))[cluster_D[document_N]]
-    parts = sorted({document.part for document in train} - {""})
+    parts = sorted({document.component for document in train} - {""})
     if parts:
         cluster_of = {d: j for j in range(count) for d in ensemble.members[j].digests}
         shares = np.zeros((len(parts), count))
         for document in train:
             j = cluster_of[document_digest(document.data).hex()]
-            shares[parts.index(document.part), j] += 1
-        part_D = np.array([parts.index(document.part) for document in held_out.documents])
+            shares[parts.index(document.component), j] += 1
+        part_D = np.array([parts.index(document.component) for document in held_out.documents])
         yield "oracle domain", _log(shares / shares.sum(1, keepdims=True))[part_D[document_N]]
 
 

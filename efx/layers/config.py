@@ -206,8 +206,8 @@ class DepthRoutingConfig:
     # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
     # tokens has no router.
     capacity: Share | tuple[Share, ...] = 0.125
-    # ((f, c), ...): until the fraction f of the training steps, capacity c; then, and whenever the
-    # model does not train, `capacity`.
+    # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
+    # c^2...; then, and whenever the model does not train, `capacity`.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
     # Of a packed row: training's top-k within each "document", or over the whole "row", where
     # documents compete. Causal decisions and experts count capacity by document always.
@@ -278,19 +278,23 @@ class DepthRoutingConfig:
                 f"{self.where}.train_selection={self.train_selection!r}: not with "
                 f"{self.where}.kind='recursion', whose steps choose among those of the step before"
             )
-        off = dict(blocks=(), capacity_stages=(), kv_for_skipped=False, skip_mlp=0)
-        for name, value in off.items():
-            if getattr(self, name) != value:
-                raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r}: not with "
-                    f"{self.where}.kind='recursion', leave it at {value!r}"
-                )
-        shares = self.steps
+        if self.blocks:
+            raise UsageError(
+                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', which "
+                "repeats all blocks between the first and the last; leave it at ()"
+            )
+        shares = self.shares
         if len(shares) != self.recursions or list(shares) != sorted(shares, reverse=True):
             raise UsageError(
                 f"{self.where}.capacity={self.capacity}: give one value, or one for each of the "
                 f"{self.recursions} steps ({self.where}.recursions), none larger than the one "
                 "before"
+            )
+        if self.capacity_stages and (len(shares) < 2 or shares[0] < 1):
+            raise UsageError(
+                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion is "
+                f"1, c, c^2...: it needs {self.where}.recursions of at least 2 and a first step "
+                f"that computes all tokens, in {self.where}.capacity={self.capacity} too"
             )
 
     @property
@@ -324,11 +328,16 @@ class DepthRoutingConfig:
         return dict(zip(chosen, capacities, strict=True))
 
     @property
-    def steps(self):
+    def shares(self):
         """Shares of the sequence that the steps of a recursion compute."""
         if isinstance(self.capacity, tuple):
             return self.capacity
         return tuple(self.capacity**i for i in range(self.recursions))
+
+    def step_is_routed(self, number):
+        """Whether this step of a recursion has a router: it leaves tokens out, at this stage of the
+        training or at another, so that the parameters are the same at all of them."""
+        return self.shares[number] < 1 or (number > 0 and bool(self.capacity_stages))
 
     def budget(self, capacity, length, documents=None):
         """`plans.Budget` that a causal decision has."""

@@ -113,10 +113,14 @@ def mask_flops(b, tokens, pairs, sites=None):
     return _mask_flops(b, tokens, pairs, attentions, linears)
 
 
+def mask_input_flops(b, tokens, pairs):
+    """The same of what masks share: a pass over the embedding, and the linear layer that makes what
+    they read of it."""
+    c = b.dropout
+    return _mask_flops(b, tokens, pairs, c.shared, b.width * (c.shared and c.own_attention))
+
+
 def embedding_mask_flops(b, tokens, pairs):
-    """The same for what comes before the blocks: the mask there, the pass over the embedding that
-    all masks share, and the linear layer that makes what they read of it."""
-    c, sites = b.dropout, ("embedding",)
-    attentions = _mask_attentions(b, sites) + c.shared
-    linears = _mask_linears(b, sites) + b.width * (c.shared and c.own_attention)
-    return _mask_flops(b, tokens, pairs, attentions, linears)
+    """The same of what comes before the blocks: the mask there, and what all masks share."""
+    masks = mask_flops(b, tokens, pairs, ("embedding",))
+    return flops.add([masks, mask_input_flops(b, tokens, pairs)])

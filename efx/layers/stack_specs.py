@@ -6,7 +6,7 @@ The decoder is such a stack, the latent transformer has one in its middle.
 from efx import flops
 from efx.layers import costs
 from efx.layers.config import with_experts, with_soft_experts
-from efx.layers.stack import LayerSpec, PassSpec
+from efx.layers.stack import LayerSpec, RecursionStep
 
 
 def make(b, c):
@@ -30,10 +30,11 @@ def make(b, c):
 
 
 def _recursion(routing, blocks):
-    """The passes of a recursion through all blocks but the first and the last."""
+    """The steps of a recursion through all blocks but the first and the last."""
     before = 1.0
-    for i, share in enumerate(routing.steps):
-        yield PassSpec(i, tuple(blocks[1:-1]), routing if share < 1 else None, share, before)
+    for i, share in enumerate(routing.shares):
+        settings = routing if routing.step_is_routed(i) else None
+        yield RecursionStep(i, tuple(blocks[1:-1]), settings, share, before)
         before = share
 
 

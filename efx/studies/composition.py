@@ -132,8 +132,8 @@ class Study:
         from efx import use
         from efx.checkpoint import files
         from efx.config import config_of_run
-        from efx.data.cache import content_key
-        from efx.data.opened import Opened
+        from efx.data.disk_cache import content_key
+        from efx.data.opened import OpenedTexts
         from efx.runfolder import CHECKPOINTS
 
         store = self.folder / "evaluations.json"
@@ -145,7 +145,7 @@ class Study:
             config = config_of_run(self.path(name))
             config.data.source = source
             # By contents: a run or a text that was replaced under its name is evaluated anew.
-            key = f"{name} step {newest} on {domain}: {weights} {Opened(config.data).key()}"
+            key = f"{name} step {newest} on {domain}: {weights} {OpenedTexts(config.data).key()}"
             if key not in known:
                 known[key] = use.evaluate(config, self.path(name))
                 write_atomic(store, json.dumps(known, indent=1) + "\n")
@@ -169,11 +169,11 @@ class Study:
           runs: {domain: name of a run on it}, which says how much is read and what is held out.
         """
         from efx.config import config_of_run
-        from efx.data.opened import Opened
+        from efx.data.opened import OpenedTexts
 
         path, texts = self.folder / "mixture.txt", []
         for name in self.domains:
-            opened = Opened(config_of_run(self.path(runs[name])).data)
+            opened = OpenedTexts(config_of_run(self.path(runs[name])).data)
             texts.append(b"".join(text for part, _, text in opened.pieces() if part == "train"))
         text = interleaved(texts).decode(errors="replace")
         # Drawn up each time: a file of other domains, or of what they once were, is not taken.

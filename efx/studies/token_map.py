@@ -70,7 +70,7 @@ def _dense_layers(model):
     """Names of the layers that compute every token: masks of the others have places, not tokens."""
     specs = model.specs()
     if not all(hasattr(spec, "block") for spec in specs if spec.routing is not None):
-        return ()  # passes through shared blocks
+        return ()  # steps of a recursion
     return [name for name, spec in zip(names(specs), specs, strict=True) if spec.routing is None]
 
 

@@ -107,7 +107,7 @@ def last_params(folder):
 def test_the_budget_is_shared_and_experts_start_from_the_seed(trained):
     folder, plan = trained
     assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
-    record = [runfolder.recorded(job.folder) for job in plan.experts]
+    record = [runfolder.run_record(job.folder) for job in plan.experts]
     assert record[0]["origin"] == record[1]["origin"]
     assert record[0]["origin"]["step"] == 12
     for j, job in enumerate(plan.experts):
@@ -161,7 +161,7 @@ def held_out_of(texts, config, tmp_path, packing=True):
         (tmp_path / f"{i}.txt").write_bytes(text)
     texts_only = {"eval_source": f"text:{tmp_path}/*.txt", "packing": packing}
     block = dataclasses.replace(config.data, **texts_only)
-    data = efx.data.load(block, seed=0, parts=("eval",))
+    data = efx.data.load(block, seed=0, splits=("eval",))
     documents = [Document(str(i), text) for i, text in enumerate(texts)]
     return evaluation.HeldOut(data, documents, config.ensemble.every, config.evaluate)
 
@@ -186,7 +186,9 @@ def test_no_probability_depends_on_later_text(trained, tmp_path):
         log_w = dict(weights)["top 2"]
         each = np.stack([held.log_probs(r) for r in restored], -1)
         mixed = np.log(np.sum(np.exp(each + log_w), -1))
-        in_order = np.argsort(np.concatenate([x[x >= 0] for x in held.batches().places()]))
+        in_order = np.argsort(
+            np.concatenate([x[x >= 0] for x in held.batches().target_positions()])
+        )
         return mixed[in_order], log_w[in_order]
 
     (first, weights), (second, others) = log_probs(data), log_probs(data[:place] + later)
@@ -406,7 +408,7 @@ def test_what_decides_on_the_weights_of_a_token(tmp_path, packing):
     config = run_settings.check(config)
     texts = [b"abcdefghij" * 5, b"klm", b"0123456789" * 4]
     held = held_out_of(texts, config, tmp_path, packing)
-    order = np.argsort(np.concatenate([x[x >= 0] for x in held.batches().places()]))
+    order = np.argsort(np.concatenate([x[x >= 0] for x in held.batches().target_positions()]))
     found = [(held.document_N[i], held.contexts[held.context_N[i]]) for i in order]
     expected = [(d, text[: n // 16 * 16].decode()) for d, text in enumerate(texts)
                 for n in range(len(text) + 1)]  # fmt: skip

@@ -65,9 +65,9 @@ def routing(draw, depth, recursion, stochastic):
         train_selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
+        kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
     if kind == "mod":
-        changes |= pick(draw, "depth_routing.", kv_for_skipped=[False, True], skip_mlp=[0, 8])
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every
@@ -217,7 +217,9 @@ def latent(draw):
 
 @st.composite
 def adapters(draw, changes):
-    sites = [r".*/(query|key|value|out|gate|up|down)", r".*/(up|out)", ".*/(key|value)"]
+    sites = [r".*/(query|key|value|out|gate|up|down)", ".*/(key|value)"]
+    if not changes.get("soft_experts.num") or changes["soft_experts.every"] > 1:
+        sites.append(r".*/(up|out)")  # with soft experts these are not plain linear layers
     new = pick(draw, "adapter.", kind=["lora", "mlp"], rank=[2], scale=[1.5], sites=sites)
     count = draw(st.sampled_from([0, 2, 3]))
     if not count:

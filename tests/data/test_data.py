@@ -220,7 +220,7 @@ def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
 
 
 def _held(data, text):
-    return text.encode()[0] in data._streams["eval"].parts()[0]
+    return text.encode()[0] in data._streams["eval"].arrays()[0]
 
 
 def test_bytes_per_token(folder, tmp_path):
@@ -232,7 +232,7 @@ def test_bytes_per_token(folder, tmp_path):
         data = open_data(config)
         lengths = data.tokenizer.byte_lengths()
         for split in ("train", "eval"):
-            stream = data._streams[split].parts()[0]
+            stream = data._streams[split].arrays()[0]
             if not packing:
                 scored = stream[1:]
             elif tokenizer == "chars":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_data_sources import write_records
 
 import efx.data
-from efx.data import cache, sources, split, tokenizers
+from efx.data import disk_cache, held_out, sources, tokenizers
 from efx.errors import UsageError
 
 
@@ -166,27 +166,27 @@ def test_text_held_out_before_the_source_grew_is_trained_on(kind, tmp_path, monk
     config = make_config(kind.source.format(text), tmp_path, **kind.settings)
     old = open_data(config)
     heldout = lines(old, "eval")
-    assert open_data(config, before=old.origin).fingerprint == old.fingerprint
+    assert open_data(config, run_origin=old.origin).fingerprint == old.fingerprint
     kind.grow(text)
     told = usage_error("is not the text that this run began with", "on_change=keep_split",
-                       config_data=config, before=old.origin)  # fmt: skip
+                       config_data=config, run_origin=old.origin)  # fmt: skip
     assert f"config.data.source={config.source!r}" in told
     if config.split == "tail" and not isinstance(kind, Shards):  # a new run trains on it
         assert lines(open_data(config), "train") & heldout
     config.on_change = "keep_split"
-    kept = open_data(config, before=old.origin)
+    kept = open_data(config, run_origin=old.origin)
     assert lines(kept, "eval") == heldout
     trained = lines(kept, "train")
     assert not trained & heldout and any(line.startswith("new") for line in trained)
     assert lines(old, "train") <= trained | heldout
     # Accepted once, it is the run's text: no flag is needed, and another change is told again.
     config.on_change = "error"
-    assert open_data(config, before=kept.origin).fingerprint == kept.fingerprint
+    assert open_data(config, run_origin=kept.origin).fingerprint == kept.fingerprint
     if kind.source.startswith("text") and not kind.settings:
         (text / "d.txt").write_text("more")
         with open(text / "a.txt", "a") as file:
             file.write("more")
-        usage_error("is not the text", config_data=config, before=kept.origin)
+        usage_error("is not the text", config_data=config, run_origin=kept.origin)
 
 
 def test_a_text_whose_held_out_part_has_changed_cannot_be_kept(tmp_path):
@@ -197,13 +197,13 @@ def test_a_text_whose_held_out_part_has_changed_cannot_be_kept(tmp_path):
         (folder / f"0 {how}.txt").write_text("sorts first")
         if how == "tail":
             usage_error("the split of before cannot be kept", "sort last", config_data=config,
-                        before=old.origin)  # fmt: skip
+                        run_origin=old.origin)  # fmt: skip
             continue
-        assert open_data(config, before=old.origin).eval_tokens == old.eval_tokens
+        assert open_data(config, run_origin=old.origin).eval_tokens == old.eval_tokens
         for path in folder.rglob("*.txt"):
             path.write_text(path.read_text() + "longer")
         usage_error("documents that were held out are no longer in it", config_data=config,
-                    before=old.origin)  # fmt: skip
+                    run_origin=old.origin)  # fmt: skip
     assert not list((tmp_path / "cache").glob("*/*.tmp-*"))
 
 
@@ -220,18 +220,18 @@ class _Documents:
 TEXTS = st.lists(st.binary(max_size=20), min_size=1, max_size=6)
 
 
-@given(TEXTS, TEXTS, st.sampled_from(split.SPLITS), st.floats(0.05, 0.95))
+@given(TEXTS, TEXTS, st.sampled_from(["tail", "documents"]), st.floats(0.05, 0.95))
 def test_a_split_kept_over_any_growth(old, new, how, fraction):
     """By a decision on the old documents the old and new ones fall apart as the old ones did, and
     nothing of the new is held out that was not."""
     try:
-        decision = split.decide(_Documents(old), how, fraction)
+        decision = held_out.decide(_Documents(old), how, fraction)
     except UsageError:
         return
 
     def sides(texts):
         found = {"train": [], "eval": []}
-        for part, _, data in split.pieces(_Documents(texts), decision):
+        for part, _, data in held_out.pieces(_Documents(texts), decision):
             found[part].append(data)
         return found
 
@@ -283,7 +283,7 @@ def test_another_text_is_held_out_as_a_whole(tokenizer, tmp_path):
     config.withhold = True
     less = open_data(config)
     assert less.eval_tokens == data.eval_tokens
-    assert less.tokenizer.decode(less._streams["train"].parts()[0]) == train[:375]
+    assert less.tokenizer.decode(less._streams["train"].arrays()[0]) == train[:375]
     config.eval_source = ""
     usage_error("config.data.withhold=True goes with config.data.eval_source", config_data=config)
 
@@ -294,7 +294,7 @@ def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="efx"):
         data = open_data(config)
     assert data.eval_tokens == 47 and "2 documents of" in caplog.text  # and its copy
-    assert ord("i") not in data._streams["train"].parts()[0]
+    assert ord("i") not in data._streams["train"].arrays()[0]
     config.source = config.eval_source
     usage_error("nothing is left to train on", config_data=config)
 
@@ -318,25 +318,25 @@ def test_a_short_text_is_evaluated_without_the_one_trained_on(tmp_path):
     tokenizers.ByteTokenizer().save(tmp_path / "tokenizer.json")
     config = make_config("text:/gone", tmp_path, eval_source=f"text:{tmp_path}/short.txt")
     known = dict(tokenizer_path=tmp_path / "tokenizer.json")
-    data = open_data(config, parts=("eval",), **known)
+    data = open_data(config, splits=("eval",), **known)
     batches = list(data.eval_batches(4))
     assert sum(batch["weights"].sum() for batch in batches) == 2
-    assert open_data(config, parts=(), **known).vocab_size == 257
+    assert open_data(config, splits=(), **known).vocab_size == 257
     usage_error("/gone", config_data=config, **known)
     # Of a run whose held-out text is a file: that file may not change under it either.
-    before = data.origin
+    origin = data.origin
     (tmp_path / "short.txt").write_text("abcd")
-    usage_error("config.data.eval_source=", "is not the text", config_data=config, before=before,
-                parts=("eval",), **known)  # fmt: skip
+    usage_error("config.data.eval_source=", "is not the text", config_data=config,
+                run_origin=origin, splits=("eval",), **known)  # fmt: skip
 
 
 def test_many_small_files_are_not_read_at_every_start(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
     files = [(str(path), 5) for path in sorted(folder.rglob("*.txt")) if path.stat().st_size]
-    monkeypatch.setattr(cache, "_REMEMBER_FROM", 200)  # more than one of them has
-    first = cache.file_digests(tmp_path / "cache", files)
-    monkeypatch.setattr(cache, "file_digest", None)
-    assert cache.file_digests(tmp_path / "cache", files) == first
+    monkeypatch.setattr(disk_cache, "_REMEMBER_FROM", 200)  # more than one of them has
+    first = disk_cache.file_digests(tmp_path / "cache", files)
+    monkeypatch.setattr(disk_cache, "file_digest", None)
+    assert disk_cache.file_digests(tmp_path / "cache", files) == first
     (folder / "00.txt").write_text("changed")
     with pytest.raises(TypeError):
-        cache.file_digests(tmp_path / "cache", files)
+        disk_cache.file_digests(tmp_path / "cache", files)

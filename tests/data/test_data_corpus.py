@@ -8,13 +8,21 @@ import sys
 
 import numpy as np
 import pytest
-from data_helpers import make_config, open_data, same, usage_error, write_folder, write_letters
+from data_helpers import (
+    make_config,
+    open_data,
+    same,
+    split_documents,
+    usage_error,
+    write_folder,
+    write_letters,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 import efx.data
-from efx.data import cache, sources, split
+from efx.data import disk_cache, held_out, sources
 from efx.errors import UsageError
 
 
@@ -50,7 +58,7 @@ def test_tail_splits_by_characters_alike_for_all_tokenizers(tokenizer, eval_frac
     )
     data = open_data(config)
     cut = int((1 - eval_fraction) * len(text))
-    streams = {part: data.tokenizer.decode(s.parts()[0]) for part, s in data._streams.items()}
+    streams = {part: data.tokenizer.decode(s.arrays()[0]) for part, s in data._streams.items()}
     assert streams == {"train": text[:cut], "eval": text[cut:]}
 
 
@@ -73,7 +81,7 @@ def test_tail_loses_nothing_and_cuts_no_character(texts, fraction):
     texts = [t.decode("latin-1").encode() for t in texts]
     whole = b"".join(texts)
     try:
-        pieces = list(split.split_documents(_Documents(texts), "tail", fraction))
+        pieces = list(split_documents(_Documents(texts), "tail", fraction))
     except UsageError:
         assert int((1 - fraction) * len(whole.decode())) in (0, len(whole.decode()))
         return
@@ -86,8 +94,8 @@ def test_tail_loses_nothing_and_cuts_no_character(texts, fraction):
 
 def test_long_texts_are_cut_in_strides(monkeypatch):
     text = "aé漢😀" * 50
-    monkeypatch.setattr(split, "_STRIDE", 7)
-    pieces = list(split.split_documents(_Documents([text.encode()]), "tail", 0.3))
+    monkeypatch.setattr(held_out, "_STRIDE", 7)
+    pieces = list(split_documents(_Documents([text.encode()]), "tail", 0.3))
     assert [data.decode() for _, _, data in pieces] == [text[:140], text[140:]]
 
 
@@ -95,9 +103,9 @@ def test_long_texts_are_cut_in_strides(monkeypatch):
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     if len(set(texts)) < 2:
         with pytest.raises(UsageError, match="at least 2 different documents"):
-            list(split.split_documents(_Documents(texts), "documents", fraction))
+            list(split_documents(_Documents(texts), "documents", fraction))
         return
-    pieces = list(split.split_documents(_Documents(texts), "documents", fraction))
+    pieces = list(split_documents(_Documents(texts), "documents", fraction))
     assert [data for _, _, data in pieces] == texts
     sides = {side: {t for part, _, t in pieces if part == side} for side in ("train", "eval")}
     assert sides["train"] and sides["eval"] and not sides["train"] & sides["eval"]
@@ -110,7 +118,7 @@ def test_documents_are_whole_and_on_one_side(texts, fraction):
 
 def test_neither_side_is_left_empty_nor_filled_by_one_document():
     def heldout(texts, fraction):
-        pieces = split.split_documents(_Documents(texts), "documents", fraction)
+        pieces = split_documents(_Documents(texts), "documents", fraction)
         return [data for part, _, data in pieces if part == "eval"]
 
     equal = [bytes([i]) * 10 for i in range(1, 11)]
@@ -124,7 +132,7 @@ def test_documents_come_near_the_fraction_asked_for():
     rng = np.random.default_rng(0)
     texts = [rng.bytes(int(n)).replace(b"\0", b"x") for n in rng.integers(1, 200, 300)]
     for fraction in (0.05, 0.1, 0.5):
-        pieces = split.split_documents(_Documents(texts), "documents", fraction)
+        pieces = split_documents(_Documents(texts), "documents", fraction)
         heldout = sum(len(data) for part, _, data in pieces if part == "eval")
         assert heldout / len(b"".join(texts)) == pytest.approx(fraction, abs=0.005)
 
@@ -151,7 +159,7 @@ def test_text_is_tokenised_once(tokenizer, letters, tmp_path, monkeypatch):
     first = open_data(config)
     count = 1 if tokenizer == "bytes" else 2
     assert len(entries(tmp_path)) == count
-    monkeypatch.setattr(split, "pieces", None)  # neither tokenised nor trained again
+    monkeypatch.setattr(held_out, "pieces", None)  # neither tokenised nor trained again
     second = open_data(config)
     same(next(first.train_iterator()), next(second.train_iterator()))
     assert second.fingerprint == first.fingerprint
@@ -177,7 +185,7 @@ def test_what_determines_the_tokens_is_in_the_key(letters, tmp_path):
     os.utime(moved, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # content counts, not the clock
     data = open_data(make_config(f"text:{moved}", tmp_path))
     prints.append(data.fingerprint)
-    assert data._streams["train"].parts()[0][0] == ord("z")
+    assert data._streams["train"].arrays()[0][0] == ord("z")
     assert len(set(prints)) == len(prints)
 
 
@@ -198,7 +206,7 @@ def test_a_damaged_entry_is_built_again(damage, file, letters, tmp_path, caplog)
     DAMAGE[damage](entry / file)
     same(next(open_data(config).train_iterator()), before)
     assert "damaged" in caplog.text
-    assert entries(tmp_path) == [entry] and cache._intact(entry)
+    assert entries(tmp_path) == [entry] and disk_cache._intact(entry)
     assert sorted(p.name for p in entry.iterdir()) == [
         "eval.bin", "eval_spans.npy", "info.json", "manifest.json", "train.bin", "train_spans.npy",
     ]  # fmt: skip
@@ -210,10 +218,12 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
         raise KeyError("half way")
 
     with pytest.raises(KeyError):
-        cache.entry(tmp_path / "cache", "kind", "key", broken)
+        disk_cache.cached_folder(tmp_path / "cache", "kind", "key", broken)
     assert entries(tmp_path) == []
     (tmp_path / "cache" / "kind" / "key.tmp-dead").mkdir()  # of a process that was killed
-    cache.entry(tmp_path / "cache", "kind", "key", lambda f: (f / "file").write_text("x"))
+    disk_cache.cached_folder(
+        tmp_path / "cache", "kind", "key", lambda f: (f / "file").write_text("x")
+    )
     assert [p.name for p in entries(tmp_path)] == ["key"]
 
 
@@ -225,25 +235,25 @@ def test_of_two_without_locks_the_first_wins(tmp_path):
         other = tmp_path / "kind" / "key"
         other.mkdir()
         (other / "file").write_text("theirs")
-        cache._seal(other)
+        disk_cache._seal(other)
 
-    found = cache.entry(tmp_path, "kind", "key", build)
+    found = disk_cache.cached_folder(tmp_path, "kind", "key", build)
     assert (found / "file").read_text() == "theirs"
     assert [p.name for p in (tmp_path / "kind").iterdir() if p.is_dir()] == ["key"]
 
 
 def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_BLOCK", 4)
-    monkeypatch.setattr(cache, "_CHECKED_BLOCKS", 3)
+    monkeypatch.setattr(disk_cache, "_BLOCK", 4)
+    monkeypatch.setattr(disk_cache, "_CHECKED_BLOCKS", 3)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(42)))
-    whole = cache._checksums(path)
+    whole = disk_cache._checksums(path)
     assert len(whole) == 4 and whole[0] == 42
     for byte, seen in ((0, True), (41, True), (20, True), (5, False)):
         data = bytearray(range(42))
         data[byte] ^= 1
         path.write_bytes(data)
-        assert (cache._checksums(path) != whole) == seen
+        assert (disk_cache._checksums(path) != whole) == seen
 
 
 def _load_in_a_process(values, queue):
@@ -268,7 +278,7 @@ def test_two_processes_at_once(letters, tmp_path):
 
 
 def test_what_is_known_of_large_files_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_REMEMBER_FROM", 4)
+    monkeypatch.setattr(disk_cache, "_REMEMBER_FROM", 4)
     path, root, calls = tmp_path / "file", tmp_path / "cache", []
     path.write_text("large")
 
@@ -276,20 +286,20 @@ def test_what_is_known_of_large_files_is_remembered(tmp_path, monkeypatch):
         calls.append(1)
         return len(calls)
 
-    assert [cache.remember_for_file(root, path, "x", compute) for _ in range(3)] == [1, 1, 1]
-    assert cache.remember_for_file(root, path, "y", compute) == 2
+    assert [disk_cache.remember_for_file(root, path, "x", compute) for _ in range(3)] == [1, 1, 1]
+    assert disk_cache.remember_for_file(root, path, "y", compute) == 2
     path.write_text("larger")
-    assert cache.remember_for_file(root, path, "x", compute) == 3
+    assert disk_cache.remember_for_file(root, path, "x", compute) == 3
     for memo in (root / "memo").iterdir():
         memo.write_text(memo.read_text().replace('"value": 3', '"value": 9'))
-    assert cache.remember_for_file(root, path, "x", compute) == 4
+    assert disk_cache.remember_for_file(root, path, "x", compute) == 4
 
 
 def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("EFX_CACHE", str(tmp_path))
-    assert cache.cache_root("") == tmp_path and str(cache.cache_root("x")) == "x"
+    assert disk_cache.cache_root("") == tmp_path and str(disk_cache.cache_root("x")) == "x"
     monkeypatch.delenv("EFX_CACHE")
-    assert str(cache.cache_root("")) == os.path.expanduser("~/.cache/efx")
+    assert str(disk_cache.cache_root("")) == os.path.expanduser("~/.cache/efx")
 
 
 def test_a_warm_cache_needs_neither_jax_nor_a_second(tmp_path):

@@ -5,9 +5,9 @@ import pathlib
 
 import numpy as np
 import pytest
-from data_helpers import make_config, open_data, usage_error, write_folder
+from data_helpers import make_config, open_data, split_documents, usage_error, write_folder
 
-from efx.data import sources, split
+from efx.data import sources
 from efx.data.sources import document_digest
 from efx.data.subset import Subset
 from efx.errors import UsageError
@@ -35,12 +35,12 @@ def test_a_mixture_is_the_documents_of_its_parts(two_folders, tmp_path):
     assert [(d.name, d.data) for d in mixed] == [
         (d.name, d.data) for part in parts for d in documents(part, tmp_path)
     ]
-    assert {d.part for d in mixed} == set(parts) and mixed[0].part == parts[0]
+    assert {d.component for d in mixed} == set(parts) and mixed[0].component == parts[0]
 
 
 def test_max_bytes_is_of_each_part(two_folders, tmp_path):
     for part in two_folders.removeprefix("mix:").split(","):
-        of = [d for d in documents(two_folders, tmp_path, max_bytes=50) if d.part == part]
+        of = [d for d in documents(two_folders, tmp_path, max_bytes=50) if d.component == part]
         assert sum(len(d.data) for d in of) == 50
 
 
@@ -49,8 +49,8 @@ def test_a_mixture_with_the_language_reference_has_it_once(tmp_path):
     assert any("pydoc_data" in d.name for d in documents("stdlib", tmp_path))
     assert not any("pydoc_data" in d.name for d in mixed)
     text = b"A class definition defines a class object"
-    assert {d.part for d in mixed if text in d.data} == {"pydoc"}
-    assert {d.part for d in mixed} == {"stdlib", "pydoc"}
+    assert {d.component for d in mixed if text in d.data} == {"pydoc"}
+    assert {d.component for d in mixed} == {"stdlib", "pydoc"}
 
 
 def test_pieces_are_the_document(tmp_path):
@@ -103,7 +103,7 @@ def by_first_byte(two_folders, tmp_path):
     """[file that lists the training documents of letters, of digits]."""
     config = make_config(two_folders, tmp_path, **SETTINGS)
     source = sources.open_source(config, tmp_path / "cache")
-    pieces = split.split_documents(source, "documents", config.eval_fraction)
+    pieces = split_documents(source, "documents", config.eval_fraction)
     digests = [[], []]
     for part, _, data in pieces:
         if part == "train":
@@ -158,7 +158,7 @@ def test_places_of_what_is_scored(two_folders, tmp_path, packing):
     stream = [*data.tokens("eval", 0, data.eval_tokens), data.tokenizer.eot]
     for most in (0, 2):
         batches = data.eval_batches(3, most)
-        for batch, places_BT in zip(batches, batches.places(), strict=True):
+        for batch, places_BT in zip(batches, batches.target_positions(), strict=True):
             scored = batch["weights"] > 0
             np.testing.assert_array_equal(places_BT >= 0, scored)
             assert [stream[i] for i in places_BT[scored]] == batch["targets"][scored].tolist()

@@ -111,7 +111,7 @@ def test_a_stream_of_parts_reads_like_one(sizes, data):
     np.testing.assert_array_equal(stream.windows([start], stop - start)[0], whole[start:stop])
     cut = stream.cut(start, stop)
     assert len(cut) == stop - start
-    assert [t for part in cut.parts() for t in part] == whole[start:stop].tolist()
+    assert [t for part in cut.arrays() for t in part] == whole[start:stop].tolist()
     if len(cut):
         framed = cut.framed(-1, len(cut) + 1, 77)
         assert framed.tolist() == [77, *whole[start:stop], 77]

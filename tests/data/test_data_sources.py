@@ -44,12 +44,12 @@ def test_text_of_a_file_a_folder_and_a_glob(folder, tmp_path):
 def test_documents_are_separated_where_there_is_a_separator(folder, tmp_path):
     config = make_config(f"text:{folder}", tmp_path, eval_fraction=0.01, seq_len=2)
     every = read(f"text:{folder}", tmp_path)
-    ids = open_data(config)._streams["train"].parts()[0]
+    ids = open_data(config)._streams["train"].arrays()[0]
     text = "".join("|" if i == 256 else chr(i) for i in ids)
     assert "|".join(every).startswith(text) and len(text) > 400
     config.tokenizer = "chars"
     data = open_data(config)
-    assert "".join(every).startswith(data.tokenizer.decode(data._streams["train"].parts()[0]))
+    assert "".join(every).startswith(data.tokenizer.decode(data._streams["train"].arrays()[0]))
 
 
 @pytest.mark.parametrize("limit", range(1, 13))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import efx
-from efx.config import find
+from efx.config import find_file
 from efx.errors import UsageError
 
 # The first file of a user who has a folder `configs` too, which must not come in the way.
@@ -130,17 +130,17 @@ def test_importing_efx_brings_no_jax(root):
 def test_a_misspelt_config_names_the_nearest(kind, path, folder, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as error:
-        find(kind, path, folder)
+        find_file(kind, path, folder)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_of_the_user_comes_before_one_of_efx(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find("config", "configs/mod.py") == find("config", "mod")
+    assert find_file("config", "configs/mod.py") == find_file("config", "mod")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/mod.py").write_text(OWN)
-    assert find("config", "configs/mod.py").resolve() == tmp_path / "configs/mod.py"
-    assert find("config", "mod").resolve() != tmp_path / "configs/mod.py"
+    assert find_file("config", "configs/mod.py").resolve() == tmp_path / "configs/mod.py"
+    assert find_file("config", "mod").resolve() != tmp_path / "configs/mod.py"
 
 
 def test_the_hosted_workflow_runs_what_ci_runs(root):

@@ -78,7 +78,7 @@ def test_the_formula(dilation, period):
     np.testing.assert_allclose(result, y, atol=2e-5 * float(abs(y).max()))
 
 
-def test_weights_of_a_recursion_count_passes():
+def test_weights_of_a_recursion_count_steps():
     model = families.make(
         {
             **ON,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_routing import np_layer, np_topk
+from test_routing import norm, np_layer, np_mlp, np_topk
 
 from efx import flops, models
 from efx.errors import UsageError
@@ -28,16 +28,18 @@ RECURSION = {
 }
 
 
-def np_stack(x_TD, params, spec, alive_T):
-    """The shared blocks on the tokens that are alive, the others hidden; `np_layer` adds each."""
+def np_stack(x_TD, params, spec, alive_T, seen_T):
+    """The shared blocks on the tokens that are alive, which attend to those that are seen;
+    `np_layer` adds each."""
     for i, block in enumerate(spec.blocks, 1):
         p = {"router": np.zeros(x_TD.shape[1]), **params["layers"][f"block_{i}"]}
-        x_TD = np_layer(x_TD, p, stack.LayerSpec(block), alive_T, np.arange(len(x_TD)), "one")
+        layer, places = stack.LayerSpec(block), np.arange(len(x_TD))
+        x_TD = np_layer(x_TD, p, layer, alive_T, places, "one", seen_T)
     return x_TD
 
 
 def np_recursion(model, params, x_TD, selection):
-    """(x after the last block, [tokens of each routed pass]) of one row."""
+    """(x after the last block, [tokens of each routed step]) of one row."""
     params = jax.tree.map(np.float64, params)
     everyone_T, alive_T, survivors = np.ones(len(x_TD), bool), np.ones(len(x_TD), bool), []
     for name, spec in zip(stack.names(model.specs()), model.specs(), strict=True):
@@ -45,7 +47,7 @@ def np_recursion(model, params, x_TD, selection):
             p = {"router": np.zeros(model.config.width), **params["layers"][name]}
             x_TD = np_layer(x_TD, p, spec, everyone_T, np.arange(len(x_TD)), "one")
         elif spec.routing is None:
-            x_TD = np_stack(x_TD, params, spec, everyone_T)
+            x_TD = np_stack(x_TD, params, spec, everyone_T, everyone_T)
         else:
             score_T = x_TD @ params["layers"][name]["router"]
             if selection == "train":
@@ -58,20 +60,27 @@ def np_recursion(model, params, x_TD, selection):
                 room = plans.capacity(spec.capacity * spec.routing.slack, len(x_TD))
                 alive_T = alive_T & (np.cumsum(alive_T) <= room)
             gate_T1 = 1 / (1 + np.exp(-score_T[:, None]))
-            delta_TD = np_stack(x_TD, params, spec, alive_T) - x_TD
-            x_TD = np.where(alive_T[:, None], x_TD + gate_T1 * delta_TD, x_TD)
+            seen_T = everyone_T if spec.routing.kv_for_skipped else alive_T
+            delta_TD = np_stack(x_TD, params, spec, alive_T, seen_T) - x_TD
+            kept_TD, p = x_TD, params["layers"][name]
+            if spec.routing.skip_mlp:
+                b = spec.blocks[0]
+                h_TD = norm(x_TD, p["skip_mlp"]["norm"], b.norm, b.norm_eps)
+                kept_TD = x_TD + np_mlp(h_TD, p["skip_mlp"]["mlp"], b.mlp.activation)
+            x_TD = np.where(alive_T[:, None], x_TD + gate_T1 * delta_TD, kept_TD)
             survivors.append(alive_T)
     return x_TD, survivors
 
 
 @functools.cache
-def build(capacity=RECURSION["depth_routing.capacity"]):
-    model = families.make({**RECURSION, "depth_routing.capacity": capacity})
+def build(capacity=RECURSION["depth_routing.capacity"], **options):
+    options = {f"depth_routing.{name}": value for name, value in options.items()}
+    model = families.make({**RECURSION, "depth_routing.capacity": capacity, **options})
     return model, families.random_params(model)
 
 
 def traced(model, params, tokens_BT, segments_BT=None):
-    """(state of the stack after the last block, [(x in, x out, routed) of each routed pass])."""
+    """(state of the stack after the last block, [(x in, x out, routed) of each routed step])."""
     seen = []
 
     def keep(next_function, arguments, keywords, context):
@@ -99,9 +108,17 @@ def traced(model, params, tokens_BT, segments_BT=None):
 
 
 @pytest.mark.parametrize("selection", ["train", "causal"])
-@pytest.mark.parametrize("capacity", [(1.0, 0.6, 0.3), (0.5, 0.5, 0.1), 0.6])
-def test_model_is_the_loop(selection, capacity):
-    model, params = build(capacity)
+@pytest.mark.parametrize(
+    "capacity, options",
+    [
+        ((1.0, 0.6, 0.3), {}),
+        ((0.5, 0.5, 0.1), {}),
+        (0.6, {}),
+        ((1.0, 0.6, 0.3), {"kv_for_skipped": True, "skip_mlp": 12}),
+    ],
+)
+def test_model_is_the_loop(selection, capacity, options):
+    model, params = build(capacity, **options)
     model, tokens_BT = model.clone(selection=selection), families.tokens(batch=3)
     out_BTD, seen = traced(model, params, tokens_BT)
     fewer = 0
@@ -131,7 +148,7 @@ def test_a_token_that_left_never_comes_back(selection):
             np.testing.assert_array_equal(
                 routed_BT.sum(axis=1), plans.capacity((0.6, 0.3)[number - 1], LENGTH)
             )
-        score_BT = in_BTD @ np.asarray(params["layers"][f"pass_{number}"]["router"])
+        score_BT = in_BTD @ np.asarray(params["layers"][f"recursion_{number}"]["router"])
         outside += np.sum((score_BT > 0) & ~alive_BT)
         alive_BT = routed_BT
     assert outside > 5
@@ -171,18 +188,18 @@ def test_once_for_all_tokens_is_the_dense_model(dtype):
 
 
 def test_parameters_are_shared():
-    """More passes add a router each; twice through the blocks is not once."""
+    """More steps add a router each; twice through the blocks is not once."""
     counts, first = [], {}
-    for passes in (1, 2, 5):
+    for steps in (1, 2, 5):
         model = families.make(
-            {**RECURSION, "depth_routing.recursions": passes, "depth_routing.capacity": 0.5}
+            {**RECURSION, "depth_routing.recursions": steps, "depth_routing.capacity": 0.5}
         )
         params = families.random_params(model)
         assert set(params["layers"]) == {"block_0", "block_1", "block_2", "block_3"} | {
-            f"pass_{i}" for i in range(1, passes)
+            f"recursion_{i}" for i in range(1, steps)
         }
         counts.append(flops.count_params(params))
-        first[passes] = model.apply({"params": params}, families.tokens(batch=1))
+        first[steps] = model.apply({"params": params}, families.tokens(batch=1))
     assert counts == [counts[0], counts[0] + model.config.width, counts[0] + 4 * model.config.width]
     assert not np.allclose(first[1], first[2])
 
@@ -197,7 +214,7 @@ def test_losses_and_statistics_are_of_the_survivors():
     _, seen = traced(model, params, families.tokens())
     alive_BT = np.ones((families.BATCH, LENGTH), bool)
     for number, (in_BTD, _, routed_BT) in enumerate(seen, 1):
-        name = f"pass_{number}"
+        name = f"recursion_{number}"
         score_BT = in_BTD @ np.asarray(params["layers"][name]["router"])
         loss_BT = np.logaddexp(0, score_BT) - score_BT * routed_BT
         stats = {key: float(value[0]) for key, value in sown["stats"]["layers"][name].items()}
@@ -212,13 +229,13 @@ def test_losses_and_statistics_are_of_the_survivors():
 
 
 def test_threshold_follows_the_survivors():
-    """The running quantile of a pass lets through its share of those that reach it."""
+    """The running quantile of a step lets through its share of those that reach it."""
     model = families.make({**RECURSION, "depth_routing.causal": "threshold"})
     params = families.random_params(model)
     state = {
         "layers": {
             name: {"quantile": jnp.float32(0), "quantile_steps": jnp.int32(0)}
-            for name in ("pass_1", "pass_2")
+            for name in ("recursion_1", "recursion_2")
         }
     }
     train = families.jit(
@@ -228,22 +245,43 @@ def test_threshold_follows_the_survivors():
     )
     state = train(params, state, families.tokens())["state"]
     stats = train(params, state, families.tokens())["stats"]["layers"]
-    for name, share in (("pass_1", 0.6), ("pass_2", 0.3)):
+    for name, share in (("recursion_1", 0.6), ("recursion_2", 0.3)):
         got = float(stats[name]["router/decided_fraction"][0])
         np.testing.assert_allclose(got, share, atol=0.05)
 
 
-def test_every_pass_has_a_cache_of_its_own_size():
-    """ceil(c T slack) places for a routed pass, T for one that takes all."""
+def test_the_parameters_are_the_same_at_every_stage_of_the_capacity():
+    """Also at a stage where no step leaves a token out: each is as if its capacity were that one,
+    with a router for every step but the first."""
+    model, params = build(0.6, causal="threshold", capacity_stages=((0.3, 1.0), (0.6, 0.8)))
+    variables = {"params": params, **families.random_state(model)}
+    assert {f"recursion_{i}" for i in (1, 2)} < set(params["layers"])
+    for capacity, shares in ((1.0, (1.0, 1.0, 1.0)), (0.8, (1.0, 0.8, 0.64)), (0.6, None)):
+        staged = models.changed(model, **{"depth_routing.capacity": capacity})
+        shapes = jax.eval_shape(lambda key, m=staged: models.init(m, key), jax.random.key(0))
+        kept = {name: nn.unbox(shapes)[name] for name in variables}
+        assert jax.tree.structure(kept) == jax.tree.structure(variables)
+        steps = staged.specs()[1:-1]
+        assert shares is None or [s.capacity for s in steps] == pytest.approx(shares)
+        assert [s.routing is not None for s in steps] == [False, True, True]
+    # Where it has come to its capacity the model is the one without stages.
+    plain, tokens_BT = build(0.6, causal="threshold")[0], families.tokens(batch=2)
+    np.testing.assert_array_equal(
+        *(families.jit(m.apply)(variables, tokens_BT) for m in (model, plain))
+    )
+
+
+def test_every_step_has_a_cache_of_its_own_size():
+    """ceil(c T slack) places for a routed step, T for one that takes all."""
     model, _ = build()
     cache = models.init_cache(model, 2, LENGTH)["layers"]
-    sizes = {"pass_0": 32, "pass_1": 24, "pass_2": 12}
+    sizes = {"recursion_0": 32, "recursion_1": 24, "recursion_2": 12}
     for block in ("block_1", "block_2"):
         found = {name: part["position"] for name, part in cache[block]["attention"].items()}
         assert {name: position.shape[1] for name, position in found.items()} == sizes
         assert all(np.all(position == -1) for position in found.values())
     assert cache["block_3"]["attention"]["position"].shape[1] == LENGTH
-    assert set(cache["pass_2"]) == {"routed", "overflow"} and "pass_0" not in cache
+    assert set(cache["recursion_2"]) == {"routed", "overflow"} and "recursion_0" not in cache
 
 
 @functools.cache
@@ -279,11 +317,11 @@ def counting_decoder():
     return run
 
 
-def test_a_skipped_pass_does_not_run():
-    """One row: a pass runs for its survivors only, the next never for others, and its cache holds
+def test_a_skipped_step_does_not_run():
+    """One row: a step runs for its survivors only, the next never for others, and its cache holds
     their positions."""
     model, params = build()
-    tokens_BT, reached = families.tokens(batch=1), {"pass_1": [], "pass_2": []}
+    tokens_BT, reached = families.tokens(batch=1), {"recursion_1": [], "recursion_2": []}
     expected_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
     cache = models.init_cache(model, 1, LENGTH)
     for t in range(LENGTH):
@@ -297,9 +335,9 @@ def test_a_skipped_pass_does_not_run():
             routed = int(cache["layers"][name]["routed"][0]) - before[name]
             assert ran.count(("block_1", name)) == ran.count(("block_2", name)) == routed
             places += [t] * routed
-        assert ran.count(("block_1", "pass_0")) == ran.count(("block_0", "")) == 1
-    assert set(reached["pass_2"]) < set(reached["pass_1"]) < set(range(LENGTH))
-    assert reached["pass_2"]
+        assert ran.count(("block_1", "recursion_0")) == ran.count(("block_0", "")) == 1
+    assert set(reached["recursion_2"]) < set(reached["recursion_1"]) < set(range(LENGTH))
+    assert reached["recursion_2"]
     for name, places in reached.items():
         held = np.asarray(cache["layers"]["block_2"]["attention"][name]["position"][0])
         np.testing.assert_array_equal(held[: len(places)], places)
@@ -318,9 +356,17 @@ def test_a_skipped_pass_does_not_run():
         ({"depth_routing.capacity": (1.0, 0.3, 0.5)}, r"none larger than the one before"),
         ({"depth_routing.capacity": 1.5}, r"capacity=1\.5: must be in"),
         ({"depth_routing.blocks": (1,)}, r"depth_routing\.blocks=\(1,\): not with .*recursion"),
-        ({"depth_routing.capacity_stages": ((0.5, 1.0),)}, r"capacity_stages=.*: not with"),
-        ({"depth_routing.kv_for_skipped": True}, r"kv_for_skipped=True: not with"),
-        ({"depth_routing.skip_mlp": 8}, r"skip_mlp=8: not with"),
+        (
+            {"depth_routing.train_selection": "stochastic"},
+            r"train_selection='stochastic': not with .*recursion",
+        ),
+        (
+            {
+                "depth_routing.capacity_stages": ((0.5, 1.0),),
+                "depth_routing.capacity": (0.9, 0.5, 0.1),
+            },
+            r"capacity_stages=.*first step that computes all tokens",
+        ),
         ({"scan_layers": True}, r"scan_layers=True: not with .*recursion"),
     ],
 )

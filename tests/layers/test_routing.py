@@ -210,12 +210,13 @@ GATES = {
 }
 
 
-def np_layer(x_TD, p, spec, routed_T, positions_T, gate):
+def np_layer(x_TD, p, spec, routed_T, positions_T, gate, seen_T=None):
     """x + g(r) * delta on routed tokens, x elsewhere. Nothing is gathered: the tokens that are
-    not routed are hidden from the others by the mask, and their own results are thrown away."""
+    not routed are hidden from the others by the mask, and their own results are thrown away.
+    `seen_T`: the tokens that others see instead."""
     b = spec.block
     time = np.arange(len(x_TD))
-    visible_TS = (time[None] <= time[:, None]) & routed_T[None]
+    visible_TS = (time[None] <= time[:, None]) & (routed_T if seen_T is None else seen_T)[None]
     if b.attention.window:
         visible_TS &= positions_T[:, None] - positions_T[None] < b.attention.window
     visible_TS |= np.eye(len(x_TD), dtype=bool)  # rows of unrouted tokens: thrown away below

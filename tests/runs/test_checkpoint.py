@@ -117,7 +117,7 @@ def test_a_vocabulary_may_be_padded_otherwise(tmp_path, size):
 
     def padded(state, size):
         def one(path, x):
-            axis = files.VOCABULARY.get(tuple(files.parts(path))[-2:])
+            axis = files.VOCABULARY.get(tuple(files.path_names(path))[-2:])
             if axis is None:
                 return x
             x = jnp.moveaxis(x, axis, 0)[:13]

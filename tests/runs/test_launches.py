@@ -87,7 +87,7 @@ def test_the_text_grew_between_two_launches(copy, capsys):
     """Property: a run goes on with the text that it began with, or, if told to, with what was held
     out held out still; whoever only reads the run is not told otherwise than it is."""
     text, run = copy / "a.txt", copy / "run"
-    record = runfolder.recorded(run)
+    record = runfolder.run_record(run)
     assert record["text"]["source"] and len(record["launches"]) == 1
     with open(text, "a") as file:
         file.write("more\n" * 200)
@@ -103,7 +103,7 @@ def test_the_text_grew_between_two_launches(copy, capsys):
     said = capsys.readouterr().out
     assert "resuming" in said
     # Accepted once, and known from then on.
-    again = runfolder.recorded(run)
+    again = runfolder.run_record(run)
     assert again["text"]["held_out"] == record["text"]["held_out"]
     assert again["text"]["source"] != record["text"]["source"]
     train.train_and_evaluate(tiny(text, **more), run)
@@ -197,7 +197,7 @@ def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
     assert runfolder.load_config(tmp_path / "run")["seed"] == 1
     assert json.loads((tmp_path / "run/tokenizer.json").read_text())["kind"] == "bytes"
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
-    assert len(runfolder.recorded(tmp_path / "run")["launches"]) == 1
+    assert len(runfolder.run_record(tmp_path / "run")["launches"]) == 1
     assert not list((tmp_path / "run/samples").iterdir())
 
 
@@ -293,7 +293,7 @@ def test_steps_skipped_at_the_end_are_told_from_parameters_that_are_lost(trained
     """A loss that is not finite in the last steps alone leaves sound parameters behind."""
     config = tiny(trained / "a.txt", **{"train.max_nonfinite": 0, "evaluate.every": 1,
                                         "checkpoint.every": 1, "steps": 3})  # fmt: skip
-    real = train._Run._pause
+    real = train._Launch._pause
 
     def poisoned(self, due, stop, position):
         """As if the steps after the first had been skipped."""
@@ -302,7 +302,7 @@ def test_steps_skipped_at_the_end_are_told_from_parameters_that_are_lost(trained
         real(self, due, stop, position)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train._Run, "_pause", poisoned)
+        patch.setattr(train._Launch, "_pause", poisoned)
         with pytest.raises(train.NotFinite) as error:
             train.train_and_evaluate(config, tmp_path / "run")
     line = str(error.value)
@@ -311,7 +311,7 @@ def test_steps_skipped_at_the_end_are_told_from_parameters_that_are_lost(trained
     # A loss that is lost though the parameters are not is told from parameters that are.
     this = types.SimpleNamespace(state=types.SimpleNamespace(nonfinite_run=0))
     for value, why in ((1e38, "finite, but too large to compute with"), (np.inf, "not finite")):
-        found = train._Run._ending(this, math.nan, {"a": jnp.float32([1, value])})
+        found = train._Launch._ending(this, math.nan, {"a": jnp.float32([1, value])})
         assert found == f"the held-out loss is nan: the parameters are {why}"
     # The best checkpoint is one of those with a finite loss.
     with Checkpointer(tmp_path / "run/checkpoints", every=1, keep_last=1, keep_best=1,

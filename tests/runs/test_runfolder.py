@@ -188,7 +188,7 @@ def test_a_folder_without_a_checkpoint_is_blocked(tmp_path):
     assert runfolder.load_config(tmp_path)["model"]["depth"] == 6
     assert (tmp_path / "tokenizer.json").read_text() == "new"
     assert not (tmp_path / "held_out.json").exists()
-    record = runfolder.recorded(tmp_path)
+    record = runfolder.run_record(tmp_path)
     assert len(record["launches"]) == 1 and "origin" not in record
     for name in ("checkpoints/3", "checkpoints/damaged_3", "clusters"):
         (tmp_path / name).mkdir()
@@ -215,7 +215,7 @@ def test_a_run_that_goes_on_keeps_its_files(tmp_path):
     (tmp_path / "checkpoints/1").mkdir(parents=True)
     look(tmp_path).commit({"tokenizer.json": "second", "held_out.json": None}, text="b")
     assert (tmp_path / "tokenizer.json").read_text() == "first"
-    assert runfolder.recorded(tmp_path)["text"] == "b"
+    assert runfolder.run_record(tmp_path)["text"] == "b"
 
 
 def test_a_tokenizer_or_split_that_was_replaced_is_taken(tmp_path):

@@ -191,7 +191,7 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
         vocab_size=257,
         context=config.data.seq_len,
         dtype="float32",
-        vocab_ways=sharding.ways(mesh, DEFAULT_RULES, "vocab"),
+        vocab_ways=sharding.shard_count(mesh, DEFAULT_RULES, "vocab"),
     )
     assert model.padded_vocab == 260
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))

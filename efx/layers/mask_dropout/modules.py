@@ -295,9 +295,11 @@ def _mask_attention(b):
     return MaskAttention(heads, a.scale == "mup", a.window, a.chunk, b.std, b.dtype, parent=None)
 
 
-def make_mask_input(b):
-    """What makes `Tokens.mask_input_BTD` in a model whose blocks are like `b`, or None."""
-    return MaskInput(b.dropout.attention, _mask_attention(b)) if b.dropout.shared else None
+def make_mask_input(b, name=None):
+    """What makes `Tokens.mask_input_BTD` for blocks like `b`, or None."""
+    if not b.dropout.shared:
+        return None
+    return MaskInput(b.dropout.attention, _mask_attention(b), name=name)
 
 
 def make_dropout(b, site, name=None):

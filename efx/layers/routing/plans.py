@@ -38,6 +38,10 @@ class Plan:
         """x with y [B, C, ...] added to the tokens of the plan; the others are untouched."""
         return scatter_add(x_BT, y_BC, self)
 
+    def put(self, x_BT, y_BC):
+        """x with y [B, C, ...] in the place of the tokens of the plan."""
+        return scatter(x_BT, y_BC, self)
+
     def info(self, info, budget=None):
         """What the block inside is told: every token keeps its position and its document. All of
         them are computed: layers inside ask no more who is alive.
@@ -288,14 +292,20 @@ def gather(x_BT, plan, fill=0):
 
 def scatter_add(x_BT, y_BC, plan):
     """x with y [B, C, ...] added at the plan's places; the other rows are untouched."""
-    return jax.vmap(
-        lambda x, index, y: x.at[index].add(
-            y.astype(x.dtype),
-            mode="drop",
-            indices_are_sorted=plan.ascending,
-            unique_indices=True,
-        )
-    )(x_BT, plan.indices_BC, y_BC)
+    return jax.vmap(lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_scattered(plan)))(
+        x_BT, plan.indices_BC, y_BC
+    )
+
+
+def scatter(x_BT, y_BC, plan):
+    """x with y [B, C, ...] at the plan's places; the other rows are untouched."""
+    return jax.vmap(lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_scattered(plan)))(
+        x_BT, plan.indices_BC, y_BC
+    )
+
+
+def _scattered(plan):
+    return dict(mode="drop", indices_are_sorted=plan.ascending, unique_indices=True)
 
 
 def scatter_sum(indices, y, length):

@@ -1,4 +1,4 @@
-"""What is computed once and kept: folders of files named by a hash of everything they depend on.
+"""What is computed once and stored: folders of files named by a hash of all that they depend on.
 
 An entry is written into a temporary folder and renamed into place, so a reader sees all of it or
 none of it, whoever else is writing. Its manifest holds sizes and checksums; an entry that does not
@@ -33,13 +33,13 @@ def cache_root(cache_dir):
     return Path(cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx").expanduser()
 
 
-def content_key(*parts):
-    """A 32-digit hexadecimal hash of JSON-able `parts`."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+def content_key(*contents):
+    """A 32-digit hexadecimal hash of JSON-able `contents`."""
+    text = json.dumps(contents, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def entry(root, kind, key, build):
+def cached_folder(root, kind, key, build):
     """The folder `root/kind/key`, built by `build(folder)` if it is absent or damaged.
 
     Safe with several processes at once: one builds, the others wait and use the result. Where the
@@ -56,9 +56,9 @@ def entry(root, kind, key, build):
         with _locked(root / kind / f"{key}.lock") as alone:
             if _intact(folder):
                 return folder
-            if alone:  # no other process is building: what is left over is from one that died
-                for left in (root / kind).glob(f"{key}.tmp-*"):
-                    shutil.rmtree(left, ignore_errors=True)
+            if alone:  # no other process is building, so these are from one that died
+                for abandoned in (root / kind).glob(f"{key}.tmp-*"):
+                    shutil.rmtree(abandoned, ignore_errors=True)
             _build(folder, key, build)
     except OSError as error:
         raise UsageError(
@@ -69,24 +69,24 @@ def entry(root, kind, key, build):
 
 
 def _build(folder, key, build):
-    part = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=folder.parent))
     try:
-        build(part)
-        _seal(part)
+        build(temporary)
+        _seal(temporary)
         if folder.exists():
             if _intact(folder):  # another process finished first
                 return
             log.warning("the cache entry %s is damaged: building it again", folder)
             # Moved aside first: a rename is atomic, removing a tree is not.
-            os.rename(folder, part / "damaged")
+            os.rename(folder, temporary / "damaged")
         try:
-            os.rename(part, folder)
+            os.rename(temporary, folder)
         except OSError:
             if not _intact(folder):
                 raise
         shutil.rmtree(folder / "damaged", ignore_errors=True)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -107,13 +107,13 @@ def _checksums(path):
     size = path.stat().st_size
     blocks = -(-size // _BLOCK)
     count = min(blocks, _CHECKED_BLOCKS)
-    found = []
+    sums = []
     with open(path, "rb") as file:
         for i in range(count):
             # First and last block are always among them.
             file.seek((i * (blocks - 1) // max(count - 1, 1)) * _BLOCK)
-            found.append(zlib.crc32(file.read(_BLOCK)))
-    return [size, *found]
+            sums.append(zlib.crc32(file.read(_BLOCK)))
+    return [size, *sums]
 
 
 def _seal(folder):
@@ -130,12 +130,12 @@ def _intact(folder):
 
 
 def remember(root, key, compute):
-    """`compute()` (JSON-able), kept under `key`; computed again whenever it cannot be read."""
+    """`compute()` (JSON-able), stored under `key`; computed again if that cannot be read."""
     path = root / "memo" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(path.read_text())
-        if kept["sum"] == content_key(kept["value"]):
-            return kept["value"]
+        stored = json.loads(path.read_text())
+        if stored["sum"] == content_key(stored["value"]):
+            return stored["value"]
     value = compute()
     with contextlib.suppress(OSError):  # a memo that cannot be written only costs time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,12 +143,12 @@ def remember(root, key, compute):
     return value
 
 
-def remember_for_file(root, path, what, compute):
+def remember_for_file(root, path, quantity, compute):
     """`compute()` about the file `path`, remembered for large files until size or mtime change."""
     stat = os.stat(path)
     if stat.st_size < _REMEMBER_FROM:
         return compute()
-    key = content_key(what, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    key = content_key(quantity, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
     return remember(root, key, compute)
 
 
@@ -157,11 +157,11 @@ def file_digest(root, path, size):
 
     def compute():
         digest = hashlib.blake2b(digest_size=16)
-        left = size
+        remaining = size
         with open(path, "rb") as file:
-            while left > 0 and (block := file.read(min(left, _BLOCK))):
+            while remaining > 0 and (block := file.read(min(remaining, _BLOCK))):
                 digest.update(block)
-                left -= len(block)
+                remaining -= len(block)
         return digest.hexdigest()
 
     return remember_for_file(root, path, ["digest", size], compute)
@@ -176,5 +176,7 @@ def file_digests(root, files):
     stats = [(os.path.abspath(path), size, os.stat(path)) for path, size in files]
     if sum(stat.st_size for *_, stat in stats) < _REMEMBER_FROM:
         return compute()
-    known = [[path, n, s.st_size, s.st_mtime_ns, s.st_ino] for path, n, s in stats]
-    return remember(root, content_key("digests", known), compute)
+    file_stats = [
+        [path, size, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, size, stat in stats
+    ]
+    return remember(root, content_key("digests", file_stats), compute)

@@ -1,4 +1,4 @@
-"""Which text is held out: decided once for a run, written down, and then only looked up.
+"""Which text is held out: decided once for a run, written down, and looked up after that.
 
 The split is of the text, before any tokenizer sees it, so that it is the same for every tokenizer
 and a trained tokenizer never sees held-out text. It is decided from the whole text, so a text that
@@ -8,7 +8,7 @@ decision is plain data that a run keeps:
     {"bytes": [from, to], "sum": hash of these bytes}    split="tail"
     {"documents": [hash of each document]}               split="documents"
 
-and `pieces` splits by it any text that still holds those bytes there, or those documents.
+and `pieces` splits any text by it that still holds those bytes in that place, or those documents.
 """
 
 import hashlib
@@ -21,23 +21,17 @@ from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-SPLITS = ("tail", "documents")
-_STRIDE = 1 << 24  # bytes looked at together
+_STRIDE = 1 << 24  # bytes counted at a time
 
 
-def split_documents(source, split, eval_fraction):
-    """Yields ("train" or "eval", name, bytes) for each document, or piece of one, in order."""
-    yield from pieces(source, decide(source, split, eval_fraction))
-
-
-def decide(source, split, eval_fraction):
+def decide(source, method, eval_fraction):
     """What is held out of `source`, as above.
 
     `tail`: the first int((1 - eval_fraction) * n) of all n characters are for training.
     `documents`: whole documents, picked by their hash until their bytes come nearest to
     eval_fraction of all; documents with the same text are always on the same side.
     """
-    if split == "tail":
+    if method == "tail":
         return _decide_tail(source, eval_fraction)
     sizes = {}
     for document in source.documents():
@@ -52,66 +46,67 @@ def decide(source, split, eval_fraction):
 
 
 def pieces(source, decision):
-    """Like `split_documents`, by a decision made before.
+    """Yields ("train" or "eval", name, bytes) for each document, or piece of one, in order.
 
-    Raises UsageError, after the last piece, if the text that was held out is not in `source` as it
-    was: whoever keeps what is yielded has to keep nothing of it then.
+    Raises UsageError, after the last piece, if the text that was held out is no longer in `source`
+    unchanged: a caller that stores the pieces then has to discard them.
     """
     if "bytes" in decision:
         yield from _pieces_tail(source, decision)
         return
     heldout = {bytes.fromhex(digest) for digest in decision["documents"]}
-    found = set()
+    present = set()
     for document in source.documents():
         digest = document_digest(document.data)
-        part = "eval" if digest in heldout else "train"
-        found.update({digest} & heldout)
-        yield part, document.name, document.data
-    if len(found) < len(heldout):
-        _not_there(
+        split = "eval" if digest in heldout else "train"
+        present.update({digest} & heldout)
+        yield split, document.name, document.data
+    if len(present) < len(heldout):
+        _refuse_changed(
             source,
-            f"{len(heldout) - len(found)} of the {len(heldout)} documents that were held out are"
+            f"{len(heldout) - len(present)} of the {len(heldout)} documents that were held out are"
             " no longer in it, or are longer or shorter now",
         )
 
 
-def whole(source, part):
+def all_pieces(source, split):
     """Yields (part, name, bytes) for every document."""
     for document in source.documents():
-        yield part, document.name, document.data
+        yield split, document.name, document.data
 
 
-def without(pieces, name, heldout):
-    """Those of the `pieces` of the source `name` that are no document of the source `heldout`."""
-    digests, left_out = {document_digest(document.data) for document in heldout.documents()}, 0
-    for part, where, data in pieces:
+def without_documents_of(heldout, pieces, name):
+    """The `pieces` of the source `name` without the documents of the source `heldout`."""
+    digests, dropped = {document_digest(document.data) for document in heldout.documents()}, 0
+    for split, document_name, data in pieces:
         if document_digest(data) in digests:
-            left_out += 1
+            dropped += 1
         else:
-            yield part, where, data
-    if left_out:
-        log.info("%s: not trained on are %d documents of %s", name, left_out, heldout.name)
+            yield split, document_name, data
+    if dropped:
+        log.info("%s: not trained on are %d documents of %s", name, dropped, heldout.name)
 
 
-def _not_there(source, what):
+def _refuse_changed(source, problem):
     raise UsageError(
-        f"{source.name}: the split of before cannot be kept: {what}. Text may be added behind the"
-        " old one (new files of a folder sort last) or as further documents; put the old text"
-        " back, or use another --workdir"
+        f"{source.name}: the split of before cannot be kept: {problem}. Text may be added"
+        " behind the old one (new files of a folder sort last) or as further documents; put the"
+        " old text back, or use another --workdir"
     )
 
 
 def _pick(sizes, eval_fraction):
-    """Digests of the documents to hold out: some, and never all, of `sizes` (digest -> bytes)."""
-    target, taken, picked = eval_fraction * sum(sizes.values()), 0, set()
+    """Digests of the documents to hold out, at least one and never all of `sizes` (digest ->
+    bytes)."""
+    target, picked_bytes, picked = eval_fraction * sum(sizes.values()), 0, set()
     for digest in sorted(sizes):
         size = sizes[digest]
         if size > target or len(picked) == len(sizes) - 1:
             continue
-        if taken + size - target > target - taken:
+        if picked_bytes + size - target > target - picked_bytes:
             break  # stopping short is nearer
         picked.add(digest)
-        taken += size
+        picked_bytes += size
     return picked or {min(sizes, key=lambda digest: (sizes[digest], digest))}
 
 
@@ -120,36 +115,36 @@ def _decide_tail(source, eval_fraction):
     # can be split as well.
     counts = [(_characters(document.data), len(document.data)) for document in source.documents()]
     total = sum(count for count, _ in counts)
-    left = int((1 - eval_fraction) * total)
-    if not 0 < left < total:
+    remaining = int((1 - eval_fraction) * total)
+    if not 0 < remaining < total:
         raise UsageError(
             f"config.data.eval_fraction={eval_fraction} of {source.name} ({total} characters)"
             " leaves nothing on one side"
         )
-    at, start, digest = 0, 0, _digest()
+    offset, start, digest = 0, 0, _digest()
     for document, (count, size) in zip(source.documents(), counts, strict=True):
-        if left > 0:  # it begins in this document, or at its end, or later
-            start = at + (size if count <= left else _offset_of(document.data, left))
-            left -= count
-        digest.update(memoryview(document.data)[max(start - at, 0) :])
-        at += size
-    return {"bytes": [start, at], "sum": digest.hexdigest()}
+        if remaining > 0:  # the held-out tail begins in this document, at its end, or later
+            start = offset + (size if count <= remaining else _offset_of(document.data, remaining))
+            remaining -= count
+        digest.update(memoryview(document.data)[max(start - offset, 0) :])
+        offset += size
+    return {"bytes": [start, offset], "sum": digest.hexdigest()}
 
 
 def _pieces_tail(source, decision):
     start, stop = decision["bytes"]
-    at, digest = 0, _digest()
+    offset, digest = 0, _digest()
     for document in source.documents():
         data, name = document.data, document.name
-        edges = [min(max(edge - at, 0), len(data)) for edge in (start, stop)]
+        edges = [min(max(edge - offset, 0), len(data)) for edge in (start, stop)]
         before, heldout, after = data[: edges[0]], data[edges[0] : edges[1]], data[edges[1] :]
-        at += len(data)
+        offset += len(data)
         digest.update(heldout)
-        for part, piece in (("train", before), ("eval", heldout), ("train", after)):
+        for split, piece in (("train", before), ("eval", heldout), ("train", after)):
             if piece:
-                yield part, name, piece
-    if at < stop or digest.hexdigest() != decision["sum"]:
-        _not_there(source, f"its bytes {start} to {stop}, which were held out, are others now")
+                yield split, name, piece
+    if offset < stop or digest.hexdigest() != decision["sum"]:
+        _refuse_changed(source, f"its bytes {start} to {stop}, which were held out, are others now")
 
 
 def _digest():
