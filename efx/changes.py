@@ -37,9 +37,7 @@ class Changes:
         previous, self._previous = self._previous, sown
         if previous is None:
             return {}
-        return {
-            name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()
-        }
+        return {name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()}
 
 
 def _sown(model, collection, seed, params, variables, batch):
