@@ -28,9 +28,12 @@ from efx.layers import kv_cache
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
+from efx.layers.report import Report
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
+
+ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
 
 def standardise(x):
