@@ -18,7 +18,7 @@ def ledger(model, length, selection, shares):
     places, block = c.memory_global + latents, model.stack_block()
     parts = [
         model.head_flops(length, c.level_widths[0]),
-        stack_specs.stack_flops(model.specs(), places, selection, shares),
+        stack_specs.stack_flops(model.blocks(), places, selection, shares),
         costs.embedding_mask_flops(block, places, _pairs(block, places)),
         latent_loss.loss_flops(c.latent_loss, c.width, latents),
     ]
