@@ -227,6 +227,7 @@ FAMILIES = {
             "depth_routing.kind": "mod",
             "depth_routing.capacity": 0.5,
             "depth_routing.every": 1,
+            "mlp.moe.num_noop": 2,
         },
     ),
     "dropout_elementwise": Family(
@@ -240,9 +241,11 @@ FAMILIES = {
         losses=PENALTIES,
     ),
     "dropout_elementwise_mod": _mod(
-        losses=("router_bce", *PENALTIES),
+        losses=("predictor_bce", *PENALTIES),
         **{
             "preset": "gpt2",
+            "depth_routing.causal": "predictor",
+            "depth_routing.predictor_hidden": 6,
             "dropout.kind": "elementwise",
             "depth_routing.kv_for_skipped": True,
             "depth_routing.every": 1,
@@ -375,6 +378,7 @@ FAMILIES = {
         **{
             "cross_source": "final",
             "order": "cross_only",
+            "serial_start": "embedding",
             "encoder_depth": 3,
             "norm": "rmsnorm",
             "output_positions": "none",
@@ -539,10 +543,9 @@ FAMILIES = {
     "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
     "adapter_mod": _adapted(
         experts=3,
-        looks_ahead=True,
-        losses=("router_bce",),
         **{
             "depth_routing.kind": "mod",
+            "depth_routing.train_selection": "random_fixed",
             "depth_routing.capacity": 0.5,
             "adapter.routing": "topk",
             "depth_routing.kv_for_skipped": True,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from typing import Literal
 
 import pytest
@@ -79,6 +80,35 @@ def test_a_block_starts_a_config_and_comes_back():
     changed = settings.replaced(Outer(), {"rate": 2.0, "inner.size": 9})
     assert (changed.rate, changed.inner.size) == (2.0, 9)
     assert settings.as_dict(changed)["inner"] == {"size": 9, "share": 0.5}
+
+
+def choices(made, prefix=""):
+    """{setting: a value that it cannot have} of those that are one or several of some names."""
+    found = {}
+    for name, hint in typing.get_type_hints(type(made)).items():
+        value = getattr(made, name)
+        options = {typing.get_origin(option) for option in settings._options(hint)}
+        if settings.is_block(value):
+            found |= choices(value, f"{prefix}{name}.")
+        elif Literal in options:
+            found[prefix + name] = "nothing"
+        elif tuple in options and typing.get_origin(typing.get_args(hint)[0]) is Literal:
+            found[prefix + name] = ("nothing",)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_name_that_no_setting_has_is_one_line(family):
+    """Of every setting of a run and of its family that takes names."""
+    config = run_settings.Config(model=FAMILIES[family].config())
+    known = choices(config)
+    assert len(known) > (10 if family == "bridged" else 20)
+    for key, value in known.items():
+        with pytest.raises(UsageError) as error:
+            settings.replaced(config, {key: value})
+        line = str(error.value)
+        assert line.startswith(f"config.{key}={value!r}: expected one of "), line
+        assert "\n" not in line
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bridged"])

@@ -221,7 +221,9 @@ def latent(draw):
 
 @st.composite
 def adapters(draw, changes):
-    sites = [r".*/(query|key|value|out|gate|up|down)", r".*/(up|out)", ".*/(key|value)"]
+    sites = [r".*/(query|key|value|out|gate|up|down)", ".*/(key|value)"]
+    if not changes.get("soft_experts.num") or changes["soft_experts.every"] > 1:
+        sites.append(r".*/(up|out)")  # with soft experts these are not plain linear layers
     new = pick(draw, "adapter.", kind=["lora", "mlp"], rank=[2], scale=[1.5], sites=sites)
     count = draw(st.sampled_from([0, 2, 3]))
     if not count:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 from test_launch import STUB, script
-from test_layout import CONFIGS
+from test_layout import CONFIGS, project_files
 
 from efx import command_line, main, models
 from efx.errors import UsageError
@@ -393,6 +393,14 @@ def test_what_is_named_exists(page):
         if not good:
             wrong.append(span)
     assert not wrong
+
+
+def test_tests_that_are_named_exist():
+    """By their path, in any file but this one and the changelog, which tells of what is gone."""
+    for path, text in project_files():
+        if path.name not in ("CHANGELOG.md", "test_docs.py"):
+            for name in re.findall(r"tests/[\w/]+\.py", text):
+                assert (ROOT / name).is_file(), f"{path.relative_to(ROOT)}: {name}"
 
 
 # ---- results -----------------------------------------------------------------------------------

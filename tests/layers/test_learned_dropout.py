@@ -595,19 +595,7 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"kind": "learned"},
-            r"dropout\.kind='learned': expected one of none, standard, elementwise",
-        ),
         ({"kind": "attention"}, r"dropout\.sites has 'attention_probs'.*leave that site out"),
-        (
-            {"attention.rounding": "up"},
-            r"dropout\.attention\.rounding='up'.*sigmoid_straight_through",
-        ),
-        (
-            {"attention.input": "x"},
-            r"dropout\.attention\.input='x': expected one of hidden, embedding",
-        ),
         ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
         ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
         ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be more"),

@@ -329,8 +329,6 @@ def test_every_second_block():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"kind": "switch"}, r"mlp\.kind='switch': expected one of dense, moe"),
-        ({"moe.router": "soft"}, r"mlp\.moe\.router='soft': expected one of token_choice"),
         ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
         ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: there are only 8 experts"),
         ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),

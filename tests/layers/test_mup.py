@@ -259,10 +259,6 @@ def test_the_summary_says_so():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (
-            {"initialisation": "xavier"},
-            r"initialisation='xavier': expected one of gpt2, spike_no_more",
-        ),
         ({"mup.base_width": -1}, r"mup\.base_width=-1: must be at least 0"),
     ],
 )

@@ -228,7 +228,6 @@ def test_the_cache_is_as_wide_as_its_keys():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"merge": "sum"}, r"soft_experts\.merge='sum': expected one of softmax, mean, max"),
         ({"num": -1}, r"soft_experts\.num=-1: must be at least 0"),
         ({"every": 0}, r"soft_experts\.every=0: must be at least 1"),
         ({"every": 3}, r"soft_experts\.every=3: the stack has 2 blocks"),

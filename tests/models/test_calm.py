@@ -391,7 +391,6 @@ def test_resume_is_exact(runs, tmp_path):
         ({"pairs": 0}, r"config\.model\.pairs=0: must be at least 1"),
         ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
         ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
-        ({"norm": "batchnorm"}, r"config\.model\.norm='batchnorm': expected one of none"),
         ({"augment": ("b", "c")}, r"made from run folders: config\.model\.anchor"),
         ({"pears": 2}, r"config\.model\.pears is not a setting \(did you mean 'pairs'\?\)"),
     ],

@@ -10,7 +10,6 @@ from flax import linen as nn
 
 from efx import flops, losses
 from efx.configs import common
-from efx.errors import UsageError
 from efx.models.latent import loss as latent_loss
 from efx.models.latent.config import LatentLossConfig
 from efx.models.latent.loss import LatentPrediction
@@ -169,15 +168,3 @@ def test_its_weight_may_rise():
         for step in (0, 100, 200, 999)
     ]
     np.testing.assert_allclose(weights, [0.0, 0.0015, 0.003, 0.003], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"kind": "mse"}, r"latent_loss\.kind='mse': expected one of none, cosine, siglip"),
-        ({"candidates": "all"}, r"latent_loss\.candidates='all': expected one of row, batch"),
-    ],
-)
-def test_bad_values(changes, words):
-    with pytest.raises(UsageError, match=words):
-        LatentLossConfig(**changes)

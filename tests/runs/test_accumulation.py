@@ -50,6 +50,9 @@ VARIANTS = {
         "depth": 1,
         "embedding_loss_gains": True,
         "mlp.hidden": 32,
+        "dropout.kind": "attention",
+        "dropout.sites": families.NO_PROBS,
+        "dropout.attention.rounding": "none",
     },
     "latents": {
         "family": "latent",
@@ -59,6 +62,9 @@ VARIANTS = {
         "level_heads": (2,),
         "depth": 1,
         "latent_loss.kind": "siglip",
+        "adapter.kind": "lora",
+        "adapter.rank": 2,
+        "adapter.experts": ("a", "b"),
     },
 }
 
