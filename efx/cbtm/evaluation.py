@@ -192,12 +192,12 @@ def markdown(scores):
     clusters = [j for j, loss in enumerate(any_row["clusters"]) if loss is not None]
     titles = ["mixture", "experts a token", "loss (nats)", "bits per byte", *any_row["parts"]]
     titles += [f"cluster {j}" for j in clusters]
-    cells = []
+    table_rows = []
     for name, row in rows.items():
         values = [row["loss"], row["bits_per_byte"], *row["parts"].values()]
         values += [row["clusters"][j] for j in clusters]
-        cells.append([name, f"{row['experts']:.3g}", *(f"{value:.4f}" for value in values)])
-    return f"{tables.markdown(titles, cells)}\n\nScored: {portion([any_row['fraction']])}.\n"
+        table_rows.append([name, f"{row['experts']:.3g}", *(f"{value:.4f}" for value in values)])
+    return f"{tables.markdown(titles, table_rows)}\n\nScored: {portion([any_row['fraction']])}.\n"
 
 
 def write(workdir, scores):

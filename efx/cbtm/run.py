@@ -131,8 +131,8 @@ def run_jobs(jobs, at_a_time=1):
         status, log_name = jobs_lib.run_main(job.title, list(job.arguments), log, cpus)
         if status:
             raise UsageError(
-                f"{job.title} ended with status {status}; {log_name} says why. The same command goes "
-                "on from here"
+                f"{job.title} ended with status {status}; {log_name} says why. The same command "
+                "goes on from here"
             )
         if job.steps and not is_finished(job):
             raise UsageError(f"{job.title} was stopped; the same command goes on from here")
