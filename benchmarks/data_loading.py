@@ -41,8 +41,7 @@ def config_for(source, cache, arguments, **changes):
             text_key="",
             max_bytes=0,
             document_bytes=0,
-            clusters="",
-            cluster=-1,
+            subset="",
         )
         | changes
     )
