@@ -21,6 +21,7 @@ import numpy as np
 
 from efx import models, sharding
 from efx.errors import UsageError
+from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
 
@@ -289,7 +290,8 @@ class _Run:
                 # One number, or several for several models that are decoded together.
                 total = np.asarray(value)[rows].sum(axis=0)
                 total = total.mean() if path[-1].key == "routed" else total.sum()
-                self.counts[path[-1].key][path[-2].key] += total.item()
+                block = label("/".join(key.key for key in path[:-1]))
+                self.counts[path[-1].key][block] += total.item()
 
     def statistics(self):
         """`Sampler.stats`."""

@@ -27,59 +27,31 @@ class _Tagged(nn.Module):
 
 
 def admit(module, wanted, room, info, computed, refused):
-    """Those of the new tokens that are wanted which find room, by how many of their sequence the
-    cache says were computed before: a full forward pass of length `info.cache.size` computes the
-    same. Where attention stays inside groups, a sequence is one group.
+    """Those of the new tokens that are wanted which find room, by how many of their row the cache
+    says were computed before: a full forward pass of length `info.cache.size` computes the same.
 
     Args:
       wanted: bool [B, T], or [B, T, E] with a room in each of E experts.
-      room: how many of a sequence.
+      room: how many of a row.
       computed, refused: names of the variables that count them, [B] or [B, E], and [B].
     """
-    rows, shape = len(wanted), (len(wanted), *wanted.shape[2:])
-    counts = {
-        computed: lambda: jnp.zeros(shape, jnp.int32),
-        refused: lambda: jnp.zeros((rows,), jnp.int32),
-    }
-    if info.cache.grouped:
-        counts["group"] = lambda: jnp.zeros((rows,), jnp.int32)
-        counts[f"{computed}_of_all_groups"] = lambda: jnp.zeros(shape, jnp.int32)
-    count, lost, *of_groups = variables(module, info.cache.tag, **counts).values()
+    rows = len(wanted)
+    count, lost = variables(
+        module,
+        info.cache.tag,
+        **{
+            computed: lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
+            refused: lambda: jnp.zeros((rows,), jnp.int32),
+        },
+    ).values()
     if module.is_initializing():
         return wanted
-    if info.cache.grouped:
-        run = _admit_in_groups(wanted, room, info.tokens.segment_ids_BT, count, *of_groups)
-        row_B = jnp.arange(rows)
-    else:
-        row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
-        before = count.value.at[row_B].get(mode="fill", fill_value=0)
-        run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
-        count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
+    row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+    before = count.value.at[row_B].get(mode="fill", fill_value=0)
+    run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
+    count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
     lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
     lost.value = lost.value.at[row_B].add(lost_B, mode="drop")
-    return run
-
-
-def _admit_in_groups(wanted, room, group_BT, count, group, count_of_all):
-    """`admit` inside groups: `count` is of the group whose number `group` holds. The tokens of
-    `ALL_GROUPS` come first in every group and take room in each."""
-
-    def per_token(x_BT):
-        return x_BT.reshape(*x_BT.shape, *(1,) * (wanted.ndim - 2))
-
-    def tokens_of(group_B):
-        return jnp.sum(run & per_token(group_BT == group_B[:, None]), axis=1)
-
-    same_BTS = group_BT[:, :, None] == group_BT[:, None, :]
-    so_far = jnp.einsum("BTS,BS...->BT...", jnp.tril(same_BTS).astype(jnp.int32), wanted)
-    goes_on = per_token(group_BT == group.value[:, None]) & per_token(group_BT != ALL_GROUPS)
-    before = count_of_all.value[:, None] + jnp.where(goes_on, count.value[:, None], 0)
-    run = wanted & (before + so_far <= room)
-    last_B = jnp.maximum(group.value, jnp.max(group_BT, axis=1))
-    kept = jnp.where(per_token(last_B == group.value), count.value, 0)
-    count_of_all.value = count_of_all.value + tokens_of(jnp.full_like(last_B, ALL_GROUPS))
-    count.value = kept + jnp.where(per_token(last_B != ALL_GROUPS), tokens_of(last_B), 0)
-    group.value = last_B
     return run
 
 

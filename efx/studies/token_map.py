@@ -20,7 +20,7 @@ from efx.build import finished as restore
 from efx.config import config_of_run
 from efx.errors import UsageError
 from efx.layers.routing.depth import DepthRouted
-from efx.layers.stack import names
+from efx.layers.stack import RecursionStep
 from efx.step import evaluation_keys
 from efx.studies import cli
 
@@ -50,10 +50,9 @@ def token_map(model, variables, ids, keys=None):
         ),
     )
     rows = {}
-    dense = _dense_layers(model)
+    routed = _routed(model)
     for path, kept in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
-        keys = [getattr(key, "key", None) for key in path]
-        if keys[0] != "layers" or keys[1] in dense:
+        if not jax.tree_util.keystr(path, simple=True, separator="/").startswith(routed):
             rows[_name(path)] = _mask_row(np.asarray(kept), len(ids))
     for path, value in jax.tree_util.tree_leaves_with_path(state.get("intermediates", {})):
         if value.dtype == bool:
@@ -66,12 +65,12 @@ def token_map(model, variables, ids, keys=None):
     return dict(sorted(rows.items(), key=lambda item: _order(item[0])))
 
 
-def _dense_layers(model):
-    """Names of the layers that compute every token: masks of the others have places, not tokens."""
-    specs = model.specs()
-    if not all(hasattr(spec, "block") for spec in specs if spec.routing is not None):
-        return ()  # steps of a recursion
-    return [name for name, spec in zip(names(specs), specs, strict=True) if spec.routing is None]
+def _routed(model):
+    """Paths of the blocks that do not compute every token: their masks have slots, not tokens."""
+    routed = {path: spec for path, spec in model.blocks().items() if spec.routing is not None}
+    if any(isinstance(spec, RecursionStep) for spec in routed.values()):
+        return ("layers/",)  # the blocks that recursion steps share
+    return tuple(f"{path}/" for path in routed)
 
 
 def _mask_row(kept, length):
@@ -91,8 +90,9 @@ def _name(path):
 
 
 def _order(name):
-    """Layers in their order, the embedding before them."""
-    return [int(part) if part.isdigit() else part for part in name.replace("_", " ").split()[1:]]
+    """Layers in their order, the embedding before them and what is no number after them."""
+    parts = name.replace("_", " ").split()[1:]
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
 def draw(rows, tokens, path):

@@ -201,7 +201,7 @@ def latent(draw):
         skip_joins=["after", "before"], positions=["level", "rope", "both"],
         memory_local=[0, 0, 2], memory_global=[0, 0, 1, 2], tied=[True, False],
         initialisation=["gpt2", "spike_no_more"],
-    )  # fmt: skip
+    ) | pick(draw, "attention.", window=[0, 0, 3], head_dim=[0, 0, 6])  # fmt: skip
     for name in ("encoder_local", "encoder_global", "decoder_local", "decoder_global"):
         counts = st.lists(st.integers(0, 2), min_size=levels, max_size=levels)
         changes[name] = tuple(draw(counts))
@@ -210,9 +210,13 @@ def latent(draw):
         "level_heads": (2, 2)[:levels], "mlp.activation": draw(st.sampled_from([None, "swiglu"])),
         "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
     }  # fmt: skip
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     # Random places are drawn for what a whole pass computes: with global memory tokens, and where
     # the context ends inside a group, decoding draws others.
-    return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    if "soft_experts.num" in changes:
+        changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
+    return changes
 
 
 @st.composite
@@ -228,10 +232,13 @@ def adapters(draw, changes):
     if changes.get("depth_routing.kind", "none") == "none":
         routings += ["inclusion", "inclusion"]
     new["adapter.experts"] = tuple(f"expert_{i}" for i in range(count))
-    return new | pick(
+    new |= pick(
         draw, "adapter.",
         routing=routings, top_k=[1, 2], capacity=[0.3, 0.6], slack=[1.0, 1.5],
     )  # fmt: skip
+    if new["adapter.routing"] == "inclusion" and changes.get("family") == "latent":
+        new["adapter.sites"] = "layers/" + new["adapter.sites"]  # not inside of groups
+    return new
 
 
 @st.composite

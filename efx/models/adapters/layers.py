@@ -287,10 +287,12 @@ def _is_context(value):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One adapted linear layer: D to F for so many tokens of a sequence."""
+    """One adapted linear layer: D to F for so many tokens of a sequence, which it computes as so
+    many sequences (several where it works inside groups of tokens)."""
 
     path: str
     rows: int
+    sequences: int
     width: int
     features: int
 
