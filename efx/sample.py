@@ -127,13 +127,19 @@ class _Program:
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """Read tokens, new rows into an emptied cache: the cache, and the features of each row's
-        last token; a row that has none among them keeps its own."""
+        """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
+        row's last token; a row that has none among them keeps its own."""
 
         def emptied(value, start):
             return jnp.where(new_B.reshape(-1, *(1,) * (value.ndim - 1)), start, value)
 
-        cache = jax.tree.map(emptied, cache, models.empty(cache))
+        # Not at every chunk: the cache may be large.
+        cache = jax.lax.cond(
+            jnp.any(new_B),
+            lambda cache: jax.tree.map(emptied, cache, models.empty(cache)),
+            lambda cache: cache,
+            cache,
+        )
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 
