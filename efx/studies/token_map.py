@@ -89,7 +89,7 @@ def _row_name(path):
 
 
 def _order(name):
-    """A sort key: layers in their order, the embedding before them and what is no number after them."""
+    """A sort key: layers in their order, the embedding first and what is no number last."""
     words = name.replace("_", " ").split()[1:]
     return [(0, int(word)) if word.isdigit() else (1, word) for word in words]
 
