@@ -229,12 +229,12 @@ def _before(c, workdir):
     """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
     if not runfolder.holds_result(workdir):
         return None, True
-    there = runfolder.load_config(workdir)["data"]
-    same = (c.source, c.eval_source) == (there["source"], there["eval_source"])
+    trained = runfolder.load_config(workdir)["data"]
+    same = (c.source, c.eval_source) == (trained["source"], trained["eval_source"])
     for key in _OF_THE_SPLIT if same else ():
-        if getattr(c, key) != there[key]:
+        if getattr(c, key) != trained[key]:
             raise UsageError(
-                f"config.data.{key}: {there[key]!r} in the run, {getattr(c, key)!r} here; that"
+                f"config.data.{key}: {trained[key]!r} in the run, {getattr(c, key)!r} here; that"
                 " would score text that was trained on. To evaluate a whole text of your own:"
                 " --config.data.eval_source=text:PATH"
             )
@@ -247,8 +247,8 @@ def _same_everywhere(data):
         return
     from jax.experimental import multihost_utils
 
-    own = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
-    if np.any(multihost_utils.process_allgather(own) != own):
+    fingerprint = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
+    if np.any(multihost_utils.process_allgather(fingerprint) != fingerprint):
         raise UsageError(
             "config.data.source: the processes have different texts, held-out splits or"
             " tokenizers; give all of them the same files, and a --workdir that they share"
@@ -263,20 +263,20 @@ def _member_runs(model_config):
     return model_config.member_runs
 
 
-def _member(key, run, own, config, mesh, rules):
-    """The model of a run, for the tokens of the tokenizer `own`."""
-    there = ConfigDict(runfolder.load_config(run))
-    if config_of(there.model).member_runs:
+def _member(key, run, tokenizer, config, mesh, rules):
+    """The model of a run, for the tokens of this tokenizer."""
+    member = ConfigDict(runfolder.load_config(run))
+    if config_of(member.model).member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
-    tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
-    if tokenizer.fingerprint != own.fingerprint:
+    of_run = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
+    if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
             "of config.model.{}={}; models with one tokenizer can be put together".format(
                 *config.model.member_runs[0]
             )
         )
-    return _module(config, there, own.vocab_size, mesh, rules)
+    return _module(config, member, tokenizer.vocab_size, mesh, rules)
 
 
 def _capacity_stages(model, length):

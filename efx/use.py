@@ -20,8 +20,8 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        c, own = config.data, runfolder.load_config(workdir)["data"]["source"]
-        if not c.eval_source and c.source != own:
+        c, trained_on = config.data, runfolder.load_config(workdir)["data"]["source"]
+        if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
             number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"

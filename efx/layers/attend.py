@@ -267,7 +267,7 @@ def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
     """`_softmax_values` over the first `used` slots, a block at a time, rescaling what has been
     summed whenever a larger score comes (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
 
-    def more(carry):
+    def any_left(carry):
         return carry[0] * _CACHE_BLOCK < used
 
     def block(carry):
@@ -298,7 +298,7 @@ def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q_BKGTH.shape, jnp.float32),
     )
-    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(more, block, start)
+    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(any_left, block, start)
     return (out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]).astype(q_BKGTH.dtype)
 
 

@@ -153,7 +153,7 @@ class MoEConfig:
             fraction = self.capacity * (1 if selection == "train" else self.slack)
         return plans.Budget(fraction, length, documents)
 
-    def places(self, length, selection):
+    def slots(self, length, selection):
         """C: tokens of a sequence of `length` that one expert has room for, at most all."""
         return self.budget(length, selection).size
 
@@ -358,7 +358,7 @@ class DepthRoutingConfig:
         """Slots that a causal decision has in a sequence of `length` tokens."""
         return self.budget(capacity, length).size
 
-    def places(self, capacity, length, selection):
+    def slots(self, capacity, length, selection):
         """Slots that a routed block computes in a sequence of `length` tokens."""
         if selection == "train" and self.train_selection != "threshold":
             return plans.capacity(capacity, length)

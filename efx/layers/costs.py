@@ -22,7 +22,7 @@ def mlp_flops(b, tokens, selection="train"):
     """Of a block's MLP or experts; `selection` matters with experts that choose their tokens.
 
     By the papers' convention a token meets its k experts, of which no-op ones cost nothing:
-    `computed_fraction` says how many are left. Experts that choose fill all their places.
+    `computed_fraction` says how many are left. Experts that choose fill all their slots.
     """
     if b.soft is not None:
         return {"mlp": _soft_mlp_flops(b, tokens)}
@@ -30,7 +30,7 @@ def mlp_flops(b, tokens, selection="train"):
     if moe is not None and moe.router == "token_choice":
         rows = moe.top_k * tokens * moe.counted_fraction + moe.num_shared * tokens
     elif moe is not None:
-        rows = moe.num_experts * moe.places(tokens, selection) + moe.num_shared * tokens
+        rows = moe.num_experts * moe.slots(tokens, selection) + moe.num_shared * tokens
     parts = {"mlp": b.mlp.matrices * flops.matmul(rows, b.width, b.hidden)}
     if moe is not None:
         parts["moe_router"] = flops.matmul(tokens, b.width, moe.choices)

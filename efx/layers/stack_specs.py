@@ -64,7 +64,7 @@ def stack_flops(specs, length, selection, shares=None):
                     token_share * causal,
                 )
             else:
-                tokens = r.places(spec.capacity, length, selection)
+                tokens = r.slots(spec.capacity, length, selection)
                 inner = flops.causal_pairs(tokens, first.attention.window)
                 outer = causal * tokens / length
         for b, whole in spec.attentions:

@@ -467,7 +467,7 @@ def hidden_scores(model, selection):
     for spec in model.blocks().values():
         for b, whole in spec.attentions if spec.routing is not None else ():
             if whole:
-                tokens = spec.routing.places(spec.capacity, SHORT, selection)
+                tokens = spec.routing.slots(spec.capacity, SHORT, selection)
                 a, channels = b.attention, b.soft.num if b.soft else 1
                 pairs = tokens * SHORT - flops.causal_pairs(SHORT, a.window) * tokens / SHORT
                 hidden += flops.attention_scores(pairs, channels * a.num_heads, a.head_dim)

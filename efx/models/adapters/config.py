@@ -60,6 +60,6 @@ class AdapterConfig:
         fraction = self.capacity if selection == "train" else self.capacity * self.slack
         return plans.Budget(min(1.0, fraction), length, documents)
 
-    def places(self, length, selection):
+    def slots(self, length, selection):
         """Inclusion: tokens of a sequence that an expert has room for."""
         return self.budget(length, selection).size

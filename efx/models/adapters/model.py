@@ -129,12 +129,12 @@ def _sites(model, length):
 
 
 def _linears(model):
-    found = []
+    paths = []
 
     def watch(next_fun, args, kwargs, context):
         if isinstance(context.module, Linear) and context.method_name == "__call__":
-            found.append("/".join(context.module.path))
+            paths.append("/".join(context.module.path))
         return next_fun(*args, **kwargs)
 
     _trace(model, 1, watch)
-    return sorted(set(found) - {"head"})
+    return sorted(set(paths) - {"head"})

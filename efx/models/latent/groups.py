@@ -70,7 +70,7 @@ def if_any(wanted, stack, x_BTD, info):
     if stack.is_initializing():
         return stack(x_BTD, info)
 
-    def more(stack, carry):
+    def pending(stack, carry):
         return carry[0]
 
     def once(stack, carry):
@@ -78,7 +78,7 @@ def if_any(wanted, stack, x_BTD, info):
 
     # The key of a stochastic control too: it draws its places in here.
     return nn.while_loop(
-        more,
+        pending,
         once,
         stack,
         (wanted, x_BTD),
@@ -214,9 +214,9 @@ class Compress(nn.Module):
         h_BTD = h_BTD + masked_mlp(self, b, h_BTD, info)
         if c.model.compression == "perceiver":
             return h_BTD
-        more = (LayerSpec(b),) * (c.model.compression_blocks - 1)
-        if more:
-            h_BTD = Stack(more, False, c.model.remat, name="blocks")(h_BTD, info)
+        others = (LayerSpec(b),) * (c.model.compression_blocks - 1)
+        if others:
+            h_BTD = Stack(others, False, c.model.remat, name="blocks")(h_BTD, info)
         return kept(h_BTD)
 
 
