@@ -133,7 +133,7 @@ def mod_from_dense(params, model, key=None):
     layers = params["layers"]
     if "units" in layers:
         layers = unroll_params(layers, _dense(model).specs())
-    if any(spec.routing is not None for spec in model.specs()):
+    if any(spec.routing is not None for spec in model.blocks().values()):
         if key is None:
             raise UsageError("the model has routed blocks: give a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}

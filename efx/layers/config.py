@@ -6,6 +6,7 @@ routed) stands with them.
 
 import dataclasses
 import functools
+import itertools
 import logging
 from typing import Literal
 
@@ -201,7 +202,8 @@ class DepthRoutingConfig:
     kind: Literal["none", "mod", "recursion"] = "none"
     recursions: Count = 2
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
-    blocks: tuple[Natural, ...] = ()  # or these, zero-based
+    # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
+    blocks: tuple[Natural, ...] = ()
     # Share of a sequence that a routed block computes; one value, or one for each routed block.
     # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
     # tokens has no router.
@@ -244,23 +246,23 @@ class DepthRoutingConfig:
                 "in (0, 1]"
             )
 
-    def check_depth(self, depth):
-        """UsageError unless a stack of so many blocks can be routed so."""
-        blocks = self.blocks
-        if any(b >= depth for b in blocks) or list(blocks) != sorted(set(blocks)):
+    def check_depth(self, *depths):
+        """UsageError unless stacks of so many blocks can be routed so."""
+        blocks, count = self.blocks, sum(depths)
+        if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise UsageError(
                 f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
-                f"{depth - 1}"
+                f"{count - 1}"
             )
         if self.kind == "recursion":
-            self._check_recursion(depth)
-        if self.kind == "mod" and not blocks and self.every > depth:
+            self._check_recursion(count)
+        if self.kind == "mod" and not blocks and self.every > max(depths):
             raise UsageError(
-                f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would be "
-                f"routed; set {self.where}.kind='none' if that is meant"
+                f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
+                f"would be routed; set {self.where}.kind='none' if that is meant"
             )
         try:
-            self.routed_blocks(depth)
+            self.routed_blocks(*depths)
         except ValueError:
             raise UsageError(
                 f"{self.where}.capacity={self.capacity}: give one value, or one for each routed "
@@ -317,11 +319,19 @@ class DepthRoutingConfig:
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
 
-    def routed_blocks(self, depth):
-        """{block index: capacity} of a stack of `depth` blocks; ValueError if lengths differ."""
+    def routed_blocks(self, *depths):
+        """{block index: capacity} of stacks of so many blocks, numbered through; `every` counts in
+        each of them. ValueError if lengths differ."""
         if self.kind != "mod":
             return {}
-        chosen = self.blocks or tuple(range(self.every - 1, depth, self.every))
+        chosen = self.blocks
+        if not chosen:
+            starts = itertools.accumulate((0, *depths[:-1]))
+            chosen = tuple(
+                start + i
+                for start, depth in zip(starts, depths, strict=True)
+                for i in range(self.every - 1, depth, self.every)
+            )
         capacities = self.capacity
         if not isinstance(capacities, tuple):
             capacities = (capacities,) * len(chosen)

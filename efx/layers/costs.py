@@ -103,12 +103,10 @@ def _mask_flops(b, tokens, pairs, attentions, linears):
     }
 
 
-def mask_flops(b, tokens, pairs, sites=None):
-    """{component: FLOPs} of the masks at these sites (None: those of a block); {} if they multiply
-    no matrices."""
-    if sites is None:
-        # What a site of a channel masks, every channel masks for itself.
-        sites = ("attention_probs", *("attention_output", "mlp_output") * channels(b))
+def mask_flops(b, tokens, pairs, *sites):
+    """{component: FLOPs} of the masks at these sites, of a block one for each channel; {} if they
+    multiply no matrices."""
+    sites = sites * channels(b)
     attentions, linears = _mask_attentions(b, sites), _mask_linears(b, sites)
     return _mask_flops(b, tokens, pairs, attentions, linears)
 
@@ -122,5 +120,5 @@ def mask_input_flops(b, tokens, pairs):
 
 def embedding_mask_flops(b, tokens, pairs):
     """The same of what comes before the blocks: the mask there, and what all masks share."""
-    masks = mask_flops(b, tokens, pairs, ("embedding",))
+    masks = mask_flops(b, tokens, pairs, "embedding")
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])

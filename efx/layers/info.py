@@ -77,8 +77,9 @@ class CacheView:
         is of the tokens that come in a full forward pass.
       kv_size: slots for keys and values of a block that attends to tokens which it does not compute
         (`kv_for_skipped`); 0: `size`.
-      access: "both" writes the new keys and values and attends; "write" writes them and computes
-        nothing else (the result is None), "read" only attends.
+      access: "both" writes the new keys and values and attends. Of a routed block that keeps keys
+        and values of all tokens, "write" writes these and computes nothing else (the result is
+        None), and "read" only attends to them.
       grouped: attention stays inside groups of tokens. Positions are places in a group then,
         segment_ids_BT its number in the sequence, and the cache holds one group, see
         `kv_cache.attend_group`.
@@ -100,11 +101,14 @@ class CallInfo:
 
     Attributes:
       cache: a `CacheView` while decoding, else None.
+      encoder: what cross-attention reads, (states [B, S, D], the `CallInfo` of these), or None.
+        Routing hands it on whole: a block that computes some of the tokens reads all of these.
     """
 
     tokens: Tokens
     mode: Mode = struct.field(pytree_node=False, default=Mode())
     cache: CacheView | None = None
+    encoder: Any = None
 
     @property
     def decode(self):

@@ -19,7 +19,7 @@ from efx import build, models
 from efx.config import config_of_run
 from efx.errors import UsageError
 from efx.layers.routing.depth import DepthRouted
-from efx.layers.stack import names
+from efx.layers.stack import RecursionStep
 from efx.step import evaluation_keys
 from efx.studies import cli
 
@@ -49,10 +49,9 @@ def token_map(model, variables, ids, keys=None):
         ),
     )
     rows = {}
-    dense = _dense_layers(model)
+    routed = _routed(model)
     for path, mask in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
-        keys = [getattr(key, "key", None) for key in path]
-        if keys[0] != "layers" or keys[1] in dense:
+        if not jax.tree_util.keystr(path, simple=True, separator="/").startswith(routed):
             rows[_row_name(path)] = _mask_row(np.asarray(mask), len(ids))
     for path, value in jax.tree_util.tree_leaves_with_path(state.get("intermediates", {})):
         if value.dtype == bool:
@@ -65,12 +64,12 @@ def token_map(model, variables, ids, keys=None):
     return dict(sorted(rows.items(), key=lambda item: _order(item[0])))
 
 
-def _dense_layers(model):
-    """Names of the layers that compute every token: masks of the others have slots, not tokens."""
-    specs = model.specs()
-    if not all(hasattr(spec, "block") for spec in specs if spec.routing is not None):
-        return ()  # steps of a recursion
-    return [name for name, spec in zip(names(specs), specs, strict=True) if spec.routing is None]
+def _routed(model):
+    """Paths of the blocks that do not compute every token: their masks have slots, not tokens."""
+    routed = {path: spec for path, spec in model.blocks().items() if spec.routing is not None}
+    if any(isinstance(spec, RecursionStep) for spec in routed.values()):
+        return ("layers/",)  # the blocks that recursion steps share
+    return tuple(f"{path}/" for path in routed)
 
 
 def _mask_row(mask, length):
@@ -90,8 +89,9 @@ def _row_name(path):
 
 
 def _order(name):
-    """A sort key: layers in their order, the embedding before them."""
-    return [int(word) if word.isdigit() else word for word in name.replace("_", " ").split()[1:]]
+    """A sort key: layers in their order, the embedding before them, words after numbers."""
+    words = name.replace("_", " ").split()[1:]
+    return [(0, int(word)) if word.isdigit() else (1, word) for word in words]
 
 
 def draw(rows, tokens, path):

@@ -10,6 +10,7 @@ from test_calm import CASES, bridged
 
 from efx import models
 from efx.models.contract import Model, Settings
+from efx.models.reports import REPORTS
 
 # What linen gives to every module.
 LINEN = {"apply", "init", "init_with_output", "clone", "path"}
@@ -31,8 +32,8 @@ def test_a_family_keeps_it(name):
     model = bridged(*case) if name == "bridged" else families.build(name)
     assert isinstance(model.config, Settings) and isinstance(model, Model)
     assert model.config.family in models.FAMILIES
-    for method in ("__call__", "features", "logits", "head_params", "head_fn", "specs", "ledger",
-                   "check_packing"):  # fmt: skip
+    for method in ("__call__", "features", "logits", "head_params", "head_fn", "specs", "blocks",
+                   "ledger", "check_packing"):  # fmt: skip
         wanted = inspect.signature(getattr(Model, method)).parameters
         given = inspect.signature(getattr(type(model), method)).parameters
         kinds = {parameter.kind for parameter in given.values()}
@@ -68,7 +69,21 @@ def test_the_rest_of_efx_asks_nothing_else(root, monkeypatch):
     monkeypatch.chdir(root)
     assert len(SPINE) > 25
     asks = [asked(path) for path in SPINE]
-    assert {"ledger", "specs", "context"} <= {name for found in asks for name in found}
+    assert {"ledger", "blocks", "context"} <= {name for found in asks for name in found}
     beyond = {where: name for found in asks for name, where in found.items()
               if name not in MEMBERS | LINEN}  # fmt: skip
     assert not beyond
+
+
+def test_the_rest_of_efx_asks_for_no_feature_by_name(root, monkeypatch):
+    """What evaluation reports of a feature is said beside the feature."""
+    monkeypatch.chdir(root)
+    rows = [name for report in REPORTS for name in (*report.words, *report.statistics)]
+    features = {name.partition("/")[0] for name in rows}
+    assert features >= {"router", "moe", "adapter", "dropout", "mlp"}
+    for path in SPINE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and "\n" not in text:  # a docstring may give an example
+                first, slash, _ = text.removeprefix("eval/").partition("/")
+                assert not slash or first not in features, f"{path}:{node.lineno}"

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from test_controls import Held
 
-from efx import models
+from efx import models, sharding
+from efx.configs import common
 from efx.errors import UsageError
+from efx.evaluate import Evaluator, describe
 from efx.layers.mask_dropout import open_rows
 
 CHANGES = {
@@ -118,6 +121,25 @@ def test_the_share_is_that_of_the_masks():
         np.testing.assert_allclose(
             state["stats"]["layers"][f"block_{i}"]["mlp/computed_fraction"][0], np.mean(masks[0])
         )
+
+
+def test_evaluation_reports_what_is_computed():
+    """FLOPs too: without the MLPs of closed tokens."""
+    model, _, params = models_with_and_without()
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    config = common.apply(
+        common.base(), {"data.seq_len": families.LENGTH, "evaluate.batch_size": 2}
+    )
+    evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        rows = evaluator(params, {})
+    share = rows["eval/mlp/computed_fraction"]
+    assert 0.05 < share < 0.95
+    assert share == np.mean([rows[f"eval/mlp/computed_fraction/block_{i}"] for i in range(2)])
+    parts = model.ledger(families.LENGTH).nominal
+    whole = sum(parts.values()) - (1 - share) * parts["mlp"]
+    assert rows["eval/flops_per_token"] == pytest.approx(whole / families.LENGTH)
+    assert f"; MLPs computed for {share:.1%} of the tokens" in describe(3, rows)
 
 
 def test_decoding_skips_and_is_the_full_forward():

@@ -33,7 +33,7 @@ def test_routed_latents_are_counted_as_the_decoders():
     for i in range(3):
         assert 0 <= stats[f"router/decided_fraction/block_{i}"] <= 1
     none, whole = (
-        model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal
+        model.ledger(32, shares={path: (share, share) for path in model.blocks()}).nominal
         for share in (0.0, 1.0)
     )
     dense = make({"depth": 3}).ledger(32).nominal

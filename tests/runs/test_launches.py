@@ -6,6 +6,8 @@ One tiny run is trained; the tests spoil copies of it.
 import json
 import math
 import shutil
+import subprocess
+import sys
 import types
 
 import jax
@@ -235,6 +237,28 @@ def test_two_launches_at_once(copy, capsys):
         file.write(b'{"step": 2, "x": 1, "trai\n')  # and killed in the middle of a write
     train.train_and_evaluate(config, run)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+
+
+# Listed when a process that samples has come to its end.
+IMPORTED = """
+import gc, sys
+from efx.main import main
+assert main(["efx", "--mode=sample", "--workdir=" + sys.argv[1], "--prompt=line"]) == 0
+assert gc.isenabled() and gc.get_freeze_count()
+print(*sys.modules)
+"""
+
+
+def test_sampling_imports_nothing_that_only_training_needs(trained, root):
+    command = [sys.executable, "-c", IMPORTED, str(trained / "run")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("line"), done.stderr
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert {"jax", "flax", "orbax.checkpoint", "efx.sample"} <= modules
+    training = {"grain", "array_record", "tensorboardX", "tokenizers", "matplotlib", "efx.train",
+                "efx.cbtm", "efx.studies", "efx.interop", "safetensors", "wandb", "torch",
+                "transformers", "sklearn", "datasets"}  # fmt: skip
+    assert not training & modules
 
 
 # ---- the end -----------------------------------------------------------------------------------

@@ -28,9 +28,12 @@ from efx.layers import kv_cache
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
+from efx.layers.report import Report
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
+
+ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
 
 def standardise(x):
@@ -284,10 +287,12 @@ def _is_context(value):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One adapted linear layer: D to F for so many tokens of a sequence."""
+    """One adapted linear layer: D to F for so many tokens of a sequence, which it computes as so
+    many sequences (several where it works inside groups of tokens)."""
 
     path: str
     rows: int
+    sequences: int
     width: int
     features: int
 

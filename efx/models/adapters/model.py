@@ -16,7 +16,6 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers.linear import Linear
-from efx.layers.stack import names
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site
 from efx.models.language_model import unrolled
@@ -57,6 +56,13 @@ def adapt(model, config):
             f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
+    inside = [site.path for site in adapted.sites(model.context, "causal") if site.sequences > 1]
+    if config.looks_ahead and inside:
+        raise UsageError(
+            f"config.adapter.routing='inclusion': the capacity of an expert is a share of a "
+            f"sequence, and {inside[0]} computes groups of a few tokens each; leave such layers "
+            f"out of config.adapter.sites={config.sites!r}"
+        )
     return adapted
 
 
@@ -82,14 +88,12 @@ def adapted_family(cls):
         @nn.nowrap
         def ledger(self, length, selection="train", shares=None):
             """That of the family, and what the adapters add."""
-            base, routed = super().ledger(length, selection, shares), {}
-            if shares:
-                blocks = names(self.specs())
-                routed = {blocks[i]: share[0] * length for i, share in shares.items()}
+            base, routed = super().ledger(length, selection, shares), shares or {}
             added = 0
             for s in self.sites(length, selection):
-                inside = [rows for block, rows in routed.items() if f"/{block}/" in s.path]
-                added += s.flops(self.adapter, selection, *inside)
+                # Keys and values of a routed block may be those of all tokens.
+                inside = [p for p in routed if s.path.startswith(f"{p}/") and s.rows < length]
+                added += s.flops(self.adapter, selection, *(length * routed[p][0] for p in inside))
             return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
@@ -109,18 +113,19 @@ def _trace(model, length, interceptor):
 
 @functools.lru_cache(maxsize=64)
 def _sites(model, length):
-    found = []
+    sites = []
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if isinstance(module, Adapter) and context.method_name == "__call__":
-            width = args[0].shape[-1]
+            *_, length, width = args[0].shape
             rows = args[0].size // width
-            found.append(Site("/".join(module.path[:-1]), rows, width, module.features))
+            path, sequences = "/".join(module.path[:-1]), rows // length
+            sites.append(Site(path, rows, sequences, width, module.features))
         return next_fun(*args, **kwargs)
 
     _trace(model, length, watch)
-    return tuple(found)
+    return tuple(sites)
 
 
 def _linears(model):
