@@ -116,7 +116,7 @@ class Ensemble:
             raise UsageError(
                 f"{expert} ({folder}) was not started from a seed model (config.init.run)"
             )
-        total_steps = runfolder.load_config(folder)["steps"]
+        total_steps = runfolder.recorded_config(folder)["steps"]
         if steps[-1] < total_steps:
             message = f"efx: expert {j} is not finished: step {steps[-1]} of {total_steps}"
             print(message, file=sys.stderr)
@@ -159,4 +159,4 @@ def load_run(folder, config, splits=()):
         "data": dataclasses.replace(config.data, **reading, subset=""),
         "init.run": "",  # neither its subset nor its origin is needed to use it
     }
-    return build.finished(settings.replaced(run_config, changes), folder, parts=splits)
+    return build.finished(settings.replaced(run_config, changes), folder, splits=splits)

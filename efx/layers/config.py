@@ -17,12 +17,12 @@ from efx.layers.routing import plans
 from efx.settings import (
     AtLeastOne,
     Count,
+    Fraction,
     Natural,
     NonNegative,
     Number,
     Positive,
     Probability,
-    Share,
     block,
 )
 
@@ -99,13 +99,13 @@ class MoEConfig:
     renormalise: bool = True
     # token_choice: an expert has room for ceil(k T factor / (E + num_noop)) tokens of a sequence.
     capacity_factor: Positive = 1.25
-    capacity: Share = 0.25  # expert_choice: share of a sequence that an expert takes
+    capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert takes
     slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
     num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
     num_noop: Natural = 0  # token_choice: experts that compute nothing
-    # token_choice: share of the choices that experts compute, by which FLOPs are counted; as
+    # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
     # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
-    computed_fraction: Share | None = None
+    computed_fraction: Fraction | None = None
 
     def check(self):
         if self.router == "expert_choice" and self.computed_fraction is not None:
@@ -204,10 +204,10 @@ class DepthRoutingConfig:
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
     # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
     blocks: tuple[Natural, ...] = ()
-    # Share of a sequence that a routed block computes; one value, or one for each routed block.
+    # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
     # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
     # tokens has no router.
-    capacity: Share | tuple[Share, ...] = 0.125
+    capacity: Fraction | tuple[Fraction, ...] = 0.125
     # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
     # c^2...; then, and whenever the model does not train, `capacity`.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
@@ -339,7 +339,7 @@ class DepthRoutingConfig:
 
     @property
     def shares(self):
-        """Shares of the sequence that the steps of a recursion compute."""
+        """Fractions of the sequence that the steps of a recursion compute."""
         if isinstance(self.capacity, tuple):
             return self.capacity
         return tuple(self.capacity**i for i in range(self.recursions))
@@ -500,7 +500,7 @@ class DropoutConfig:
     """What stands where dropout stood."""
 
     kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
-    rate: Probability = 0.1  # standard: share of the elements that are zeroed
+    rate: Probability = 0.1  # standard: fraction of the elements that are zeroed
     # Where. kind="attention" has no form for attention_probs.
     sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
     elementwise: ElementwiseConfig = ElementwiseConfig()

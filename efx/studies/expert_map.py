@@ -79,7 +79,7 @@ def expert_map(workdir, text=None, picture=None, tokens=96):
             f"{config.adapter.experts!r}, routing={config.adapter.routing!r})"
         )
     experiment, _, params, variables = build.finished(
-        config, workdir, parts=("eval",) if text is None else ()
+        config, workdir, splits=("eval",) if text is None else ()
     )
     if text is None:
         ids = next(iter(experiment.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
