@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from efx.layers import attention_kernels
+
 MASKED = -1e30
 _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
 _BLOCK = 256  # queries that are scored at a time, however long the sequence is
@@ -104,6 +106,8 @@ def attend(
     softcap=0.0,
     positions_BT=None,
     segment_ids_BT=None,
+    gaps=False,
+    kernel="auto",
     probs_fn: Callable | None = None,
 ):
     """Causal attention of T queries over the same T places of keys and values.
@@ -118,11 +122,28 @@ def attend(
       scale: factor on the scores. softcap: scores <- softcap * tanh(scores / softcap), 0 = off.
       positions_BT: original positions, needed only with a window.
       segment_ids_BT: documents, or None.
+      gaps: whether positions skip some.
+      kernel: see `attention_kernels.choose`.
       probs_fn: applied to the probabilities of each chunk, in order: probs_fn(p_BKGTS, q_start,
         k_start, allowed), the latter bool [B or 1, T, S].
     Returns: [B, T, N, H].
     """
-    length = q_BTNH.shape[1]
+    _, length, num_heads, head_dim = q_BTNH.shape
+    case = attention_kernels.Case(
+        length,
+        num_heads,
+        k_BSKH.shape[2],
+        head_dim,
+        q_BTNH.dtype,
+        window,
+        softcap,
+        gaps,
+        documents=segment_ids_BT is not None,
+        probs=probs_fn is not None,
+    )
+    chosen = attention_kernels.choose(kernel, case)
+    if chosen is not None:
+        return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
     v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
