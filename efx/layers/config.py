@@ -46,7 +46,10 @@ class AttentionConfig:
     scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
-    chunk: Natural = 0  # queries in a chunk of the kernel; 0: chosen by length
+    chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
+    # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
+    # that can do what is asked, and "xla" where there is none.
+    kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
 
     def resolved(self, width, rope, mup):
         """With every field made out, for a model so wide.

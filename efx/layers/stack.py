@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
+from efx.layers import attention_kernels
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -19,7 +20,10 @@ from efx.sharding import constrain
 REMAT_POLICIES = {
     "full": None,
     # Keep the results of the projections, recompute everything cheap and all attention scores.
-    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+        jax.checkpoint_policies.save_only_these_names(attention_kernels.RESIDUALS),
+    ),
 }
 
 

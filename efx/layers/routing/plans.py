@@ -61,6 +61,7 @@ class Plan:
         mask_input = tokens.mask_input_BTD
         tokens = tokens.replace(
             positions_BT=self.take(tokens.positions_BT, fill=-1),
+            gaps=True,
             alive_BT=None,
             mask_input_BTD=None if mask_input is None else self.take(mask_input),
         )
