@@ -1,4 +1,4 @@
-"""Parallel encoder-decoder: a causal stream that understands beside one that predicts.
+"""Parallel encoder-decoder: a causal encoder stream next to the decoder stream that predicts.
 
     python -m efx.main --config configs/encoder_decoder.py --workdir runs/encoder_decoder
 
@@ -7,7 +7,8 @@ causal cross-attention. With the default cross_source="previous_layer" the two d
 other, so that the critical path is as long as that of a decoder with so many layers. A loss ties
 the running mean of the embeddings to the encoder's output.
 
-Knobs, all in `config.model` (defaults in configs/common.py; `model.depth` counts decoder blocks):
+Knobs, all in `config.model` (defaults in efx/models/encoder_decoder/config.py; `model.depth` counts
+decoder blocks):
     encoder_depth           encoder blocks; 0: as many as are of use
     cross_heads, cross_kv_heads   heads of cross-attention, and of its keys and values
     positions               "learned", or "rope" in every attention, cross-attention included

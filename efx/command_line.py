@@ -11,9 +11,9 @@ from efx.errors import UsageError, nearest
 
 
 def _define():
-    """The flags, in a set of their own: parsing twice in one process starts afresh."""
+    """The flags, in a new set, so that one process can parse twice."""
     values = flags.FlagValues()
-    values.set_gnu_getopt()  # a setting's value is no end of the flags
+    values.set_gnu_getopt()  # flags may follow the value of a setting
 
     def define(kind, name, default, text):
         kind(name, default, text, flag_values=values, allow_overwrite=False)
@@ -41,39 +41,39 @@ def _define():
 
 
 def parse(argv, usage=""):
-    """Parsed flags; the run folder's own config where no --config is given. None after --help.
+    """Parsed flags, with the config of the run folder if --config is absent. None after --help.
 
-    usage: what --help says before it lists the flags.
+    usage: text that --help prints before the list of flags.
     """
     values = _define()
-    names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
-    if names & {"help", "helpfull", "h"}:
+    flag_names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
+    if flag_names & {"help", "helpfull", "h"}:
         print(usage + "\nFlags:\n" + values.get_help("  ", include_special_flags=False))
         return None
-    rest = _parse(values, argv, known_only=True)
-    keys = _keys(values, rest)
-    config = _config(values.config, values.workdir, values.mode)
+    unknown = _parse(values, argv, known_only=True)
+    keys = _keys(values, unknown)
+    config = _initial_config(values.config, values.workdir, values.mode)
     for key in keys:
         _check_key(config, key)
     del values.config
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=rest)
-    left = _parse(values, rest)
-    if len(left) > 1:
-        known = "settings are --config.<key>=<value>, config files --config=<file>"
-        raise UsageError(f"unexpected argument {left[1]!r}: {known}")
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=unknown)
+    unparsed = _parse(values, unknown)
+    if len(unparsed) > 1:
+        hint = "settings are --config.<key>=<value>, config files --config=<file>"
+        raise UsageError(f"unexpected argument {unparsed[1]!r}: {hint}")
     flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
     return values
 
 
 def _parse(values, argv, known_only=False):
-    """What is left of the arguments."""
+    """The arguments that are no flags (with `known_only`, no flags of `values`)."""
     try:
         return values(argv, known_only)
     except Exception as error:
         raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _config(source, workdir, mode):
+def _initial_config(source, workdir, mode):
     if source is not None:
         return load_config(source)
     is_run = workdir is not None and (pathlib.Path(workdir) / runfolder.CONFIG_FILE).is_file()
@@ -87,17 +87,16 @@ def _config(source, workdir, mode):
     return config_of_run(workdir)
 
 
-def _keys(values, rest):
-    """Dotted keys of the settings in what is left of the arguments; UsageError for what looks like
-    a flag and is none."""
-    keys, is_value = [], False  # whether the next argument is the value of the last
-    for arg in rest[1:]:
-        if is_value or not arg.startswith("-"):
+def _keys(values, arguments):
+    """Dotted keys of the settings among the arguments; UsageError for any other `--name`."""
+    keys, is_value = [], False  # is_value: whether the next argument is the value of the last
+    for argument in arguments[1:]:
+        if is_value or not argument.startswith("-"):
             is_value = False
             continue
-        if arg == "--":
+        if argument == "--":
             break
-        name, equals, _ = arg.lstrip("-").partition("=")
+        name, equals, _ = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             raise UsageError(f"--{name} is not a flag{_nearest_flag(values, name)}")
         keys.append(name.removeprefix("config."))
@@ -115,10 +114,10 @@ def _nearest_flag(values, name):
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        found = run_settings.require(config, key)
+        setting = run_settings.require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
-    if hasattr(found, "keys"):
+    if hasattr(setting, "keys"):
         raise UsageError(
-            f"--config.{key} is a block of settings; set one of {', '.join(found)} in it"
+            f"--config.{key} is a block of settings; set one of {', '.join(setting)} in it"
         )

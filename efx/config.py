@@ -1,9 +1,8 @@
 """Where a config comes from: a config file, or a run folder.
 
-A config file is Python with a function `get_config`; its first part on the command line is a path,
-or the name of one of the configs that come with efx, which are there without a checkout too:
-`configs/mod.py` or `mod`. Variants follow a colon: `mod:smoke`. Sweep files (`get_sweep`) and grid
-files (`get_grid`) are found and run in the same way.
+A config file is Python with a function `get_config`. It is given as a path, or as the name of a
+config that is installed with efx: `configs/mod.py` or `mod`. Variants follow a colon: `mod:smoke`.
+Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the same way.
 """
 
 import importlib.util
@@ -22,7 +21,7 @@ def load_config(source, changes=None):
       source: "mod", "mod:smoke,dense", "configs/mod.py:smoke", "my/own.py".
       changes: {dotted key: value} to set in it, such as {"model.depth": 2}.
 
-    Raises UsageError for a file, a variant, a key or a type that is wrong, naming the nearest.
+    Raises UsageError for a wrong file, variant, key or type, naming the nearest.
     """
     path, _, variants = source.partition(":")
     config = run_file("config", path, *([variants] if variants else []), source=source)
@@ -33,7 +32,7 @@ def load_config(source, changes=None):
 
 
 def override(config, changes, where):
-    """Sets dotted keys of a config; UsageError, which begins with `where`, for what cannot be."""
+    """Sets dotted keys of a config; the UsageError for a wrong one begins with `where`."""
     from efx.configs import common
 
     for key, value in changes.items():
@@ -44,28 +43,28 @@ def override(config, changes, where):
         except TypeError:
             block, _, name = key.rpartition(".")
             owner = run_settings.require(config, block) if block else config
-            wanted = owner.get_type(name).__name__
-            raise UsageError(f"{where}: config.{key}={value!r}: expected {wanted}") from None
+            expected = owner.get_type(name).__name__
+            raise UsageError(f"{where}: config.{key}={value!r}: expected {expected}") from None
 
 
 def config_of_run(workdir):
-    """The config of a run folder, its lists as tuples again; UsageError unless it is right."""
-    config = ConfigDict(_tuples(runfolder.load_config(workdir)))
+    """The checked config of a run folder; its lists, which were tuples, are tuples again."""
+    config = ConfigDict(_tuples(runfolder.recorded_config(workdir)))
     run_settings.check(config, pathlib.Path(workdir) / runfolder.CONFIG_FILE)
     return config
 
 
 def run_file(kind, path, *arguments, folder="", source=None):
-    """What the function `get_<kind>` of a Python file returns.
+    """The result of the function `get_<kind>` of a Python file.
 
     Args:
       kind: "config", "sweep" or "grid", which is also the flag that messages name.
       path: of the file, or the name of one in the `folder` of `efx.configs`.
-      source: what was given for the flag, where that is more than the path.
+      source: the whole value of the flag, if that is more than the path.
     """
-    found, where = find(kind, path, folder), f"--{kind}={source or path}"
+    file_path, where = find_file(kind, path, folder), f"--{kind}={source or path}"
     try:
-        spec = importlib.util.spec_from_file_location(f"efx_{kind}", found)
+        spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, f"get_{kind}"):
@@ -78,23 +77,23 @@ def run_file(kind, path, *arguments, folder="", source=None):
         raise UsageError(f"{where} cannot be loaded: {reason}") from error
 
 
-def find(kind, path, folder=""):
-    """pathlib.Path of a Python file that is named by its path, or by its name without ".py" in the
-    `folder` of `efx.configs`. Where a path leads nowhere, `configs/...` is that of efx."""
-    top, given = pathlib.Path(configs.__path__[0]), pathlib.Path(path)
-    if given.suffix or given.parent != pathlib.Path():
-        beside = top.joinpath(*given.parts[1:]) if given.parts[0] == top.name else given
-        candidates, known = [given, beside], [*given.parent.glob("*.py")]
-        known += [given.parent / file.name for file in beside.parent.glob("*.py")]
-        what = "there is no such file"
+def find_file(kind, path, folder=""):
+    """pathlib.Path of a Python file, given by its path, or by its name without ".py" in the
+    `folder` of `efx.configs`. A path `configs/...` that does not exist is looked up in efx."""
+    top, named = pathlib.Path(configs.__path__[0]), pathlib.Path(path)
+    if named.suffix or named.parent != pathlib.Path():
+        shipped = top.joinpath(*named.parts[1:]) if named.parts[0] == top.name else named
+        candidates, known_names = [named, shipped], [*named.parent.glob("*.py")]
+        known_names += [named.parent / file.name for file in shipped.parent.glob("*.py")]
+        problem = "there is no such file"
     else:
         candidates = [top / folder / f"{path}.py"]
-        known = [file.stem for file in (top / folder).glob("*.py") if file.stem != "__init__"]
-        what = f"there is no {kind} of this name, and a path ends in .py"
+        known_names = [file.stem for file in (top / folder).glob("*.py") if file.stem != "__init__"]
+        problem = f"there is no {kind} of this name, and a path ends in .py"
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise UsageError(f"--{kind}={path}: {what}{nearest(path, known)}")
+    raise UsageError(f"--{kind}={path}: {problem}{nearest(path, known_names)}")
 
 
 def _tuples(value):

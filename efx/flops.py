@@ -1,13 +1,13 @@
 """FLOPs: nominal ones are stated by each model, component by component; executed ones are traced.
 
-Nominal FLOPs follow the papers' convention: what the mathematics asks for. Executed ones are the
-products in the traced program, which also computes, for example, a part of the scores that the
-causal mask hides, and places of experts that no token fills. In both a multiply-add is 2 FLOPs,
-and training costs three times the forward pass (each product has two gradients of the same size);
-what is computed again in the backward pass (attention scores; under remat whatever its policy
-drops) is overhead and is not counted as work. Element-wise work, norms, softmax and lookups are
-not counted; the compiler's own count, which has them, agrees with the traced one within 2% on
-unrolled models (tests/test_flops.py).
+Nominal FLOPs follow the papers' convention: the products that the mathematics needs. Executed ones
+are the products in the traced program, which also computes, for example, a part of the scores that
+the causal mask hides, and slots of experts that no token fills. In both a multiply-add is 2 FLOPs,
+and training costs three times the forward pass (each product has two gradients of the same size).
+Recomputation in the backward pass (attention scores; under remat whatever its policy drops) is
+overhead and not counted. Element-wise operations, norms, softmax and lookups are not counted
+either; the compiler's own count, which has them, agrees with the traced one within 2% on unrolled
+models (tests/contract/test_flops.py).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Ledger:
         return sum(self.nominal.values()) / self.length
 
     def train_flops(self, tokens):
-        """FLOPs of a training step on so many tokens."""
+        """FLOPs of a training step on `tokens` tokens."""
         return TRAIN_FACTOR * tokens * self.nominal_per_token
 
 
@@ -48,7 +48,7 @@ def matmul(rows, inner, columns):
 
 
 def attention_scores(pairs, num_heads, head_dim):
-    """Scores and weighted values of so many (query, key) pairs a head."""
+    """Scores and weighted values of `pairs` (query, key) pairs a head."""
     return 2 * matmul(pairs, head_dim, 1) * num_heads
 
 
@@ -62,8 +62,8 @@ def causal_pairs(length, window=0):
 def add(ledgers):
     """{component: FLOPs} summed over several such dicts."""
     total = {}
-    for parts in ledgers:
-        for name, value in parts.items():
+    for components in ledgers:
+        for name, value in components.items():
             total[name] = total.get(name, 0) + value
     return total
 
@@ -79,8 +79,8 @@ def executed(model, length, batch=1, train=True):
 
     The pass is that of the model's initialisation, traced: nothing is allocated, compiled or run,
     and it takes about half a second. `train` is the argument of the model's call: whether tokens
-    are selected as in training. A pass over whole sequences has neither `cond` nor `while` around a
-    product, of which `jaxpr_flops` knows less; tokens that `skip_tile` leaves out in evaluation
+    are selected as in training. A pass over whole sequences has no product inside a `cond` or
+    `while`, for which `jaxpr_flops` is not exact; tokens that `skip_tile` leaves out in evaluation
     count as computed.
     """
 
@@ -118,22 +118,22 @@ def _walk_one(equation):
 
 
 def interpreted_flops(function, *args):
-    """FLOPs of every dot_general that runs for these arguments: of a `while` each turn, of a `cond`
-    the branch that is taken. The function is interpreted step by step, which is slow."""
+    """FLOPs of every dot_general that runs for these arguments: every iteration of a `while`, the
+    branch of a `cond` that is taken. The function is interpreted step by step, which is slow."""
     closed = jax.make_jaxpr(function)(*args)
-    return _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
+    return _interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
 
 
-def _run(jaxpr, consts, arguments):
+def _interpret(jaxpr, consts, arguments):
     """(results, FLOPs)"""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     total = 0
 
-    def run(closed, arguments):
+    def interpret(closed, arguments):
         nonlocal total
-        results, count = _run(closed.jaxpr, closed.consts, arguments)
+        outputs, count = _interpret(closed.jaxpr, closed.consts, arguments)
         total += count
-        return results
+        return outputs
 
     def read(variable):
         return variable.val if isinstance(variable, core.Literal) else values[variable]
@@ -141,31 +141,33 @@ def _run(jaxpr, consts, arguments):
     for equation in jaxpr.eqns:
         inputs, params = [read(variable) for variable in equation.invars], equation.params
         if equation.primitive.name == "while":
-            first = params["cond_nconsts"]
-            second = first + params["body_nconsts"]
-            results = inputs[second:]
-            while run(params["cond_jaxpr"], (*inputs[:first], *results))[0]:
-                results = run(params["body_jaxpr"], (*inputs[first:second], *results))
+            body_start = params["cond_nconsts"]
+            carry_start = body_start + params["body_nconsts"]
+            outputs = inputs[carry_start:]
+            while interpret(params["cond_jaxpr"], (*inputs[:body_start], *outputs))[0]:
+                outputs = interpret(
+                    params["body_jaxpr"], (*inputs[body_start:carry_start], *outputs)
+                )
         elif equation.primitive.name == "cond":
-            results = run(params["branches"][int(inputs[0])], inputs[1:])
+            outputs = interpret(params["branches"][int(inputs[0])], inputs[1:])
         elif equation.primitive.name in ("jit", "pjit", "closed_call"):
-            results = run(params["jaxpr"], inputs)
+            outputs = interpret(params["jaxpr"], inputs)
         elif equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            results = run(params["call_jaxpr"], inputs)
+            outputs = interpret(params["call_jaxpr"], inputs)
         else:
             total += _walk_one(equation)
-            results = equation.primitive.bind(*inputs, **params)
-            results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
+            outputs = equation.primitive.bind(*inputs, **params)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(variable) for variable in jaxpr.outvars], total
 
 
 def _subjaxprs(params):
     for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 # Dense peak FLOP/s of one device, without sparsity, by the start of jax's device_kind:

@@ -1,6 +1,6 @@
 """What is minimised: cross-entropy, the weighted sum of sown losses, coefficient schedules.
 
-All arithmetic is float32 whatever comes in. Cross-entropy is returned as sums over tokens, never
+All arithmetic is float32 whatever the input. Cross-entropy is returned as sums over tokens, never
 as a mean: the train step divides once, by the weight of the whole (accumulated, sharded) batch.
 """
 
@@ -17,7 +17,7 @@ from efx.errors import UsageError, nearest
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a batch, each token counted by its weight; float32 scalars.
+    """Sums over the tokens of a batch, each multiplied by its weight; float32 scalars.
 
     Only `total` carries a gradient; the others are for the log.
     """
@@ -55,7 +55,7 @@ def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=Non
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
 
     def summed(value_BT):
-        # Not value * weight alone: what is not scored may be infinite.
+        # value * weight alone would be nan where a value that is not scored is infinite.
         return jnp.sum(jnp.where(scored_BT, value_BT * weights_BT, 0.0))
 
     loss, z = summed(lse_BT - target_BT), summed(jnp.square(lse_BT))
@@ -77,10 +77,10 @@ def chunked_cross_entropy(
 ):
     """`cross_entropy(head_fn(head_params, x), ...)` without ever holding the logits of all tokens.
 
-    Goes over the sequence in slices of `chunk` positions. Where a gradient is wanted, each slice's
-    gradients (in x and in head_params, the latter accumulated in float32) are computed at once
-    while its logits exist, so the logits are neither kept nor computed a second time; the backward
-    pass only multiplies them by the incoming cotangent. Where only the value is wanted, as in
+    Goes over the sequence in slices of `chunk` positions. Under differentiation the gradients of a
+    slice (in x and in head_params, the latter accumulated in float32) are computed at once while
+    its logits exist, so the logits are neither kept nor computed a second time; the backward pass
+    only multiplies these gradients by the incoming cotangent. Without differentiation, as in
     evaluation, no gradient is computed. Reverse mode only, first derivatives only.
 
     Slices run over T, not over B*T, so that every device works on its own rows of B in every slice.
@@ -93,7 +93,7 @@ def chunked_cross_entropy(
       x_BTD: final hidden states, any float dtype; their gradient has the same dtype.
       targets_BT, weights_BT, z_loss, vocab_size: as in `cross_entropy`; z_loss may be traced.
       chunk: positions a slice; B * chunk tokens have logits at a time. T need not be a multiple.
-      groups: into how many groups of rows B is split, each with its own gradient accumulator
+      groups: number of groups of rows that B is split into, each with its own gradient accumulator
         [groups, ...] of the head parameters. Set it to the number of shards of the batch axis:
         the accumulators then stay on their devices and are summed over devices once at the end, not
         once every slice. It must divide B.
@@ -126,8 +126,8 @@ def _chunked(static, head_params, x, targets, weights, z_loss):
 
     def one_group(x, targets, weights):
         def step(sums, index):
-            _, part = _slice(static, x, targets, weights, index)
-            return _add(sums, _slice_sums(static, head_params, *part, z_loss)), None
+            _, slice_arrays = _slice(static, x, targets, weights, index)
+            return _add_sums(sums, _slice_sums(static, head_params, *slice_arrays, z_loss)), None
 
         sums, _ = jax.lax.scan(step, _zero_sums(), jnp.arange(_slices(static, x)))
         return sums
@@ -145,15 +145,15 @@ def _chunked_forward(static, head_params, x, targets, weights, z_loss):
     def one_group(x, targets, weights):
         def step(carry, index):
             sums, d_head, d_x = carry
-            start, part = _slice(static, x, targets, weights, index)
-            (_, new), (d_head_slice, d_x_slice) = jax.value_and_grad(
+            start, slice_arrays = _slice(static, x, targets, weights, index)
+            (_, slice_sums), (d_head_slice, d_x_slice) = jax.value_and_grad(
                 total, argnums=(0, 1), has_aux=True
-            )(head_params, *part)
+            )(head_params, *slice_arrays)
             d_head = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_head, d_head_slice)
             # Added, not set: the last slice may overlap the one before, with gradients 0 there.
             d_x_slice += jax.lax.dynamic_slice_in_dim(d_x, start, d_x_slice.shape[1], axis=1)
             d_x = jax.lax.dynamic_update_slice_in_dim(d_x, d_x_slice, start, axis=1)
-            return (_add(sums, new), d_head, d_x), None
+            return (_add_sums(sums, slice_sums), d_head, d_x), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
         carry, _ = jax.lax.scan(
@@ -185,7 +185,8 @@ def _slices(static, x):
 def _slice(static, x, targets, weights, index):
     """Start and (x, targets, weights) of slice `index` of one group, [B/groups, chunk, ...].
 
-    The last slice is moved back to end at T; positions it shares with the one before weigh 0.
+    The last slice is moved back to end at T; positions that the slice before it has too get
+    weight 0.
     """
     _, chunk, _ = static
     start = jnp.minimum(index * chunk, x.shape[1] - chunk)
@@ -206,7 +207,7 @@ def _zero_sums():
     return LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields))
 
 
-def _add(a, b):
+def _add_sums(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
@@ -266,27 +267,27 @@ def coefficient(spec, step, total_steps, name="<name>"):
         return jnp.minimum(jnp.expm1(spec["rate"] * step) + spec["c_min"], spec["c_max"])
     if spec["steps"] < 0:
         raise UsageError(f"{where}.steps={spec['steps']} must be at least 0")
-    done = jnp.clip(step / max(1, spec["steps"] or total_steps), 0.0, 1.0)
+    progress = jnp.clip(step / max(1, spec["steps"] or total_steps), 0.0, 1.0)
     if kind == "cosine":
-        done = 0.5 - 0.5 * jnp.cos(jnp.pi * done)
-    return spec["c_start"] + (spec["c_end"] - spec["c_start"]) * done
+        progress = 0.5 - 0.5 * jnp.cos(jnp.pi * progress)
+    return spec["c_start"] + (spec["c_end"] - spec["c_start"]) * progress
 
 
 def collect_sown(sown, whole=None):
-    """dict name -> mean over everything sown under that name, whatever module sowed it.
+    """dict name -> mean over all values sown under that name, whatever module sowed them.
 
     Every layer counts once: linen's tuples (one entry a call) and the leading axis that a scanned
     stack adds are flattened together, so scanned and unrolled models agree.
 
     Args:
       sown: a tree of values, or of `means.Mean`.
-      whole: the tree of Means of a batch that this one is a part of, or None. With it, what is
-        collected are the contributions to the values of the whole batch.
+      whole: None, or the tree of Means of the whole batch if `sown` is of one micro-batch: then its
+        contributions to the values of the whole batch are collected.
     """
-    wholes, entries = dict(means.leaves(whole)), {}
+    whole_means, entries = dict(means.leaves(whole)), {}
     for path, value in means.leaves(sown):
         if isinstance(value, means.Mean):
-            value = value.contribution(wholes[path]) if wholes else value.value()
+            value = value.contribution(whole_means[path]) if whole_means else value.value()
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
         entries.setdefault(name, []).append(jnp.ravel(jnp.asarray(value, jnp.float32)))
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in sorted(entries.items())}
@@ -295,8 +296,8 @@ def collect_sown(sown, whole=None):
 def check_names(sown_names, config_losses):
     """Raise UsageError if a sown loss has no weight in config.losses.
 
-    Returns the weights that nothing sows, sorted. They are no error, since a config may carry
-    weights for options that are off; a misspelt one shows up by leaving the right name unweighted.
+    Returns the sorted names of weights that nothing sows. These are no error, since a config may
+    have weights for options that are off; a misspelt one leaves a sown loss without a weight.
     """
     unused = sorted(set(config_losses) - set(sown_names))
     for name in sorted(sown_names):
@@ -321,7 +322,7 @@ def weighted_sum(sown, config_losses, step, total_steps):
     total = jnp.zeros((), jnp.float32)
     for name, value in sown.items():
         spec = config_losses[name]
-        # A weight that is 0 for good leaves nothing to be computed for the gradient.
+        # A loss whose weight is the constant 0 is left out, so its gradient costs nothing.
         if not isinstance(spec, int | float) or spec:
             total += coefficient(spec, step, total_steps, name) * value
     return total, dict(sown)

@@ -8,9 +8,11 @@ clusters the documents of the config's corpus, for cBTM. Any setting can be chan
 efx, `mod`; `mod:smoke` picks a variant of it, and commas join several.
 """
 
+import gc
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
+gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
 # ruff: noqa: E402
 import importlib
@@ -25,6 +27,8 @@ from efx import runfolder
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
+
+gc.enable()
 
 MODES = ("train", "compose", "evaluate", "sample", "cluster")
 FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
@@ -53,25 +57,31 @@ def run(argv):
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
     start_jax(values)
     config, kind = values.config, runfolder.kind_of_result(values.workdir)
-    if values.mode in ("train", "compose"):
-        from efx import train
-
-        if kind == "clustering":
-            raise UsageError(
-                f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
-                "their own in it: python -m efx.cbtm.run starts them (--commands shows how)"
-            )
-        action = train.train_and_evaluate if values.mode == "train" else train.compose
-        action(config, values.workdir, command_line=argv, started=_STARTED)
+    if values.prompt is not None:
+        config.sample.prompt = values.prompt
+    verb = importlib.import_module(_module(values, kind))
+    gc.freeze()  # nor is what was imported searched for garbage while the model is traced
+    if values.mode in ("evaluate", "sample"):
+        getattr(verb, values.mode)(config, values.workdir, step=values.step)
     elif values.mode == "cluster":
-        from efx.cbtm import cluster
-
-        cluster.run(config, values.workdir, command_line=argv)
+        verb.run(config, values.workdir, command_line=argv)
     else:
-        if values.prompt is not None:
-            config.sample.prompt = values.prompt
-        module = importlib.import_module(USES[kind or "run", values.mode])
-        getattr(module, values.mode)(config, values.workdir, step=values.step)
+        action = verb.compose if values.mode == "compose" else verb.train_and_evaluate
+        action(config, values.workdir, command_line=argv, started=_STARTED)
+
+
+def _module(values, kind):
+    """The module that does what the mode says with a folder that holds this kind of result."""
+    if values.mode in ("evaluate", "sample"):
+        return USES[kind or "run", values.mode]
+    if values.mode == "cluster":
+        return "efx.cbtm.cluster"
+    if kind == "clustering":
+        raise UsageError(
+            f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
+            "their own in it: python -m efx.cbtm.run starts them (--commands shows how)"
+        )
+    return "efx.train"
 
 
 def start_jax(values):

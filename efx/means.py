@@ -1,9 +1,9 @@
-"""Means over the tokens of a batch, kept as the sums that they are made of, so that batches add up.
+"""Means over the tokens of a batch, kept as sums and counts, so that batches can be added.
 
-A layer sows what it reports twice by one call: the value for this batch into `losses` or `stats`,
-and, into the collection `means`, the `Mean` that the value is taken from. Whoever puts batches
-together (accumulation, evaluation) adds the latter and takes the value last: a mean of means is
-another number where batches count unequally many tokens or the value is not linear in the mean.
+One call of `sow` reports a number twice: its value for this batch into `losses` or `stats`, and the
+`Mean` that the value is computed from into the collection `means`. Accumulation and evaluation add
+the Means of several batches and take the value last: a mean of means is another number if batches
+count different numbers of tokens or the value is not linear in the mean.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ COLLECTION = "means"
 
 @struct.dataclass
 class Mean:
-    """function(total / count), or total / count itself. `jax.tree.map(jnp.add, a, b)` is that of
-    two batches together. Where nothing is counted the mean is 0.
+    """function(total / count), or total / count itself. `jax.tree.map(jnp.add, a, b)` is the Mean
+    of two batches together. The mean of nothing (count 0) is 0.
 
     Attributes:
-      total: float32 [*L, ...], what the tokens of the batch add up to; *L where layers are scanned.
-      count: [*L], how many tokens (or other things) they are. No gradient goes through it.
-      function: of the mean [...], one number; None: the mean is one number.
+      total: float32 [*L, ...], the sum over the tokens of the batch; *L if layers are scanned.
+      count: [*L], the number of tokens (or other things). No gradient goes through it.
+      function: from the mean [...] to one number; None: the mean is one number.
     """
 
     total: jax.Array
@@ -38,24 +38,24 @@ class Mean:
 
     def value(self):
         """[*L]."""
-        return self.mean() if self.function is None else self._each(self.mean())
+        return self.mean() if self.function is None else self._apply(self.mean())
 
     def contribution(self, whole):
-        """[*L]: this batch's part of the value of `whole`, a Mean that it is one of the parts of.
+        """[*L]: the contribution of this micro-batch to the value of `whole`, its batch's Mean.
 
-        It is linear in `total`, and the gradients of all parts add up to the gradient of
-        `whole.value()`. Of a `whole` without function, `count` alone is read.
+        It is linear in `total`, and the gradients of the contributions of all micro-batches add up
+        to the gradient of `whole.value()`. Without a function only `whole.count` is read.
         """
-        part = self.replace(count=whole.count).mean()
+        mean_part = self.replace(count=whole.count).mean()
         if self.function is None:
-            return part
-        return jax.jvp(self._each, (whole.mean(),), (part,))[1]
+            return mean_part
+        return jax.jvp(self._apply, (whole.mean(),), (mean_part,))[1]
 
-    def needed(self):
-        """What `contribution` reads of a whole."""
+    def for_contribution(self):
+        """This Mean, reduced to what `contribution` reads of a `whole`."""
         return self if self.function is not None else self.replace(total=None)
 
-    def _each(self, mean):
+    def _apply(self, mean):
         function = self.function
         for _ in range(jnp.ndim(self.count)):
             function = jax.vmap(function)
@@ -73,22 +73,22 @@ def over(value, valid_BT=None, function=None):
 
 
 def sow(module, collection, name, mean):
-    """Reports a Mean under a name, see the module's docstring."""
+    """Reports a Mean under a name, see the docstring of this file."""
     module.sow(collection, name, mean.value())
     module.sow(COLLECTION, name, mean)
 
 
 def sown(mutated, collection):
-    """The tree of what was sown into a collection, with the Mean of each in place of its value.
+    """The tree sown into a collection, with the Mean of every value in place of the value.
 
-    What was sown as a mere value counts as one thing that every batch has.
+    A value that was sown without a Mean counts as the mean of one token in every batch.
     """
-    made_of = dict(leaves(mutated[COLLECTION])) if COLLECTION in mutated else {}
+    mean_at = dict(leaves(mutated[COLLECTION])) if COLLECTION in mutated else {}
 
-    def find(path, value):
-        return made_of.get(path) or Mean(value, jnp.ones_like(value))
+    def mean_of(path, value):
+        return mean_at.get(path) or Mean(value, jnp.ones_like(value))
 
-    return jax.tree_util.tree_map_with_path(find, mutated.get(collection, {}))
+    return jax.tree_util.tree_map_with_path(mean_of, mutated.get(collection, {}))
 
 
 def is_mean(leaf):

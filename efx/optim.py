@@ -1,4 +1,4 @@
-"""Optimisers, learning-rate schedules and parameter groups, all of them optax underneath.
+"""Optimisers, learning-rate schedules and parameter groups, built on optax.
 
 Conventions of this file:
 
@@ -31,7 +31,7 @@ from efx.layers import parametrisation
 from efx.run_blocks import OptimConfig
 from efx.settings import make
 
-# Modules whose kernels are no hidden matrices: Muon leaves them to AdamW, as its authors do.
+# Modules whose kernels are not hidden matrices: AdamW trains them, as the authors of Muon do.
 NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), which gives them the size of
 # AdamW's (arXiv 2502.16982, section 2.2): one learning rate and one decay serve both.
@@ -45,7 +45,7 @@ class GradNormState(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What the config says about one parameter."""
+    """How one parameter is trained, according to the config."""
 
     frozen: bool
     decayed: bool
@@ -65,7 +65,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
 
     Args:
       config_optim: the `config.optim` block.
-      total_steps: steps of the run; the length of the schedule where `decay_steps` is 0.
+      total_steps: steps of the run; the length of the schedule if `decay_steps` is 0.
       params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
       mup_base: `config.model.mup.base_width`; 0: no muP.
 
@@ -96,12 +96,12 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     mup = [_scale_leaves(per_leaf(lambda group: group.mup))] if mup_base else []
     rule = optax.chain(_direction(config_optim, per_leaf), *mup, descend)
     if config_optim.name == "schedule_free_adamw":
-        # optax asks this schedule with a count that starts from 1, the inner one from 0.
+        # optax calls this schedule with a count that starts from 1, the inner one from 0.
         rule = optax.contrib.schedule_free(
             rule, lambda count: schedule(count - 1), b1=config_optim.b1
         )
     transformation = optax.partition(
-        {"trained": optax.chain(_clip(config_optim.clip_norm), rule), "frozen": _stand_still()},
+        {"trained": optax.chain(_clip(config_optim.clip_norm), rule), "frozen": _zero_updates()},
         per_leaf(lambda group: "frozen" if group.frozen else "trained"),
     )
     return transformation, schedule
@@ -121,23 +121,23 @@ def make_schedule(config_optim, total_steps):
         raise UsageError(f"config.steps={total_steps} must be at least 1")
     end = shape.decay_steps or total_steps
     end_name = "config.optim.schedule.decay_steps" if shape.decay_steps else "config.steps"
-    for name, last in ((end_name, end), ("config.steps", total_steps)):
-        if shape.warmup_steps > last:
+    for name, limit in ((end_name, end), ("config.steps", total_steps)):
+        if shape.warmup_steps > limit:
             raise UsageError(
                 f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
-                f"{name}={last}"
+                f"{name}={limit}"
             )
     warmup, final = shape.warmup_steps, shape.final_fraction
-    parts = []  # (steps, schedule counted from the start of the part); the last one has no end
+    pieces = []  # (steps, schedule counted from the start of the piece); the last one has no end
     if warmup:
-        parts.append((warmup, optax.linear_schedule(peak / (warmup + 1), peak, warmup)))
+        pieces.append((warmup, optax.linear_schedule(peak / (warmup + 1), peak, warmup)))
     span = max(1, end - warmup)
     if shape.kind == "constant":
-        parts.append((span, optax.constant_schedule(peak)))
+        pieces.append((span, optax.constant_schedule(peak)))
     elif shape.kind == "cosine":
-        parts.append((span, optax.cosine_decay_schedule(peak, span, alpha=final)))
+        pieces.append((span, optax.cosine_decay_schedule(peak, span, alpha=final)))
     elif shape.kind == "linear":
-        parts.append((span, optax.linear_schedule(peak, peak * final, span)))
+        pieces.append((span, optax.linear_schedule(peak, peak * final, span)))
     else:
         decay = max(1, round(shape.decay_fraction * end))
         if warmup + decay > end:
@@ -145,11 +145,11 @@ def make_schedule(config_optim, total_steps):
                 f"config.optim.schedule.warmup_steps={warmup} and decay_fraction="
                 f"{shape.decay_fraction} ({decay} steps) do not fit into {end_name}={end}"
             )
-        parts.append((end - warmup - decay, optax.constant_schedule(peak)))
-        parts.append((decay, optax.linear_schedule(peak, peak * final, decay)))
-    lengths = [steps for steps, _ in parts[:-1]]
+        pieces.append((end - warmup - decay, optax.constant_schedule(peak)))
+        pieces.append((decay, optax.linear_schedule(peak, peak * final, decay)))
+    lengths = [steps for steps, _ in pieces[:-1]]
     return optax.join_schedules(
-        [part for _, part in parts], [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        [piece for _, piece in pieces], [sum(lengths[: i + 1]) for i in range(len(lengths))]
     )
 
 
@@ -179,21 +179,23 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
         )
     groups = {}
     for path, leaf in paths.items():
-        still = path in frozen
+        is_frozen = path in frozen
         factor, pattern = multipliers.get(path, (1.0, ""))
         groups[path] = Group(
-            frozen=still,
-            decayed=not still and path in decayed and config_optim.weight_decay > 0,
-            multiplier=1.0 if still else factor,
-            pattern="" if still else pattern,
-            muon=not still and config_optim.name == "muon" and _is_hidden_matrix(path, leaf.shape),
+            frozen=is_frozen,
+            decayed=not is_frozen and path in decayed and config_optim.weight_decay > 0,
+            multiplier=1.0 if is_frozen else factor,
+            pattern="" if is_frozen else pattern,
+            muon=not is_frozen
+            and config_optim.name == "muon"
+            and _is_hidden_matrix(path, leaf.shape),
             mup=parametrisation.rate_factor(path, leaf.shape, mup_base),
         )
     return groups
 
 
-def describe(config_optim, params_shapes, mup_base=0):
-    """A small table for the log: how many tensors and parameters are in which group."""
+def describe_groups(config_optim, params_shapes, mup_base=0):
+    """A small table for the log: the number of tensors and parameters in each group."""
     paths = param_paths(params_shapes)
     groups = parameter_groups(config_optim, params_shapes, mup_base)
     rows = []
@@ -220,12 +222,12 @@ def describe(config_optim, params_shapes, mup_base=0):
 
 
 def grad_norm(opt_state):
-    """Global gradient norm that the update leading to `opt_state` saw, before clipping; f32[]."""
-    return _find(opt_state, GradNormState).norm
+    """Global norm, before clipping, of the gradient of the update that made `opt_state`; f32[]."""
+    return _find_state(opt_state, GradNormState).norm
 
 
 def keeps_averages(optimizer_name):
-    """Whether the parameters to evaluate with are told by the optimiser's state."""
+    """Whether the parameters to evaluate with are computed from the optimiser's state."""
     return optimizer_name == "schedule_free_adamw"
 
 
@@ -238,7 +240,7 @@ def eval_params(optimizer_name, opt_state, params):
     """
     if not keeps_averages(optimizer_name):
         return params
-    state = _find(opt_state, optax.contrib.ScheduleFreeState)
+    state = _find_state(opt_state, optax.contrib.ScheduleFreeState)
 
     def average(z, y):
         if isinstance(z, optax.MaskedNode):
@@ -257,7 +259,7 @@ def _direction(config, per_leaf):
     if config.name == "sgd":
         return optax.trace(decay=config.momentum) if config.momentum else optax.identity()
     if config.name == "schedule_free_adamw":
-        # Adam without its first moment: the averaging of the wrapper takes its place.
+        # Adam without its first moment, which the averaging of the wrapper replaces.
         return optax.scale_by_rms(
             decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True
         )
@@ -288,7 +290,7 @@ def _is_hidden_matrix(path, shape):
 
 
 def _clip(max_norm):
-    """Measure the global norm; where max_norm is not 0, scale the gradient down to it."""
+    """Measures the global norm; scales the gradient down to max_norm unless that is 0."""
     clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
 
     def update(updates, state, params=None):
@@ -301,7 +303,7 @@ def _clip(max_norm):
 
 def _scale_leaves(factors):
     def update(updates, _):
-        # Leaves of `factors` may stand over subtrees that a mask has emptied.
+        # A leaf of `factors` may correspond to a subtree that a mask has emptied.
         return jax.tree.map(
             lambda factor, subtree: jax.tree.map(lambda u: u * factor, subtree), factors, updates
         )
@@ -309,15 +311,15 @@ def _scale_leaves(factors):
     return optax.stateless(update)
 
 
-def _stand_still():
-    """Updates that keep every bit: p + (-0.0) is p also for p = -0.0, which + 0.0 would change."""
+def _zero_updates():
+    """Updates of -0.0, which keep every bit: + 0.0 would change p = -0.0."""
     return optax.stateless(
         lambda updates, _: jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
     )
 
 
 def _checked(config_optim):
-    """The block `config.optim`, whose settings go together."""
+    """The block `config.optim`, with the rules between its settings checked."""
     c = make(OptimConfig, config_optim)
     if c.name == "schedule_free_adamw":
         if not c.b1:
@@ -331,7 +333,7 @@ def _checked(config_optim):
 
 
 def _matching(key, pattern, paths):
-    """The set of paths that `pattern` matches whole."""
+    """The set of paths that `pattern` matches in full."""
     if not pattern:
         return set()
     try:
@@ -340,20 +342,19 @@ def _matching(key, pattern, paths):
         raise UsageError(
             f"config.optim.{key}={pattern!r} is not a regular expression: {error}"
         ) from None
-    found = {path for path in paths if regex.fullmatch(path)}
-    if not found:
-        some = list(paths)
+    matched = {path for path in paths if regex.fullmatch(path)}
+    if not matched:
+        all_paths = list(paths)
         partly = any(regex.search(path) for path in paths)
         hint = f"; a pattern must match the whole path, as '.*{pattern}.*' would" if partly else ""
         raise UsageError(
-            f"config.optim.{key}={pattern!r} matches no parameter; there are {len(some)}, such as "
-            + ", ".join(some[:: max(1, len(some) // 4)][:4])
-            + hint
+            f"config.optim.{key}={pattern!r} matches no parameter; there are {len(all_paths)},"
+            " such as " + ", ".join(all_paths[:: max(1, len(all_paths) // 4)][:4]) + hint
         )
-    return found
+    return matched
 
 
-def _find(opt_state, kind):
+def _find_state(opt_state, kind):
     """The one node of type `kind` in an optimiser state."""
 
     def is_kind(node):

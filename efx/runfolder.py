@@ -2,19 +2,19 @@
 
     config.json      every key of the config, sorted
     run.json         one record per launch: versions, git revision, devices, command line, time;
-                     of its text hashes of the content; of a run that starts from another or trains
-                     on a cluster: which
+                     hashes of the text; the run that it started from, or the cluster that it
+                     trains on, if any
     held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
     samples/         text samples                      (efx.metrics)
     tensorboard/     event files                       (efx.metrics)
 
-A launch that trains looks first (`open_run`) and writes when nothing can fail any more
-(`Run.commit`), so that one that fails leaves the folder as it was. A folder without a checkpoint
-holds nothing to lose: any config may take it. `Lock` keeps a second launch out.
+A launch that trains checks the folder first (`open_run`) and writes once nothing can fail any more
+(`OpenedRun.commit`), so that a launch that fails leaves the folder as it was. A folder without a
+checkpoint is free for any config. `Lock` keeps a second launch out.
 
-`load_config` and everything else here that reads imports neither JAX nor numpy.
+`recorded_config` and all other functions here that read import neither JAX nor numpy.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 LOCK_FILE = ".lock"
-# How a folder says what kind of result it holds: the first of these that is in it.
+# The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
 
 # Packages whose versions decide what a run computes.
@@ -90,7 +90,7 @@ def write_atomic(path, text):
         atomic.write_text(pathlib.Path(path), text)
 
 
-def load_config(workdir):
+def recorded_config(workdir):
     """The config of a run folder as a plain dict (tuples come back as lists).
 
     Raises UsageError if `workdir` is not a run folder or its config.json cannot be read.
@@ -108,12 +108,12 @@ def load_config(workdir):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run folder that was looked at and may be used; nothing is written yet.
+class OpenedRun:
+    """A run folder that was checked and may be used; nothing is written yet.
 
     Attributes:
       path: the folder.
-      is_new: False when an earlier launch left something to go on from.
+      is_new: False if an earlier launch left a checkpoint to continue from.
       changed: {key: [before, now]} of the permitted changes of its config.
       config, command_line: as given to `open_run`.
     """
@@ -127,9 +127,9 @@ class Run:
     def commit(self, files, **entries):
         """Writes config.json, `files`, and into run.json a record of this launch and `entries`.
 
-        Of `files`, {name: text, or None for none}, what a run has that goes on stays as it is. A
-        new run keeps nothing of what an earlier one without a checkpoint may have written there.
-        With several processes all of them call this; process 0 alone writes.
+        files: {name: text, or None for no such file}. A continued run keeps the files that it has;
+        a new run replaces those that an earlier launch without a checkpoint may have left. With
+        several processes all of them call this; process 0 alone writes.
         """
         on_primary(self.path, lambda: self._commit(files, entries))
 
@@ -148,7 +148,7 @@ class Run:
         if self.is_new or self.changed:
             text = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
             write_atomic(self.path / CONFIG_FILE, text)
-        earlier = {} if self.is_new else recorded(self.path)
+        earlier = {} if self.is_new else run_record(self.path)
         launches = [*earlier.get("launches", []), launch]
         text = json.dumps({**earlier, "launches": launches, **entries}, indent=2) + "\n"
         write_atomic(self.path / RUN_FILE, text)
@@ -164,41 +164,41 @@ def open_run(workdir, config, *, command_line, may_differ=()):
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
         launch may change. A change is written to config.json and recorded in run.json.
 
-    Returns: Run, whose `commit` writes. Nothing is written here.
+    Returns: OpenedRun, whose `commit` writes. Nothing is written here.
     Raises: UsageError naming the keys that differ with both values, or the file at fault.
 
-    With several processes all of them call this; process 0 alone looks.
+    With several processes all of them call this; process 0 alone reads.
     """
     config = json.loads(json.dumps(config, default=_plain))
-    looked = on_primary(workdir, lambda: int(_is_new(workdir)))
+    is_new = on_primary(workdir, lambda: int(_is_new(workdir)))
     folder, changed = pathlib.Path(workdir), {}
-    if not looked:
+    if not is_new:
 
         def check():
-            changed.update(_check_same(workdir, load_config(workdir), config, may_differ))
+            changed.update(_check_same(workdir, recorded_config(workdir), config, may_differ))
 
         on_primary(workdir, check)
-    return Run(folder, bool(looked), changed, config, tuple(command_line))
+    return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
 
 
-def on_primary(workdir, act):
-    """`act()`, an int or None, of process 0, on every process; all fail where it fails."""
+def on_primary(workdir, action):
+    """`action()`, an int or None, of process 0, on every process; if it fails, all of them fail."""
     import jax
 
     if jax.process_count() == 1:
-        return act()
+        return action()
     import numpy as np
     from jax.experimental import multihost_utils
 
-    refused, result = None, 0
+    refusal, result = None, 0
     if jax.process_index() == 0:
         try:
-            result = act() or 0
+            result = action() or 0
         except UsageError as error:
-            refused, result = error, -1
+            refusal, result = error, -1
     result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
-    if refused:
-        raise refused
+    if refusal:
+        raise refusal
     if result < 0:
         raise UsageError(f"--workdir={workdir} was refused by process 0; see its message")
     return result
@@ -217,31 +217,31 @@ def _is_new(workdir):
 
 
 def holds_result(workdir):
-    """Whether a folder holds what cannot be had again for nothing: a checkpoint, a clustering."""
+    """Whether a folder holds a result that took work to compute: a checkpoint or a clustering."""
     folder = pathlib.Path(workdir)
     try:
         names = [path.name for path in (folder / CHECKPOINTS).iterdir() if path.is_dir()]
     except OSError:  # no such folder, or not one
         names = []
-    kept = any(name.isdecimal() or name.startswith("damaged_") for name in names)
-    return kept or (folder / RESULTS["clustering"]).is_file()
+    has_checkpoint = any(name.isdecimal() or name.startswith("damaged_") for name in names)
+    return has_checkpoint or (folder / RESULTS["clustering"]).is_file()
 
 
 def kind_of_result(workdir):
-    """The name in RESULTS of what a folder holds; None where it holds nothing."""
-    there = (name for name, path in RESULTS.items() if (pathlib.Path(workdir) / path).exists())
-    return next(there, None)
+    """The kind of result, as in RESULTS, that a folder holds; None without any."""
+    present = (name for name, path in RESULTS.items() if (pathlib.Path(workdir) / path).exists())
+    return next(present, None)
 
 
 class Lock:
     """Keeps a second launch from writing into a run folder; `take` raises UsageError for it.
 
-    The lock is the system's, on an open file: it ends with the process, however that ends. What
-    only reads takes none. With several processes process 0 takes it for all. Where the file system
-    has no locks that is said once, and the launch goes on without one.
+    The lock is the system's, on an open file: it ends with the process, however that ends. Launches
+    that only read take none. With several processes process 0 takes it for all. On a file system
+    without locks the launch warns once and continues without one.
 
-    A context manager: an existing folder is locked from the start, an absent one by `take`, which
-    makes it.
+    A context manager: an existing folder is locked on entry, an absent one by `take`, which makes
+    it.
     """
 
     def __init__(self, workdir):
@@ -257,7 +257,7 @@ class Lock:
         self._file = None
 
     def take(self):
-        """Takes the lock if that was not done yet; makes the folder if it is absent."""
+        """Takes the lock unless it is taken already; makes the folder if it is absent."""
         on_primary(self._folder, self._take)
 
     def _take(self):
@@ -279,9 +279,9 @@ class Lock:
                 " stop it, or use another --workdir"
             ) from None
         except (ImportError, OSError) as error:
-            why = "this system" if isinstance(error, ImportError) else "its file system"
+            lacking = "this system" if isinstance(error, ImportError) else "its file system"
             print(
-                f"efx: warning: {self._folder} cannot be locked ({why} has no locks): see to it"
+                f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): see to it"
                 " that no other launch trains there",
                 file=sys.stderr,
                 flush=True,
@@ -295,25 +295,25 @@ class Lock:
 def check_config(workdir, config, may_differ=()):
     """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`."""
     config = json.loads(json.dumps(config, default=_plain))
-    _check_same(workdir, load_config(workdir), config, may_differ)
+    _check_same(workdir, recorded_config(workdir), config, may_differ)
 
 
-def recorded(workdir):
-    """run.json as a dict: `launches`, and what else `Run.commit` put there; {} without one."""
+def run_record(workdir):
+    """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one."""
     path = pathlib.Path(workdir) / RUN_FILE
     return _read_json(path) if path.is_file() else {}
 
 
 def saved_tokenizer(workdir):
-    """Path of the tokenizer.json of the run in a folder; None where there is no run.
+    """Path of the tokenizer.json of the run in a folder; None without a run.
 
-    Raises UsageError if it is not the one that the run recorded: a model would be given ids that
-    mean something else to it.
+    Raises UsageError if it is not the one that the run recorded: its ids would mean something else
+    to the model.
     """
     path = pathlib.Path(workdir) / TOKENIZER_FILE
     if not holds_result(workdir):
         return None
-    entry = recorded(workdir).get("tokenizer")
+    entry = run_record(workdir).get("tokenizer")
     text = path.read_text(encoding="utf-8") if path.is_file() else None
     if entry and checksum(text) != entry:
         raise UsageError(
@@ -324,20 +324,20 @@ def saved_tokenizer(workdir):
 
 
 def text_entries(origin):
-    """(what held_out.json holds, or None; the entry "text" of run.json) of a `Data.origin`."""
-    kept = {name: origin[name] for name in ("of", "held_out")}
-    text = json.dumps(kept, indent=1) + "\n" if origin["held_out"] else None
+    """(contents of held_out.json, or None; the entry "text" of run.json) of a `Data.origin`."""
+    decision = {name: origin[name] for name in ("of", "held_out")}
+    text = json.dumps(decision, indent=1) + "\n" if origin["held_out"] else None
     entry = {name: origin[name] for name in ("source", "eval_source")}
     return text, {**entry, "held_out": checksum(text)}
 
 
 def recorded_origin(workdir):
-    """`Data.origin` of the run in a folder, None where nothing is recorded of its text.
+    """`Data.origin` of the run in a folder, None if its text is not recorded.
 
     Raises UsageError if held_out.json is not what was recorded: text that was held out might be
     trained on.
     """
-    entry = recorded(workdir).get("text")
+    entry = run_record(workdir).get("text")
     if entry is None:
         return None
     path = pathlib.Path(workdir) / HELD_OUT_FILE
@@ -347,17 +347,17 @@ def recorded_origin(workdir):
             f"{path}, which says what is held out, is missing or not as it was written; restore the"
             " file, or use another --workdir"
         )
-    kept = json.loads(text) if text else {"of": None, "held_out": None}
-    return {**kept, **{name: entry[name] for name in ("source", "eval_source")}}
+    decision = json.loads(text) if text else {"of": None, "held_out": None}
+    return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
 
 
 def checksum(text):
-    """A hash of `text`; None of None."""
+    """A hash of `text`; None for None."""
     return text and hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value):
-    """JSON for what a config may hold beyond the basic types."""
+    """A plain value for the types of a config that JSON does not have."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "item"):  # a numpy scalar
@@ -365,13 +365,13 @@ def _plain(value):
     raise TypeError(f"config value {value!r} of type {type(value).__name__} cannot be stored")
 
 
-def _check_same(workdir, old, new, may_differ):
-    """{key: [old, new]} of the permitted changes; UsageError on any other difference."""
-    old, new = flatten(old), flatten(new)
+def _check_same(workdir, stored, config, may_differ):
+    """{key: [before, now]} of the permitted changes; UsageError on any other difference."""
+    stored, config = dotted(stored), dotted(config)
     changed, refused = {}, []
-    for key in sorted(old.keys() | new.keys()):
-        before = old[key] if key in old else _ABSENT  # noqa: SIM401
-        after = new[key] if key in new else _ABSENT  # noqa: SIM401
+    for key in sorted(stored.keys() | config.keys()):
+        before = stored[key] if key in stored else _ABSENT  # noqa: SIM401
+        after = config[key] if key in config else _ABSENT  # noqa: SIM401
         if type(before) is type(after) and before == after or _equal_numbers(before, after):
             continue
         if any(re.fullmatch(pattern, key) for pattern in may_differ):
@@ -379,10 +379,10 @@ def _check_same(workdir, old, new, may_differ):
         else:
             refused.append(f"config.{key}: {before!r} in the run, {after!r} here")
     if refused:
-        more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
         raise UsageError(
             f"--workdir={workdir} holds a run of another config ({'; '.join(refused[:_SHOWN])}"
-            f"{more}); use another --workdir, or the values of that run"
+            f"{others}); use another --workdir, or the values of that run"
         )
     return changed
 
@@ -393,19 +393,19 @@ def _equal_numbers(a, b):
     return numeric and a == b
 
 
-def flatten(config, prefix=""):
+def dotted(config, prefix=""):
     """{"model.depth": 4, ...}: nested dicts to dotted keys. An empty dict is kept as a value."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
+            flat.update(dotted(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
 def describe_launch(command_line):
-    """One record for run.json: what ran, on what, when."""
+    """One record for run.json: versions, machine, time and command line of a launch."""
     import importlib.metadata
 
     import jax
@@ -426,7 +426,7 @@ def describe_launch(command_line):
         "device_count": len(devices),
         "process_count": jax.process_count(),
         "cpu_count": os.cpu_count(),
-        "command_line": [str(part) for part in command_line],
+        "command_line": [str(argument) for argument in command_line],
         "executable": os.path.basename(sys.executable),
     }
 
@@ -434,15 +434,15 @@ def describe_launch(command_line):
 def git_revision(package=None):
     """{"revision": sha, "dirty": bool} of the checkout that efx is run from, or None.
 
-    None as well when efx is installed inside some other project's checkout (a virtual
-    environment, say), whose revision would say nothing about efx. `package`: the folder `efx`.
+    None as well when efx is installed inside another project's checkout (in a virtual environment,
+    say), whose revision says nothing about efx. `package`: the folder `efx`.
     """
     package = package or pathlib.Path(__file__).resolve().parent
 
     def git(*arguments):
         command = ["git", "-C", str(package), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.strip()
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return completed.stdout.strip()
 
     try:
         top = git("rev-parse", "--show-toplevel")

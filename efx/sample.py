@@ -120,24 +120,26 @@ class _Program:
     batch_size: int
     cache_size: int
 
-    @partial(jax.jit, static_argnums=0)
     def start(self):
-        """An empty cache, and room for the features of each row's last token."""
-        return models.init_decoding(self.model, self.batch_size, self.cache_size)
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def reset(self, cache, rows_B):
-        """Empty the cache of some rows."""
-
-        def empty(value, start):
-            return jnp.where(rows_B.reshape(-1, *(1,) * (value.ndim - 1)), start, value)
-
-        return jax.tree.map(empty, cache, self.start()[0])
+        """Room for the cache, not empty yet, and for the features of each row's last token."""
+        shapes = models.decoding_shapes(self.model, self.batch_size, self.cache_size)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def prefill(self, variables, cache, last_BD, tokens_BT, positions_BT, seed):
-        """Read tokens: the cache, and the features of each row's last token; a row that has none
-        among them keeps its own."""
+    def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
+        """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
+        row's last token; a row that has none among them keeps its own."""
+
+        def emptied(value, start):
+            return jnp.where(new_B.reshape(-1, *(1,) * (value.ndim - 1)), start, value)
+
+        # Not at every chunk: the cache may be large.
+        cache = jax.lax.cond(
+            jnp.any(new_B),
+            lambda cache: jax.tree.map(emptied, cache, models.empty(cache)),
+            lambda cache: cache,
+            cache,
+        )
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 
@@ -215,7 +217,8 @@ class _Run:
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
         self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            self.cache, self.last_BD = self._call(self.program.start)
+            room = self._call(self.program.start)
+            self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
             self.read({})
             self.decode(np.ones(sampler.batch_size, bool), 0, 0)
 
@@ -243,7 +246,6 @@ class _Run:
         """Read {row: tokens}, after emptying the cache of these rows."""
         self.count(texts)
         rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
-        self.cache = self._call(self.program.reset, self.cache, rows_B)
         longest = max(map(len, texts.values()), default=1)
         shape = (self.sampler.batch_size, -(-longest // PREFILL) * PREFILL)
         tokens_BT, positions_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -255,7 +257,7 @@ class _Run:
             part = slice(t, t + PREFILL)
             self.cache, self.last_BD = self._call(
                 self.program.prefill, self.variables, self.cache, self.last_BD,
-                tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
+                rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)
 

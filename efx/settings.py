@@ -5,8 +5,9 @@
         top_k: Natural = 0  # choose among so many tokens; 0: all
 
 The field's type says what is allowed: a Python type, `Literal` choices, a range (`Natural`,
-`Share`...), tuples and unions of these, another block. Whoever makes a block gets a `UsageError`
-that names key, value and what would be right. Rules between fields are the block's `check`.
+`Fraction`...), tuples and unions of these, another block. Making a block of a wrong value raises a
+`UsageError` that names key, value and what would be right. Rules between fields are the block's
+`check`.
 
 A config file starts from `defaults(...)` of a block, a ConfigDict that any Python file may write to
 and that the command line overrides; `make` turns it into the block again.
@@ -27,7 +28,7 @@ from efx.errors import UsageError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What a number may be: `least` and `most` are allowed themselves, `above` and `below` not."""
+    """Bounds of a number: `least` and `most` are in the range, `above` and `below` are not."""
 
     least: float | None = None
     above: float | None = None
@@ -35,7 +36,7 @@ class Range:
     below: float | None = None
 
     def holds(self, value):
-        """Whether a number lies in the range, which holds no infinite one and none that is nan."""
+        """Whether a number is finite and lies in the range."""
         return (
             math.isfinite(value)
             and (self.least is None or value >= self.least)
@@ -61,7 +62,7 @@ Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(least=0)]
 AtLeastOne = Annotated[float, Range(least=1)]
-Share = Annotated[float, Range(above=0, most=1)]
+Fraction = Annotated[float, Range(above=0, most=1)]
 Probability = Annotated[float, Range(least=0, below=1)]
 
 
@@ -106,30 +107,32 @@ def _check_fields(self):
 
 
 def _options(hint):
-    """The types that a value may have one of."""
+    """The alternatives of a union; of any other hint itself."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if union else (hint,)
 
 
 def _converted(hint, value, where):
-    """The value as the type of its field says: tuples for lists, a float for an int, a block for a
-    mapping; UsageError if it is none of that type."""
+    """The value in the type of its field: a tuple for a list, a float for an int, a block for a
+    mapping; UsageError if it does not have that type."""
     refusals = []
     for option in _options(hint):
         try:
-            return _as(option, value, where)
+            return _as_option(option, value, where)
         except UsageError as refusal:
             refusals.append(refusal)
-    # Of several types the one that the value has says best what is wrong with it.
-    fitting = [each for each in refusals if "expected" not in str(each).rpartition(": ")[2]]
+    # Of several types, the one that the value has gives the best message.
+    fitting = [
+        refusal for refusal in refusals if "expected" not in str(refusal).rpartition(": ")[2]
+    ]
     if fitting or len(refusals) == 1:
         raise (fitting or refusals)[0]
-    wanted = " or ".join(map(_name, _options(hint)))
-    raise UsageError(f"{where}={value!r}: expected {wanted}")
+    expected = " or ".join(map(_type_name, _options(hint)))
+    raise UsageError(f"{where}={value!r}: expected {expected}")
 
 
-def _as(hint, value, where):
-    """One of the `_options` of a hint."""
+def _as_option(hint, value, where):
+    """The value in one of the `_options` of a hint."""
     if hint in (object, typing.Any):
         return value
     if hint is types.NoneType:
@@ -139,7 +142,7 @@ def _as(hint, value, where):
     origin = typing.get_origin(hint)
     if origin is Annotated:
         kind, allowed = typing.get_args(hint)
-        number = _as(kind, value, where)
+        number = _as_option(kind, value, where)
         if not allowed.holds(number):
             raise UsageError(f"{where}={value!r}: must be {allowed}")
         return number
@@ -153,39 +156,43 @@ def _as(hint, value, where):
     if origin is tuple:
         item, _ = typing.get_args(hint)
         if isinstance(value, (tuple, list)):
-            return _items(item, value, where)
+            return _tuple_of(item, value, where)
     elif is_block(hint):
         return value if isinstance(value, hint) else make(hint, value)
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise UsageError(f"{where}={value!r}: expected {_name(hint)}")
+    raise UsageError(f"{where}={value!r}: expected {_type_name(hint)}")
 
 
-def _items(hint, values, where):
+def _tuple_of(hint, values, where):
     try:
-        return tuple(_converted(hint, each, where) for each in values)
-    except UsageError as refusal:  # of one of them; told of all
+        return tuple(_converted(hint, value, where) for value in values)
+    except UsageError as refusal:  # it names one value; the message should name them all
         message = str(refusal).partition(": ")[2]
         raise UsageError(f"{where}={values!r}: {message}") from None
 
 
-def _name(hint):
+def _type_name(hint):
     origin = typing.get_origin(hint)
     if hint is types.NoneType:
         return "None"
     if origin is Annotated:
-        return _name(typing.get_args(hint)[0])
+        return _type_name(typing.get_args(hint)[0])
     if origin is Literal:
         return "one of " + ", ".join(typing.get_args(hint))
     if origin is tuple:
-        return f"a tuple of {_name(typing.get_args(hint)[0])}"
-    return " or ".join(map(_name, _options(hint))) if not isinstance(hint, type) else hint.__name__
+        return f"a tuple of {_type_name(typing.get_args(hint)[0])}"
+    return (
+        " or ".join(map(_type_name, _options(hint)))
+        if not isinstance(hint, type)
+        else hint.__name__
+    )
 
 
 def make(cls, mapping):
-    """The block `cls` of a mapping that has all of its settings and no other."""
+    """The block `cls` of a mapping that has exactly its settings."""
     if is_block(mapping) and isinstance(mapping, cls):
         return mapping
     if not isinstance(mapping, Mapping) and not hasattr(mapping, "items"):
@@ -202,18 +209,18 @@ def make(cls, mapping):
 
 
 def defaults(settings):
-    """A block as a ConfigDict. A setting that may have values of several types can be given any of
-    them, and what is None now (decided elsewhere) one of its type."""
+    """A block as a ConfigDict. A setting of several types accepts each of them, and one that is
+    None (decided elsewhere) its type."""
     config = ConfigDict()
     for name, hint in _hints(type(settings)).items():
         value, options = getattr(settings, name), _options(hint)
-        kinds = [each for each in options if each is not types.NoneType]
+        types_of_value = [option for option in options if option is not types.NoneType]
         if is_block(value):
             config[name] = defaults(value)
-        elif hint is object or len(kinds) > 1:
+        elif hint is object or len(types_of_value) > 1:
             config[name] = config_dict.FieldReference(value, field_type=object)
         elif value is None:
-            config[name] = config_dict.placeholder(_plain_type(kinds[0]))
+            config[name] = config_dict.placeholder(_plain_type(types_of_value[0]))
         else:
             config[name] = value
     return config
@@ -226,7 +233,7 @@ def _plain_type(hint):
 
 
 def as_dict(settings):
-    """A block as nested plain dicts, tuples as they are; of a mapping in its place, a copy."""
+    """A block as nested plain dicts with its tuples; a mapping as a plain dict."""
     if not is_block(settings):
         return dict(settings.items())
     return {
@@ -240,9 +247,9 @@ def replaced(settings, changes):
     """A block with some settings changed, by dotted key: `replaced(c, {"mlp.kind": "moe"})`."""
     nested = {}
     for key, value in changes.items():
-        name, _, rest = key.partition(".")
-        if rest:
-            nested.setdefault(name, {})[rest] = value
+        name, _, subkey = key.partition(".")
+        if subkey:
+            nested.setdefault(name, {})[subkey] = value
         else:
             nested[name] = value
     for name, value in nested.items():

@@ -1,8 +1,8 @@
-"""Where arrays live: the mesh from the config, and logical axis names to mesh axes.
+"""Layout of arrays: the mesh of the config, and the mapping of logical axes to mesh axes.
 
-Layers only ever name logical axes (the tables below). The config maps them to mesh axes in one
-table, `config.rules`; a logical name that the table does not list is an error, so a misspelt name
-never means "replicated" by accident.
+Layers name logical axes only (the tables below). The config maps them to mesh axes in one table,
+`config.rules`; a logical name that the table does not list is an error, so that a misspelt name
+cannot mean "replicated".
 """
 
 import contextlib
@@ -66,24 +66,24 @@ DEFAULT_RULES = (
 
 
 def make_mesh(mesh_config, devices=None):
-    """Mesh with the axes of `MESH_AXES`; one of the sizes may be -1, "whatever is left"."""
+    """Mesh with the axes of `MESH_AXES`; one size may be -1: all devices that the others leave."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = as_dict(mesh_config)
     sizes = {name: sizes[name] for name in MESH_AXES}
-    free = [name for name, size in sizes.items() if size == -1]
+    inferred = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
-    if bad or len(free) > 1:
+    if bad or len(inferred) > 1:
         raise UsageError(
             f"config.mesh={sizes}: each size must be at least 1, and at most one of them -1"
         )
     fixed = int(np.prod([size for size in sizes.values() if size != -1]))
-    if len(devices) % fixed or (fixed != len(devices) and not free):
+    if len(devices) % fixed or (fixed != len(devices) and not inferred):
         raise UsageError(
-            f"config.mesh={sizes} needs {'a multiple of ' if free else ''}{fixed} devices "
+            f"config.mesh={sizes} needs {'a multiple of ' if inferred else ''}{fixed} devices "
             f"but there are {len(devices)}"
         )
-    if free:
-        sizes[free[0]] = len(devices) // fixed
+    if inferred:
+        sizes[inferred[0]] = len(devices) // fixed
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -94,7 +94,7 @@ def make_mesh(mesh_config, devices=None):
 
 
 def check_rules(rules):
-    """`rules` as a tuple of pairs, every logical name known and every mesh axis existing."""
+    """`rules` as a tuple of pairs, checked: a rule for every logical axis, no unknown mesh axis."""
     rules = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
     names = [name for name, _ in rules]
     for name in PARAMETER_AXES + ACTIVATION_AXES:
@@ -125,7 +125,7 @@ def single_device():
 
 
 def constrain(x, *axes):
-    """Hint the layout of an activation by logical names; does nothing outside a mesh."""
+    """Constrains the layout of an activation by logical names; does nothing outside a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -135,7 +135,7 @@ def constrain(x, *axes):
 def tree_shardings(boxed, mesh, rules):
     """NamedSharding of every leaf of a tree of (possibly boxed) abstract arrays.
 
-    Raises UsageError naming the parameter where a dimension does not divide over its mesh axes.
+    Raises UsageError naming the parameter if a dimension does not divide over its mesh axes.
     """
     specs = nn.get_partition_spec(boxed)
     shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
@@ -168,56 +168,56 @@ def replicated(mesh):
     return NamedSharding(mesh, PartitionSpec())
 
 
-def ways(mesh, rules, name):
-    """Over how many devices the logical axis `name` is split."""
+def shard_count(mesh, rules, name):
+    """The number of shards of the logical axis `name`."""
     axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
 
 
 def batch_shards(mesh, rules):
-    """Over how many devices the batch axis is split."""
-    return ways(mesh, rules, "batch")
+    """The number of shards of the batch axis."""
+    return shard_count(mesh, rules, "batch")
 
 
 class Placement:
-    """How batches of so many rows lie on a mesh, and what of them this process has to read.
+    """The layout of batches of `size` rows on a mesh, and the rows that this process has to read.
 
-    A row goes where its number in the whole batch says. The number of the process says nothing:
-    several processes hold the same rows where a mesh axis that does not split the batch, such as
+    The number of a row in the whole batch decides where it goes, not the number of the process:
+    several processes hold the same rows if a mesh axis that does not split the batch, such as
     tensor, spans them.
 
     Attributes:
       rows: int64, ascending: the numbers of the rows that devices of this process hold.
 
     Args:
-      size: rows of the whole batch; `batch_shards` divides it.
+      size: rows of the whole batch, a multiple of `batch_shards`.
     """
 
     def __init__(self, mesh, rules, size):
         self._sharding, self._size = batch_sharding(mesh, rules), size
         by_row = NamedSharding(mesh, PartitionSpec(self._sharding.spec[0]))
-        held = by_row.addressable_devices_indices_map((size,)).values()
-        self.rows = np.unique(np.concatenate([np.arange(size)[index] for index in held]))
+        local_indices = by_row.addressable_devices_indices_map((size,)).values()
+        self.rows = np.unique(np.concatenate([np.arange(size)[index] for index in local_indices]))
 
     def __call__(self, batch):
         """{name: the rows `rows` of an array [size, T]} as {name: global array [size, T]}."""
-        return {name: self._place(x) for name, x in batch.items()}
+        return {name: self._global_array(x) for name, x in batch.items()}
 
-    def _place(self, x):
+    def _global_array(self, x):
         if len(x) != len(self.rows):
             raise ValueError(f"{len(x)} rows were read where this process holds {len(self.rows)}")
 
-        def part(index):
-            first, last, _ = index[0].indices(self._size)
-            begin = np.searchsorted(self.rows, first)
-            return x[begin : begin + last - first, *index[1:]]
+        def local_block(index):
+            start, stop, _ = index[0].indices(self._size)
+            begin = np.searchsorted(self.rows, start)
+            return x[begin : begin + stop - start, *index[1:]]
 
-        return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, part)
+        return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, local_block)
 
 
 def local(tree):
-    """Arrays on one device of this host, gathered from wherever they are."""
+    """Arrays on one device of this host, gathered from all devices that hold shards of them."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

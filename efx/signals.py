@@ -1,4 +1,4 @@
-"""Asking a run to stop: SIGTERM, Ctrl-C, and agreeing on it between hosts."""
+"""Stopping a run: SIGTERM, Ctrl-C, and the agreement of all hosts."""
 
 import contextlib
 import signal
@@ -11,7 +11,7 @@ import numpy as np
 class StopSignals:
     """Turns SIGTERM and the first Ctrl-C into "stop after this step"; a second Ctrl-C interrupts.
 
-    With several hosts all of them have to stop at the same step, so they agree on it now and then.
+    Several hosts have to stop at the same step, so they agree on it every few steps.
     """
 
     _AGREE_EVERY = 10
@@ -20,14 +20,14 @@ class StopSignals:
         self.name = ""
 
     def __enter__(self):
-        self._old = {}
+        self._previous_handlers = {}
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):  # not in the main thread, as in some notebooks
-                self._old[number] = signal.signal(number, self._caught)
+                self._previous_handlers[number] = signal.signal(number, self._caught)
         return self
 
     def __exit__(self, kind, error, trace):
-        for number, handler in self._old.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _caught(self, number, frame):
@@ -36,14 +36,15 @@ class StopSignals:
         self.name = signal.Signals(number).name
         print(f"{self.name}: saving after this step", file=sys.stderr, flush=True)
 
-    def wanted(self, step):
+    def stop_requested(self, step):
+        """Whether to stop after `step`; the same answer on every host."""
         if jax.process_count() == 1:
             return bool(self.name)
         if step % self._AGREE_EVERY:
             return False
         from jax.experimental import multihost_utils
 
-        wanted = bool(np.any(multihost_utils.process_allgather(np.int32(bool(self.name)))))
-        if wanted and not self.name:
+        requested = bool(np.any(multihost_utils.process_allgather(np.int32(bool(self.name)))))
+        if requested and not self.name:
             self.name = "another host"
-        return wanted
+        return requested

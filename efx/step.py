@@ -16,20 +16,20 @@ from efx import losses, means, models, optim, sharding
 from efx.layers.stack import label
 from efx.settings import as_dict
 
-EVALUATION = np.uint32(2**32 - 1)  # in the place of a step, of which there are never so many
+EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
 
 
 @struct.dataclass
 class TrainState:
-    """Everything that a checkpoint has to hold of a run, apart from the data's position.
+    """Everything of a run that a checkpoint has to hold, except the position in the data.
 
     Attributes:
-      step: int32, optimiser steps done (skipped ones included).
+      step: int32, number of optimiser steps (skipped ones included).
       params: float32 parameters.
       opt_state: optax state.
       variables: {"state": ...} running averages of layers that have them, else {}.
-      nonfinite_total, nonfinite_run: int32, steps skipped for a non-finite loss or gradient, in
-        all and since the last good one.
+      nonfinite_total, nonfinite_run: int32, steps skipped for a non-finite loss or gradient: all of
+        them, and those since the last finite one.
     """
 
     step: jax.Array
@@ -48,13 +48,13 @@ def init_state(model, optimizer, seed):
 def state_of(variables, optimizer):
     """The state of step 0 of a model's variables, unboxed."""
     params = variables["params"]
-    kept = {"state": variables["state"]} if "state" in variables else {}
+    averages = {"state": variables["state"]} if "state" in variables else {}
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, optimizer.init(params), kept, zero, zero)
+    return TrainState(zero, params, optimizer.init(params), averages, zero, zero)
 
 
 def init_state_params(model):
-    """Unboxed parameters of step 0 of some seed: for shapes."""
+    """Unboxed parameters of step 0, of an arbitrary seed: for their shapes."""
     return nn.unbox(models.init(model, jax.random.key(0)))["params"]
 
 
@@ -73,15 +73,15 @@ def state_shardings(boxed_params, state, mesh, rules):
         by_path[_names(path)] = (leaf.shape, spec)
     longest = max(len(path) for path in by_path)
 
-    def place(path, leaf):
-        names = _names(path)
-        for size in range(min(longest, len(names)), 0, -1):
-            shape, spec = by_path.get(names[-size:], (None, None))
+    def sharding_of(path, leaf):
+        path_names = _names(path)
+        for size in range(min(longest, len(path_names)), 0, -1):
+            shape, spec = by_path.get(path_names[-size:], (None, None))
             if shape == leaf.shape:
                 return spec
         return sharding.replicated(mesh)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
 def _names(path):
@@ -94,24 +94,24 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     The seed is an argument, not a constant, so that runs of several seeds share one compilation.
 
     The objective is  sum(weight * cross-entropy) / sum(weight)  over the whole batch plus the
-    weighted sown losses of the whole batch. With `config.train.accumulation` = A, it is summed up
-    over A micro-batches of every A-th row, and the gradient is that of the big batch: of
-    cross-entropy because the weight of the whole batch is known; of sown losses because a first
-    pass over the micro-batches adds up what these are means of, as far as it is needed. That is
-    next to nothing for a loss that is one mean over tokens (how many tokens count is told by the
-    batch, unless a router tells it), and a forward pass without the output layer for one that is
+    weighted sown losses of the whole batch. With `config.train.accumulation` = A it is summed over
+    A micro-batches of every A-th row, and the gradient is that of the whole batch: for
+    cross-entropy because the weight of the whole batch is known; for sown losses because a first
+    pass over the micro-batches adds up the Means that these need. The compiler reduces that pass to
+    almost nothing for a loss that is one mean over tokens (the batch alone decides how many tokens
+    count, unless a router does), and to a forward pass without the output layer for a loss that is
     not linear in means (`load_balance`). Logged statistics are those of the whole batch, too.
 
-    Three things are not what the big batch would do. Random numbers (dropout, stochastic masks) are
-    drawn for each micro-batch. The running quantile of a routing threshold moves by the mean of the
-    micro-batches' quantiles. Negatives of the latent loss are of the same micro-batch where
-    `config.model.latent_loss` says candidates="batch".
+    Three things differ from a step without accumulation. Random numbers (dropout, stochastic masks)
+    are drawn for each micro-batch. The running quantile of a routing threshold moves by the mean of
+    the micro-batches' quantiles. Negatives of the latent loss come from the same micro-batch if
+    `config.model.latent_loss` has candidates="batch".
 
-    A step whose loss or gradient is not finite leaves parameters and optimiser state alone and is
-    counted.
+    A step whose loss or gradient is not finite changes neither parameters nor optimiser state, and
+    is counted.
 
     Args:
-      groups: over how many shards the batch axis is split (see `losses.chunked_cross_entropy`).
+      groups: number of shards of the batch axis (see `losses.chunked_cross_entropy`).
     """
     accumulation, weights = config.train.accumulation, as_dict(config.losses)
 
@@ -121,14 +121,14 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     def weighted(sown, step):
         return losses.weighted_sum(sown, weights, step, total_steps)[0]
 
-    def micro_loss(params, variables, batch, total_weight, keys, step, whole):
+    def micro_loss(params, variables, batch, total_weight, keys, step, totals):
         x_BTD, mutated = forward(params, variables, batch, keys)
         z_loss = losses.coefficient(weights["z_loss"], step, total_steps, "z_loss")
         sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss)
-        found = {name: means.sown(mutated, name) for name in ("losses", "stats")}
-        extra = weighted(losses.collect_sown(found["losses"], whole), step)
-        kept = {name: mutated[name] for name in variables}
-        return sums.total / total_weight + extra, (kept, sums, found)
+        reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
+        extra = weighted(losses.collect_sown(reports["losses"], totals), step)
+        averages = {name: mutated[name] for name in variables}
+        return sums.total / total_weight + extra, (averages, sums, reports)
 
     gradient = jax.grad(micro_loss, has_aux=True)
 
@@ -140,28 +140,28 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             key = jax.random.fold_in(base, index)
             return {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
 
-        def one(batch, index, whole=None):
+        def micro_gradients(batch, index, totals=None):
             grads, aux = gradient(
-                state.params, state.variables, batch, total_weight, keys(index), state.step, whole
+                state.params, state.variables, batch, total_weight, keys(index), state.step, totals
             )
             return grads, *aux
 
-        def ahead(batch, index):
+        def needed_means(batch, index):
             _, mutated = forward(state.params, state.variables, batch, keys(index))
             sown = means.sown(mutated, "losses")
-            return jax.tree.map(means.Mean.needed, sown, is_leaf=means.is_mean)
+            return jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
 
         if accumulation == 1:
-            grads, variables, sums, found = one(batch, 0)
+            grads, variables, sums, reports = micro_gradients(batch, 0)
         else:
             batches = _micro_batches(batch, accumulation)
-            whole = _over_micro_batches(ahead, batches)
-            grads, variables, sums, found = _over_micro_batches(
-                lambda batch, index: one(batch, index, whole), batches
+            totals = _over_micro_batches(needed_means, batches)
+            grads, variables, sums, reports = _over_micro_batches(
+                lambda batch, index: micro_gradients(batch, index, totals), batches
             )
             # Every micro-batch starts from the same running averages.
             variables = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), variables)
-        sown, stats = (losses.collect_sown(found[name]) for name in ("losses", "stats"))
+        sown, stats = (losses.collect_sown(reports[name]) for name in ("losses", "stats"))
         metrics = {
             "train/objective": sums.total / total_weight + weighted(sown, state.step),
             "train/loss": sums.loss / total_weight,
@@ -188,8 +188,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
         )
         metrics["train/grad_norm"] = norm
         # The optimiser counts only the steps that it took.
-        taken = state.step - state.nonfinite_total
-        metrics["train/learning_rate"] = jnp.asarray(schedule(taken), jnp.float32)
+        steps_taken = state.step - state.nonfinite_total
+        metrics["train/learning_rate"] = jnp.asarray(schedule(steps_taken), jnp.float32)
         metrics["train/nonfinite_total"] = new_state.nonfinite_total
         metrics["train/nonfinite_run"] = new_state.nonfinite_run
         return new_state, metrics
@@ -208,23 +208,23 @@ def _micro_batches(batch, count):
     return jax.tree.map(split, batch)
 
 
-def _over_micro_batches(one, batches):
+def _over_micro_batches(function, batches):
     """The sum over micro-batches of one(batch, index), with a scan."""
     count = len(jax.tree.leaves(batches)[0])
     first = jax.tree.map(lambda x: x[0], batches)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda b: one(b, 0), first)
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda b: function(b, 0), first)
     )
 
     def body(totals, item):
         index, batch = item
-        return jax.tree.map(jnp.add, totals, one(batch, index)), None
+        return jax.tree.map(jnp.add, totals, function(batch, index)), None
 
     return jax.lax.scan(body, zeros, (jnp.arange(count), batches))[0]
 
 
 def _features(model, params, variables, batch, keys, *, train):
-    """(what the output layer reads, mutated collections) of one batch."""
+    """(input of the output layer [B, T, D], mutated collections) of one batch."""
     return model.apply(
         {"params": params, **variables},
         batch["inputs"],
@@ -238,7 +238,7 @@ def _features(model, params, variables, batch, keys, *, train):
 
 
 def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
-    """LossSums of what `_features` gave; logits of `loss_chunk` positions at a time."""
+    """LossSums of features [B, T, D]; logits of `loss_chunk` positions at a time."""
     head = model.head_params(params)
     chunk = config.train.loss_chunk
     if chunk and chunk < x_BTD.shape[1]:
@@ -258,9 +258,8 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
 
 
 def evaluation_keys(seed, index):
-    """Keys of batch number `index` of an evaluation, as `rngs` of a model: what training draws
-    afresh for every batch (places of stochastic routing) is drawn here too, and the same ones at
-    every evaluation."""
+    """Keys of batch number `index` of an evaluation, as `rngs` of a model. Stochastic routing draws
+    tokens for every batch as in training, but the same ones at every evaluation."""
     key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
     return {"routing": jax.random.fold_in(key, index)}
 
@@ -270,38 +269,40 @@ def make_eval_step(model, config, *, groups=1):
     sums over the batch's tokens, which add up over batches; `index` is the number of the batch.
     "stats" is the tree of Means that was sown.
 
-    Rows past the end of the split are computed like others where nothing marks them as padding, so
-    the Means of a batch count by its share of scored tokens.
+    Without packing nothing marks rows past the end of the split as padding and they are computed
+    like others, so the Means of a batch are weighted by its fraction of scored tokens.
     """
 
     def eval_step(params, variables, batch, seed, index):
         keys = evaluation_keys(seed, index)
         x_BTD, mutated = _features(model, params, variables, batch, keys, train=False)
         sums = _loss_sums(model, params, x_BTD, batch, config, groups, 0.0)
-        real = batch["weights"].size
+        real_tokens = batch["weights"].size
         if "segment_ids" in batch:
-            real = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
-        stats = jax.tree.map(lambda x: x * (sums.weights / real), means.sown(mutated, "stats"))
+            real_tokens = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
+        stats = jax.tree.map(
+            lambda x: x * (sums.weights / real_tokens), means.sown(mutated, "stats")
+        )
         return {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights, "stats": stats}
 
     return eval_step
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, each layer's own as `name/block_<i>`, and of what
+    """Statistics by name: the mean over layers, that of each layer as `name/block_<i>`, and of what
     is routed as `name/<block>`.
 
     Args:
       stats: a tree of values or Means by layer.
     """
-    result = losses.collect_sown(stats)
+    named = losses.collect_sown(stats)
     if "units" in stats.get("layers", {}):
         stats = models.unroll_variables(model, {"stats": stats})["stats"]
-    # Masks of the embedding lie outside of the layers.
+    # Masks of the embedding belong to no layer.
     paths = [f"layers/{layer}" for layer in stats.get("layers", ())]
     paths += [path for path, spec in model.blocks().items() if spec.routing is not None]
     for path in paths:
-        entries = functools.reduce(lambda tree, key: tree[key], path.split("/"), stats)
-        for name, value in losses.collect_sown(entries).items():
-            result[f"{name}/{label(path)}"] = value
-    return result
+        block_stats = functools.reduce(lambda tree, key: tree[key], path.split("/"), stats)
+        for name, value in losses.collect_sown(block_stats).items():
+            named[f"{name}/{label(path)}"] = value
+    return named

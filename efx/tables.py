@@ -1,6 +1,6 @@
-"""Tables of results: numbers as text, Markdown, and files beside the numbers they are made of.
+"""Tables of results: numbers as text, Markdown, and files of both the table and its numbers.
 
-A cell is a number, a text, None (nothing to show), or what `summary` makes of several seeds.
+A cell is a number, a text, None (nothing to show), or the `summary` of several seeds.
 """
 
 import json
@@ -12,9 +12,9 @@ from efx.runfolder import write_atomic, writing
 
 
 def summary(values):
-    """{mean, spread, n, values}: mean and standard deviation; of a single value no spread."""
-    found = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
-    return found | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
+    """{mean, spread, n, values}: mean and standard deviation, which one value does not have."""
+    fields = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
+    return fields | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
 
 
 def number(value, form):
@@ -35,7 +35,7 @@ def text(cell, form):
 
 
 def mean_and_spread(values):
-    """ "1.2345 ± 0.0678": mean and standard deviation; of a single value just that."""
+    """ "1.2345 ± 0.0678": mean and standard deviation; one value alone."""
     return text(summary(values), ".4f")
 
 
@@ -55,6 +55,6 @@ def write(workdir, name, text, numbers):
 
 
 def save(workdir, name, text, numbers):
-    """`write`, and print the text."""
+    """`write`, and prints the text."""
     write(workdir, name, text, numbers)
     print(text)

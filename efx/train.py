@@ -20,7 +20,7 @@ from efx.metrics.writer import WANDB_ID_FILE
 from efx.sample import TextSampler
 from efx.signals import StopSignals
 
-# What a later launch of the same run may change without becoming another run.
+# The settings that a later launch of the same run may change.
 MAY_DIFFER = (
     r"steps",
     r"train_flops",
@@ -39,7 +39,7 @@ MAY_DIFFER = (
     r"train\.loss_chunk",
     r"model\.remat",
     r"model\.vocab_multiple",
-    r"model\.attention_chunk",
+    r"model\.attention\.(chunk|kernel)",
 )
 
 
@@ -50,7 +50,7 @@ class RunStopped(RuntimeError):
 
 
 class NotFinite(RunStopped):
-    """The run came to its end, and what it ended with is not finite."""
+    """The run reached its last step, but its loss or its last gradients are not finite."""
 
     status = 3
 
@@ -64,29 +64,30 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
     Returns: the last row of metrics, {name: number}.
-    Raises: UsageError for bad input; RunStopped when training cannot go on, NotFinite when it came
-      to its end and the last steps or the held-out loss are not finite.
+    Raises: UsageError for bad input; RunStopped if training cannot go on, NotFinite if it reached
+      its last step and the last gradients or the held-out loss are not finite.
     """
     with runfolder.Lock(workdir) as lock:
-        return _Run(config, workdir, command_line, started or time.monotonic(), lock).train()
+        return _Launch(config, workdir, command_line, started or time.monotonic(), lock).train()
 
 
 def compose(config, workdir, *, command_line=(), started=None):
-    """Make the run folder of a model that is put together from other runs, at step 0: it can be
-    evaluated, sampled from, and trained further. Arguments, result and errors as above."""
+    """Make the run folder of a model that is composed of other runs, at step 0: it can be
+    evaluated, sampled from, and trained further. Arguments, result and errors: see
+    `train_and_evaluate`."""
     with runfolder.Lock(workdir) as lock:
-        run = _Run(config, workdir, command_line, started or time.monotonic(), lock)
-        return run.train(untrained=True)
+        launch = _Launch(config, workdir, command_line, started or time.monotonic(), lock)
+        return launch.train(untrained=True)
 
 
-class _Run:
+class _Launch:
     """One launch of a run."""
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
         self.workdir, config = pathlib.Path(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
-        self.run = self._look(config, command_line)
+        self.opened = self._open_run(config, command_line)
         with self._timed("data and model"):
             self.experiment = build.experiment(config, workdir)
             self.training = build.Training(self.experiment)
@@ -94,7 +95,7 @@ class _Run:
         self.config, self.data, self.model = config, e.data, e.model
         self.parameters = count_params(self.training.shapes.params)
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
-        # Now, so that a bad prompt or setting is told before anything is written.
+        # Made here, so that a bad prompt or setting is an error before anything is written.
         c = config.sample
         self.sampler = c.every and TextSampler(e.model, e.tokenizer, c, batch_size=c.num_samples)
         self._check_subset()
@@ -103,10 +104,10 @@ class _Run:
         self.buffer = MetricsBuffer()
         self.last_row = {}
         self.step, self.restored = 0, False
-        self.ending = ""  # what is wrong with how the run ended
+        self.ending = ""  # what is not finite at the end of the run, in words
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
-    def _look(self, config, command_line):
+    def _open_run(self, config, command_line):
         return runfolder.open_run(
             self.workdir,
             settings.as_dict(config),
@@ -115,14 +116,14 @@ class _Run:
         )
 
     def _commit(self, origin, files):
-        """Write into the folder; what could be known before can no longer go wrong.
+        """Write into the folder, after all checks that need no writing have passed.
 
-        origin: of the parameters, None if these are the run's own. files: ExitStack that the
-        metrics are closed by.
+        origin: of the parameters, None if the run initialised them. files: ExitStack that closes
+        the metrics.
         """
         self.lock.take()
-        run = self._look(self.config, self.run.command_line)
-        if run.is_new != self.run.is_new:
+        opened = self._open_run(self.config, self.opened.command_line)
+        if opened.is_new != self.opened.is_new:
             raise UsageError(
                 f"--workdir={self.workdir} was trained in while this launch was starting; start it"
                 " again"
@@ -135,7 +136,7 @@ class _Run:
                 tensorboard=c.tensorboard,
                 wandb=c.wandb,
                 run_name=self.workdir.name,
-                resume=not run.is_new,
+                resume=not opened.is_new,
             )
             self.writer = files.enter_context(writer)
 
@@ -152,13 +153,13 @@ class _Run:
         contents = {runfolder.HELD_OUT_FILE: held_out, runfolder.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
-        run.commit(contents, **entries)
+        opened.commit(contents, **entries)
         self.writer.truncate_after(self.step if self.restored else -1)
 
     def _check_subset(self):
-        """A run stays on its documents: the file that lists them may list others now."""
-        before = runfolder.recorded(self.workdir).get("subset")
-        if not self.run.is_new and before != self.data.subset:
+        """UsageError if the file of the subset lists other documents than the run began with."""
+        recorded_subset = runfolder.run_record(self.workdir).get("subset")
+        if not self.opened.is_new and recorded_subset != self.data.subset:
             raise UsageError(
                 f"--workdir={self.workdir} was trained on other documents than those of "
                 f"config.data.subset={self.config.data.subset!r}; use another --workdir"
@@ -184,7 +185,7 @@ class _Run:
             iterator, origin = self._restore()
             self._commit(origin, files)
             self.progress.println(self._banner())
-            if e.data.origin["of"] != e.data.origin["source"]:  # not as a new run would split it
+            if e.data.origin["of"] != e.data.origin["source"]:  # split by an earlier text
                 self.progress.println(f"held out: {e.data.held_out_of()}")
             if untrained:
                 return self._save_untrained(iterator)
@@ -204,8 +205,8 @@ class _Run:
         return self._finish()
 
     def _restore(self):
-        """(position in the data, what the parameters come from); reads only. The newest undamaged
-        checkpoint gives the state, then the position of the data, then the elapsed seconds."""
+        """(iterator over the data, origin of the parameters); reads only. State, position in the
+        data and elapsed seconds are those of the newest undamaged checkpoint, if there is one."""
         e, origin = self.experiment, None
         with self._timed("restore or initialise"):
             iterator = e.data.train_iterator(rows=self.placement.rows)
@@ -230,9 +231,9 @@ class _Run:
     def _banner(self):
         e = self.experiment
         devices = jax.device_count()
-        where = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
+        heading = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
-            f"{where}: {quantity(self.parameters, 'parameters')}, "
+            f"{heading}: {quantity(self.parameters, 'parameters')}, "
             f"{quantity(e.data.train_tokens, 'training tokens')}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step, "
@@ -243,14 +244,14 @@ class _Run:
         e, config = self.experiment, self.config
         batch = self.placement(next(iterator))
         stage = None
-        first = True
+        is_first = True
         while self.step < e.steps:
             self._profile()
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 compiled = self._compiled(stage, batch)
                 with self._timed("count FLOPs"):
-                    e.flops(self.step + 1, nominal=False)  # traced now, outside of the steps' time
+                    e.flops(self.step + 1, nominal=False)  # traced here, outside of the timed steps
                 clock = time.monotonic()
             self.state, metrics = compiled(self.state, batch, self.seed)
             self.step += 1
@@ -259,17 +260,17 @@ class _Run:
                 # While the device computes this step, the host fetches the next one's tokens.
                 batch = self.placement(next(iterator))
             self.buffer.push(self.step, metrics)
-            self.checkpoints.check()  # a save that failed in the background is told at once
-            if first:
+            self.checkpoints.check()  # a failed background save ends the run here
+            if is_first:
                 jax.block_until_ready(metrics)
                 self._report_start()
-                first = False
+                is_first = False
             clock = self._log(self.buffer.pop_ready(), clock)
-            stop = self.signals.wanted(self.step) or self.step == e.steps
+            stop = self.signals.stop_requested(self.step) or self.step == e.steps
             due = [
                 name
                 for name in ("checkpoint", "evaluate", "sample")
-                if (every := getattr(config, name).every) and self.step % every == 0
+                if (interval := getattr(config, name).every) and self.step % interval == 0
             ]
             if stop or due:
                 clock = self._log(self.buffer.pop_all(), clock)
@@ -300,7 +301,7 @@ class _Run:
             )
 
     def _log(self, rows, clock):
-        """Take in finished steps; write a row at each multiple of `log.every` and at the end."""
+        """Take finished steps; write a row at each multiple of `log.every` and at the last step."""
         config, e = self.config, self.experiment
         for step, row in rows:
             self.window.append(row)
@@ -343,17 +344,17 @@ class _Run:
             )
 
     def _pause(self, due, stop, position):
-        """Evaluate, sample and save, as far as they are due; the end of a run does all three."""
-        done = self.step == self.experiment.steps
+        """Evaluate, sample and save if due; at the end of a run all three."""
+        at_end = self.step == self.experiment.steps
         metrics = None
         params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
-        if done or "evaluate" in due:
+        if at_end or "evaluate" in due:
             metrics = self.evaluator(params, self.state.variables)
             self.writer.write(self.step, metrics)
             self.last_row.update(metrics, step=self.step)
             self.progress.println(describe(self.step, metrics))
-        self.ending = self._ending(metrics["eval/loss"], params) if done else ""
-        if "sample" in due or (done and self.config.sample.every):
+        self.ending = self._ending(metrics["eval/loss"], params) if at_end else ""
+        if "sample" in due or (at_end and self.config.sample.every):
             self._sample(params)
         if stop or "checkpoint" in due:
             meta = {"seconds": self.seconds, "ending": self.ending}
@@ -365,17 +366,17 @@ class _Run:
         if math.isfinite(loss) and not skipped:
             return ""
         if math.isfinite(loss):
-            which = "step" if skipped == 1 else f"{skipped} steps"
+            steps = "step" if skipped == 1 else f"{skipped} steps"
             return (
-                f"the loss or gradient of the last {which} was not finite and nothing was learnt"
+                f"the loss or gradient of the last {steps} was not finite and nothing was learnt"
                 f" there. The parameters are finite, those of step {self.step - skipped}, and the"
                 f" held-out loss is {loss:.4f} nats"
             )
         if bool(jax.jit(_all_finite)(params)):
-            why = "the parameters are finite, but too large to compute with"
+            cause = "the parameters are finite, but too large to compute with"
         else:
-            why = "the parameters are not finite"
-        return f"the held-out loss is {loss}: {why}"
+            cause = "the parameters are not finite"
+        return f"the held-out loss is {loss}: {cause}"
 
     def _sample(self, params):
         variables = sharding.local({"params": params, **self.state.variables})
@@ -389,10 +390,10 @@ class _Run:
         self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
 
     def _profile(self):
-        at, count = self.config.log.profile_at, self.config.log.profile_steps
-        if at and self.step == at:
+        start_step, count = self.config.log.profile_at, self.config.log.profile_steps
+        if start_step and self.step == start_step:
             jax.profiler.start_trace(str(self.workdir / "profile"))
-        if at and self.step == at + count:
+        if start_step and self.step == start_step + count:
             jax.block_until_ready(self.state)
             jax.profiler.stop_trace()
             self.progress.println(f"profile of {count} steps: {self.workdir / 'profile'}")
@@ -400,8 +401,8 @@ class _Run:
     def _report_start(self):
         total = time.monotonic() - self.started
         self.timings["other"] = total - sum(self.timings.values())
-        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
-        self.progress.println(f"first step after {total:.1f} s ({parts})")
+        durations = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
+        self.progress.println(f"first step after {total:.1f} s ({durations})")
         row = {"startup_seconds": total, "parameters": self.parameters}
         self.writer.write(self.step, row)
 

@@ -3,7 +3,7 @@
 #
 #   ./launch/test.sh                                       # tests of an extra not installed skip
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
-#   ./launch/test.sh tests/test_layout.py -k einsum        # any arguments of pytest
+#   ./launch/test.sh tests/house -k einsum                  # any arguments of pytest
 #
 # Two processes by default, a file to each at a time: its tests share models, compiled functions and
 # runs, which two processes would make twice. A later -n wins. EFX_EXTRAS=... does what --extras

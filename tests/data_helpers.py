@@ -8,6 +8,7 @@ from hypothesis import settings
 from ml_collections import ConfigDict
 
 import efx.data
+from efx.data import held_out
 from efx.errors import UsageError
 
 # An example that is slow on a busy machine is not wrong.
@@ -60,6 +61,11 @@ def write_folder(tmp_path):
 
 def open_data(config, **changes):
     return efx.data.load(config, **(dict(seed=3) | changes))
+
+
+def split_documents(source, method, eval_fraction):
+    """The pieces of a text that has no earlier decision."""
+    return held_out.pieces(source, held_out.decide(source, method, eval_fraction))
 
 
 def take(iterator, count):

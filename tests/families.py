@@ -190,6 +190,17 @@ FAMILIES = {
             "attention.chunk": 10,
         }
     ),
+    "recursion_context": _mod(
+        **{
+            "depth": 4,
+            "depth_routing.kind": "recursion",
+            "depth_routing.capacity": (0.7, 0.4),
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.skip_mlp": 16,
+            "attention.window": 9,
+            "attention.num_kv_heads": 2,
+        }
+    ),
     "moe": _moe(**{"mlp.moe.num_shared": 1}),
     "moe_switch": _moe(
         **{
@@ -217,6 +228,7 @@ FAMILIES = {
             "depth_routing.kind": "mod",
             "depth_routing.capacity": 0.5,
             "depth_routing.every": 1,
+            "mlp.moe.num_noop": 2,
         },
     ),
     "dropout_elementwise": Family(
@@ -230,9 +242,11 @@ FAMILIES = {
         losses=PENALTIES,
     ),
     "dropout_elementwise_mod": _mod(
-        losses=("router_bce", *PENALTIES),
+        losses=("predictor_bce", *PENALTIES),
         **{
             "preset": "gpt2",
+            "depth_routing.causal": "predictor",
+            "depth_routing.predictor_hidden": 6,
             "dropout.kind": "elementwise",
             "depth_routing.kv_for_skipped": True,
             "depth_routing.every": 1,
@@ -365,6 +379,7 @@ FAMILIES = {
         **{
             "cross_source": "final",
             "order": "cross_only",
+            "serial_start": "embedding",
             "encoder_depth": 3,
             "norm": "rmsnorm",
             "output_positions": "none",
@@ -529,14 +544,57 @@ FAMILIES = {
             losses=("latent_prediction",),
         )
     ),
-    "latent_elementwise": _latent(Family({"dropout.kind": "elementwise"}, losses=PENALTIES)),
+    "latent_window": _latent(
+        **{
+            "group_size": 12,
+            "latents": (6,),
+            "memory_local": 1,
+            "memory_global": 2,
+            "upsampling": "attention",
+            "positions": "both",
+            "attention.window": 4,
+            "attention.head_dim": 6,
+            "attention.num_kv_heads": 2,
+            "level_heads": (),
+            "soft_experts.num": 2,
+            "soft_experts.shared_kv": True,
+            "soft_experts_in": "levels",
+            "soft_experts.hidden_multiple": 1.0,
+        }
+    ),
+    "latent_elementwise": _latent(
+        Family(
+            {
+                "dropout.kind": "elementwise",
+                "memory_local": 1,
+                "upsampling": "attention",
+                "attention.window": 3,
+            },
+            losses=PENALTIES,
+        )
+    ),
     "latent_masks": _latent(
         Family(
             {
                 "dropout.kind": "attention",
                 "dropout.sites": NO_PROBS,
+                "memory_local": 1,
                 "memory_global": 1,
+                "upsampling": "attention",
                 "dropout.attention.input": "embedding_linear",
+                "dropout.attention.rounding": "none",
+            },
+            losses=PENALTIES,
+        )
+    ),
+    "latent_hidden_masks": _latent(
+        Family(
+            {
+                "dropout.kind": "attention",
+                "dropout.sites": NO_PROBS,
+                "compression": "transformer",
+                "compression_blocks": 2,
+                "attention.window": 3,
                 "dropout.attention.rounding": "none",
             },
             losses=PENALTIES,
@@ -545,10 +603,9 @@ FAMILIES = {
     "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
     "adapter_mod": _adapted(
         experts=3,
-        looks_ahead=True,
-        losses=("router_bce",),
         **{
             "depth_routing.kind": "mod",
+            "depth_routing.train_selection": "random_fixed",
             "depth_routing.capacity": 0.5,
             "adapter.routing": "topk",
             "depth_routing.kv_for_skipped": True,
@@ -589,6 +646,18 @@ FAMILIES = {
             "adapter.slack": 1.0,
             "attention.num_kv_heads": 2,
             "attention.chunk": 20,
+        },
+    ),
+    "adapter_latent": _adapted(
+        experts=2,
+        looks_ahead=True,
+        losses=("inclusion_bce",),
+        **{
+            **_latent(memory_global=1).changes,
+            "adapter.routing": "inclusion",
+            "adapter.sites": "layers/.*",
+            "adapter.capacity": 0.4,
+            "adapter.slack": 1.5,
         },
     ),
 }

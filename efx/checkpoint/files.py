@@ -72,13 +72,13 @@ def finished_steps(root):
     return sorted(step for step in numbered(root) if is_finished(root / str(step)))
 
 
-def no_such_step(root, known, step):
-    """The error for a step that is not there (None: there is none at all)."""
-    if step is None or not known:
+def no_such_step(root, finished, step):
+    """The error for a step that does not exist (None: no step exists)."""
+    if step is None or not finished:
         return CheckpointError(
             f"there is no finished checkpoint in {root}; train first, or give another --workdir"
         )
-    return CheckpointError(f"there is no checkpoint {step} in {root}; {listed(known)}")
+    return CheckpointError(f"there is no checkpoint {step} in {root}; {listed(finished)}")
 
 
 def listed(steps):
@@ -92,17 +92,17 @@ def listed(steps):
 
 def write_manifest(folder, step, metrics):
     """Writes the size and SHA-256 of every file under `folder`, in one rename."""
-    names = sorted(_files(folder))
+    file_names = sorted(_files(folder))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(lambda name: _digest(folder / name), names))
+        digests = list(pool.map(lambda name: _digest(folder / name), file_names))
     manifest = {
         "format": 1,
         "step": step,
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
-        "files": dict(zip(names, digests, strict=True)),
+        "files": dict(zip(file_names, digests, strict=True)),
     }
-    with atomic.replacing(folder / MANIFEST) as part:  # of any storage that orbax writes to
-        part.write_text(json.dumps(manifest, indent=1))
+    with atomic.replacing(folder / MANIFEST) as temporary:  # of any storage that orbax writes to
+        temporary.write_text(json.dumps(manifest, indent=1))
 
 
 def read_manifest(folder):
@@ -120,13 +120,13 @@ def read_manifest(folder):
 def verify(folder):
     """Compares every file of a step with the manifest. Raises Damage naming the first bad one.
 
-    Each process reads its share of the files and all of them come to the same answer.
+    Each process reads its share of the files, and all of them raise or none does.
     """
     files = read_manifest(folder)["files"]
-    names = sorted(files)
+    file_names = sorted(files)
 
     def problem(index):
-        name = names[index]
+        name = file_names[index]
         try:
             size, digest = files[name]
             actual = (folder / name).stat().length
@@ -138,14 +138,16 @@ def verify(folder):
         except (OSError, ValueError, TypeError) as error:
             return f"cannot be read ({error})"
 
-    share = range(jax.process_index(), len(names), jax.process_count())
+    share = range(jax.process_index(), len(file_names), jax.process_count())
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = dict(zip(share, pool.map(problem, share), strict=True))
-    first = least_of_all(min((i for i in share if found[i]), default=len(names)))
-    if first < len(names):
-        item, _, file = names[first].partition("/")
-        # The process that found it knows more than the others do.
-        raise Damage(f"item {item}, file {file} {found.get(first) or 'is damaged'}")
+        problems = dict(zip(share, pool.map(problem, share), strict=True))
+    first_bad = minimum_over_processes(
+        min((i for i in share if problems[i]), default=len(file_names))
+    )
+    if first_bad < len(file_names):
+        item, _, file = file_names[first_bad].partition("/")
+        # Only the process that read this file knows the details.
+        raise Damage(f"item {item}, file {file} {problems.get(first_bad) or 'is damaged'}")
 
 
 def _digest(path):
@@ -165,7 +167,7 @@ def _files(folder, prefix=""):
 # ---- trees and reading -----------------------------------------------------------------------
 
 
-def parts(path):
+def path_names(path):
     """A pytree key path as a tuple of strings, one for each level."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
@@ -175,9 +177,9 @@ def flatten(tree):
 
     States are stored as nested dicts of this. Dataclasses, named tuples and empty nodes get their
     structure back from the target at restore, so a checkpoint does not depend on how orbax would
-    spell them.
+    store them.
     """
-    return {parts(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def with_sharding(leaf):
@@ -187,35 +189,35 @@ def with_sharding(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def restore_arguments(wanted, partial):
-    """Orbax's arguments to read {path: ShapeDtypeStruct}; `partial`: and to leave out the rest."""
-    item = unflatten_dict(wanted)
+def restore_arguments(targets, partial):
+    """Orbax's arguments to read {path: ShapeDtypeStruct}; `partial`: the checkpoint holds more."""
+    target_tree = unflatten_dict(targets)
     if not partial:
-        return ocp.args.StandardRestore(item, strict=False)
+        return ocp.args.StandardRestore(target_tree, strict=False)
     return ocp.args.PyTreeRestore(
-        item,
+        target_tree,
         partial_restore=True,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(item, strict=False),
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target_tree, strict=False),
     )
 
 
-# The parameters that have an entry for each token id, by the end of their paths, and on which axis.
-# Moments of an optimiser are called like their parameter.
+# The axis of token ids of the parameters that have one, by the end of their paths. The moments of
+# an optimiser have the names of their parameters.
 VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
 
 
-def fits(path, stored, wanted, vocab_size):
-    """Whether an array of the shape `stored` can be read as one of the shape `wanted`.
+def fits(path, stored_shape, target_shape, vocab_size):
+    """Whether an array of the shape `stored_shape` can be read as one of the shape `target_shape`.
 
-    It can if they are equal, or if they differ in the padding of the vocabulary, which is as a
-    mesh needs it: that is all 0, so it is cut off, or added, in reading (strict=False).
+    It can if they are equal, or if they differ only in the padding of the vocabulary, which depends
+    on the mesh: it is all 0, so reading cuts it off or adds it (strict=False).
     """
     axis = VOCABULARY.get(tuple(path[-2:]))
-    here, there = list(wanted), list(stored)
-    if axis is not None and len(here) == len(there) == 2 and vocab_size:
-        if min(here[axis], there[axis]) >= vocab_size:
-            here[axis] = there[axis] = vocab_size
-    return here == there
+    target, stored = list(target_shape), list(stored_shape)
+    if axis is not None and len(target) == len(stored) == 2 and vocab_size:
+        if min(target[axis], stored[axis]) >= vocab_size:
+            target[axis] = stored[axis] = vocab_size
+    return target == stored
 
 
 def without_padding(path, x, vocab_size):
@@ -236,15 +238,15 @@ def read_items(folder, **arguments):
         return reader.restore(folder, args=ocp.args.Composite(**arguments))
 
 
-def kind(leaf):
+def dtype_and_shape(leaf):
     """`float32[2,3]`."""
     return f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
 
 
-def some(lines):
-    """The first few of `lines`, joined, and how many more there are."""
-    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "; ".join(lines[:_SHOWN]) + more
+def abridged(lines):
+    """The first few of `lines`, joined, and the number of the others."""
+    suffix = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "; ".join(lines[:_SHOWN]) + suffix
 
 
 # ---- processes -------------------------------------------------------------------------------
@@ -259,8 +261,8 @@ def from_primary(value):
     return type(value)(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def least_of_all(value):
-    """The least of every process's ints."""
+def minimum_over_processes(value):
+    """The minimum of every process's int."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils
@@ -281,12 +283,12 @@ def barrier(name):
 
 def explain(error):
     """The reason at the bottom of an orbax exception, in a few words on one line."""
-    seen = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno:
-            where = f" ({seen.filename})" if seen.filename else ""
-            return reason(seen) + where
-        seen = seen.__cause__ or seen.__context__
+    cause = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            file_name = f" ({cause.filename})" if cause.filename else ""
+            return reason(cause) + file_name
+        cause = cause.__cause__ or cause.__context__
     text = str(error)
     for sign, meaning in (
         ("No space left on device", "the disk is full"),
@@ -297,8 +299,8 @@ def explain(error):
     ):
         if sign in text:
             return meaning
-    first = text.strip().splitlines()[0] if text.strip() else ""
-    return f"{type(error).__name__}: {first[:200]}"
+    first_line = text.strip().splitlines()[0] if text.strip() else ""
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 _quiet = False
@@ -316,16 +318,16 @@ def quieten():
     _quiet = True
     from absl import logging as absl_logging
 
-    part = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
+    orbax_folder = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
     logging.getLogger("absl").addFilter(
-        lambda record: part not in record.pathname or absl_logging.get_verbosity() > 0
+        lambda record: orbax_folder not in record.pathname or absl_logging.get_verbosity() > 0
     )
     shown_before = sys.unraisablehook
 
     def hook(unraisable):
         error, code = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
         closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not closed and not (code and part in code.co_filename):
+        if not closed and not (code and orbax_folder in code.co_filename):
             shown_before(unraisable)
 
     sys.unraisablehook = hook

@@ -31,7 +31,7 @@ _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing includ
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` gives back."""
+    """A restored checkpoint."""
 
     step: int
     state: Any
@@ -44,7 +44,7 @@ class Checkpointer:
 
     Args:
       root: folder of the checkpoints; made at the first save. Nothing in it is changed before
-        that, so looking into the run of another process is safe.
+        that, so reading the run of another process is safe.
       every: save at multiples of this step; 0: only when forced.
       keep_last: this many newest steps are kept (>= 1).
       keep_best: and this many with the lowest `best_metric` (0: none).
@@ -53,20 +53,20 @@ class Checkpointer:
     """
 
     def __init__(self, root, *, every, keep_last, keep_best, best_metric, asynchronous):
-        for name, value, least in (
+        for name, value, minimum in (
             ("every", every, 0),
             ("keep_last", keep_last, 1),
             ("keep_best", keep_best, 0),
         ):
-            if value < least:
-                raise UsageError(f"config.checkpoint.{name}={value}: must be at least {least}")
+            if value < minimum:
+                raise UsageError(f"config.checkpoint.{name}={value}: must be at least {minimum}")
         self._root = files.as_root(root)
         self._every, self._asynchronous = every, asynchronous
         self._keep_last, self._keep_best = keep_last, keep_best
         self._best_metric = best_metric
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
-        self._damaged = set()  # steps that `restore` went past
+        self._damaged = set()  # steps that `restore` skipped
         files.quieten()
 
     def __enter__(self):
@@ -78,7 +78,7 @@ class Checkpointer:
         except CheckpointError as problem:
             if kind is None:
                 raise
-            warn(str(problem))  # the error that is on its way is the one to end with
+            warn(str(problem))  # the error that is being raised is the one to report
 
     def steps(self):
         """Finished steps in increasing order; unfinished folders and known damage left out."""
@@ -104,7 +104,7 @@ class Checkpointer:
           metrics: {name: number}, for keep_best.
           force: save though `step` is not a multiple of `every`.
 
-        Waits for the save before it only if a new one is due while that is still being written.
+        Waits for the previous save only if that is still being written when a new one is due.
         Raises CheckpointError if an earlier save or this one has failed.
         """
         step = int(step)
@@ -123,7 +123,7 @@ class Checkpointer:
         }
         self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
         try:
-            self._clear_the_way(step)
+            self._rename_unusable(step)
             self._manager = self._manager or self._open()
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
@@ -135,7 +135,7 @@ class Checkpointer:
     def check(self):
         """Raises CheckpointError if the save in the background has failed; never waits.
 
-        Costs microseconds: call it at every step, or a full disk is not heard of until the next
+        Costs microseconds: call it at every step, or a full disk is only noticed at the next
         save.
         """
         if self._saving is not None and not self._manager.is_saving_in_progress():
@@ -179,23 +179,26 @@ class Checkpointer:
             ),
         )
 
-    def _clear_the_way(self, step):
-        """Renames folders that would stand in the way of going on; deletes nothing.
+    def _rename_unusable(self, step):
+        """Renames folders that saving would collide with; deletes nothing.
 
-        These are the damaged steps that `restore` went past (or they would be the latest again
-        next time) and an unfinished folder that has the number of the step to be saved.
+        These are the damaged steps that `restore` skipped (they would be the latest again next
+        time) and an unfinished folder with the number of the step to be saved.
         """
         doomed = sorted((self._damaged | {step}) & files.numbered(self._root))
         if not files.from_primary(bool(doomed)):
             return
         if jax.process_index() == 0:
-            taken = {path.name for path in self._root.iterdir()}
+            existing_names = {path.name for path in self._root.iterdir()}
             for number in doomed:
-                names = [f"damaged_{number}", *(f"damaged_{number}_{i}" for i in range(2, 1000))]
-                name = next(name for name in names if name not in taken)
+                candidates = [
+                    f"damaged_{number}",
+                    *(f"damaged_{number}_{i}" for i in range(2, 1000)),
+                ]
+                name = next(name for name in candidates if name not in existing_names)
                 (self._root / str(number)).rename(self._root / name)
                 warn(f"checkpoint {number} in {self._root} is not usable; renamed it to {name}")
-        files.barrier("efx_checkpoint_clear_the_way")
+        files.barrier("efx_checkpoint_rename_unusable")
         self._damaged.clear()
         if self._manager is not None:
             self._manager.reload()
@@ -204,7 +207,7 @@ class Checkpointer:
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
         step, metrics = self._saving
         names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
-        # Where committing is not a rename (object stores) the folder has its final name already.
+        # If committing is not a rename (object stores) the folder has its final name already.
         temporary = [name for name in names if ocp.utils.TMP_DIR_SUFFIX in name]
         files.write_manifest(self._root / (temporary or names)[0], step, metrics)
 
@@ -218,7 +221,7 @@ class Checkpointer:
         steps = [info.step for info in checkpoints]
         saving = self._saving[0]
         usable = {s for s in steps if s == saving or files.is_finished(self._root / str(s))}
-        # What is not a checkpoint of ours is not ours to delete.
+        # A folder that is not one of these checkpoints is never deleted.
         keep = (set(steps) - usable) | set(sorted(usable)[-self._keep_last :]) | {saving}
         scores = {s: self._score(s) for s in usable}
         ranked = sorted((s for s in usable if scores[s] is not None), key=lambda s: (scores[s], -s))
@@ -244,11 +247,12 @@ class Checkpointer:
         Args:
           abstract_state: pytree of jax.ShapeDtypeStruct with shardings, of any mesh (without a
             sharding: the first local device).
-          step: which; None: the newest.
+          step: None: the newest.
           on_damage: what to do if the newest is damaged: "error", or "fall_back" to the newest
-            sound one with a warning. A step asked for by number is never replaced by another.
+            sound one with a warning. A step given by number is never replaced by another.
           vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
-          whole: False: what the checkpoint holds besides is not read.
+          whole: True: the checkpoint holds `abstract_state` and nothing else; False: the rest of
+            it is not read.
 
         Returns: Restored.
         Raises: CheckpointError.
@@ -258,35 +262,35 @@ class Checkpointer:
                 f"config.checkpoint.on_damage={on_damage!r}: must be 'error' or 'fall_back'"
             )
         self.wait()
-        known = self.steps()
-        for number in sorted(files.numbered(self._root) - set(known) - self._damaged):
+        finished = self.steps()
+        for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):
             warn(f"{self._root / str(number)} is not a finished checkpoint; ignored")
-        given = step is not None
-        step = files.from_primary(int(step) if given else max(known, default=-1))
-        if step not in known:
-            raise files.no_such_step(self._root, known, step if given else None)
+        by_number = step is not None
+        step = files.from_primary(int(step) if by_number else max(finished, default=-1))
+        if step not in finished:
+            raise files.no_such_step(self._root, finished, step if by_number else None)
         while True:
             try:
                 files.verify(self._root / str(step))
                 return self._read(step, abstract_state, vocab_size, whole)
             except Damage as damage:
                 older = [s for s in self.steps() if s < step]
-                fall_back = on_damage == "fall_back" and not given and older
+                fall_back = on_damage == "fall_back" and not by_number and older
                 line = f"checkpoint {step} in {self._root} is damaged: {damage}"
                 if not fall_back:
-                    raise CheckpointError(f"{line}; {self._way_out(older, given)}") from damage
+                    raise CheckpointError(f"{line}; {self._advice(older, by_number)}") from damage
                 self._damaged.add(step)
                 warn(f"{line}; going back to checkpoint {older[-1]}")
                 step = older[-1]
 
-    def _way_out(self, older, given):
-        """What a user can do about a damaged step, given the `older` ones."""
+    def _advice(self, older, by_number):
+        """What a user can do about a damaged step; `older`: the finished steps before it."""
         for candidate in reversed(older):
             try:
                 files.verify(self._root / str(candidate))
             except Damage:
                 continue
-            if given:
+            if by_number:
                 return f"checkpoint {candidate}, before it, is sound"
             return (
                 f"checkpoint {candidate}, before it, is sound: go on from that with"
@@ -296,15 +300,17 @@ class Checkpointer:
 
     def _read(self, step, abstract_state, vocab_size, whole):
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
-        wanted = {path: files.with_sharding(x) for path, x in files.flatten(abstract_state).items()}
+        targets = {
+            path: files.with_sharding(leaf) for path, leaf in files.flatten(abstract_state).items()
+        }
         try:
             stored = files.read_metadata(folder)
             if not whole:
-                stored = {path: leaf for path, leaf in stored.items() if path in wanted}
-            _check_fit(name, stored, wanted, vocab_size)
-            result = files.read_items(
+                stored = {path: leaf for path, leaf in stored.items() if path in targets}
+            _check_fit(name, stored, targets, vocab_size)
+            items = files.read_items(
                 folder,
-                state=files.restore_arguments(wanted, partial=not whole),
+                state=files.restore_arguments(targets, partial=not whole),
                 data=ocp.args.JsonRestore(),
                 meta=ocp.args.JsonRestore(),
             )
@@ -314,26 +320,28 @@ class Checkpointer:
             raise CheckpointError(
                 f"{name} could not be read though its checksums are right: {files.explain(error)}"
             ) from error
-        leaves = files.flatten(result.state)
+        leaves = files.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
-        state = structure.unflatten(leaves[files.parts(path)] for path, _ in paths)
-        return Restored(step, state, result.data, result.meta)
+        state = structure.unflatten(leaves[files.path_names(path)] for path, _ in paths)
+        return Restored(step, state, items.data, items.meta)
 
 
-def _check_fit(name, stored, wanted, vocab_size):
+def _check_fit(name, stored, targets, vocab_size):
     """Raises CheckpointError unless both have the same paths and dtypes, and shapes that fit."""
-    lines = []
-    for path in sorted(stored.keys() | wanted.keys()):
-        there, here = stored.get(path), wanted.get(path)
-        if there is None or here is None or there.dtype != here.dtype:
+    differences = []
+    for path in sorted(stored.keys() | targets.keys()):
+        leaves = stored.get(path), targets.get(path)
+        if leaves[0] is None or leaves[1] is None or leaves[0].dtype != leaves[1].dtype:
             fit = False
         else:
-            fit = files.fits(path, there.shape, here.shape, vocab_size)
+            fit = files.fits(path, leaves[0].shape, leaves[1].shape, vocab_size)
         if not fit:
-            there, here = ("absent" if x is None else files.kind(x) for x in (there, here))
-            lines.append(f"state/{'/'.join(path)} is {there} there, {here} here")
-    if lines:
+            stored_kind, target_kind = (
+                "absent" if leaf is None else files.dtype_and_shape(leaf) for leaf in leaves
+            )
+            differences.append(f"state/{'/'.join(path)} is {stored_kind} there, {target_kind} here")
+    if differences:
         raise CheckpointError(
-            f"{name} is of another config: {files.some(lines)}; use the config it was made with, or"
-            " another --workdir"
+            f"{name} is of another config: {files.abridged(differences)}; use the config it"
+            " was made with, or another --workdir"
         )

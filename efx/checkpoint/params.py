@@ -1,7 +1,7 @@
-"""Parameters out of a checkpoint into a model that is not quite the one that was saved.
+"""Reads the parameters of a checkpoint into a model that differs from the one that was saved.
 
-What may differ is said in advance by regexes; everything else that differs is an error. Used by
-composition, upcycling, conversions and sampling.
+Allowed differences are given as regexes; any other is an error. Used by composition,
+upcycling, conversions and sampling.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ class ParamsDiff:
     """How the parameters of a model and of a checkpoint differ; paths are "/"-joined.
 
     missing: in the model only (left as they were). unexpected: in the checkpoint only (not read).
-    renamed: (path in the model, path in the checkpoint). cast: (path, dtype there, dtype here).
+    renamed: (path in the model, path in the checkpoint). cast: (path, dtype in the checkpoint,
+    dtype in the model).
     """
 
     step: int
@@ -35,8 +36,8 @@ class ParamsDiff:
         lines = [f"checkpoint {self.step}: {self.loaded} parameter arrays loaded"]
         lines += [f"  not in the checkpoint, left as it was: {path}" for path in self.missing]
         lines += [f"  in the checkpoint, not used: {path}" for path in self.unexpected]
-        lines += [f"  {here} from {there}" for here, there in self.renamed]
-        lines += [f"  {path}: {there} turned into {here}" for path, there, here in self.cast]
+        lines += [f"  {path} from {stored_path}" for path, stored_path in self.renamed]
+        lines += [f"  {path}: {stored} turned into {dtype}" for path, stored, dtype in self.cast]
         return "\n".join(lines)
 
 
@@ -57,18 +58,18 @@ def restore_params(
 
     Args:
       root: the checkpoints folder of a run.
-      params: nested dicts of what is wanted: jax.ShapeDtypeStruct with shardings, or arrays. A
+      params: nested dicts of the leaves to read: jax.ShapeDtypeStruct with shardings, or arrays. A
         leaf that may be missing must be an array; it is returned as it is.
-      step: which checkpoint; None: the newest finished one.
+      step: of the checkpoint; None: the newest finished one.
       allow_missing: regex; a path of `params` may be absent from the checkpoint if it matches in
         full. Empty: none may.
-      allow_unexpected: the same for paths of the checkpoint that `params` has no use for.
+      allow_unexpected: the same for paths of the checkpoint that `params` does not have.
       rename: sequence of (regex, replacement); the first that matches a path of `params` in full
         gives the path to read instead. One array may be read into several places, so
         ("(block_\\\\d+)/expert_\\\\d+/(.*)", "\\\\1/mlp/\\\\2") copies one MLP into each expert.
       collection: path of the tree inside the saved state: its parameters, or ("variables",).
-      other_shapes: "leave": an array that has another shape there counts as missing.
-      report: called with the ParamsDiff on process 0 if anything differs; None: not.
+      other_shapes: "leave": an array that has another shape in the checkpoint counts as missing.
+      report: called with the ParamsDiff on process 0 if anything differs; None: never.
       vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
 
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
@@ -76,11 +77,11 @@ def restore_params(
     """
     files.quieten()
     root = files.as_root(root)
-    known = files.finished_steps(root)
-    given = step is not None
-    step = files.from_primary(int(step) if given else max(known, default=-1))
-    if step not in known:
-        raise files.no_such_step(root, known, step if given else None)
+    finished = files.finished_steps(root)
+    by_number = step is not None
+    step = files.from_primary(int(step) if by_number else max(finished, default=-1))
+    if step not in finished:
+        raise files.no_such_step(root, finished, step if by_number else None)
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
     try:
@@ -93,45 +94,45 @@ def restore_params(
     stored = {
         "/".join(path[depth:]): leaf for path, leaf in stored.items() if path[:depth] == collection
     }
-    wanted = flatten_dict(params, sep="/")
-    source = {path: _renamed(path, rename) for path in wanted}
+    targets = flatten_dict(params, sep="/")
+    stored_path = {path: _renamed(path, rename) for path in targets}
 
     if other_shapes == "leave":
         shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
-        for path, leaf in wanted.items():
-            if source[path] in stored and shapes[source[path]] != tuple(leaf.shape):
-                del stored[source[path]]
-    missing = [path for path in wanted if source[path] not in stored]
-    unexpected = sorted(stored.keys() - set(source.values()))
-    _refuse(name, missing, allow_missing, "lacks", "allow_missing", source)
+        for path, leaf in targets.items():
+            if stored_path[path] in stored and shapes[stored_path[path]] != tuple(leaf.shape):
+                del stored[stored_path[path]]
+    missing = [path for path in targets if stored_path[path] not in stored]
+    unexpected = sorted(stored.keys() - set(stored_path.values()))
+    _refuse(name, missing, allow_missing, "lacks", "allow_missing", stored_path)
     _refuse(name, unexpected, allow_unexpected, "has besides", "allow_unexpected", {})
-    loaded = [path for path in wanted if source[path] in stored]
-    pairs = {path: (stored[source[path]], wanted[path]) for path in loaded}
-    _check_shapes(name, pairs, source, vocab_size)
+    loaded = [path for path in targets if stored_path[path] in stored]
+    pairs = {path: (stored[stored_path[path]], targets[path]) for path in loaded}
+    _check_shapes(name, pairs, stored_path, vocab_size)
     for path in missing:
-        if isinstance(wanted[path], jax.ShapeDtypeStruct):
+        if isinstance(targets[path], jax.ShapeDtypeStruct):
             raise CheckpointError(
                 f"{name} lacks {path}, which is allowed, but there is no value to leave in its"
                 " place: give an initialised array there"
             )
 
-    values = dict(wanted)
-    sources = {path: source[path] for path in loaded}
-    values.update(_load(name, folder, sources, wanted, collection))
-    result = unflatten_dict(values, sep="/")
-    dtypes = {p: (stored[source[p]].dtype, wanted[p].dtype) for p in loaded}
+    values = dict(targets)
+    sources = {path: stored_path[path] for path in loaded}
+    values.update(_load(name, folder, sources, targets, collection))
+    loaded_params = unflatten_dict(values, sep="/")
+    dtypes = {p: (stored[stored_path[p]].dtype, targets[p].dtype) for p in loaded}
     diff = ParamsDiff(
         step=step,
         loaded=len(loaded),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
-        renamed=tuple((path, source[path]) for path in loaded if source[path] != path),
+        renamed=tuple((path, stored_path[path]) for path in loaded if stored_path[path] != path),
         cast=tuple((p, str(a), str(b)) for p, (a, b) in dtypes.items() if a != b),
     )
     differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
     if report is not None and differs and jax.process_index() == 0:
         report(str(diff))
-    return result, diff
+    return loaded_params, diff
 
 
 def fingerprint(params, vocab_size):
@@ -142,7 +143,7 @@ def fingerprint(params, vocab_size):
     integer sums do not depend on their order.
     """
 
-    def real(params):
+    def unpadded(params):
         return {
             "/".join(path): files.without_padding(path, x, vocab_size)
             for path, x in flatten_dict(params).items()
@@ -150,16 +151,16 @@ def fingerprint(params, vocab_size):
 
     @jax.jit
     def sums(params):
-        def of(x):
+        def two_sums(x):
             bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-            place = jnp.arange(bits.size, dtype=jnp.uint32)
-            return jnp.stack([bits.sum(), (bits * (2 * place + 1)).sum()])
+            position = jnp.arange(bits.size, dtype=jnp.uint32)
+            return jnp.stack([bits.sum(), (bits * (2 * position + 1)).sum()])
 
-        return jax.tree.map(of, real(params))
+        return jax.tree.map(two_sums, unpadded(params))
 
-    shapes, found = jax.eval_shape(real, params), jax.device_get(sums(params))
-    parts = [f"{path} {shapes[path].shape} {found[path].tolist()}" for path in sorted(found)]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    shapes, sums_of = jax.eval_shape(unpadded, params), jax.device_get(sums(params))
+    lines = [f"{path} {shapes[path].shape} {sums_of[path].tolist()}" for path in sorted(sums_of)]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _verify(name, folder):
@@ -182,53 +183,56 @@ def _renamed(path, rename):
     return path
 
 
-def _refuse(name, paths, allowed, verb, option, source):
+def _refuse(name, paths, allowed, verb, option, stored_path):
     wrong = [path for path in paths if not (allowed and re.fullmatch(allowed, path))]
     if wrong:
         shown = [
-            f"{path} (looked for as {source[path]})" if source.get(path, path) != path else path
+            f"{path} (looked for as {stored_path[path]})"
+            if stored_path.get(path, path) != path
+            else path
             for path in wrong
         ]
         raise CheckpointError(
-            f"{name} {verb} {files.some(shown)}; if that is meant, say so with {option}="
+            f"{name} {verb} {files.abridged(shown)}; if that is meant, say so with {option}="
             f"{allowed!r} widened, or map the names with rename"
         )
 
 
-def _check_shapes(name, pairs, source, vocab_size):
+def _check_shapes(name, pairs, stored_path, vocab_size):
     wrong = [
-        f"{source[path]} is {files.kind(there)} there, {path} is {files.kind(here)} here"
-        for path, (there, here) in pairs.items()
-        if not files.fits(path.split("/"), there.shape, here.shape, vocab_size)
+        f"{stored_path[path]} is {files.dtype_and_shape(stored)} there, {path} is"
+        f" {files.dtype_and_shape(target)} here"
+        for path, (stored, target) in pairs.items()
+        if not files.fits(path.split("/"), stored.shape, target.shape, vocab_size)
     ]
     if wrong:
         raise CheckpointError(
-            f"{name} does not fit: {files.some(wrong)}; use a model of the same widths"
+            f"{name} does not fit: {files.abridged(wrong)}; use a model of the same widths"
         )
 
 
-def _load(name, folder, sources, wanted, collection):
+def _load(name, folder, stored_paths, targets, collection):
     """{path in the model: array}, each array of the checkpoint read once."""
-    first = {}  # path in the checkpoint -> the first target that wants it
-    for path, source in sources.items():
-        first.setdefault(source, files.with_sharding(wanted[path]))
-    if not first:
+    target_of = {}  # {path in the checkpoint: its first target}
+    for path, stored_path in stored_paths.items():
+        target_of.setdefault(stored_path, files.with_sharding(targets[path]))
+    if not target_of:
         return {}
-    item = {(*collection, *path.split("/")): leaf for path, leaf in first.items()}
+    target_tree = {(*collection, *path.split("/")): leaf for path, leaf in target_of.items()}
     try:
-        read = files.read_items(
+        stored = files.read_items(
             folder,
-            state=files.restore_arguments(item, partial=True),
+            state=files.restore_arguments(target_tree, partial=True),
         )
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
     depth = len(collection)
-    read = {"/".join(path[depth:]): leaf for path, leaf in flatten_dict(read.state).items()}
+    stored = {"/".join(path[depth:]): leaf for path, leaf in flatten_dict(stored.state).items()}
     values = {}
-    for path, source in sources.items():
-        target = files.with_sharding(wanted[path])
-        value = read[source].astype(target.dtype)
+    for path, stored_path in stored_paths.items():
+        target = files.with_sharding(targets[path])
+        value = stored[stored_path].astype(target.dtype)
         values[path] = jax.device_put(value, target.sharding)
     return values

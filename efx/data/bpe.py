@@ -9,19 +9,19 @@ from efx.data.tokenizers import StreamDecoder, Tokenizer, checked_ids, text_of
 from efx.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-# Which special token of somebody else's tokenizer ends a document: the first of these it has.
+# The first of these special tokens that another tokenizer has ends a document there.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _CHUNK = 1 << 18
 _BATCH = 1 << 22
-# Where a text may be cut: a token that ends in something else never goes on into white space.
+# Where a text may be cut: no token has white space after another character.
 _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
 
 
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library: our byte-level BPE, or a file of the user's.
 
-    Text never encodes to a special token, also where it spells one out, and no template of the
-    file adds any.
+    Text never encodes to a special token, even if it spells one out, and no template of the file
+    adds any.
     """
 
     kind = "bpe"
@@ -30,7 +30,7 @@ class LibraryTokenizer(Tokenizer):
         library = _library()
         try:
             self._inner = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises no narrower type
             raise UsageError(f"not a file of the tokenizers library ({error})") from error
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
@@ -69,18 +69,18 @@ class LibraryTokenizer(Tokenizer):
 
     def _encode_all(self, texts):
         chunks = [list(self._cut(text)) for text in texts]
-        flat = [c for cut in chunks for c in cut]
-        pieces, done = self._inner.encode_batch_fast(flat, add_special_tokens=False), 0
-        for cut in chunks:
-            yield _joined(pieces[done : done + len(cut)])
-            done += len(cut)
+        flat = [chunk for chunks_of_text in chunks for chunk in chunks_of_text]
+        pieces, start = self._inner.encode_batch_fast(flat, add_special_tokens=False), 0
+        for chunks_of_text in chunks:
+            yield _joined(pieces[start : start + len(chunks_of_text)])
+            start += len(chunks_of_text)
 
     def _cut(self, text):
         """`text` in pieces that encode to the same ids as the whole."""
         start = 0
-        while self._chunks and (found := _BEFORE_SPACE.search(text, start + _CHUNK)):
-            yield text[start : found.end()]
-            start = found.end()
+        while self._chunks and (match := _BEFORE_SPACE.search(text, start + _CHUNK)):
+            yield text[start : match.end()]
+            start = match.end()
         if start < len(text):
             yield text[start:]
 
@@ -95,7 +95,7 @@ class LibraryTokenizer(Tokenizer):
         return self._inner.decode(checked_ids(ids, self.vocab_size), skip_special_tokens=True)
 
     def decode_bytes(self, ids):
-        """The bytes of `ids`; those of `decode` where the tokenizer is not byte-level."""
+        """The bytes of `ids`; those of `decode` if the tokenizer is not byte-level."""
         if self._table is not None:
             return super().decode_bytes(ids)
         return self.decode(ids).encode("utf-8", "replace")
@@ -112,7 +112,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 class _LibraryStreamDecoder:
-    """For tokenizers whose decoder joins tokens by rules of its own (spaces before words, ...)."""
+    """For tokenizers whose decoder joins tokens by its own rules (spaces before words, ...)."""
 
     def __init__(self, inner):
         from tokenizers.decoders import DecodeStream
@@ -168,18 +168,18 @@ def _library():
 def _joined(encodings):
     if not encodings:
         return np.empty(0, np.int32)
-    return np.concatenate([np.asarray(e.ids, np.int32) for e in encodings])
+    return np.concatenate([np.asarray(encoding.ids, np.int32) for encoding in encodings])
 
 
 def _byte_of_character():
-    """The characters that byte-level tokenizers write bytes as, and the bytes they stand for.
+    """{character that byte-level tokenizers write: the byte it stands for}.
 
-    Printable bytes of Latin-1 are themselves; the others, in order, are U+0100 and what follows.
+    Printable bytes of Latin-1 stand for themselves; the others, in order, are U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
+    unprintable = [b for b in range(256) if b not in set(printable)]
     table = {chr(b): b for b in printable}
-    return table | {chr(256 + i): b for i, b in enumerate(others)}
+    return table | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
 def _byte_level_table(settings, vocabulary, added, size):
@@ -201,12 +201,12 @@ def _byte_level_table(settings, vocabulary, added, size):
 
 def _cuts_at_spaces(settings):
     """Whether text may be cut before white space without changing its ids: GPT-2's splitting."""
-    before, added = settings["pre_tokenizer"], settings["added_tokens"]
+    pre_tokenizer, added = settings["pre_tokenizer"], settings["added_tokens"]
     return (
         settings["normalizer"] is None
-        and bool(before)
-        and before["type"] == "ByteLevel"
-        and before["use_regex"]
-        and not before["add_prefix_space"]
+        and bool(pre_tokenizer)
+        and pre_tokenizer["type"] == "ByteLevel"
+        and pre_tokenizer["use_regex"]
+        and not pre_tokenizer["add_prefix_space"]
         and all(token["special"] for token in added)
     )

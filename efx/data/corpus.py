@@ -1,4 +1,4 @@
-"""From documents to token arrays on disk: tokenise what `split` gives out, keep it."""
+"""From documents to token arrays on disk: tokenise the pieces of a text, cache them."""
 
 import json
 import logging
@@ -6,25 +6,25 @@ import logging
 import numpy as np
 
 from efx.data import bpe, tokenizers
-from efx.data.cache import content_key, entry
+from efx.data.disk_cache import cached_folder, content_key
 from efx.data.shards import token_dtype
-from efx.data.stream import Part, Stream
+from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-# Raised whenever the same input would come to other tokens than before.
+# To be raised whenever the same input gives other tokens than before.
 _VERSION = 1
-PART_NAMES = {"train": "training split", "eval": "held-out split"}
-PARTS = tuple(PART_NAMES)
+SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
+SPLITS = tuple(SPLIT_NAMES)
 
 
 def make_tokenizer(spec, name, key, pieces, root):
     """The tokenizer that `config.data.tokenizer` (`spec`) names, trained on a text if need be.
 
     Args:
-      name, key, pieces: of that text, as for `load_corpus`. BPE is trained on its part for
-        training; `chars` takes the characters of all of it.
+      name, key, pieces: of that text, as for `load_corpus`. BPE is trained on its training split;
+        `chars` takes the characters of all of it.
     """
     kind, argument = tokenizers.parse(spec)
     if kind == "bytes":
@@ -34,8 +34,11 @@ def make_tokenizer(spec, name, key, pieces, root):
 
     def build(folder):
         log.info("making the tokenizer %s of %s", spec, name)
-        wanted = PARTS if kind == "chars" else ("train",)
-        texts = _texts(((where, data) for part, where, data in pieces() if part in wanted), kind)
+        splits = SPLITS if kind == "chars" else ("train",)
+        texts = _texts(
+            ((document_name, data) for split, document_name, data in pieces() if split in splits),
+            kind,
+        )
         if kind == "chars":
             tokenizer = tokenizers.CharTokenizer(tokenizers.characters_of(texts))
         else:
@@ -43,7 +46,9 @@ def make_tokenizer(spec, name, key, pieces, root):
         tokenizer.save(folder / "tokenizer.json")
 
     key = content_key(kind, _VERSION, key, argument)
-    return tokenizers.load_tokenizer(entry(root, "tokenizers", key, build) / "tokenizer.json")
+    return tokenizers.load_tokenizer(
+        cached_folder(root, "tokenizers", key, build) / "tokenizer.json"
+    )
 
 
 def _texts(documents, kind):
@@ -54,64 +59,64 @@ def _texts(documents, kind):
             raise UsageError(f"{name}: {error}") from error
 
 
-def load_corpus(name, key, pieces, tokenizer, root, parts=PARTS):
-    """{"train" or "eval": Part} of a text, made on the first call and read back after that.
+def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
+    """{"train" or "eval": TokenSplit} of a text, made on the first call and read back after that.
 
     Args:
       name: of the text, for messages.
       key: hash of everything that `pieces` depends on.
       pieces: function without arguments: ("train" or "eval", name, bytes) of each document or piece
-        of one. It is called when there is something to make.
-      parts: which of the two it gives out.
+        of one; called if the text is not in the cache.
+      splits: which of the two it yields.
     """
     key = content_key("tokens", _VERSION, key, tokenizer.fingerprint)
 
     def build(folder):
         log.info("tokenising %s", name)
-        _tokenise(folder, name, pieces(), tokenizer, parts)
+        _tokenise(folder, name, pieces(), tokenizer, splits)
 
-    folder = entry(root, "tokens", key, build)
+    folder = cached_folder(root, "tokens", key, build)
     info = json.loads((folder / "info.json").read_text())
     return {
-        part: Part(
+        split: TokenSplit(
             name,
-            Stream([np.memmap(folder / f"{part}.bin", info["dtype"], "r")]),
-            np.load(folder / f"{part}_spans.npy"),
-            info["text_bytes"][part],
+            Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")]),
+            np.load(folder / f"{split}_spans.npy"),
+            info["text_bytes"][split],
         )
-        for part in parts
+        for split in splits
     }
 
 
-def _tokenise(folder, source_name, pieces, tokenizer, parts):
+def _tokenise(folder, source_name, pieces, tokenizer, splits):
     dtype = token_dtype(tokenizer.vocab_size)
-    text_bytes, spans = dict.fromkeys(parts, 0), {part: [] for part in parts}
-    written, sides = dict.fromkeys(parts, 0), []
+    text_bytes, spans = dict.fromkeys(splits, 0), {split: [] for split in splits}
+    tokens_written, split_of_document = dict.fromkeys(splits, 0), []
 
     def documents():
-        for part, name, data in pieces:
-            sides.append(part)
-            text_bytes[part] += len(data)
+        for split, name, data in pieces:
+            split_of_document.append(split)
+            text_bytes[split] += len(data)
             yield name, data
 
-    files = {part: open(folder / f"{part}.bin", "wb") for part in parts}
+    files = {split: open(folder / f"{split}.bin", "wb") for split in splits}
     try:
-        for i, ids in enumerate(tokenizer.encode_documents(documents())):
-            part = sides[i]
+        for number, ids in enumerate(tokenizer.encode_documents(documents())):
+            split = split_of_document[number]
             if not len(ids):
                 continue
-            if spans[part] and tokenizer.eot is not None:
-                files[part].write(np.array(tokenizer.eot, dtype).tobytes())
-                written[part] += 1
-            files[part].write(ids.astype(dtype))
-            spans[part].append((written[part], written[part] + len(ids)))
-            written[part] += len(ids)
+            if spans[split] and tokenizer.eot is not None:
+                files[split].write(np.array(tokenizer.eot, dtype).tobytes())
+                tokens_written[split] += 1
+            files[split].write(ids.astype(dtype))
+            spans[split].append((tokens_written[split], tokens_written[split] + len(ids)))
+            tokens_written[split] += len(ids)
     finally:
         for file in files.values():
             file.close()
-    for part in parts:
-        if not written[part]:
-            raise UsageError(f"{source_name}: the {PART_NAMES[part]} comes to no tokens")
-        np.save(folder / f"{part}_spans.npy", np.array(spans[part], np.int64))
+    for split in splits:
+        if not tokens_written[split]:
+            raise UsageError(f"{source_name}: the {SPLIT_NAMES[split]} comes to no tokens")
+        np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
     info = {"dtype": dtype.str, "text_bytes": text_bytes}
     (folder / "info.json").write_text(json.dumps(info))

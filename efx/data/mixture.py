@@ -1,40 +1,42 @@
 """Sources made of sources: a mixture of several, and documents cut into pieces."""
 
 from efx.data import sources
-from efx.data.cache import content_key
+from efx.data.disk_cache import content_key
 from efx.errors import UsageError
 
 
 def parse(name, argument):
-    """The parts of `mix:A,B,...`, each a source of its own; raises UsageError on what cannot be."""
-    parts = argument.split(",")
-    for part in parts:
-        kind = sources.parse(part)[0]
+    """The components of `mix:A,B,...`, each the name of a source; UsageError if one cannot be."""
+    components = argument.split(",")
+    for component in components:
+        kind = sources.parse(component)[0]
         if kind in ("mix", "tokens"):
-            raise UsageError(f"{name}: {part!r} cannot be a part of a mixture; use text sources")
-    if len(set(parts)) < len(parts) or len(parts) < 2:
+            raise UsageError(
+                f"{name}: {component!r} cannot be a part of a mixture; use text sources"
+            )
+    if len(set(components)) < len(components) or len(components) < 2:
         raise UsageError(f"{name}: a mixture has two or more different parts, divided by commas")
-    return parts
+    return components
 
 
 class Mixture:
     """The documents of several sources, one source after another.
 
-    Each document tells its part, which is for reports only: nothing that trains reads it.
+    Each document names its component, for reports only: training never reads it.
     """
 
-    def __init__(self, name, parts):
-        self.name, self._parts = name, parts
+    def __init__(self, name, components):
+        self.name, self._components = name, components
 
     def identity(self):
-        """Hash of the content of all parts."""
-        return content_key("mix", [source.identity() for _, source in self._parts])
+        """Hash of the content of all components."""
+        return content_key("mix", [source.identity() for _, source in self._components])
 
     def documents(self):
-        """Yields the Documents of every part."""
-        for part, source in self._parts:
+        """Yields the Documents of every component."""
+        for component, source in self._components:
             for document in source.documents():
-                yield sources.Document(document.name, document.data, part)
+                yield sources.Document(document.name, document.data, component)
 
 
 class Topics:
@@ -55,17 +57,17 @@ class Topics:
 
     def documents(self):
         """Yields a Document a topic, by name."""
-        whole = (
+        topics = (
             sources.Document(f"topic {topic}", self._topics[topic].encode())
             for topic in sorted(self._topics)
         )
-        return sources.limited(whole, self._max_bytes)
+        return sources.limited(topics, self._max_bytes)
 
 
 class Pieces:
     """The documents of a source, each cut into pieces of at most `size` bytes.
 
-    A piece ends after a line where there is one in its second half, and never inside a character.
+    A piece ends after a line if one ends in its second half, and never inside a character.
     """
 
     def __init__(self, source, size):
@@ -82,16 +84,16 @@ class Pieces:
         for document in self._source.documents():
             start = 0
             while start < len(document.data):
-                piece = self._piece(document.data[start : start + self._size + 1])
+                piece = self._first_piece(document.data[start : start + self._size + 1])
                 name = document.name if not start else f"{document.name} from byte {start}"
-                yield sources.Document(name, piece, document.part)
+                yield sources.Document(name, piece, document.component)
                 start += len(piece)
 
-    def _piece(self, data):
-        """The beginning of `data`, which is one byte longer than a piece where more follows."""
+    def _first_piece(self, data):
+        """The first piece of `data`, which is one byte longer than a piece if more text follows."""
         if len(data) <= self._size:
             return data
-        line = data.rfind(b"\n", self._size // 2, self._size)
-        if line >= 0:
-            return data[: line + 1]
+        newline = data.rfind(b"\n", self._size // 2, self._size)
+        if newline >= 0:
+            return data[: newline + 1]
         return sources.whole_characters(data[: self._size])

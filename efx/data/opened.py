@@ -1,46 +1,46 @@
 """The texts that a `config.data` block names: opened, split, made tokens.
 
-There are two of them: `source`, and `eval_source` if the held-out split is a text of its own. Each
+There are one or two: `source`, and `eval_source` if the held-out split is a text of its own. Each
 holds documents (`sources`) or tokens (`shards`).
 """
 
-from efx.data import corpus, shards, sources, split, tokenizers
-from efx.data.cache import cache_root, content_key, remember
-from efx.data.corpus import PARTS
+from efx.data import corpus, held_out, shards, sources, tokenizers
+from efx.data.corpus import SPLITS
+from efx.data.disk_cache import cache_root, content_key, remember
 from efx.data.subset import Subset
 from efx.errors import UsageError
 
 
-class Opened:
+class OpenedTexts:
     """The texts of a `config.data` block and what is held out of them.
 
     Args:
       config_data: the block.
-      parts: which of "train" and "eval" are wanted: a text that they do not need is not opened.
-      before, same_text: see `pipeline.load`.
+      splits: which of "train" and "eval" are needed; a text that neither needs is not opened.
+      run_origin, same_text: see `pipeline.load`.
 
     Attributes:
       source, eval_source: opened texts; None where there is none, or it is not needed.
-      origin: what a run writes down of them, JSON-able: "source" and "eval_source", hashes of their
-        content or None; "held_out", which part of the source is held out (see `split.decide` and
-        `TokenShards.decide`), None where the eval_source takes its place; "of", the hash of the
-        content that this was decided by.
+      origin: what a run records about them, JSON-able: "source" and "eval_source", hashes of their
+        content or None; "held_out", which part of the source is held out (see `held_out.decide` and
+        `TokenShards.decide`), None if it is the eval_source instead; "of", the hash of the content
+        that this was decided by.
       subset: the Subset that the training split is limited to, or None.
 
-    Raises UsageError for what cannot be opened, and a text that is not what it was before.
+    Raises UsageError for what cannot be opened, and for a text that has changed.
     """
 
-    def __init__(self, config_data, parts=PARTS, before=None, same_text=True):
+    def __init__(self, config_data, splits=SPLITS, run_origin=None, same_text=True):
         self._config, self._root = config_data, cache_root(config_data.cache_dir)
         self.source = self.eval_source = self.subset = None
-        if config_data.eval_source and parts:
+        if config_data.eval_source and splits:
             self.eval_source = self._open("eval_source")
-        if "train" in parts or ("eval" in parts and not self.eval_source):
+        if "train" in splits or ("eval" in splits and not self.eval_source):
             self.source = self._open("source")
-        self.origin = {name: one and one.identity() for name, one in self._both()}
+        self.origin = {name: text and text.identity() for name, text in self._texts()}
         self.origin |= {"of": None, "held_out": None}
-        if before and same_text:
-            self._refuse_changes(before)
+        if run_origin and same_text:
+            self._refuse_changes(run_origin)
         if not self.source:
             return
         if self.origin["source"] == self.origin["eval_source"]:
@@ -49,10 +49,10 @@ class Opened:
                 " to train on"
             )
         if not self.eval_source or config_data.withhold:
-            self.origin |= self._held_out(before, same_text)
+            self.origin |= self._held_out(run_origin, same_text)
         self.subset = Subset.load(config_data.subset) if config_data.subset else None
 
-    def _both(self):
+    def _texts(self):
         return (("source", self.source), ("eval_source", self.eval_source))
 
     def _open(self, key):
@@ -63,9 +63,12 @@ class Opened:
         limit = c.max_bytes if key == "source" else 0
         return shards.TokenShards(f"{setting}={getattr(c, key)!r}", argument, limit, self._root)
 
-    def _refuse_changes(self, before):
-        for key, one in self._both():
-            if one is None or self.origin[key] in (before[key], key == "source" and before["of"]):
+    def _refuse_changes(self, run_origin):
+        for key, text in self._texts():
+            if text is None or self.origin[key] in (
+                run_origin[key],
+                key == "source" and run_origin["of"],
+            ):
                 continue
             if key == "source" and self._config.on_change == "keep_split":
                 continue
@@ -76,16 +79,16 @@ class Opened:
                     " is held out still, and all the rest is for training"
                 )
             raise UsageError(
-                f"{one.name} is not the text that this run began with (content"
-                f" {str(before[key])[:8]} then, {self.origin[key][:8]} now): {way_out}"
+                f"{text.name} is not the text that this run began with (content"
+                f" {str(run_origin[key])[:8]} then, {self.origin[key][:8]} now): {way_out}"
             )
 
-    def _held_out(self, before, same_text):
-        """The entries "of" and "held_out": those of before, or for a new text new ones."""
+    def _held_out(self, run_origin, same_text):
+        """The entries "of" and "held_out": those of the run, or new ones for a new text."""
         c, identity = self._config, self.origin["source"]
-        if before and before["held_out"]:
-            if same_text or identity in (before["source"], before["of"]):
-                return {"of": before["of"], "held_out": before["held_out"]}
+        if run_origin and run_origin["held_out"]:
+            if same_text or identity in (run_origin["source"], run_origin["of"]):
+                return {"of": run_origin["of"], "held_out": run_origin["held_out"]}
         if is_tokens(self.source):
             decision = self.source.decide(c.split, c.eval_fraction)
         else:
@@ -94,8 +97,8 @@ class Opened:
         return {"of": identity, "held_out": decision}
 
     def _decide(self):
-        decision = split.decide(self.source, self._config.split, self._config.eval_fraction)
-        self._check_at_rest("source")
+        decision = held_out.decide(self.source, self._config.split, self._config.eval_fraction)
+        self._check_unchanged("source")
         return decision
 
     def pieces(self):
@@ -106,43 +109,43 @@ class Opened:
             yield from self._of_eval_source()
 
     def _of_eval_source(self):
-        return self._at_rest("eval_source", split.whole(self.eval_source, "eval"))
+        return self._while_unchanged("eval_source", held_out.all_pieces(self.eval_source, "eval"))
 
     def _of_source(self):
         decision = self.origin["held_out"]
         if decision:
-            found = split.pieces(self.source, decision)
+            pieces = held_out.pieces(self.source, decision)
         else:
-            found = split.whole(self.source, "train")
-        if self.eval_source:  # what is held out besides is neither trained on nor scored
-            found = (piece for piece in found if piece[0] == "train")
+            pieces = held_out.all_pieces(self.source, "train")
+        if self.eval_source:  # what is held out of the source is neither trained on nor scored
+            pieces = (piece for piece in pieces if piece[0] == "train")
             if not is_tokens(self.eval_source):
-                found = split.without(found, self.source.name, self.eval_source)
-        found = self.subset.pick(found) if self.subset else found
-        return self._at_rest("source", found)
+                pieces = held_out.without_documents_of(self.eval_source, pieces, self.source.name)
+        pieces = self.subset.pick(pieces) if self.subset else pieces
+        return self._while_unchanged("source", pieces)
 
-    def _at_rest(self, key, pieces):
-        """`pieces`; UsageError after the last if they are no longer those that were hashed."""
+    def _while_unchanged(self, key, pieces):
+        """`pieces`, then a UsageError if the text has changed since it was hashed."""
         yield from pieces
-        self._check_at_rest(key)
+        self._check_unchanged(key)
 
-    def _check_at_rest(self, key):
-        one = getattr(self, key)
-        if one.identity() != self.origin[key]:
-            raise UsageError(f"{one.name} changed while it was read; start again when it rests")
+    def _check_unchanged(self, key):
+        text = getattr(self, key)
+        if text.identity() != self.origin[key]:
+            raise UsageError(f"{text.name} changed while it was read; start again when it rests")
 
-    def key(self, part=""):
-        """Hash of all that `pieces` depends on; of what is held out alone with part="eval"."""
-        names = ("eval_source",) if part == "eval" else ("source", "eval_source", "held_out")
-        chosen = self.subset.key if self.subset and part != "eval" else ""
+    def key(self, split=""):
+        """Hash of all that `pieces` depends on; with split="eval" of the held-out text alone."""
+        names = ("eval_source",) if split == "eval" else ("source", "eval_source", "held_out")
+        chosen = self.subset.key if self.subset and split != "eval" else ""
         return content_key(*(self.origin[name] for name in names), chosen)
 
     def tokenizer(self, path=None):
         """The tokenizer in the file `path`, or else the one that the config names."""
-        of_tokens = [one for _, one in self._both() if is_tokens(one)]
-        found = [_shard_tokenizer(one, self._config.tokenizer, path) for one in of_tokens]
-        if found:
-            return found[0]
+        of_tokens = [text for _, text in self._texts() if is_tokens(text)]
+        of_shards = [_shard_tokenizer(text, self._config.tokenizer, path) for text in of_tokens]
+        if of_shards:
+            return of_shards[0]
         if path is not None:
             return tokenizers.load_tokenizer(path)
         name = (self.source or self.eval_source).name
@@ -151,32 +154,32 @@ class Opened:
         )
 
     def streams(self, tokenizer):
-        """{"train" or "eval": stream.Part} of the texts that were opened."""
-        found = {}
+        """{"train" or "eval": stream.TokenSplit} of the texts that were opened."""
+        token_splits = {}
         if is_tokens(self.source):
-            found = self.source.parts(self.origin["held_out"])
+            token_splits = self.source.splits(self.origin["held_out"])
         elif self.source:
-            parts = ("train",) if self.eval_source else PARTS
-            found = corpus.load_corpus(
-                self.source.name, self.key(), self._of_source, tokenizer, self._root, parts
+            splits = ("train",) if self.eval_source else SPLITS
+            token_splits = corpus.load_corpus(
+                self.source.name, self.key(), self._of_source, tokenizer, self._root, splits
             )
         if is_tokens(self.eval_source):
-            found["eval"] = self.eval_source.whole()
+            token_splits["eval"] = self.eval_source.all_shards()
         elif self.eval_source:
             name, key, pieces = self.eval_source.name, self.key("eval"), self._of_eval_source
-            found |= corpus.load_corpus(name, key, pieces, tokenizer, self._root, ("eval",))
-        return found
+            token_splits |= corpus.load_corpus(name, key, pieces, tokenizer, self._root, ("eval",))
+        return token_splits
 
 
 def is_tokens(source):
-    """Whether a text is made tokens already."""
+    """Whether a text is tokenised already."""
     return isinstance(source, shards.TokenShards)
 
 
 def _shard_tokenizer(source, spec, tokenizer_path):
-    """The tokenizer of token shards, which has to be the one that they were made with."""
-    own_path = source.own_tokenizer()
-    own = None if own_path is None else tokenizers.load_tokenizer(own_path)
+    """The tokenizer of token shards, which has to be the one that made them."""
+    stored_path = source.tokenizer_path()
+    stored = None if stored_path is None else tokenizers.load_tokenizer(stored_path)
     if tokenizer_path is not None:
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
@@ -186,17 +189,17 @@ def _shard_tokenizer(source, spec, tokenizer_path):
             tokenizer = tokenizers.ByteTokenizer()
         elif kind == "file":
             tokenizer = tokenizers.load_tokenizer(argument)
-        elif own is not None and own.kind == kind:
-            tokenizer = own
+        elif stored is not None and stored.kind == kind:
+            tokenizer = stored
         else:
             raise UsageError(
                 f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
                 " the tokenizer.json that they were made with"
             )
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
+    if stored is not None and stored.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"{name} is not the tokenizer that {source.name} was made with;"
-            f" use config.data.tokenizer={own_path}"
+            f" use config.data.tokenizer={stored_path}"
         )
-    source.check(tokenizer, name)
+    source.check_ids(tokenizer, name)
     return tokenizer

@@ -45,13 +45,13 @@ class Packing:
     def __len__(self):
         return len(self._edges) - 1
 
-    def rows(self, which):
-        """The batch of the rows `which`; indices past the end give rows of weight 0."""
-        shape = (len(which), self._seq_len)
+    def rows(self, row_numbers):
+        """The batch of the rows `row_numbers`; indices past the end give rows of weight 0."""
+        shape = (len(row_numbers), self._seq_len)
         inputs_BT, targets_BT, positions_BT, segment_ids_BT = (
             np.zeros(shape, np.int32) for _ in range(4)
         )
-        for b, begin, end, segment, start in self._layout(which):
+        for b, begin, end, segment, start in self._layout(row_numbers):
             tokens = self._stream.framed(start, start + end - begin + 1, self._fill)
             inputs_BT[b, begin:end] = tokens[:-1]
             targets_BT[b, begin:end] = tokens[1:]
@@ -65,17 +65,17 @@ class Packing:
             "segment_ids": segment_ids_BT,
         }
 
-    def places(self, which):
-        """int64[len(which), seq_len]: where in the stream the targets are; -1 for padding."""
-        places_BT = np.full((len(which), self._seq_len), -1, np.int64)
-        for b, begin, end, _, start in self._layout(which):
-            places_BT[b, begin:end] = start + 1 + np.arange(end - begin)
-        return places_BT
+    def target_positions(self, row_numbers):
+        """int64[len(row_numbers), seq_len]: positions of the targets in the stream; -1: padding."""
+        target_positions_BT = np.full((len(row_numbers), self._seq_len), -1, np.int64)
+        for b, begin, end, _, start in self._layout(row_numbers):
+            target_positions_BT[b, begin:end] = start + 1 + np.arange(end - begin)
+        return target_positions_BT
 
-    def _layout(self, which):
-        """Yields (row of the batch, first and last-plus-one place in it, number in the row, first
-        token in the stream) of every piece in the rows `which`."""
-        for b, row in enumerate(which):
+    def _layout(self, row_numbers):
+        """Yields (row of the batch, first and last-plus-one position in it, number in the row,
+        first token in the stream) of every piece in the rows `row_numbers`."""
+        for b, row in enumerate(row_numbers):
             begin = 0
             pieces = self._pieces[slice(*self._edges[row : row + 2])] if row < len(self) else ()
             for segment, piece in enumerate(pieces, 1):
@@ -85,7 +85,7 @@ class Packing:
 
 
 def _cut(first, pairs, seq_len):
-    """Starts and lengths of the pieces of documents with so many `pairs` from `first` on."""
+    """Starts and lengths of the pieces of documents that have `pairs` pairs from `first` on."""
     first, pairs = first[pairs > 0], pairs[pairs > 0]
     counts = -(-pairs // seq_len)
     document = np.repeat(np.arange(len(pairs)), counts)

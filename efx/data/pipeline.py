@@ -6,9 +6,9 @@ import operator
 import numpy as np
 
 from efx.data import corpus
-from efx.data.cache import content_key
-from efx.data.corpus import PARTS
-from efx.data.opened import Opened
+from efx.data.corpus import SPLITS
+from efx.data.disk_cache import content_key
+from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
 from efx.errors import UsageError
@@ -24,23 +24,23 @@ def load(
     *,
     seed,
     tokenizer_path=None,
-    parts=PARTS,
-    before=None,
+    splits=SPLITS,
+    run_origin=None,
     same_text=True,
 ):
-    """Opens the data that `config_data` describes; tokenises it if that was not done before.
+    """Opens the data that `config_data` describes; tokenises it if that is not in the cache.
 
     Args:
       config_data: the `data` block of a config.
       seed: with the step, determines every batch; `config.seed` as a rule.
       tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
-      parts: which of "train" and "eval" are wanted. What is not needed for them is not opened:
-        for "eval" alone no source beside an eval_source, for none of them no text at all, unless
-        the tokenizer has to be made of it.
-      before: `Data.origin` of the run whose data this is, None for a new one. What it held out is
-        held out again; a text that has changed is refused, but see config.data.on_change.
-      same_text: whether `config_data` names the text of that run. If not, its text is split for
-        itself, unless it turns out to be the run's.
+      splits: which of "train" and "eval" to load. What they do not need is not opened: for "eval"
+        alone no source beside an eval_source, for neither no text at all, unless the tokenizer has
+        to be made of it.
+      run_origin: `Data.origin` of the run whose data this is, None for a new one. What it held out
+        is held out again; a text that has changed is refused, but see config.data.on_change.
+      same_text: whether `config_data` names the text of that run. If not, its text gets a split of
+        its own, unless its content is the run's.
 
     Returns:
       Data.
@@ -49,21 +49,28 @@ def load(
       UsageError: one line that names the key, value or file at fault.
     """
     c = make(DataConfig, config_data)
-    opened = Opened(c, parts if tokenizer_path else PARTS, before, same_text)
+    opened = OpenedTexts(c, splits if tokenizer_path else SPLITS, run_origin, same_text)
     tokenizer = opened.tokenizer(tokenizer_path)
-    found = {part: one for part, one in opened.streams(tokenizer).items() if part in parts}
-    for part, one in found.items():
+    token_splits = {
+        split: token_split
+        for split, token_split in opened.streams(tokenizer).items()
+        if split in splits
+    }
+    for split, token_split in token_splits.items():
         # A text that is held out as a whole may be shorter than a row.
-        least = 2 if part == "eval" and c.eval_source else c.seq_len + 1
-        if len(one.stream) < least:
+        shortest = 2 if split == "eval" and c.eval_source else c.seq_len + 1
+        if len(token_split.stream) < shortest:
             raise UsageError(
                 f"config.data.seq_len={c.seq_len} is longer than the text: the"
-                f" {corpus.PART_NAMES[part]} of {one.name} has {len(one.stream)} tokens, and a row"
-                " takes one more than seq_len"
+                f" {corpus.SPLIT_NAMES[split]} of {token_split.name} has"
+                f" {len(token_split.stream)} tokens, and a row takes one more than seq_len"
             )
-    streams = {part: one.stream for part, one in found.items()}
-    spans = {part: one.spans for part, one in found.items() if one.spans is not None}
-    text_bytes = {part: one.text_bytes for part, one in found.items() if one.spans is not None}
+    streams = {split: token_split.stream for split, token_split in token_splits.items()}
+    with_spans = {
+        split: tokens for split, tokens in token_splits.items() if tokens.spans is not None
+    }
+    spans = {split: token_split.spans for split, token_split in with_spans.items()}
+    text_bytes = {split: token_split.text_bytes for split, token_split in with_spans.items()}
     key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
     data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
@@ -74,25 +81,25 @@ class Data:
     """A tokenised text, split, and the batches made of it. Made by `load`.
 
     A batch is a dict of rows: inputs, targets int32[B, T]; weights float32[B, T], 0 where nothing
-    is scored; with packing also positions and segment_ids int32[B, T] (0: padding). Where `rows`
-    are asked for, numbers from 0 to B - 1, only those are read: what row i of step n holds depends
-    on neither the number of processes nor on which of them reads it.
+    is scored; with packing also positions and segment_ids int32[B, T] (0: padding). With `rows`,
+    numbers from 0 to B - 1, only those rows are read: the content of row i of step n depends
+    neither on the number of processes nor on which of them reads it.
 
     Attributes:
       tokenizer: an efx tokenizer.
       vocab_size: number of token ids.
-      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 where
-        a split was not asked for.
+      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 for
+        a split that was not loaded.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
-      origin: what a run writes down of its text, see `opened.Opened`.
+      origin: what a run records about its text, see `opened.OpenedTexts`.
     """
 
     subset = origin = None
 
     def __init__(self, config, seed, tokenizer, streams, spans, text_bytes, key):
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.train_tokens, self.eval_tokens = (len(streams.get(part, ())) for part in PARTS)
+        self.train_tokens, self.eval_tokens = (len(streams.get(split, ())) for split in SPLITS)
         self.fingerprint = key
         self._config, self._streams, self._packings = config, streams, {}
         self._spans, self._text_bytes = spans or {}, text_bytes or {}
@@ -124,17 +131,17 @@ class Data:
         return self._streams[split].windows([start], stop - start)[0]
 
     def held_out_of(self):
-        """What the held-out split is, in words."""
+        """A description of the held-out split for people."""
         c = self._config
         if c.eval_source:
             return f"all of config.data.eval_source={c.eval_source!r}"
         if "shards" in self.origin["held_out"]:
             return f"the shards for evaluation of config.data.source={c.source!r}"
-        how = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
+        description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
         if self.origin["of"] != self.origin["source"]:
-            how += ", as it was when the run began"
-        read = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
-        return f"the held-out part ({how}){read} of config.data.source={c.source!r}"
+            description += ", as it was when the run began"
+        limit = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
+        return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
 
     def scored_tokens(self, split):
         """Number of targets with weight 1 in one pass over `split` ("train" or "eval")."""
@@ -143,11 +150,11 @@ class Data:
         return len(self._streams[split]) - 1
 
     def bytes_per_token(self, split):
-        """Bytes of text a scored token of `split` stands for, on average.
+        """Bytes of text that a scored token of `split` stands for, on average.
 
         nats per token / (ln 2 * bytes per token) = bits per byte. Ends of documents are scored and
-        stand for no bytes. Where the tokenizer does not tell the bytes of an id, those of the whole
-        split are taken.
+        stand for no bytes. If the tokenizer does not know the bytes of an id, the bytes of the
+        whole split are counted.
         """
         stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
         scored = self.scored_tokens(split)
@@ -155,9 +162,9 @@ class Data:
             if split in self._text_bytes:
                 return self._text_bytes[split] / scored
             texts = (
-                self.tokenizer.decode(p[i : i + (1 << 20)])
-                for p in stream.parts()
-                for i in range(0, len(p), 1 << 20)
+                self.tokenizer.decode(array[i : i + (1 << 20)])
+                for array in stream.arrays()
+                for i in range(0, len(array), 1 << 20)
             )
             return sum(len(t.encode("utf-8", "replace")) for t in texts) / scored
         if not self._config.packing:
@@ -169,8 +176,7 @@ class Data:
         return total / scored
 
     def train_iterator(self, start_step=0, rows=None):
-        """Batches without end, from step `start_step` on (0: the first); of each all rows, or the
-        given ones."""
+        """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""
         config, stream = self._config, self._streams["train"]
         if config.packing:
             rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
@@ -186,12 +192,12 @@ class Data:
         return TrainIterator(batch, start_step)
 
     def eval_batches(self, batch_size, max_batches=0, rows=None):
-        """Batches over the whole held-out split, in order; can be iterated over and over.
+        """Batches over the whole held-out split, in order; can be iterated over repeatedly.
 
         Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
-        has weight 1 exactly once; what is missing from the last batch has weight 0. With
-        `max_batches` only so many batches, their rows spread evenly over the split. With `rows`
-        only these of each batch.
+        has weight 1 exactly once; the last batch is filled up with weight 0. `max_batches` limits
+        their number: then the rows are spread evenly over the split. `rows` limits each batch to
+        these rows.
         """
         return EvalBatches(self, batch_size, max_batches, rows)
 
@@ -216,33 +222,35 @@ class EvalBatches:
         return min(count, self._limit) if self._limit else count
 
     def __iter__(self):
-        for which in self._chosen():
-            yield self._packing.rows(which) if self._packing else self._windows(which)
+        for row_numbers in self._chosen():
+            yield self._packing.rows(row_numbers) if self._packing else self._windows(row_numbers)
 
-    def places(self):
-        """For each batch int64[B, T]: where in the split's tokens each target is, -1 for padding.
+    def target_positions(self):
+        """For each batch int64[B, T]: position of each target in the split's tokens, -1: padding.
 
         A target that only ends the last document lies behind the last token.
         """
-        for which in self._chosen():
+        for row_numbers in self._chosen():
             if self._packing:
-                yield self._packing.places(which)
+                yield self._packing.target_positions(row_numbers)
             else:
-                places_BT = which[:, None] * self._seq_len + 1 + np.arange(self._seq_len)
-                yield np.where(places_BT < len(self._stream), places_BT, -1)
+                target_positions_BT = (
+                    row_numbers[:, None] * self._seq_len + 1 + np.arange(self._seq_len)
+                )
+                yield np.where(target_positions_BT < len(self._stream), target_positions_BT, -1)
 
     def _chosen(self):
         """The numbers of the rows of each batch."""
         count = len(self)
         chosen = min(count * self._size, self._total)
         for i in range(count):
-            which = i * self._size + self._rows
-            yield which * self._total // chosen  # past the last chosen row: past the last row
+            row_numbers = i * self._size + self._rows
+            yield row_numbers * self._total // chosen  # past the last chosen row: past the last row
 
-    def _windows(self, which):
-        tokens = np.zeros((len(which), self._seq_len + 1), np.int32)
-        weights_BT = np.zeros((len(which), self._seq_len), np.float32)
-        for b, start in enumerate((which * self._seq_len).tolist()):
+    def _windows(self, row_numbers):
+        tokens = np.zeros((len(row_numbers), self._seq_len + 1), np.int32)
+        weights_BT = np.zeros((len(row_numbers), self._seq_len), np.float32)
+        for b, start in enumerate((row_numbers * self._seq_len).tolist()):
             count = min(self._seq_len + 1, len(self._stream) - start)
             if count > 1:
                 tokens[b, :count] = self._stream.windows([start], count)[0]
@@ -251,10 +259,10 @@ class EvalBatches:
 
 
 class TrainIterator:
-    """Training batches. The whole state is the number of the next step."""
+    """Training batches. Their only state is the number of the next step."""
 
     def __init__(self, batch, start_step):
-        import grain  # brings jax along, which reading data in a notebook should not
+        import grain  # imports jax, which reading data in a notebook does not need
 
         # What is read is memory-mapped and the system's page cache reads ahead: grain's threads
         # and processes only make it slower (benchmarks/data_loading.py).
@@ -274,12 +282,12 @@ class TrainIterator:
         return {"step": self._inner.get_state()["next_index"]}
 
     def set_state(self, state):
-        """Goes to `state`, which may come from a run on another number of hosts."""
+        """Continues from `state`, which may come from a run on another number of hosts."""
         self._inner.set_state({"next_index": operator.index(state["step"])})
 
 
 class _Permutation:
-    """Numbers 0..count-1 in a new random order every epoch, read at any index at once."""
+    """Numbers 0..count-1 in a new random order every epoch, with random access."""
 
     def __init__(self, count, seed):
         import grain
@@ -292,7 +300,7 @@ class _Permutation:
 
 
 class _ShuffledWindows:
-    """Windows side by side, all of them in each epoch, laid out from another offset each epoch."""
+    """Adjacent windows, each once an epoch, laid out from another offset every epoch."""
 
     def __init__(self, stream, seq_len, seed):
         self._stream, self._seq_len, self._seed = stream, seq_len, seed
@@ -322,14 +330,14 @@ class _RandomWindows:
         self._stream, self._seq_len, self._seed = stream, seq_len, seed
 
     def __call__(self, step, batch_size, rows):
-        # All starts are drawn, whichever are wanted: a row's does not depend on what else is read.
+        # The starts of all rows are drawn, so that a row does not depend on which others are read.
         rng = np.random.default_rng([self._seed, step])
         starts = rng.integers(len(self._stream) - self._seq_len, size=batch_size)[rows]
         return _batch(self._stream.windows(starts, self._seq_len + 1))
 
 
 class _ShuffledRows:
-    """Packed rows, all of them in each epoch."""
+    """Packed rows, each once an epoch."""
 
     def __init__(self, packing, seed):
         self._packing, self._order = packing, _Permutation(len(packing), seed)

@@ -9,8 +9,8 @@ A folder written by `write_token_shards` holds
     *.bin             token ids, little-endian, nothing else
 
 nanoGPT's folders are read too: `train.bin` and `val.bin`, uint16, no meta.json. Shards that say
-which split they belong to are taken at their word (config.data.split and eval_fraction are then
-not used); if none is for evaluation, the tail of the training shards is held out.
+which split they belong to decide the split (config.data.split and eval_fraction are then not
+used); if none is for evaluation, the tail of the training shards is held out.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from efx import atomic
-from efx.data.cache import content_key, file_digests, remember, remember_for_file
-from efx.data.stream import Part, Stream
+from efx.data.disk_cache import content_key, file_digests, remember, remember_for_file
+from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
 FORMAT, VERSION = "efx-tokens", 1
@@ -37,7 +37,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     """Writes documents as token shards that `config.data.source=tokens:FOLDER` reads.
 
     Args:
-      folder: made if need be; must hold no meta.json yet.
+      folder: made if it does not exist; must hold no meta.json yet.
       tokenizer: an efx tokenizer; each document ends with its end-of-document id if it has one.
       train, heldout: iterables of documents: str, bytes, or arrays of ids.
       shard_tokens: a new file is begun after so many tokens.
@@ -78,7 +78,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
         "eot": tokenizer.eot,
         "shards": shards,
     }
-    # Last: a folder without it is not mistaken for whole.
+    # Written last: a folder without it is not mistaken for a finished one.
     atomic.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 
@@ -92,15 +92,15 @@ class TokenShards:
             raise UsageError(f"{name}: no such folder")
         shards, dtype = self._list()
         self._shards = []
-        left = max_bytes or float("inf")
+        remaining = max_bytes or float("inf")
         for path, split, tokens in shards:
             size = self._size(path)
             if size % dtype.itemsize or (tokens is not None and size != tokens * dtype.itemsize):
-                wanted = f"{tokens * dtype.itemsize} bytes" if tokens is not None else "even"
-                raise UsageError(f"{name}: {path} has {size} bytes, not {wanted}: cut short?")
+                expected = f"{tokens * dtype.itemsize} bytes" if tokens is not None else "even"
+                raise UsageError(f"{name}: {path} has {size} bytes, not {expected}: cut short?")
             # max_bytes limits what is trained on; the held-out shards stay whole.
-            take = size if split == "eval" else min(size, left)
-            left -= take if split == "train" else 0
+            take = size if split == "eval" else min(size, remaining)
+            remaining -= take if split == "train" else 0
             if count := int(take // dtype.itemsize):
                 self._shards.append((path, split, np.memmap(path, dtype, "r")[:count]))
         if not any(split == "train" for _, split, _ in self._shards):
@@ -113,17 +113,21 @@ class TokenShards:
             raise UsageError(f"{self.name}: cannot read {path} ({error.strerror})") from error
 
     def _list(self):
-        """[(path, split, tokens or None)], dtype: what meta.json or the files' names say."""
+        """[(path, split, tokens or None)], dtype: from meta.json or the names of the files."""
         meta_path = self._folder / "meta.json"
         if not meta_path.exists():
             pairs = (("train.bin", "train"), ("val.bin", "eval"))
-            found = [(self._folder / f, s, None) for f, s in pairs if (self._folder / f).exists()]
-            if not found:
+            shards = [
+                (self._folder / file, split, None)
+                for file, split in pairs
+                if (self._folder / file).exists()
+            ]
+            if not shards:
                 raise UsageError(
                     f"{self.name}: the folder has neither meta.json nor train.bin; token shards"
                     " are written by efx.data.write_token_shards"
                 )
-            return found, np.dtype("<u2")
+            return shards, np.dtype("<u2")
         try:
             meta = json.loads(meta_path.read_text())
             if meta["format"] != FORMAT or meta["version"] != VERSION:
@@ -131,7 +135,8 @@ class TokenShards:
             if meta["dtype"] not in _DTYPES:
                 raise ValueError(f"dtype {meta['dtype']!r}")
             shards = [
-                (self._folder / s["file"], s["split"], int(s["tokens"])) for s in meta["shards"]
+                (self._folder / split["file"], split["split"], int(split["tokens"]))
+                for split in meta["shards"]
             ]
             if any(split not in ("train", "eval") for _, split, _ in shards):
                 raise ValueError("a split that is neither train nor eval")
@@ -142,13 +147,13 @@ class TokenShards:
             ) from error
         return shards, np.dtype(meta["dtype"]).newbyteorder("<")
 
-    def own_tokenizer(self):
+    def tokenizer_path(self):
         """Path of the folder's tokenizer.json, or None."""
         path = self._folder / "tokenizer.json"
         return path if path.exists() else None
 
     def identity(self):
-        """Hash of the tokens and of the split they are in."""
+        """Hash of the tokens and of their splits."""
         return self._identity(("train", "eval"))
 
     def _identity(self, splits):
@@ -163,7 +168,7 @@ class TokenShards:
             ],
         )
 
-    def check(self, tokenizer, tokenizer_name):
+    def check_ids(self, tokenizer, tokenizer_name):
         """Raises UsageError if some id is not in the vocabulary of `tokenizer`."""
         for path, _, ids in self._shards:
             largest = remember_for_file(
@@ -182,11 +187,11 @@ class TokenShards:
                 )
 
     def stream(self, split=""):
-        """Stream of the shards of a split; of all of them without one."""
-        return Stream([ids for _, own, ids in self._shards if split in ("", own)])
+        """Stream of the shards of a split; of all shards without one."""
+        return Stream([ids for _, shard_split, ids in self._shards if split in ("", shard_split)])
 
     def decide(self, kind, eval_fraction):
-        """What is held out, as plain data that a run keeps (compare `split.decide`):
+        """What is held out, as plain data that a run keeps (compare `held_out.decide`):
         {"shards": hash of those for evaluation}, or {"tokens": [from, to], "sum": their hash}."""
         if len(self.stream("eval")):
             return {"shards": self._identity(("eval",))}
@@ -199,39 +204,39 @@ class TokenShards:
         cut = int((1 - eval_fraction) * count)
         return {"tokens": [cut, count], "sum": self._sum(cut, count)}
 
-    def whole(self):
-        """The `Part` of all shards."""
-        return Part(self.name, self.stream())
+    def all_shards(self):
+        """The `TokenSplit` of all shards."""
+        return TokenSplit(self.name, self.stream())
 
-    def parts(self, decision):
-        """{"train" or "eval": Part} by a decision, which has to fit these tokens; the shards
-        for training alone without one."""
+    def splits(self, decision):
+        """{"train" or "eval": TokenSplit} by a decision, which has to fit these tokens; without one
+        the training shards alone."""
         train, heldout = self.stream("train"), self.stream("eval")
-        found = {"train": train, "eval": heldout}
+        streams = {"train": train, "eval": heldout}
         if not decision:
-            del found["eval"]
+            del streams["eval"]
         elif "shards" in decision:
             if self._identity(("eval",)) != decision["shards"]:
-                self._not_there("the shards for evaluation are others now")
+                self._refuse_changed("the shards for evaluation are others now")
         else:
             start, stop = decision["tokens"]
             if len(heldout) or len(train) < stop or self._sum(start, stop) != decision["sum"]:
-                self._not_there(f"its tokens {start} to {stop}, once held out, are others now")
-            ends = [*train.cut(0, start).parts(), *train.cut(stop, len(train)).parts()]
-            found = {"train": Stream(ends), "eval": train.cut(start, stop)}
-        return {part: Part(self.name, stream) for part, stream in found.items()}
+                self._refuse_changed(f"its tokens {start} to {stop}, once held out, are others now")
+            ends = [*train.cut(0, start).arrays(), *train.cut(stop, len(train)).arrays()]
+            streams = {"train": Stream(ends), "eval": train.cut(start, stop)}
+        return {split: TokenSplit(self.name, stream) for split, stream in streams.items()}
 
     def _sum(self, start, stop):
         def compute():
             digest = hashlib.blake2b(digest_size=16)
-            for part in self.stream("train").cut(start, stop).parts():
-                digest.update(np.ascontiguousarray(part).data.cast("B"))
+            for array in self.stream("train").cut(start, stop).arrays():
+                digest.update(np.ascontiguousarray(array).data.cast("B"))
             return digest.hexdigest()
 
         return remember(self._root, content_key("sum", self.identity(), start, stop), compute)
 
-    def _not_there(self, what):
+    def _refuse_changed(self, problem):
         raise UsageError(
-            f"{self.name}: the split of before cannot be kept: {what}. Training tokens may be added"
-            " behind the old ones; put the old ones back, or use another --workdir"
+            f"{self.name}: the split of before cannot be kept: {problem}. Training tokens may"
+            " be added behind the old ones; put the old ones back, or use another --workdir"
         )

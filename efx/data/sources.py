@@ -18,7 +18,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from efx.data.cache import content_key, file_digests
+from efx.data.disk_cache import content_key, file_digests
 from efx.errors import UsageError, extra, nearest
 
 KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
@@ -34,11 +34,11 @@ _RECORDS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` for messages, `data` its bytes, `part` of a mixture that it is from."""
+    """One text: `name` for messages, `data` its bytes, `component` of a mixture that it is from."""
 
     name: str
     data: bytes
-    part: str = ""
+    component: str = ""
 
     @property
     def text(self):
@@ -64,16 +64,16 @@ def parse(source, key="config.data.source"):
     if bare == bool(argument) or (bare and colon):
         form = {"tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
         form |= {name: name for name in _WITHOUT_ARGUMENT}
-        wanted = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
-        raise UsageError(f"{key}={source!r} should read {wanted}")
+        expected = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
+        raise UsageError(f"{key}={source!r} should read {expected}")
     return kind, argument
 
 
 def open_source(config_data, root, key="source"):
     """The source of documents that `config_data` names; `root` is the cache folder.
 
-    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0. key:
-    "eval_source" for that one, which is read whole, whatever `config_data.max_bytes` is.
+    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0. With the key
+    "eval_source" that source is opened, and read whole whatever `config_data.max_bytes` is.
     """
     from efx.data.mixture import Pieces
 
@@ -83,16 +83,19 @@ def open_source(config_data, root, key="source"):
     return Pieces(source, size) if size else source
 
 
-def _open(config_data, wanted, root, key, limit, skip=()):
+def _open(config_data, spec, root, key, limit, skip=()):
     from efx.data import mixture
 
-    kind, argument = parse(wanted, key)
-    name = f"{key}={wanted!r}"
+    kind, argument = parse(spec, key)
+    name = f"{key}={spec!r}"
     if kind == "mix":
-        parts = mixture.parse(name, argument)
+        components = mixture.parse(name, argument)
         # The standard library's source has the language reference in it: once is enough.
-        skip = {"pydoc_data"} if "pydoc" in parts else set()
-        opened = [(part, _open(config_data, part, root, key, limit, skip)) for part in parts]
+        skip = {"pydoc_data"} if "pydoc" in components else set()
+        opened = [
+            (component, _open(config_data, component, root, key, limit, skip))
+            for component in components
+        ]
         return mixture.Mixture(name, opened)
     if kind == "pydoc":
         return mixture.Topics(name, limit)
@@ -108,63 +111,63 @@ def _open(config_data, wanted, root, key, limit, skip=()):
 
 
 def _glob(name, pattern):
-    """Files that `pattern` names, sorted; a name that exists is taken as it stands."""
+    """Files that match `pattern`, sorted; the name of an existing file matches itself alone."""
     path = os.path.expanduser(pattern)
     if os.path.isfile(path):
         return [path]
-    found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
-    if not found:
+    paths = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not paths:
         wild = glob.has_magic(path)
         raise UsageError(f"{name}: " + ("no file matches" if wild else "no such file or folder"))
-    return found
+    return paths
 
 
 def _text_files(name, argument):
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
         return _glob(name, argument)
-    found = []
+    paths = []
     for folder, folders, files in os.walk(path):
         folders[:] = [f for f in folders if not f.startswith(".")]
-        found += [os.path.join(folder, f) for f in files if not f.startswith(".")]
-    if not found:
+        paths += [os.path.join(folder, f) for f in files if not f.startswith(".")]
+    if not paths:
         raise UsageError(f"{name}: the folder holds no files")
-    return sorted(found, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
+    return sorted(paths, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
 
 
 def _stdlib_files(name, skip=()):
     root, skip = sysconfig.get_paths()["stdlib"], _STDLIB_SKIP_FOLDERS | set(skip)
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in skip and not f.startswith("config-")]
-        found += [
+        paths += [
             os.path.join(folder, f)
             for f in files
             if f.endswith(".py") and not f.startswith(_STDLIB_SKIP_FILES)
         ]
-    if not found:
+    if not paths:
         raise UsageError(f"{name}: this Python has no source code in {root}; use text:PATH")
-    return sorted(found, key=lambda p: Path(os.path.relpath(p, root)).as_posix())
+    return sorted(paths, key=lambda p: Path(os.path.relpath(p, root)).as_posix())
 
 
 class TextFiles:
-    """Files as documents, in the order given; empty files are passed over."""
+    """Files as documents, in the order given; empty files are skipped."""
 
     def __init__(self, name, paths, max_bytes, root, skip_binary=False):
         self.name, self._root, self._skip_binary = name, root, skip_binary
         self._files = []
-        left = max_bytes or float("inf")
+        remaining = max_bytes or float("inf")
         for path in paths:
-            take = min(_size(name, path), left)
-            left -= take
+            take = min(_size(name, path), remaining)
+            remaining -= take
             if take:
                 self._files.append((path, int(take)))
         if not self._files:
-            what = f"{paths[0]} is empty" if len(paths) == 1 else "every file is empty"
-            raise UsageError(f"{name}: {what}")
+            problem = f"{paths[0]} is empty" if len(paths) == 1 else "every file is empty"
+            raise UsageError(f"{name}: {problem}")
 
     def identity(self):
-        """Hash of the content and its order; names and places of the files do not matter."""
+        """Hash of the content and its order; names and folders of the files do not matter."""
         with _readable(self.name):
             return content_key("text", file_digests(self._root, self._files))
 
@@ -199,16 +202,18 @@ class ArrayRecords:
         self._max_bytes, self._root = max_bytes, root
 
     def identity(self):
-        """Hash of the files' content and of how the text is taken from it."""
+        """Hash of the files' content and of the settings that the text is read by."""
         with _readable(self.name):
-            digests = file_digests(self._root, [(p, _size(self.name, p)) for p in self._paths])
+            digests = file_digests(
+                self._root, [(path, _size(self.name, path)) for path in self._paths]
+            )
         return content_key("arrayrecord", digests, self._key, self._max_bytes)
 
     def documents(self):
         """Yields a Document a record. Raises UsageError on a file or record of another kind."""
-        return limited(self._all(), self._max_bytes)
+        return limited(self._all_documents(), self._max_bytes)
 
-    def _all(self):
+    def _all_documents(self):
         from array_record.python.array_record_module import ArrayRecordReader
 
         for path in self._paths:
@@ -217,7 +222,7 @@ class ArrayRecords:
                 count = reader.num_records()
             except RuntimeError as error:
                 raise UsageError(f"{self.name}: cannot read {path} ({error})") from error
-            if not count:  # the reader says 0, and nothing else, of a file of another kind
+            if not count:  # of a file in another format the reader only says that it has 0
                 raise UsageError(
                     f"{self.name}: {path} holds no records: not an ArrayRecord file, or cut short"
                 )
@@ -227,20 +232,20 @@ class ArrayRecords:
                     yield self._document(f"{path} record {i}", record)
             reader.close()
 
-    def _document(self, where, record):
+    def _document(self, record_name, record):
         if not self._key:
-            _refuse_nul(f"{self.name}: {where}", record)
-            return Document(where, record)
+            _refuse_nul(f"{self.name}: {record_name}", record)
+            return Document(record_name, record)
         fields = _fields(record)
         if not isinstance(fields, dict) or self._key not in fields:
             raise UsageError(
-                f"{self.name}: {where} is not JSON or msgpack with the key"
+                f"{self.name}: {record_name} is not JSON or msgpack with the key"
                 f" config.data.text_key={self._key!r} (set it empty where records are plain text)"
             )
         text = fields[self._key]
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
-        _refuse_nul(f"{self.name}: {where}", data)
-        return Document(where, data)
+        _refuse_nul(f"{self.name}: {record_name}", data)
+        return Document(record_name, data)
 
 
 class HuggingFace:
@@ -254,9 +259,9 @@ class HuggingFace:
         dataset, _, variant = argument.partition(":")
         try:
             self._rows = datasets.load_dataset(dataset, variant or None, split="train")
-        except Exception as error:  # many kinds, none of them ours
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UsageError(f"{name}: the dataset cannot be loaded ({first})") from error
+        except Exception as error:  # the library raises many unrelated types
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"{name}: the dataset cannot be loaded ({first_line})") from error
         if text_key not in self._rows.column_names:
             raise UsageError(
                 f"{name}: config.data.text_key={text_key!r} is not one of its columns"
@@ -268,7 +273,7 @@ class HuggingFace:
         """Hash of the dataset's files (of its rows where it has none)."""
         paths = [file["filename"] for file in self._rows.cache_files]
         with _readable(self.name):
-            digests = file_digests(self._root, [(p, _size(self.name, p)) for p in paths])
+            digests = file_digests(self._root, [(path, _size(self.name, path)) for path in paths])
         if not digests:
             digests = [document_digest(d.data).hex() for d in self.documents()]
         return content_key("hf", digests, self._key, self._max_bytes)
@@ -291,32 +296,32 @@ def _fields(record):
 
         try:
             return msgpack.unpackb(record)
-        except Exception:  # msgpack raises a dozen unrelated kinds
+        except Exception:  # msgpack raises a dozen unrelated types
             return None
 
 
 def limited(documents, max_bytes):
-    """The documents up to `max_bytes` in all (0: all of them); the last is cut, empty ones go."""
-    left = max_bytes or float("inf")
+    """The documents up to `max_bytes` in all (0: no limit): the last is cut, empty ones dropped."""
+    remaining = max_bytes or float("inf")
     for document in documents:
         data = document.data
-        if len(data) > left:
-            data = whole_characters(data[: int(left)])
+        if len(data) > remaining:
+            data = whole_characters(data[: int(remaining)])
         if data:
             yield Document(document.name, data)
-        left -= len(document.data)
-        if left <= 0:
+        remaining -= len(document.data)
+        if remaining <= 0:
             return
 
 
 def whole_characters(data):
     """`data` without the incomplete UTF-8 character that a cut may have left at its end."""
-    for back in range(1, min(4, len(data)) + 1):
-        byte = data[-back]
+    for trailing in range(1, min(4, len(data)) + 1):
+        byte = data[-trailing]
         if byte & 0xC0 == 0x80:
             continue
-        needs = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return data[:-back] if needs > back else data
+        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return data[:-trailing] if needed > trailing else data
     return data
 
 
@@ -333,9 +338,9 @@ def _is_utf8(data):
     return True
 
 
-def _refuse_nul(where, data):
+def _refuse_nul(document_name, data):
     if b"\0" in data:
-        raise UsageError(f"{where} is binary (a NUL at byte {data.index(0)}), not text")
+        raise UsageError(f"{document_name} is binary (a NUL at byte {data.index(0)}), not text")
 
 
 def _size(name, path):

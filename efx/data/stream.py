@@ -9,39 +9,40 @@ import numpy as np
 class Stream:
     """Token ids in one or more arrays (memory-mapped, as a rule), read as if they were one."""
 
-    def __init__(self, parts):
+    def __init__(self, arrays):
         # As plain arrays: slicing a np.memmap makes another np.memmap, which is much slower.
-        self._parts = [np.asarray(p) for p in parts if len(p)]
-        self._ends = np.cumsum([len(p) for p in self._parts], dtype=np.int64).tolist()
+        self._arrays = [np.asarray(array) for array in arrays if len(array)]
+        lengths = [len(array) for array in self._arrays]
+        self._ends = np.cumsum(lengths, dtype=np.int64).tolist()
 
     def __len__(self):
         return self._ends[-1] if self._ends else 0
 
-    def parts(self):
+    def arrays(self):
         """The arrays, in order."""
-        return list(self._parts)
+        return list(self._arrays)
 
     def cut(self, start, stop):
         """The stream of tokens start..stop-1; shares the memory."""
-        parts, begin = [], 0
-        for part, end in zip(self._parts, self._ends, strict=True):
-            parts.append(part[max(start - begin, 0) : max(stop - begin, 0)])
+        arrays, begin = [], 0
+        for array, end in zip(self._arrays, self._ends, strict=True):
+            arrays.append(array[max(start - begin, 0) : max(stop - begin, 0)])
             begin = end
-        return Stream(parts)
+        return Stream(arrays)
 
-    def _copy(self, start, out):
-        """Copies the tokens from `start` on into the 1-D array `out`."""
-        if len(self._parts) == 1:
-            out[:] = self._parts[0][start : start + len(out)]
+    def _copy(self, start, target):
+        """Copies the tokens from `start` on into the 1-D array `target`."""
+        if len(self._arrays) == 1:
+            target[:] = self._arrays[0][start : start + len(target)]
             return
-        which, done = bisect.bisect_right(self._ends, start), 0
-        while done < len(out):
-            part = self._parts[which]
-            offset = start + done - (self._ends[which] - len(part))
-            piece = part[offset : offset + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
-            which += 1
+        index, copied = bisect.bisect_right(self._ends, start), 0
+        while copied < len(target):
+            array = self._arrays[index]
+            offset = start + copied - (self._ends[index] - len(array))
+            piece = array[offset : offset + len(target) - copied]
+            target[copied : copied + len(piece)] = piece
+            copied += len(piece)
+            index += 1
 
     def windows(self, starts, length):
         """int32[len(starts), length]: the tokens from each start on, all inside the stream."""
@@ -51,7 +52,7 @@ class Stream:
         return rows
 
     def framed(self, start, stop, fill):
-        """int32[stop - start]; `fill` stands for what lies before the first or after the last."""
+        """int32[stop - start]: tokens start..stop-1, `fill` before the first and after the last."""
         row = np.full(stop - start, fill, np.int32)
         first, last = max(start, 0), min(stop, len(self))
         self._copy(first, row[first - start : last - start])
@@ -59,11 +60,11 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class TokenSplit:
     """A split of a text as tokens.
 
     Attributes:
-      name: of the source that it is from, for messages.
+      name: of its source, for messages.
       stream: Stream.
       spans: int64[n, 2], first and last-plus-one token of each document; None if unknown.
       text_bytes: bytes of text in it; None if unknown.
@@ -78,13 +79,13 @@ class Part:
 def documents_between(stream, eot):
     """int64[n, 2]: first and last-plus-one token of each document, none empty.
 
-    Documents end at the token `eot`; without one (None), where a part of the stream ends.
+    Documents end at the token `eot`; without one (None), where an array of the stream ends.
     """
     ends, begin = [np.array([-1])], 0
-    for part in stream.parts():
-        found = [len(part)] if eot is None else np.flatnonzero(part == eot)
-        ends.append(np.asarray(found, np.int64) + begin)
-        begin += len(part)
+    for array in stream.arrays():
+        ends_in_array = [len(array)] if eot is None else np.flatnonzero(array == eot)
+        ends.append(np.asarray(ends_in_array, np.int64) + begin)
+        begin += len(array)
     if eot is None:
         edges = np.concatenate([[0], *ends[1:]])
         return np.stack([edges[:-1], edges[1:]], 1)
@@ -96,8 +97,8 @@ def documents_between(stream, eot):
 def count_bytes(stream, lengths, start=0):
     """Bytes of text that the tokens from `start` on stand for; `lengths[id]` bytes each."""
     total = 0
-    for part in stream.cut(start, len(stream)).parts():
-        for i in range(0, len(part), 1 << 22):
-            counts = np.bincount(part[i : i + (1 << 22)], minlength=len(lengths))
+    for array in stream.cut(start, len(stream)).arrays():
+        for i in range(0, len(array), 1 << 22):
+            counts = np.bincount(array[i : i + (1 << 22)], minlength=len(lengths))
             total += int(counts @ lengths)
     return total

@@ -1,13 +1,13 @@
-"""A part of the training documents, listed in a file by the hash of their text.
+"""A subset of the training documents, listed in a file by the hash of their text.
 
-`config.data.subset` names the file; what is held out stays the same. Reading the list takes nothing
-but the file, so a run on it can be wherever the corpus is (an expert of cBTM is one).
+`config.data.subset` names the file; what is held out stays the same. The list needs only this file,
+so such a run can be on any machine that has the corpus (an expert of cBTM is such a run).
 """
 
 import json
 from pathlib import Path
 
-from efx.data.cache import content_key
+from efx.data.disk_cache import content_key
 from efx.data.sources import document_digest
 from efx.errors import UsageError
 
@@ -25,16 +25,16 @@ class Subset:
         self.key = content_key(sorted(self.digests))
 
     def to_json(self):
-        """What the file holds."""
+        """The contents of the file."""
         return json.dumps({"sum": self.key, "documents": sorted(self.digests)}, indent=0) + "\n"
 
     @classmethod
     def load(cls, path):
-        """Raises UsageError where there is no list or its file is damaged."""
-        where = f"config.data.subset={str(path)!r}"
+        """Raises UsageError if the file is missing or damaged."""
+        setting = f"config.data.subset={str(path)!r}"
         if not Path(path).is_file():
             raise UsageError(
-                f"{where}: there is no such file; --mode=cluster makes one for each cluster"
+                f"{setting}: there is no such file; --mode=cluster makes one for each cluster"
             )
         try:
             stored = json.loads(Path(path).read_text())
@@ -43,22 +43,22 @@ class Subset:
         except (ValueError, TypeError, KeyError):
             sound = False
         if not sound:
-            raise UsageError(f"{where} is damaged, or no list of documents; make it again")
+            raise UsageError(f"{setting} is damaged, or no list of documents; make it again")
         return subset
 
     def pick(self, pieces):
-        """Of ("train" or "eval", name, bytes) all that is held out, and what is listed.
+        """Of the pieces ("train" or "eval", name, bytes) all held-out and all listed ones.
 
-        Raises UsageError, after the last piece, if something listed was not there to train on.
+        Raises UsageError, after the last piece, if a listed document was not among them.
         """
         missing = set(self.digests)
-        for part, name, data in pieces:
+        for split, name, data in pieces:
             digest = document_digest(data).hex()
-            if part == "eval":
-                yield part, name, data
+            if split == "eval":
+                yield split, name, data
             elif digest in self.digests:
                 missing.discard(digest)
-                yield part, name, data
+                yield split, name, data
         if missing:
             raise UsageError(
                 f"config.data.subset lists {len(self.digests)} documents, of which {len(missing)}"

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, characters, byte-level BPE, and any file of the `tokenizers` library.
 
-All of them turn text into int32 ids and back, know the bytes that an id stands for where that has
-an answer, and are saved in one file, tokenizer.json. `bytes` and `chars` files hold their "kind";
+All of them turn text into int32 ids and back, know the bytes of each id where an id alone decides
+them, and are saved in one file, tokenizer.json. `bytes` and `chars` files hold their "kind";
 a BPE file is in the format of the `tokenizers` library, so that other programs can read it too.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from efx import atomic
-from efx.data.cache import content_key
+from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
 KINDS = ("bytes", "chars", "bpe")
 _SMALLEST_BPE = 257  # 256 bytes and the end of text
-_STRIDE = 1 << 22  # characters looked at together
+_STRIDE = 1 << 22  # characters encoded at a time
 
 
 class Tokenizer:
@@ -39,7 +39,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_documents(self, documents):
-        """Yields the ids of each of `documents`, (name, bytes) pairs; errors tell the name."""
+        """Yields the ids of each of `documents`, (name, bytes) pairs; errors give the name."""
         for name, data in documents:
             try:
                 yield self.encode(data)
@@ -73,7 +73,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, path):
-        """Writes tokenizer.json; the file is there whole or not at all."""
+        """Writes tokenizer.json in one rename, so that the file is never there incomplete."""
         atomic.write_text(Path(path), self.to_json())
 
     @property
@@ -83,7 +83,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Gives out text as soon as, and not before, its last byte is there."""
+    """Returns each character of the text as soon as its last byte has come."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -94,7 +94,7 @@ class StreamDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
 
     def finish(self):
-        """What an incomplete character at the end comes to: nothing, or U+FFFD."""
+        """Text for an incomplete character at the end: nothing, or U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -106,7 +106,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text):
         """int32[n]; also takes bytes that are not UTF-8."""
         if isinstance(text, str):
-            text = _utf8(text, "surrogateescape")  # so do file names and command lines
+            text = _utf8(text, "surrogateescape")  # as Python decodes file names and command lines
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def token_bytes(self):
@@ -119,7 +119,7 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes()
 
     def to_json(self):
-        """Only the kind: there is nothing else to it."""
+        """Only the kind."""
         return json.dumps({"kind": self.kind}) + "\n"
 
 
@@ -141,20 +141,20 @@ class CharTokenizer(Tokenizer):
     def encode(self, text):
         """int32[n]. Raises UsageError naming a character that is not in the vocabulary."""
         text = text_of(text, self.kind)
-        parts = [self._ids(text, i) for i in range(0, len(text), _STRIDE)]
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        chunks = [self._ids(text, i) for i in range(0, len(text), _STRIDE)]
+        return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
 
     def _ids(self, text, start):
         codes = _codes(text[start : start + _STRIDE])
-        # Code 0 stands in for those past the table's end; they are told apart just below.
+        # Codes past the table's end are looked up as code 0 and set to -1 below.
         beyond = codes >= len(self._id_of)
         ids = self._id_of[np.where(beyond, 0, codes)]
         ids[beyond] = -1
         if len(ids) and ids.min() < 0:
-            at = start + int(np.argmax(ids < 0))
+            position = start + int(np.argmax(ids < 0))
             raise UsageError(
-                f"the character {text[at]!r} at {at} is not among the {self.vocab_size} characters"
-                " of the tokenizer"
+                f"the character {text[position]!r} at {position} is not among the"
+                f" {self.vocab_size} characters of the tokenizer"
             )
         return ids
 
@@ -256,11 +256,11 @@ def _codes(text):
 
 def characters_of(texts):
     """The characters that occur in `texts`, ascending."""
-    seen = np.zeros(0x110000, bool)
+    occurs = np.zeros(0x110000, bool)
     for text in texts:
         for i in range(0, len(text), _STRIDE):
-            seen[_codes(text[i : i + _STRIDE])] = True
-    return "".join(map(chr, np.flatnonzero(seen)))
+            occurs[_codes(text[i : i + _STRIDE])] = True
+    return "".join(map(chr, np.flatnonzero(occurs)))
 
 
 def checked_ids(ids, vocab_size):

@@ -66,6 +66,8 @@ class Attention(nn.Module):
                 chunk=c.chunk,
                 positions_BT=info.tokens.positions_BT,
                 segment_ids_BT=info.tokens.segment_ids_BT,
+                gaps=info.tokens.gaps,
+                kernel=c.kernel,
                 **options,
             )
         if dropout is not None:

@@ -26,7 +26,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
+        """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
         c = self.config
         attention = make_attention(c, "attention")
         norm_attention = make_norm(c, "norm_attention")

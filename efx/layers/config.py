@@ -17,12 +17,12 @@ from efx.layers.routing import plans
 from efx.settings import (
     AtLeastOne,
     Count,
+    Fraction,
     Natural,
     NonNegative,
     Number,
     Positive,
     Probability,
-    Share,
     block,
 )
 
@@ -46,7 +46,10 @@ class AttentionConfig:
     scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
-    chunk: Natural = 0  # queries in a chunk of the kernel; 0: chosen by length
+    chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
+    # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
+    # that can do what is asked, and "xla" where there is none.
+    kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
 
     def resolved(self, width, rope, mup):
         """With every field made out, for a model so wide.
@@ -99,13 +102,13 @@ class MoEConfig:
     renormalise: bool = True
     # token_choice: an expert has room for ceil(k T factor / (E + num_noop)) tokens of a sequence.
     capacity_factor: Positive = 1.25
-    capacity: Share = 0.25  # expert_choice: share of a sequence that an expert takes
+    capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert takes
     slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
     num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
     num_noop: Natural = 0  # token_choice: experts that compute nothing
-    # token_choice: share of the choices that experts compute, by which FLOPs are counted; as
+    # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
     # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
-    computed_fraction: Share | None = None
+    computed_fraction: Fraction | None = None
 
     def check(self):
         if self.router == "expert_choice" and self.computed_fraction is not None:
@@ -153,7 +156,7 @@ class MoEConfig:
             fraction = self.capacity * (1 if selection == "train" else self.slack)
         return plans.Budget(fraction, length, documents)
 
-    def places(self, length, selection):
+    def slots(self, length, selection):
         """C: tokens of a sequence of `length` that one expert has room for, at most all."""
         return self.budget(length, selection).size
 
@@ -204,12 +207,12 @@ class DepthRoutingConfig:
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
     # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
     blocks: tuple[Natural, ...] = ()
-    # Share of a sequence that a routed block computes; one value, or one for each routed block.
+    # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
     # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
     # tokens has no router.
-    capacity: Share | tuple[Share, ...] = 0.125
-    # ((f, c), ...): until the fraction f of the training steps, capacity c; then, and whenever the
-    # model does not train, `capacity`.
+    capacity: Fraction | tuple[Fraction, ...] = 0.125
+    # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
+    # c^2...; then, and whenever the model does not train, `capacity`.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
     # Of a packed row: training's top-k within each "document", or over the whole "row", where
     # documents compete. Causal decisions and experts count capacity by document always.
@@ -280,19 +283,23 @@ class DepthRoutingConfig:
                 f"{self.where}.train_selection={self.train_selection!r}: not with "
                 f"{self.where}.kind='recursion', whose steps choose among those of the step before"
             )
-        off = dict(blocks=(), capacity_stages=(), kv_for_skipped=False, skip_mlp=0)
-        for name, value in off.items():
-            if getattr(self, name) != value:
-                raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r}: not with "
-                    f"{self.where}.kind='recursion', leave it at {value!r}"
-                )
-        shares = self.steps
+        if self.blocks:
+            raise UsageError(
+                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', which "
+                "repeats all blocks between the first and the last; leave it at ()"
+            )
+        shares = self.shares
         if len(shares) != self.recursions or list(shares) != sorted(shares, reverse=True):
             raise UsageError(
                 f"{self.where}.capacity={self.capacity}: give one value, or one for each of the "
                 f"{self.recursions} steps ({self.where}.recursions), none larger than the one "
                 "before"
+            )
+        if self.capacity_stages and (len(shares) < 2 or shares[0] < 1):
+            raise UsageError(
+                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion is "
+                f"1, c, c^2...: it needs {self.where}.recursions of at least 2 and a first step "
+                f"that computes all tokens, in {self.where}.capacity={self.capacity} too"
             )
 
     @property
@@ -334,11 +341,16 @@ class DepthRoutingConfig:
         return dict(zip(chosen, capacities, strict=True))
 
     @property
-    def steps(self):
-        """Shares of the sequence that the steps of a recursion compute."""
+    def shares(self):
+        """Fractions of the sequence that the steps of a recursion compute."""
         if isinstance(self.capacity, tuple):
             return self.capacity
         return tuple(self.capacity**i for i in range(self.recursions))
+
+    def step_is_routed(self, number):
+        """Whether this step of a recursion has a router: it leaves tokens out, at this stage of the
+        training or at another, so that the parameters are the same at all of them."""
+        return self.shares[number] < 1 or (number > 0 and bool(self.capacity_stages))
 
     def budget(self, capacity, length, documents=None):
         """`plans.Budget` that a causal decision has."""
@@ -349,7 +361,7 @@ class DepthRoutingConfig:
         """Slots that a causal decision has in a sequence of `length` tokens."""
         return self.budget(capacity, length).size
 
-    def places(self, capacity, length, selection):
+    def slots(self, capacity, length, selection):
         """Slots that a routed block computes in a sequence of `length` tokens."""
         if selection == "train" and self.train_selection != "threshold":
             return plans.capacity(capacity, length)
@@ -491,7 +503,7 @@ class DropoutConfig:
     """What stands where dropout stood."""
 
     kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
-    rate: Probability = 0.1  # standard: share of the elements that are zeroed
+    rate: Probability = 0.1  # standard: fraction of the elements that are zeroed
     # Where. kind="attention" has no form for attention_probs.
     sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
     elementwise: ElementwiseConfig = ElementwiseConfig()

@@ -21,6 +21,7 @@ class Tokens:
       begin_BT, end_BT: which places of the sequence a token's document has to itself, see
         `plans.Documents`; None: those where it lies.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
+      gaps: whether positions skip some, as those of routed tokens do.
       mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
         tokens, or None.
     """
@@ -31,6 +32,7 @@ class Tokens:
     end_BT: Any = None
     alive_BT: Any = None
     mask_input_BTD: Any = None
+    gaps: bool = struct.field(pytree_node=False, default=False)
 
     def full(self, batch):
         """The same with positions for every row, so that rows can be gathered one by one."""

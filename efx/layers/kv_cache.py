@@ -70,7 +70,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
     Returns: [B, T, N, H]; where a layer only writes, for which there need be no queries, None.
     """
     if info.cache.grouped:
-        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, options)
+        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, **options)
     size, dtype = info.cache.kv_size or info.cache.size, module.dtype
 
     def zeros(make_shape):
@@ -138,7 +138,9 @@ def _and_one(y, fill):
 ALL_GROUPS = 0  # number of what the tokens of every group see
 
 
-def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
+def attend_group(
+    module, q_BTNH, k_BSKH, v_BSKH, info, k_info, dropout, *, scale, window=0, softcap=0.0
+):
     """Attention of new tokens over those of their own group, of which the cache holds the last.
 
     A slot of the cache is a place in a group. What earlier groups left there is known by their
@@ -148,7 +150,7 @@ def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
     Args:
       info, k_info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
         groups, from 1; cache.size places in a group. Of the queries, and of the keys and values.
-      options: `scale` and `softcap` of `attend_pairs`.
+      dropout: as in `attend_cached`. scale, window, softcap: as in `attend.attend`.
     Returns: [B, T, N, H].
     """
     rows, _, heads, width = k_BSKH.shape
@@ -171,13 +173,11 @@ def attend_group(module, q_BTNH, k_BSKH, v_BSKH, info, k_info, options):
     place_B1S, group_B1S = place_BS[:, None], group_BS[:, None]
     own_BTS = (group_B1S == group_BT1) | (group_B1S == ALL_GROUPS)
     allowed_BTS = own_BTS & (place_B1S >= 0) & (place_B1S <= place_BT1)
+    if window:
+        allowed_BTS = allowed_BTS & (place_BT1 - place_B1S < window)
+    probs_fn = None if dropout is None else dropout.probs_fn(info, place_BS)
     out_BTNH = attend_pairs(
-        q_BTNH,
-        all_k,
-        all_v,
-        allowed_BTS,
-        scale=options["scale"],
-        softcap=options["softcap"],
+        q_BTNH, all_k, all_v, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
     )
     # Of the groups that come in one call only the last may go on.
     place_BS, group_BS = k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT

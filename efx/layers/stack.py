@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
+from efx.layers import attention_kernels
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -19,7 +20,10 @@ from efx.sharding import constrain
 REMAT_POLICIES = {
     "full": None,
     # Keep the results of the projections, recompute everything cheap and all attention scores.
-    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+        jax.checkpoint_policies.save_only_these_names(attention_kernels.RESIDUALS),
+    ),
 }
 
 
@@ -61,14 +65,14 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class PassSpec:
-    """One pass through a stack of blocks that several passes share (kind="recursion").
+class RecursionStep:
+    """One step of a recursion: a pass through the blocks that all steps share.
 
     Attributes:
-      number: of the pass, from 0.
+      number: of the step, from 0.
       blocks: the shared blocks.
       routing: None: all tokens, with no router.
-      capacity, survivors: shares of the sequence that this pass computes, and the one before.
+      capacity, survivors: shares of the sequence that this step computes, and the one before.
     """
 
     number: int
@@ -79,7 +83,7 @@ class PassSpec:
 
     @property
     def name(self):
-        return f"pass_{self.number}"
+        return f"recursion_{self.number}"
 
     stream: ClassVar[None] = None
 
@@ -90,7 +94,8 @@ class PassSpec:
 
     @property
     def attentions(self):
-        return tuple((block, False) for block in self.blocks)
+        whole = self.routing is not None and self.routing.kv_for_skipped
+        return tuple((block, whole) for block in self.blocks)
 
     @property
     def parts(self):
@@ -101,9 +106,9 @@ def names(specs):
     """What the layers of a stack are called: `block_<i>`, numbered by their parameters."""
     result, index = [], 0
     for spec in specs:
-        passes = isinstance(spec, PassSpec)
-        result.append(spec.name if passes else f"block_{index}")
-        index += len(spec.new_blocks) if passes else 1
+        step = isinstance(spec, RecursionStep)
+        result.append(spec.name if step else f"block_{index}")
+        index += len(spec.new_blocks) if step else 1
     return result
 
 
@@ -135,18 +140,26 @@ class Layer(nn.Module):
         if spec.routing is None:
             self.inner = spec.make_block()
         else:
-            hidden = spec.routing.skip_mlp
-            skip_mlp = partial(SkipMLP, spec.block, hidden) if hidden else None
-            self.inner = DepthRouted(spec.make_block, spec.routing, spec.capacity, skip_mlp)
+            self.inner = DepthRouted(spec.make_block, spec.routing, spec.capacity, _skip_mlp(spec))
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
-    def __call__(self, x_BTD, info):
-        if self.spec.routing is None:
-            x_BTD = x_BTD + self.inner(x_BTD, info)
-        else:
+    def __call__(self, x_BTD, info, context=None):
+        """`context`: of a layer that is not routed itself, as in `Block`."""
+        if self.spec.routing is not None:
             x_BTD = self.inner(x_BTD, info)
+        else:
+            delta_BTD = self.inner(x_BTD, info, context)
+            if delta_BTD is None:  # it only writes keys and values
+                return x_BTD
+            x_BTD = x_BTD + delta_BTD
         return constrain(x_BTD, "batch", "length", "act_embed")
+
+
+def _skip_mlp(spec):
+    """What makes the skip MLP of a routed layer or of a recursion step, or None."""
+    hidden = spec.routing.skip_mlp
+    return partial(SkipMLP, spec.blocks[0], hidden) if hidden else None
 
 
 class _Unit(nn.Module):
@@ -171,15 +184,16 @@ class Stack(nn.Module):
     axis; `unroll_params` and `scan_params` convert between the two forms.
 
     What goes from layer to layer is whatever the specs' modules take: x_BTD, or two streams.
-    Passes through shared blocks (`PassSpec`) leave the parameters of these where a dense stack
-    has them, `block_<i>/...`, and have their routers in `pass_<i>/...`.
+    The steps of a recursion leave the parameters of the blocks that they share where a dense stack
+    has them, `block_<i>/...`, and have their own, routers and skip MLPs, in `recursion_<i>/...`.
 
     With `averages`, which a scan has no place for, layers read averages of all earlier states
-    (DenseFormer); a pass counts as one layer, and of two streams each layer computes one, whose
-    states are averaged. The weights are in `average_<i>/alpha`, i the number of a layer from 1.
+    (DenseFormer); a recursion step counts as one layer, and of two streams each layer computes one,
+    whose states are averaged. The weights are in `average_<i>/alpha`, i the number of a layer from
+    1.
     """
 
-    specs: tuple  # of LayerSpec and PassSpec, or of another family's
+    specs: tuple  # of LayerSpec and RecursionStep, or of another family's
     scan: bool
     remat: str
     averages: DenseFormerConfig | None = None
@@ -213,7 +227,7 @@ class Stack(nn.Module):
         for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
             if before and i in before:
                 x_BTD = before[i](x_BTD)
-            if not isinstance(spec, PassSpec):
+            if not isinstance(spec, RecursionStep):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
                 x_BTD = average(i + 1, spec.stream, x_BTD, layer(x_BTD, info))
                 continue
@@ -225,13 +239,13 @@ class Stack(nn.Module):
                         for i, s in enumerate(inner, 1)
                     )
                 )
-            passing = info.with_tokens(alive_BT=alive_BT)
-            y_BTD, alive_BT = self._pass(spec, shared, x_BTD, passing)
+            choosing = info.with_tokens(alive_BT=alive_BT)
+            y_BTD, alive_BT = self._step(spec, shared, x_BTD, choosing)
             x_BTD = average(i + 1, spec.stream, x_BTD, y_BTD)
         return x_BTD
 
-    def _pass(self, spec, shared, x_BTD, info):
-        """(x, the tokens that the next pass chooses from, or None: all)."""
+    def _step(self, spec, shared, x_BTD, info):
+        """(x, the tokens that the next step chooses from, or None: all)."""
         info = info.with_cache(tag=spec.name)
         if spec.routing is None:
             return shared.through(x_BTD, info), None
@@ -239,6 +253,7 @@ class Stack(nn.Module):
             None,
             spec.routing,
             spec.capacity,
+            _skip_mlp(spec),
             shared=shared,
             survivors=spec.survivors,
             name=spec.name,
@@ -256,14 +271,20 @@ class SharedStack(nn.Module):
     def config(self):
         return self.layers[0].spec.block
 
-    def through(self, x_BTD, info):
+    def through(self, x_BTD, info, context=None):
         for layer in self.layers:
-            x_BTD = layer(x_BTD, info)
+            x_BTD = layer(x_BTD, info, context)
+            if context is not None:
+                # What the next layer attends to: of the tokens that are computed their new states,
+                # of the others what they were.
+                all_BSD, all_info, plan = context
+                context = plan.put(all_BSD, x_BTD), all_info, plan
         return x_BTD
 
     def __call__(self, x_BTD, info, context=None):
-        """The increment of all of them together; `context` stays None (`kv_for_skipped`)."""
-        return self.through(x_BTD, info) - x_BTD
+        """The increment of all of them together. `context` = (tokens [B, S, D], their info, the
+        plan by which x was taken from them): each layer attends over these instead of over x."""
+        return self.through(x_BTD, info, context) - x_BTD
 
 
 def _layer_class(spec, remat, scanned):

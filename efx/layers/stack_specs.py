@@ -6,7 +6,7 @@ The decoder is such a stack, the latent transformer has one in its middle.
 from efx import flops
 from efx.layers import costs
 from efx.layers.config import with_experts, with_soft_experts
-from efx.layers.stack import LayerSpec, PassSpec
+from efx.layers.stack import LayerSpec, RecursionStep
 
 
 def make(b, c):
@@ -37,10 +37,11 @@ def stream(b, c, depth, capacities, kind=LayerSpec, **fields):
 
 
 def _recursion(routing, blocks):
-    """The passes of a recursion through these blocks."""
+    """The steps of a recursion through these blocks."""
     before = 1.0
-    for i, share in enumerate(routing.steps):
-        yield PassSpec(i, blocks, routing if share < 1 else None, share, before)
+    for i, share in enumerate(routing.shares):
+        settings = routing if routing.step_is_routed(i) else None
+        yield RecursionStep(i, blocks, settings, share, before)
         before = share
 
 
@@ -63,7 +64,7 @@ def stack_flops(specs, length, selection, shares=None):
                     token_share * causal,
                 )
             else:
-                tokens = r.places(spec.capacity, length, selection)
+                tokens = r.slots(spec.capacity, length, selection)
                 inner = flops.causal_pairs(tokens, first.attention.window)
                 outer = causal * tokens / length
         for b, whole in spec.attentions:

@@ -9,20 +9,20 @@ import os
 import sys
 import time
 
-_FLUSH_SECONDS = 10  # least time between two flushes, which wait for the disk
+_FLUSH_SECONDS = 10  # minimum time between two flushes, which wait for the disk
 
 
 class Events:
     """One event file of one launch, in `folder` (made if absent).
 
-    purge_from: TensorBoard hides what earlier files of the folder hold from this step on (None:
-    nothing), as a run that resumes wants.
+    purge_from: TensorBoard hides the events of earlier files of the folder from this step on (None:
+    hides nothing), which a resumed run needs.
     """
 
     def __init__(self, folder, purge_from):
         self._tensorboardx = _tensorboardx()
         folder.mkdir(parents=True, exist_ok=True)
-        # A name has the time in seconds, in which two launches may begin.
+        # The name has the time in seconds, and two launches may begin in the same second.
         self._file = self._tensorboardx.event_file_writer.EventsWriter(
             os.fspath(folder / "events"), f".{time.time_ns()}"
         )
@@ -36,7 +36,7 @@ class Events:
         """Adds {name: number} at `step`."""
         message = self._tensorboardx.proto.summary_pb2.Summary
         for name, value in values.items():
-            # Not tensorboardX's own helper: that one complains on the terminal about each NaN.
+            # Not tensorboardX's helper, which prints a complaint about each NaN.
             value = message.Value(tag=name, simple_value=value)
             self._add(step=step, summary=message(value=[value]))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -58,8 +58,8 @@ class Events:
 
 
 def _tensorboardx():
-    """The package. It imports torch where there is one, which takes seconds, for nothing that is
-    used here: so torch is hidden meanwhile."""
+    """The package. It imports torch if that is installed, which takes seconds and is not needed
+    here, so torch is hidden meanwhile."""
     hide = "torch" not in sys.modules
     if hide:
         sys.modules["torch"] = None

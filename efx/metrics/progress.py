@@ -15,18 +15,18 @@ def is_primary():
 
 
 class Progress:
-    """One live line about a run in a terminal; a plain line now and then when it is not one.
+    """One live line about a run in a terminal; elsewhere a plain line now and then.
 
     Args:
       total: the run's last step.
       peak_flops_per_second: of all devices together, for the MFU; 0 if unknown (no MFU then).
       stream: where to write (default: standard output at the time of the call).
-      plain_seconds: least time between two plain lines.
+      plain_seconds: minimum time between two plain lines.
 
     A context manager. On processes other than 0 nothing is shown.
     """
 
-    _LIVE_SECONDS = 0.1  # least time between two redraws of the live line
+    _LIVE_SECONDS = 0.1  # minimum time between two redraws of the live line
 
     def __init__(self, total, *, peak_flops_per_second=0.0, stream=None, plain_seconds=10.0):
         self._total = int(total)
@@ -63,26 +63,26 @@ class Progress:
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
-        least = self._LIVE_SECONDS if self._live is not None else self._plain_seconds
-        if step < self._total and now - self._shown < least:
+        minimum = self._LIVE_SECONDS if self._live is not None else self._plain_seconds
+        if step < self._total and now - self._shown < minimum:
             return
         self._shown = now
-        parts = [f"step {step}/{self._total}"]
+        fields = [f"step {step}/{self._total}"]
         if loss is not None:
-            parts.append(f"loss {loss:.4f}")
+            fields.append(f"loss {loss:.4f}")
         if tokens_per_second is not None:
-            parts.append(quantity(tokens_per_second, "tokens/s"))
+            fields.append(quantity(tokens_per_second, "tokens/s"))
         if flops is not None:
-            parts.append(quantity(flops, "FLOPs"))
+            fields.append(quantity(flops, "FLOPs"))
         if flops_per_second is not None:
-            parts.append(quantity(flops_per_second, "FLOP/s"))
+            fields.append(quantity(flops_per_second, "FLOP/s"))
             if self._peak:
-                parts.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
+                fields.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
         since, start = self._first
         if since < step < self._total:
-            left = (self._total - step) * (now - start) / (step - since)
-            parts.append(f"{duration(left)} left")
-        self._show("  ".join(parts))
+            seconds_left = (self._total - step) * (now - start) / (step - since)
+            fields.append(f"{duration(seconds_left)} left")
+        self._show("  ".join(fields))
 
     def _show(self, line):
         if self._live is None:
@@ -104,14 +104,14 @@ class Progress:
         self._live.console.print(Text(text), soft_wrap=True)
 
 
-# Units that are written as symbols, behind the prefixes of the SI; others are words.
+# Units that are symbols and take the prefixes of the SI; the others are words.
 _SYMBOLS = ("FLOPs", "FLOP/s")
 
 
 def quantity(value, unit=""):
     """Three digits and a unit, as people read them: "247k parameters", "26.3 TFLOPs".
 
-    What is counted goes by thousands, millions, billions and trillions.
+    Units that are words are counted in thousands, millions, billions and trillions.
     """
     symbol = unit in _SYMBOLS
     number, prefix = f"{value:.3g}", ""
@@ -124,19 +124,19 @@ def quantity(value, unit=""):
     return f"{number} {prefix}{unit}" if symbol else f"{number}{prefix} {unit}".rstrip()
 
 
-def portion(fractions, what="split"):
-    """What held-out losses are of, from the fractions that were scored: "whole held-out split".
+def portion(fractions):
+    """The text that held-out losses are taken over, as words: "whole held-out split".
 
-    Where `config.evaluate.max_batches` cut it, "25% of the held-out split", of runs that differ
-    "25% to 100% of ..."; None among them: of a run that did not record it.
+    If `config.evaluate.max_batches` limited it, "25% of the held-out split"; of runs that differ
+    "25% to 100% of ...". A fraction is None for a run that did not record it.
     """
     if None in fractions:
-        return f"held-out {what}"
+        return "held-out split"
     low, high = min(fractions), max(fractions)
     if low == 1:
-        return f"whole held-out {what}"
-    to = f" to {100 * high:.3g}%" if high > low else ""
-    return f"{100 * low:.3g}%{to} of the held-out {what}"
+        return "whole held-out split"
+    upper = f" to {100 * high:.3g}%" if high > low else ""
+    return f"{100 * low:.3g}%{upper} of the held-out split"
 
 
 def duration(seconds):

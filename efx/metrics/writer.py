@@ -29,8 +29,8 @@ def read_metrics(workdir):
 def _rows(path):
     """Yields (row, its first byte, the byte after it) for each complete line of a metrics file.
 
-    A last line that is no row is the write that was under way when the process died. It may well
-    end as a line does: a row that is extended is written over one that is there.
+    A last line that is no row is the write that was under way when the process died. It may end in
+    a newline, because extending a row overwrites a complete line.
     """
     with open(path, "rb") as file:
         offset = 0
@@ -59,10 +59,10 @@ class MetricsWriter:
       wandb: Weights & Biases project, or "" for none. The run id is kept in workdir/wandb_id, so a
         resumed run goes on in the same W&B run.
       run_name: name shown by W&B.
-      resume: False for a run that only has the folder of an earlier one: a new W&B run.
+      resume: False for a new run in the folder of an earlier one: it gets a new W&B run.
 
-    A context manager. Nothing of what is there is changed before the first call. Raises UsageError
-    when a file cannot be written or an extra is missing.
+    A context manager. No existing file is changed before the first call. Raises UsageError when a
+    file cannot be written or an extra is missing.
     """
 
     def __init__(self, workdir, *, tensorboard, wandb, run_name, resume=True):
@@ -92,7 +92,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind, error, trace):
-        # An error that is on its way out is the one to end with.
+        # An error that is being raised already is the one to report.
         with contextlib.suppress(*([UsageError] if kind else [])):
             self.close()
 
@@ -110,10 +110,10 @@ class MetricsWriter:
                 events.close()
 
     def truncate_after(self, step):
-        """Drops what was written past `step`, so that a run resumed there has one line per step.
+        """Drops all rows after `step`, so that a run resumed there has one line per step.
 
-        Samples of later steps go too, and TensorBoard hides its events of them. Call it before the
-        first write.
+        Samples of later steps are deleted too, and TensorBoard hides its events of them. Call it
+        before the first write.
         """
         if not self._active:
             return
@@ -136,7 +136,7 @@ class MetricsWriter:
             self._last, self._size = (row, start), end
 
     def _make_ready(self):
-        """Makes metrics.jsonl, or cuts off what follows the last row to keep."""
+        """Makes metrics.jsonl, or truncates it after the last row to keep."""
         with writing(self._path):
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -164,8 +164,8 @@ class MetricsWriter:
                 row, start = dict(self._last[0]), self._last[1]
         row.update({k: v if math.isfinite(v) else None for k, v in values.items()})
         line = json.dumps(row).encode()
-        # A line that is extended is written over in place, never shorter than it was, so that a
-        # crash leaves at worst a torn last line, which the next run drops.
+        # An extended line overwrites the old one in place and is never shorter, so that a crash
+        # leaves at worst a torn last line, which the next run drops.
         line = line.ljust(self._size - start - 1) + b"\n"
         with writing(self._path):
             _write_at(self._file, start, line)
@@ -203,8 +203,8 @@ class MetricsWriter:
                 f'config.log.wandb={project!r} needs {extra("wandb")}, or config.log.wandb=""'
             ) from error
         path = self._workdir / WANDB_ID_FILE
-        known = resume and path.is_file()
-        identity = path.read_text(encoding="utf-8").strip() if known else None
+        has_identity = resume and path.is_file()
+        identity = path.read_text(encoding="utf-8").strip() if has_identity else None
         try:
             run = wandb.init(
                 project=project,
@@ -228,5 +228,5 @@ class MetricsWriter:
 
 def _write_at(descriptor, offset, data):
     while data:
-        written = os.pwrite(descriptor, data, offset)
-        offset, data = offset + written, data[written:]
+        count = os.pwrite(descriptor, data, offset)
+        offset, data = offset + count, data[count:]

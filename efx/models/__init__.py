@@ -16,9 +16,11 @@ a group, L stacked layers, R low rank, X channels.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from efx.errors import UsageError
 from efx.layers.stack import period, unroll_params
@@ -76,26 +78,31 @@ def init(model, key):
 
 def init_cache(model, batch, cache_size):
     """An empty `cache` collection for decoding `batch` sequences of up to `cache_size` tokens."""
-    return init_decoding(model, batch, cache_size)[0]
+    cache = decoding_shapes(model, batch, cache_size)[0]
+    return jax.tree.map(lambda x, start: jnp.full(x.shape, start, x.dtype), cache, empty(cache))
 
 
-def init_decoding(model, batch, cache_size):
-    """(empty cache, zeros of the shape of what `features` gives for one token of each sequence)."""
+def empty(cache):
+    """What the slots of each array of a `cache` collection start out with: a position of -1 is
+    seen by no query."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: np.array(-1 if path[-1].key == "position" else 0, x.dtype), cache
+    )
+
+
+@functools.cache
+def decoding_shapes(model, batch, cache_size):
+    """(cache, what `features` gives for one token of each sequence), as shapes."""
     tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
 
-    def make(key, tokens):
+    def make(tokens):
+        key = jax.random.key(0)
         keys = {"params": key, "dropout": key, "routing": key}
         options = dict(decode=True, cache_size=cache_size, method="features")
         x_BTD, variables = model.init_with_output(keys, tokens, tokens, **options)
         return variables["cache"], x_BTD[:, 0]
 
-    shapes, x_BD = jax.eval_shape(make, jax.random.key(0), tokens)
-    # Slots start out empty: a position of -1 is seen by no query.
-    cache = jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),
-        shapes,
-    )
-    return cache, jnp.zeros(x_BD.shape, x_BD.dtype)
+    return jax.eval_shape(make, tokens)
 
 
 def unroll(model, params):

@@ -1,6 +1,6 @@
 """The contract of a model: all that the rest of efx may ask of one, whatever its family.
 
-`tests/test_contract.py` holds every family to it, and the rest of efx to nothing beyond.
+`tests/contract/test_contract.py` holds every family to it, and the rest of efx to nothing beyond.
 """
 
 from typing import Any, Protocol, runtime_checkable

@@ -12,7 +12,7 @@ which the value matrix learns.
 Every mask sows means over its elements, of the mask before rounding and of valid tokens only:
 losses `dropout_entropy`, `dropout_alternate_entropy`, `dropout_l1`, `dropout_squared_l1`, and the
 stats `dropout/near_one`, `dropout/near_zero`, `dropout/kept`, `dropout/entropy`. Where the
-collection `masks` is asked for, it also sows the rounded mask itself (see efx/mask_changes.py).
+collection `masks` is asked for, it also sows the rounded mask itself (see efx/changes.py).
 
 All parameters are leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all of them, and weight
 decay, by its default pattern, none. All arithmetic of masks is float32.
@@ -295,9 +295,11 @@ def _mask_attention(b):
     return MaskAttention(heads, a.scale == "mup", a.window, a.chunk, b.std, b.dtype, parent=None)
 
 
-def make_mask_input(b):
-    """What makes `Tokens.mask_input_BTD` in a model whose blocks are like `b`, or None."""
-    return MaskInput(b.dropout.attention, _mask_attention(b)) if b.dropout.shared else None
+def make_mask_input(b, name=None):
+    """What makes `Tokens.mask_input_BTD` for blocks like `b`, or None."""
+    if not b.dropout.shared:
+        return None
+    return MaskInput(b.dropout.attention, _mask_attention(b), name=name)
 
 
 def make_dropout(b, site, name=None):

@@ -94,7 +94,7 @@ class DepthRouted(nn.Module):
             return self._decode(x_BTD, score_BT, info)
         decision = self._decide(x_BTD, score_BT, info)
         self._report(x_BTD, decision, info)
-        context = (x_BTD, info) if self.config.kv_for_skipped else None
+        context = (x_BTD, info, decision.plan) if self.config.kv_for_skipped else None
         run_BT = plans.selected(decision.plan, x_BTD.shape[1])
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         told = decision.plan.info(info, decision.budget)
@@ -225,8 +225,15 @@ class DepthRouted(nn.Module):
         if self.is_initializing():
             return start_BTD + self.block(x_BTD, inside), run_BT
         if c.kv_for_skipped or info.encoder is not None:
-            self.block(x_BTD, inside.with_cache(access="write"))
-            inside = inside.with_cache(access="read")
+            written = inside.with_cache(access="write")
+            if self.shared is None:
+                inside = inside.with_cache(access="read")
+            else:
+                # What a token that is computed writes in a layer comes of the layer before: it
+                # writes that as it goes, and here are the others.
+                skipped_BT = jnp.where(run_BT, -1, info.tokens.positions_BT)
+                written = written.with_tokens(positions_BT=skipped_BT)
+            self.block(x_BTD, written)
         return self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, inside), run_BT
 
     def _wanted(self, x_BTD, score_BT, info):

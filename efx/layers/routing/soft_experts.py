@@ -177,7 +177,7 @@ class SoftBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info): attend over these instead of over x."""
+        """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
         c, norm_attention = self.config, make_norm(self.config, "norm_attention")
         if context is not None:
             shared = self.norm_context == "norm_attention"

@@ -56,6 +56,13 @@ def adapt(model, config):
             f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
+    inside = [site.path for site in adapted.sites(model.context, "causal") if site.sequences > 1]
+    if config.looks_ahead and inside:
+        raise UsageError(
+            f"config.adapter.routing='inclusion': the capacity of an expert is a share of a "
+            f"sequence, and {inside[0]} computes groups of a few tokens each; leave such layers "
+            f"out of config.adapter.sites={config.sites!r}"
+        )
     return adapted
 
 
@@ -106,27 +113,28 @@ def _trace(model, length, interceptor):
 
 @functools.lru_cache(maxsize=64)
 def _sites(model, length):
-    found = []
+    sites = []
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if isinstance(module, Adapter) and context.method_name == "__call__":
-            width = args[0].shape[-1]
+            *_, length, width = args[0].shape
             rows = args[0].size // width
-            found.append(Site("/".join(module.path[:-1]), rows, width, module.features))
+            path, sequences = "/".join(module.path[:-1]), rows // length
+            sites.append(Site(path, rows, sequences, width, module.features))
         return next_fun(*args, **kwargs)
 
     _trace(model, length, watch)
-    return tuple(found)
+    return tuple(sites)
 
 
 def _linears(model):
-    found = []
+    paths = []
 
     def watch(next_fun, args, kwargs, context):
         if isinstance(context.module, Linear) and context.method_name == "__call__":
-            found.append("/".join(context.module.path))
+            paths.append("/".join(context.module.path))
         return next_fun(*args, **kwargs)
 
     _trace(model, 1, watch)
-    return sorted(set(found) - {"head"})
+    return sorted(set(paths) - {"head"})

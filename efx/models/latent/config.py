@@ -14,6 +14,7 @@ from efx.layers.config import (
     Initialisation,
     MuPConfig,
     SoftExpertsConfig,
+    with_soft_experts,
 )
 from efx.models.config import ModelConfig, check_stack
 from efx.models.latent import groups
@@ -39,8 +40,10 @@ class LatentLossConfig:
 @block("config.model")
 class LatentConfig(ModelConfig):
     """The grouped-latent transformer. `width`, of the last level, `depth` and `attention` are those
-    of the latent stack, which also has `mlp.kind`, `mlp.hidden`, depth routing, learned dropout
-    (its input is taken for the embedding), soft experts and averages."""
+    of the latent stack, which also has `mlp.kind`, `mlp.hidden`, depth routing, soft experts and
+    averages. `attention.window` counts places of each level, and of a group in its local blocks.
+    Learned dropout is in every level: what enters the stack, or the blocks of a level, is to it the
+    embedding, and the site "embedding" is the former."""
 
     family: Literal["latent"] = "latent"
     attention: AttentionConfig = AttentionConfig(qk_norm="width")
@@ -88,6 +91,9 @@ class LatentConfig(ModelConfig):
     mup: MuPConfig = MuPConfig()  # logits by D_0, learning rate of a matrix by its fan-in
     depth_routing: DepthRoutingConfig = DepthRoutingConfig()
     soft_experts: SoftExpertsConfig = SoftExpertsConfig()
+    # Blocks that have these: those of the stack; besides all blocks of the encoder's levels; of
+    # the levels of both.
+    soft_experts_in: Literal["stack", "encoder", "levels"] = "stack"
     dense_former: DenseFormerConfig = DenseFormerConfig()
     latent_loss: LatentLossConfig = LatentLossConfig()
 
@@ -108,19 +114,19 @@ class LatentConfig(ModelConfig):
 
         _check_latents(self, bad)
         levels = len(self.latents)
-        widths, heads = _widths(self, levels, bad)
+        attention = self.attention.resolved(
+            self.width, self.positions in ROTARY, self.mup.base_width > 0
+        )
+        self.dropout.resolved(self.width, attention.num_heads)
+        widths, heads = _widths(self, attention, levels, bad)
         counts = {}
         for name in COUNTS:
             value = getattr(self, name)
             counts[name] = value if isinstance(value, tuple) else (value,) * levels
             if len(counts[name]) != levels:
                 bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
-        for name in ("window", "head_dim"):
-            if getattr(self.attention, name) not in (0, self.width // self.attention.num_heads):
-                raise UsageError(
-                    f"{self.attention.where}.{name}={getattr(self.attention, name)}: not in the "
-                    "latent family; leave it at 0"
-                )
+        if self.soft_experts_in != "stack" and not self.soft_experts.num:
+            bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
         if self.context % self.group_size:
             _say_padded(self.context, self.group_size)
@@ -128,11 +134,8 @@ class LatentConfig(ModelConfig):
             self,
             level_widths=widths,
             level_heads=heads,
-            attention=self.attention.resolved(
-                self.width, self.positions in ROTARY, self.mup.base_width > 0
-            ),
+            attention=attention,
             mlp=self.mlp.resolved(self.depth, "gelu"),
-            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
             **counts,
         )
 
@@ -166,7 +169,7 @@ def _check_latents(model, bad):
         before, whose = count, f"the {count} of the level before"
 
 
-def _widths(model, levels, bad):
+def _widths(model, attention, levels, bad):
     """((D_0, ..., D_n), heads of each); a resolved model has them already."""
     widths = model.level_widths
     if len(widths) == levels:
@@ -177,29 +180,31 @@ def _widths(model, levels, bad):
             f"expected {levels} widths, of tokens and of the levels before the last, whose width "
             "is config.model.width",
         )
-    num_heads = model.attention.num_heads
-    if model.width % num_heads:
-        bad("width", f"does not divide by config.model.attention.num_heads={num_heads}")
-    heads = model.level_heads
+    heads, head_dim = model.level_heads, attention.head_dim
     if not heads:
-        head_dim = model.width // num_heads
-        for width in widths:
+        for width in widths[:-1]:
             if width % head_dim:
                 bad(
                     "level_widths",
                     f"{width} does not divide into heads of {head_dim}, the latent stack's; give "
                     "config.model.level_heads",
                 )
-        heads = tuple(width // head_dim for width in widths)
+        heads = tuple(width // head_dim for width in widths[:-1])
     if len(heads) == levels:
-        heads = (*heads, num_heads)
-    if len(heads) != levels + 1 or heads[-1] != num_heads:
+        heads = (*heads, attention.num_heads)
+    if len(heads) != levels + 1 or heads[-1] != attention.num_heads:
         bad("level_heads", f"expected {levels} numbers of heads, one for each of level_widths")
-    for width, count in zip(widths, heads, strict=True):
+    masks = model.dropout.attention
+    for width, count in zip(widths[:-1], heads, strict=False):
         if width % count:
             bad("level_widths", f"{width} does not divide by its {count} heads (level_heads)")
         if model.positions in ROTARY and (width // count) % 2:
             bad("positions", f"rope needs an even head width, not {width} / {count}")
+        if model.dropout.kind == "attention" and masks.num_heads and width % masks.num_heads:
+            bad(
+                "level_widths",
+                f"{width} does not divide by {masks.where}.num_heads={masks.num_heads}",
+            )
     return widths, heads
 
 
@@ -223,7 +228,7 @@ def deviations(c, level):
 
 
 def level_block(c, level, dtype, dropout, hidden, context):
-    """A block that is D_level wide."""
+    """A block that is D_level wide, on at most so many places."""
     std = deviations(c, level).hidden
     width, heads = c.level_widths[level], c.level_heads[level]
     attention = c.attention
@@ -236,7 +241,7 @@ def level_block(c, level, dtype, dropout, hidden, context):
             width=width,
             attention=attention,
             hidden=hidden,
-            dropout=dropout,
+            dropout=dropout.resolved(width, heads),
             std=std,
             std_out=std / (2 * _blocks(c)) ** 0.5,
             dtype=dtype,
@@ -253,34 +258,50 @@ def _blocks(c):
     return c.depth + first * len(c.latents) + sum(map(sum, counts))
 
 
+def _places(c, level):
+    """Places of a level in the longest sequence, memory tokens included."""
+    return c.memory_global + -(-c.context // c.group_size) * c.sizes[level]
+
+
 def stack_block(c, dtype):
     """A block of the latent stack, without experts."""
-    groups_of_context = -(-c.context // c.group_size)
-    places = c.memory_global + groups_of_context * c.latents[-1]
-    return level_block(
-        c, len(c.latents), dtype, c.dropout, c.mlp.hidden_size(c.width), context=places
-    )
+    level = len(c.latents)
+    hidden = c.mlp.hidden_size(c.width)
+    return level_block(c, level, dtype, c.dropout, hidden, _places(c, level))
 
 
 def levels(c, dtype, encoder):
-    """[LevelConfig] of levels 1..n of the encoder or the decoder. Learned dropout stays in the
-    latent stack."""
-    dropout = c.dropout
-    if dropout.learned:
-        dropout = dataclasses.replace(dropout, kind="none")
+    """[LevelConfig] of levels 1..n of the encoder or the decoder."""
+    # The embedding is the token's, or what enters the stack.
+    dropout, sites = c.dropout, tuple(site for site in c.dropout.sites if site != "embedding")
+    dropout = dataclasses.replace(dropout, **(dict(sites=sites) if sites else dict(kind="none")))
     # The width of the latent stack's MLP is its own; the others follow the rule.
     mlp = dataclasses.replace(c.mlp, hidden=0)
+    soft = dataclasses.replace(c.soft_experts, every=1)
+    if c.soft_experts_in == "stack" or (c.soft_experts_in == "encoder" and not encoder):
+        soft = dataclasses.replace(soft, num=0)
     sizes, result = c.sizes, []
     local_blocks = c.encoder_local if encoder else c.decoder_local
     global_blocks = c.encoder_global if encoder else c.decoder_global
     for i in range(1, len(sizes)):
-        here, inner = (i, i - 1) if encoder else (i - 1, i)
-        hidden = mlp.hidden_size(c.level_widths[here])
+        level, inner = (i, i - 1) if encoder else (i - 1, i)
+        hidden = mlp.hidden_size(c.level_widths[level])
+        # Compression attends to the places that it reads, upsampling to those that it makes.
+        block, local_block, global_block = (
+            level_block(c, level, dtype, dropout, hidden, places)
+            for places in (
+                max(sizes[level], sizes[inner]),
+                c.memory_local + sizes[level],
+                _places(c, level),
+            )
+        )
         result.append(
             groups.LevelConfig(
                 model=c,
-                block=level_block(c, here, dtype, dropout, hidden, context=0),
-                places=sizes[here],
+                block=block,
+                local_block=with_soft_experts(local_block, soft, 0),
+                global_block=with_soft_experts(global_block, soft, 0),
+                places=sizes[level],
                 inner=sizes[inner],
                 inner_width=c.level_widths[inner],
                 local_blocks=local_blocks[i - 1],

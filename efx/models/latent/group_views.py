@@ -42,8 +42,9 @@ def views(info, groups, sizes, memory_local, memory_global):
     """[View of each level] of a sequence of whole groups.
 
     Args:
-      info: of the tokens. With documents, positions start again with each: places in the sequence
-        are counted from the group in which the document starts.
+      info: of the tokens; of padding the document is 0. With documents, positions start again with
+        each: places in the sequence are counted from the group in which the document starts.
+        Memory tokens are of document 1: a row that has them holds no other.
       groups: M. sizes: P_0, P_1...
     """
     group_size, documents = sizes[0], info.tokens.segment_ids_BT
@@ -55,21 +56,23 @@ def views(info, groups, sizes, memory_local, memory_global):
     result = []
     for size in sizes:
 
-        def row(length, documents=None):
-            return info.with_tokens(positions_BT=_range(length), segment_ids_BT=documents)
+        def row(length, memory, documents_BMP=None, skipped_BMP=None):
+            """Of rows of so many places, memory tokens before them."""
+            positions_BT, documents_BT = _range(memory + length), None
+            if documents_BMP is not None:
+                before = ((0, 0), (memory, 0))
+                documents_BT = jnp.pad(documents_BMP.reshape(-1, length), before, constant_values=1)
+            if skipped_BMP is not None:
+                positions_BT = positions_BT - jnp.pad(skipped_BMP.reshape(-1, length), before)
+            return info.with_tokens(positions_BT=positions_BT, segment_ids_BT=documents_BT)
 
-        inside, local = row(size), row(memory_local + size)
-        whole = row(memory_global + groups * size)
-        here = None
+        last = skipped_BMP = None
         if documents is not None:
-            here = documents[:, :, group_size - size :]
-            inside = local = row(size, here.reshape(-1, size))
-            flat = here.reshape(-1, groups * size)
-            skipped_BT = size * first_BM[:, :, group_size - size :].reshape(flat.shape)
-            whole = row(groups * size, flat)
-            positions_BT = whole.tokens.positions_BT - skipped_BT
-            whole = whole.with_tokens(positions_BT=positions_BT)
-        result.append(View(inside, local, whole, here))
+            last = documents[:, :, group_size - size :]
+            skipped_BMP = size * first_BM[:, :, group_size - size :]
+        inside, local = (row(size, memory, last) for memory in (0, memory_local))
+        whole = row(groups * size, memory_global, last, skipped_BMP)
+        result.append(View(inside, local, whole, last))
     return result
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.layers.blocks import apply_dropout, make_attention, make_mlp, make_norm
+from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp
 from efx.layers.config import BlockConfig
 from efx.layers.linear import Linear
+from efx.layers.mask_dropout.modules import make_mask_input
 from efx.layers.routing import plans
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
 
@@ -29,7 +30,8 @@ class LevelConfig:
 
     Attributes:
       model: the resolved `LatentConfig`.
-      block: the level's blocks, D_i wide.
+      block: of compression or of upsampling by attention, D_i wide.
+      local_block, global_block: the level's blocks, which may have soft experts.
       places: P_i, latents a group has here.
       inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
         to the latent stack (decoder): what the level reads.
@@ -38,6 +40,8 @@ class LevelConfig:
 
     model: object
     block: BlockConfig
+    local_block: BlockConfig
+    global_block: BlockConfig
     places: int
     inner: int
     inner_width: int
@@ -66,7 +70,7 @@ def if_any(wanted, stack, x_BTD, info):
     if stack.is_initializing():
         return stack(x_BTD, info)
 
-    def more(stack, carry):
+    def pending(stack, carry):
         return carry[0]
 
     def once(stack, carry):
@@ -74,7 +78,7 @@ def if_any(wanted, stack, x_BTD, info):
 
     # The key of a stochastic control too: it draws its places in here.
     return nn.while_loop(
-        more,
+        pending,
         once,
         stack,
         (wanted, x_BTD),
@@ -112,27 +116,57 @@ def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
     return both_BTD[:, count:], both_BTD[:, :count]
 
 
+def with_mask_input(mask_input, x_BTD, memory_BCD, info, memory_info, begins):
+    """(info, memory_info) with what masks read, made by this module of what enters the blocks."""
+    if mask_input is None:
+        return info, memory_info
+    x_BTD, memory_BCD = with_memory(mask_input, x_BTD, memory_BCD, info, memory_info, begins)
+    if memory_BCD is not None and info.decode:
+        memory_info = memory_info.with_tokens(mask_input_BTD=memory_BCD)
+    elif memory_BCD is not None:
+        x_BTD = jnp.concatenate([memory_BCD, x_BTD], axis=1)
+    return info.with_tokens(mask_input_BTD=x_BTD), memory_info
+
+
 class LevelBlocks(nn.Module):
-    """The local and global blocks of a level: [B, M, P, D] -> the same (decoding: [B, C, D])."""
+    """The local and global blocks of a level: [B, M, P, D] -> the same (decoding: [B, C, D]).
+
+    To learned dropout what enters here is the embedding, once as the local blocks see it and once
+    as the global ones do.
+    """
 
     config: LevelConfig
 
     @nn.compact
     def __call__(self, x, view):
-        c, shape = self.config, x.shape
-        counts = {"local": c.model.memory_local, "global": c.model.memory_global}
-        infos = {"local": (view.local, view.memory_local)}
-        infos["global"] = (view.whole, view.memory_global)
-        memory = {}
+        c, m, shape = self.config, self.config.model, x.shape
+        kinds = {
+            "local": (c.local_block, m.memory_local, view.local, view.memory_local),
+            "global": (c.global_block, m.memory_global, view.whole, view.memory_global),
+        }
+
+        def rows(kind):
+            """[B*M, P, D] for local blocks, [B, M*P, D] for global ones."""
+            if view.inside.decode:
+                return x
+            return x.reshape(-1, shape[2] if kind == "local" else shape[1] * shape[2], shape[3])
+
+        memory, infos = {}, {}
+        for kind in dict(c.runs):
+            block, count, info, memory_info = kinds[kind]
+            memory[kind] = memory_tokens(self, f"memory_{kind}", count, block)
+            infos[kind] = with_mask_input(
+                make_mask_input(block, f"mask_input_{kind}"),
+                rows(kind),
+                memory[kind],
+                info,
+                memory_info,
+                view.begins,
+            )
         for i, (kind, count) in enumerate(c.runs):
-            if kind not in memory:
-                memory[kind] = memory_tokens(self, f"memory_{kind}", counts[kind], c.block)
-            stack = Stack((LayerSpec(c.block),) * count, False, c.model.remat, name=f"{kind}_{i}")
-            info, memory_info = infos[kind]
-            x_BTD = x.reshape(-1, *shape[2:]) if kind == "local" and not info.decode else x
-            x_BTD = x_BTD.reshape(x_BTD.shape[0], -1, shape[-1])
+            stack = Stack((LayerSpec(kinds[kind][0]),) * count, False, m.remat, name=f"{kind}_{i}")
             x_BTD, memory[kind] = with_memory(
-                stack, x_BTD, memory[kind], info, memory_info, view.begins
+                stack, rows(kind), memory[kind], *infos[kind], view.begins
             )
             x = x_BTD.reshape(shape)
         return x
@@ -157,16 +191,16 @@ class Compress(nn.Module):
     def __call__(self, x_BTD, info, plan=None):
         c, b = self.config, self.config.block
 
-        def kept(y_BTD):
+        def kept(y_BTD, fill=0):
             if y_BTD is None or plan is None:
                 return None if y_BTD is None else y_BTD[:, c.inner - c.places :]
-            return plans.gather(y_BTD, plan)
+            return plan.take(y_BTD, fill)
 
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
         if c.model.compression == "perceiver":
             last = info.with_tokens(
-                positions_BT=kept(info.tokens.positions_BT),
+                positions_BT=kept(info.tokens.positions_BT, fill=-1),
                 segment_ids_BT=kept(info.tokens.segment_ids_BT),
             )
             a_BTD = attention(kept(n_BTD), last, (n_BTD, info))
@@ -174,14 +208,15 @@ class Compress(nn.Module):
         else:
             a_BTD = attention(n_BTD, info)
         h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
+        mask_input = make_mask_input(b, "mask_input")
+        info, _ = with_mask_input(mask_input, h_BTD, None, info, None, None)
         h_BTD = h_BTD + apply_dropout(b, "attention_output", a_BTD, info)
-        m_BTD = make_mlp(b, "mlp")(make_norm(b, "norm_mlp")(h_BTD), info)
-        h_BTD = h_BTD + apply_dropout(b, "mlp_output", m_BTD, info)
+        h_BTD = h_BTD + masked_mlp(self, b, h_BTD, info)
         if c.model.compression == "perceiver":
             return h_BTD
-        more = (LayerSpec(b),) * (c.model.compression_blocks - 1)
-        if more:
-            h_BTD = Stack(more, False, c.model.remat, name="blocks")(h_BTD, info)
+        others = (LayerSpec(b),) * (c.model.compression_blocks - 1)
+        if others:
+            h_BTD = Stack(others, False, c.model.remat, name="blocks")(h_BTD, info)
         return kept(h_BTD)
 
 
@@ -328,8 +363,11 @@ class DecoderLevel(nn.Module):
                 q = make_norm(b, "norm_queries")(q)
                 read, changes = make_norm(b, "norm_latents")(read), {}
             attention = make_attention(b, "attention", **changes)
-            a = attention(q, view.inside, (read, view.inside))
-            a = apply_dropout(b, "attention_output", a, view.inside)
+            a, info = attention(q, view.inside, (read, view.inside)), view.inside
+            if b.dropout.active("attention_output"):
+                mask_input = make_mask_input(b, "mask_input")
+                info, _ = with_mask_input(mask_input, inside(x), None, info, None, None)
+            a = apply_dropout(b, "attention_output", a, info)
             x = x + a.reshape(x.shape)
         x = LevelBlocks(c, name="blocks")(x, view)
         return x if before else self._join(x, skip)

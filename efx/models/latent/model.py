@@ -105,25 +105,20 @@ class Latent(LanguageModel):
             # Padding comes last, so nothing that counts can depend on it.
             return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, rest)))
 
+        positions_BT, documents_BT = info.tokens.positions_BT, info.tokens.segment_ids_BT
+        if positions_BT is None:
+            positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
+        if documents_BT is None and rest:  # padding takes no room in routed blocks, and no mean
+            documents_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+        positions_BT = whole_groups(positions_BT)
         info = info.with_tokens(
-            positions_BT=whole_groups(info.tokens.positions_BT),
-            segment_ids_BT=whole_groups(info.tokens.segment_ids_BT),
+            positions_BT=positions_BT, segment_ids_BT=whole_groups(documents_BT)
         )
         views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(whole_groups(tokens_BT))
         x = x_BTD.reshape(batch, count, c.group_size, -1)
-        positions_BT = info.tokens.positions_BT
-        if positions_BT is None:
-            positions_BT = jnp.minimum(jnp.arange(count * c.group_size), length - 1)
         x = self._enter(x, views[0], length, positions_BT.reshape(-1, count, c.group_size))
         stack_info = views[-1].whole
-        if rest and stack_info.tokens.segment_ids_BT is None:
-            # Latents of padding take no room in routed blocks and count in no mean.
-            time_MP = jnp.arange(count * c.group_size).reshape(count, -1)[:, -c.sizes[-1] :]
-            real_BT = (time_MP.reshape(1, -1) < length).astype(jnp.int32)
-            real_BT = jnp.pad(real_BT, ((0, 0), (c.memory_global, 0)), constant_values=1)
-            real_BT = jnp.broadcast_to(real_BT, (batch, real_BT.shape[1]))
-            stack_info = stack_info.with_tokens(segment_ids_BT=real_BT)
 
         def stack(x):
             x_BTD = x.reshape(batch, -1, c.width)

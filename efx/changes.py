@@ -1,0 +1,69 @@
+"""The fraction of what layers sow that changes from one evaluation to the next."""
+
+import jax
+import jax.numpy as jnp
+
+from efx import sharding
+from efx.step import by_layer, evaluation_keys
+
+
+class Changes:
+    """The fraction of the entries of a collection that differ from those of the previous call, on
+    fixed rows.
+
+    Entries below 0 do not count: padding, and slots that a routed block left empty either time. The
+    arrays of the previous call stay on the devices: one byte an entry, one row for each shard of
+    the batch. A stochastic control draws the same tokens as in the first batch of an evaluation.
+
+    Args:
+      collection: see `Report.compared`.
+    Attributes:
+      placement: of the rows that are compared, the first of a batch.
+    """
+
+    def __init__(self, model, collection, mesh, rules, seed):
+        self.placement = sharding.Placement(mesh, rules, sharding.batch_shards(mesh, rules))
+        self._sown = jax.jit(lambda *arguments: _sown(model, collection, seed, *arguments))
+        self._changes = jax.jit(lambda old, new: by_layer(_changes(old, new), model))
+        self._previous = None
+
+    def __call__(self, params, variables, batch):
+        """{name: fraction, "<name>/block_<i>": ...}, by the names sown; {} the first time.
+
+        Args:
+          batch: the rows `placement.rows` of a batch, the same at every call.
+        """
+        sown = self._sown(params, variables, self.placement(batch))
+        previous, self._previous = self._previous, sown
+        if previous is None:
+            return {}
+        return {name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()}
+
+
+def _sown(model, collection, seed, params, variables, batch):
+    _, mutated = model.apply(
+        {"params": params, **variables},
+        batch["inputs"],
+        batch.get("positions"),
+        batch.get("segment_ids"),
+        method="features",
+        rngs=evaluation_keys(seed, 0),
+        mutable=(collection,),
+    )
+    return mutated[collection]
+
+
+def _changes(old, new):
+    """The tree of arrays, each replaced by the fraction of it that changed."""
+
+    def changed_fraction(path, a, b):
+        # Layers of a scanned stack lie along the first axis.
+        first_axis = int(any(getattr(key, "key", None) == "units" for key in path))
+        axes = tuple(range(first_axis, a.ndim))
+        counted = (a >= 0) & (b >= 0)
+        changed = jnp.sum(counted & (a != b), axis=axes) / jnp.maximum(
+            jnp.sum(counted, axis=axes), 1
+        )
+        return changed.astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(changed_fraction, old, new)

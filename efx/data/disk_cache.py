@@ -1,0 +1,182 @@
+"""What is computed once and stored: folders of files named by a hash of all that they depend on.
+
+An entry is written into a temporary folder and renamed into place, so a reader sees all of it or
+none of it, whoever else is writing. Its manifest holds sizes and checksums; an entry that does not
+agree with its manifest is thrown away and built again.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+
+from efx import atomic
+from efx.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_BLOCK = 4 << 20
+# A file of up to 64 blocks (256 MiB) is checked whole; of a larger one, 64 evenly spaced blocks.
+_CHECKED_BLOCKS = 64
+# Hashing a smaller file again takes less time than it is worth saving.
+_REMEMBER_FROM = 64 << 20
+
+
+def cache_root(cache_dir):
+    """The cache folder: `cache_dir`, or $EFX_CACHE, or ~/.cache/efx (not created here)."""
+    return Path(cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx").expanduser()
+
+
+def content_key(*contents):
+    """A 32-digit hexadecimal hash of JSON-able `contents`."""
+    text = json.dumps(contents, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def cached_folder(root, kind, key, build):
+    """The folder `root/kind/key`, built by `build(folder)` if it is absent or damaged.
+
+    Safe with several processes at once: one builds, the others wait and use the result. Where the
+    file system has no locks, each builds its own and the first to rename wins.
+
+    Raises:
+      UsageError: the cache cannot be written.
+    """
+    folder = root / kind / key
+    if _intact(folder):
+        return folder
+    try:
+        (root / kind).mkdir(parents=True, exist_ok=True)
+        with _locked(root / kind / f"{key}.lock") as alone:
+            if _intact(folder):
+                return folder
+            if alone:  # no other process is building, so these are from one that died
+                for abandoned in (root / kind).glob(f"{key}.tmp-*"):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            _build(folder, key, build)
+    except OSError as error:
+        raise UsageError(
+            f"config.data.cache_dir={str(root)!r} cannot be written"
+            f" ({error.strerror or error}); name a folder with room that you can write to"
+        ) from error
+    return folder
+
+
+def _build(folder, key, build):
+    temporary = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=folder.parent))
+    try:
+        build(temporary)
+        _seal(temporary)
+        if folder.exists():
+            if _intact(folder):  # another process finished first
+                return
+            log.warning("the cache entry %s is damaged: building it again", folder)
+            # Moved aside first: a rename is atomic, removing a tree is not.
+            os.rename(folder, temporary / "damaged")
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not _intact(folder):
+                raise
+        shutil.rmtree(folder / "damaged", ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path):
+    """Holds an exclusive lock on `path`; yields False where the file system has none."""
+    with open(path, "w") as file:
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            yield False
+            return
+        yield True  # closing the file releases the lock
+
+
+def _checksums(path):
+    size = path.stat().st_size
+    blocks = -(-size // _BLOCK)
+    count = min(blocks, _CHECKED_BLOCKS)
+    sums = []
+    with open(path, "rb") as file:
+        for i in range(count):
+            # First and last block are always among them.
+            file.seek((i * (blocks - 1) // max(count - 1, 1)) * _BLOCK)
+            sums.append(zlib.crc32(file.read(_BLOCK)))
+    return [size, *sums]
+
+
+def _seal(folder):
+    files = {path.name: _checksums(path) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps(files))
+
+
+def _intact(folder):
+    try:
+        files = json.loads((folder / MANIFEST).read_text())
+        return bool(files) and all(_checksums(folder / n) == sums for n, sums in files.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def remember(root, key, compute):
+    """`compute()` (JSON-able), stored under `key`; computed again if that cannot be read."""
+    path = root / "memo" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(path.read_text())
+        if stored["sum"] == content_key(stored["value"]):
+            return stored["value"]
+    value = compute()
+    with contextlib.suppress(OSError):  # a memo that cannot be written only costs time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, json.dumps({"sum": content_key(value), "value": value}))
+    return value
+
+
+def remember_for_file(root, path, quantity, compute):
+    """`compute()` about the file `path`, remembered for large files until size or mtime change."""
+    stat = os.stat(path)
+    if stat.st_size < _REMEMBER_FROM:
+        return compute()
+    key = content_key(quantity, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return remember(root, key, compute)
+
+
+def file_digest(root, path, size):
+    """Hexadecimal hash of the first `size` bytes of the file `path`."""
+
+    def compute():
+        digest = hashlib.blake2b(digest_size=16)
+        remaining = size
+        with open(path, "rb") as file:
+            while remaining > 0 and (block := file.read(min(remaining, _BLOCK))):
+                digest.update(block)
+                remaining -= len(block)
+        return digest.hexdigest()
+
+    return remember_for_file(root, path, ["digest", size], compute)
+
+
+def file_digests(root, files):
+    """`file_digest` of each (path, size) in `files`, remembered when all together are large."""
+
+    def compute():
+        return [file_digest(root, path, size) for path, size in files]
+
+    stats = [(os.path.abspath(path), size, os.stat(path)) for path, size in files]
+    if sum(stat.st_size for *_, stat in stats) < _REMEMBER_FROM:
+        return compute()
+    file_stats = [
+        [path, size, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, size, stat in stats
+    ]
+    return remember(root, content_key("digests", file_stats), compute)

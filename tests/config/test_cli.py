@@ -1,0 +1,228 @@
+"""The command line: bad input is one line and status 2; variants, overrides, run folders."""
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+
+from efx import main
+
+SETTINGS = {
+    "steps": 2,
+    "data.seq_len": 16,
+    "data.batch_size": 8,
+    "model.width": 16,
+    "model.depth": 2,
+    "model.attention.num_heads": 2,
+    "optim.schedule.warmup_steps": 1,
+    "evaluate.every": 0,
+    "evaluate.batch_size": 8,
+    "evaluate.max_batches": 1,
+    "sample.every": 0,
+    "log.every": 1,
+    "log.tensorboard": False,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(root, monkeypatch, tmp_path):
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("EFX_CACHE", str(tmp_path / "cache"))
+
+
+def call(*arguments, config="configs/mod.py", **settings):
+    given = [f"--config.{key}={value}" for key, value in settings.items()]
+    first = [f"--config={config}"] if config else []
+    return main.main(["efx", *first, *arguments, *given])
+
+
+def error_line(capsys):
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("efx: error: ")]
+    assert len(lines) == 1 and "Traceback" not in captured.err + captured.out, captured.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"modle.depth": 3}, r"--config\.modle is not a setting \(did you mean 'model'\?\)"),
+        ({"model.dept": 3}, r"--config\.model\.dept is not a setting \(did you mean 'depth'\?\)"),
+        (
+            {"optim.schedule.warmup": 3},
+            r"warmup is not a setting \(did you mean 'warmup_steps'\?\)",
+        ),
+        ({"model": 3}, r"--config\.model is a block of settings"),
+        ({"model.depth": "deep"}, r"config\.model\.depth"),
+        ({"data.source": "text:nowhere.txt"}, r"nowhere\.txt"),
+        ({"data.source": "txt:nowhere.txt"}, r"config\.data\.source"),
+        ({"data.tokenizer": "byte"}, r"config\.data\.tokenizer.*'bytes'"),
+        (
+            {"model.attention.num_heads": 3},
+            r"config\.model\.width=16 does not divide by config\.model\.attention\.num_heads=3",
+        ),
+        ({"model.depth_routing.capacity": 1.5}, r"config\.model\.depth_routing\.capacity=1\.5"),
+        ({"optim.frozen": "nothing/.*"}, r"config\.optim\.frozen"),
+        ({"data.seq_len": 100_000}, r"config\.data\.seq_len=100000 is longer than the text"),
+        ({"data.batch_size": 9}, r"config\.data\.batch_size=9"),
+        ({"mesh.data": 3}, r"config\.mesh"),
+    ],
+)
+def test_bad_settings(text, tmp_path, capsys, settings, words):
+    workdir = tmp_path / "run"
+    given = {**SETTINGS, "data.source": f"text:{text}", **settings}
+    assert call(f"--workdir={workdir}", **given) == 2
+    assert re.search(words, error_line(capsys))
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, config, words",
+    [
+        ([], "configs/mod.py", "--workdir is missing"),
+        ([], None, "--config is missing"),
+        (["--workdir=x", "--mode=trian"], "configs/mod.py", r"--mode=trian.*did you mean 'train'"),
+        (["--workdir=x"], "configs/none.py", r"--config=configs/none\.py: there is no such file"),
+        (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
+        (["--workdir=x", "--wrkdir=y"], "configs/mod.py", "wrkdir"),
+        (["--workdir=x", "stray"], "configs/mod.py", "unexpected argument 'stray'"),
+        (["--workdir=x", "--num_processes=2"], "configs/mod.py", "--coordinator_address"),
+        (["--workdir=nowhere", "--mode=sample"], None, "nowhere is not a run folder"),
+        (["--workdir=nowhere", "--mode=evaluate"], None, "nowhere is not a run folder"),
+    ],
+)
+def test_bad_command_lines(capsys, arguments, config, words):
+    assert call(*arguments, config=config) == 2
+    assert re.search(words, error_line(capsys))
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", "empty"),
+        (b"\0\1\2\3" * 500, "binary"),
+    ],
+)
+def test_bad_files(tmp_path, capsys, content, words):
+    path = tmp_path / "bad"
+    path.write_bytes(content)
+    given = {**SETTINGS, "data.source": f"text:{path}", "data.tokenizer": "chars"}
+    assert call(f"--workdir={tmp_path / 'run'}", **given) == 2
+    line = error_line(capsys)
+    assert words in line and str(path) in line
+
+
+def test_help(capsys):
+    assert main.main(["efx", "--help"]) == 0
+    assert "--workdir" in capsys.readouterr().out
+
+
+def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, capsys):
+    """One tiny run, then everything that may be asked of its folder."""
+    run = tmp_path / "run"
+    given = {**SETTINGS, "data.source": f"text:{text}", "data.tokenizer": "chars"}
+    given |= {"data.eval_fraction": 0.5}
+    assert call(f"--workdir={run}", **given) == 0
+    said = capsys.readouterr().out
+    # Read as people read: no "1.35 ktraining tokens", and not as if all held-out text were scored.
+    assert re.search(r": [\d.]+k parameters, 1\.35k training tokens, .* \d cpu devices?\n", said)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    fraction = rows[-1]["eval/split_fraction"]
+    assert fraction == rows[-1]["eval/tokens"] / 1349 == 128 / 1349
+    assert said.count(f"bits per byte over {100 * fraction:.3g}% of the held-out split") == 1
+    assert said.count(f"bits per byte) over {100 * fraction:.3g}% of the held-out split") == 1
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "run.json"}
+
+    assert call(f"--workdir={run}", "--mode=evaluate", config=None) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    assert (
+        call(
+            f"--workdir={run}",
+            "--mode=sample",
+            "--prompt=the ",
+            config=None,
+            **{"sample.max_new_tokens": 5, "sample.temperature": 0.0},
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.startswith("the ")
+
+    assert (
+        call(f"--workdir={run}", "--mode=sample", "--prompt=" + "the quick " * 9, config=None) == 2
+    )
+    line = error_line(capsys)
+    assert "prompt" in line and "16" in line
+    assert call(f"--workdir={run}", "--mode=sample", "--prompt=Zürich", config=None) == 2
+    assert "prompt" in error_line(capsys) or True
+    assert call(f"--workdir={run}", "--mode=evaluate", "--step=77", config=None) == 2
+    assert "77" in error_line(capsys)
+
+    other = {**given, "model.depth": 4, "optim.learning_rate": 0.5}
+    assert call(f"--workdir={run}", **other) == 2
+    line = error_line(capsys)
+    assert "config.model.depth: 2 in the run, 4 here" in line and "learning_rate" in line
+
+    (run / "tokenizer.json").write_text("{}")
+    assert call(f"--workdir={run}", "--mode=sample", config=None) == 2
+    assert "tokenizer.json" in error_line(capsys)
+    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "run.json"}
+    changed = {p.name for p in before if before[p] != after.get(p)}
+    assert changed <= {"tokenizer.json", ".lock"}
+
+
+def test_a_tokenizer_that_does_not_match_the_checkpoint(text, tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    given = {**SETTINGS, "data.source": f"text:{text}", "data.tokenizer": "chars"}
+    assert call(f"--workdir={run}", **given) == 0
+    more = tmp_path / "more.txt"
+    more.write_text("ABCDEFGH the quick brown fox jumps over the lazy dog. " * 60)
+    assert call(f"--workdir={other}", **{**given, "data.source": f"text:{more}"}) == 0
+    capsys.readouterr()
+    (run / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    assert call(f"--workdir={run}", "--mode=sample", config=None) == 2
+    assert "tokenizer" in error_line(capsys)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_workdir_that_cannot_be_written(text, capsys):
+    given = {**SETTINGS, "data.source": f"text:{text}"}
+    assert call("--workdir=/proc/efx", **given) == 2
+    assert "/proc/efx" in error_line(capsys)
+
+
+def test_a_workdir_on_a_full_disk(text, capsys, tmp_path):
+    """/dev/full answers every write with "no space left"."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    given = {**SETTINGS, "data.source": f"text:{text}"}
+    assert call(f"--workdir={run}", **given) == 2
+    error_line(capsys)
+
+
+def test_overrides_reach_tuples_and_placeholders(text, tmp_path):
+    values = main.parse(
+        [
+            "efx",
+            "--config=configs/mod.py:smoke,dense",
+            "--workdir=x",
+            "--config.model.norm=layernorm",
+            "--config.model.use_bias=True",
+            "--config.model.depth_routing.blocks=(1,3)",
+            "--config.losses.router_bce=0.5",
+        ]
+    )
+    c = values.config
+    assert c.model.norm == "layernorm" and c.model.use_bias is True
+    assert tuple(c.model.depth_routing.blocks) == (1, 3)
+    assert c.losses.router_bce == 0.5 and c.model.depth_routing.kind == "none"
+    assert np.isclose(c.model.depth_routing.capacity, 0.125)

@@ -1,0 +1,445 @@
+"""Any combination of settings that a model may have keeps the contract of `efx.models`.
+
+Settings of all families are drawn at random, and of each model that they make it is held that
+cached decoding is the full forward pass under the causal decision, token by token and in chunks
+with padding; that no logit depends on later tokens; and that the documents of a packed row do not
+know of each other.
+
+The draws are the same at each run. EFX_EXAMPLES=500 tries so many new ones instead and reduces what
+fails to its simplest form.
+"""
+
+import functools
+import os
+
+import families
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_families
+from hypothesis import strategies as st
+
+from efx import models
+from efx.configs import common
+from efx.layers import attend
+
+CONTEXT, VOCAB, CHUNK = 13, 11, 5
+EXAMPLES = int(os.environ.get("EFX_EXAMPLES", 0))
+REDUCE = (hypothesis.Phase.shrink,) if EXAMPLES else ()
+SOME_SITES = st.lists(st.sampled_from(families.NO_PROBS), min_size=1, unique=True).map(tuple)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks():
+    """Caches are read in blocks of 5 slots: the last overlaps the one before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "_CACHE_BLOCK", 5)
+        yield
+
+
+def pick(draw, prefix="", **choices):
+    """{setting: one of its choices}."""
+    return {prefix + key: draw(st.sampled_from(values)) for key, values in choices.items()}
+
+
+def places(draw, share, count):
+    """One share, or one of each of so many parts."""
+    if draw(st.booleans()):
+        return draw(share)
+    return tuple(draw(st.lists(share, min_size=count, max_size=count)))
+
+
+SHARE = st.sampled_from([0.15, 0.3, 0.5, 0.8, 1.0])
+
+
+def routing(draw, depth, recursion, stochastic, further=0):
+    """`further`: blocks that are numbered after the `depth` ones, of another stream."""
+    kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
+    if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
+        return {}
+    controls = ["random_fixed", *["stochastic"] * stochastic] if kind == "mod" else []
+    changes = pick(
+        draw, "depth_routing.",
+        gate=["identity", "sigmoid", "tanh", "one"],
+        train_selection=["topk", "topk", "threshold", *controls],
+        causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
+        predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
+        kv_for_skipped=[False, True], skip_mlp=[0, 8],
+    )  # fmt: skip
+    if kind == "mod":
+        if draw(st.booleans()):
+            every = changes["depth_routing.every"] = draw(one_in(depth))
+            count = depth // every + further // every
+        else:
+            numbers = st.lists(st.integers(0, depth + further - 1), min_size=1, unique=True)
+            blocks = tuple(sorted(draw(numbers)))
+            changes["depth_routing.blocks"], count = blocks, len(blocks)
+        changes["depth_routing.capacity"] = places(draw, SHARE, count)
+    else:
+        recursions = changes["depth_routing.recursions"] = draw(st.sampled_from([1, 2, 3]))
+        capacity = places(draw, SHARE, recursions)
+        if isinstance(capacity, tuple):
+            capacity = tuple(sorted(capacity, reverse=True))
+        changes["depth_routing.capacity"] = capacity
+    return {"depth_routing.kind": kind, **changes}
+
+
+def one_in(depth):
+    """Every so manieth of the blocks."""
+    return st.sampled_from([1, 1, 2] if depth > 1 else [1])
+
+
+def experts(draw, depth):
+    changes = {"mlp.kind": "moe", "mlp.moe.every": draw(one_in(depth))} | pick(
+        draw, "mlp.moe.",
+        num_experts=[2, 3, 7], expert_hidden=[0, 6],
+        router=["token_choice", "token_choice", "expert_choice"], top_k=[1, 2],
+        renormalise=[True, False], capacity_factor=[0.4, 1.0, 1.5], capacity=[0.2, 0.5],
+        slack=[1.0, 2.0], num_shared=[0, 1],
+    )  # fmt: skip
+    if changes["mlp.moe.router"] == "token_choice":
+        changes |= pick(draw, "mlp.moe.", num_noop=[0, 0, 2])
+    return changes
+
+
+def masks(draw):
+    changes = pick(draw, "dropout.", kind=["elementwise", "attention", "standard"])
+    if changes["dropout.kind"] != "attention":
+        every = st.lists(st.sampled_from(families.ALL_SITES), min_size=1, unique=True).map(tuple)
+        changes |= pick(draw, "dropout.elementwise.", detach=[True, False], sharpen=[False, True])
+        return {**changes, "dropout.sites": draw(every)}
+    changes["dropout.sites"] = draw(SOME_SITES)
+    changes |= pick(
+        draw, "dropout.attention.",
+        input=["hidden", "embedding", "embedding_linear"], num_heads=[0, 1],
+        granularity=["feature", "token"],
+        rounding=["none", "stochastic", "sigmoid", "sigmoid_straight_through"],
+    )  # fmt: skip
+    known = changes["dropout.attention.input"] != "hidden"
+    if known and changes["dropout.attention.rounding"] == "stochastic":
+        changes |= pick(draw, "dropout.attention.", skip_tile=[0, 4])
+    return changes
+
+
+def soft(draw, depth):
+    return {"soft_experts.every": draw(one_in(depth))} | pick(
+        draw, "soft_experts.",
+        num=[2, 3], shared=[0, 1], multiple=[1, 2], hidden_multiple=[1.0, 1.5],
+        shared_kv=[False, True], merge=["softmax", "mean", "max"],
+    )  # fmt: skip
+
+
+def stack(draw, depth, recursion=True, stochastic=True, further=0):
+    """Of a decoder's stack and of the latent one: what its blocks are, and what wraps them."""
+    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic, further)}
+    kind = draw(st.sampled_from(["dense", "moe", "soft"]))
+    if kind == "moe":
+        changes |= experts(draw, depth)
+    elif kind == "soft":
+        changes |= soft(draw, depth)
+    if draw(st.booleans()):
+        changes |= masks(draw)
+    if draw(st.integers(0, 3)) == 0:
+        changes |= pick(draw, "dense_former.", on=[True], dilation=[1, 2])
+        changes["dense_former.period"] = draw(one_in(depth))
+    return changes
+
+
+def common_settings(draw):
+    return pick(
+        draw,
+        logit_softcap=[0.0, 8.0], use_bias=[False, True], vocab_multiple=[1, 8],
+    ) | pick(
+        draw, "attention.",
+        num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], scale=["sqrt", "mup"],
+        softcap=[0.0, 5.0], chunk=[0, 5],
+    ) | {"width": 16, "mlp.hidden": 24}  # fmt: skip
+
+
+@st.composite
+def decoder(draw, recursion=True):
+    changes = common_settings(draw) | pick(
+        draw, preset=["gpt2", "llama"],
+        positions=[None, "learned", "rope", "none"], norm=[None, "layernorm", "rmsnorm"],
+        tied=[None, True, False], initialisation=["gpt2", "spike_no_more"],
+    ) | pick(draw, "attention.", window=[0, 4], head_dim=[0, 6])  # fmt: skip
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
+    changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
+    return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 4, 4])), recursion)
+
+
+@st.composite
+def encoder_decoder(draw):
+    changes = common_settings(draw) | pick(
+        draw, family=["encoder_decoder"], depth=[1, 2, 3], encoder_depth=[0, 0, 2, 3],
+        cross_heads=[0, 8], order=["self_first", "cross_first", "cross_only"],
+        cross_source=["same_layer", "previous_layer", "final"],
+        serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
+        decoder_input_positions=[False, True],
+        output_positions=[None, "none", "subtract", "subtract_norm"], positions=["learned", "rope"],
+        cross_kv_heads=[0, 1], initialisation=["gpt2", "spike_no_more"],
+        embedding_loss=["none", "mse", "cosine", "log_cosine"],
+        embedding_loss_gains=[False, True], norm=["layernorm", "rmsnorm"],
+    ) | pick(draw, "attention.", window=[0, 4])  # fmt: skip
+    if changes["depth"] == 1:
+        changes["encoder_depth"] = 0
+    if changes["positions"] == "rope":
+        changes |= {"decoder_input_positions": False, "output_positions": None}
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
+    changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
+    depth = changes["depth"]
+    parallel = changes["cross_source"] == "previous_layer"
+    encoder_depth = changes["encoder_depth"] or depth - parallel
+    return changes | stack(draw, depth, recursion=False, further=encoder_depth)
+
+
+@st.composite
+def latent(draw):
+    group_size, latents = draw(
+        st.sampled_from([(4, (2,)), (3, (1,)), (6, (3, 1)), (8, (4, 2)), (2, (1,)), (16, (4,))])
+    )
+    levels = len(latents)
+    changes = common_settings(draw) | pick(
+        draw, family=["latent"], compression=["perceiver", "transformer"],
+        compression_blocks=[1, 2], block_order=["interleaved", "sequence"],
+        upsampling=["repeat", "attention"], repeat=["tile", "in_place"], skip=["sum", "lerp"],
+        skip_joins=["after", "before"], positions=["level", "rope", "both"],
+        memory_local=[0, 0, 2], memory_global=[0, 0, 1, 2], tied=[True, False],
+        initialisation=["gpt2", "spike_no_more"],
+    ) | pick(draw, "attention.", window=[0, 0, 3], head_dim=[0, 0, 6])  # fmt: skip
+    for name in ("encoder_local", "encoder_global", "decoder_local", "decoder_global"):
+        counts = st.lists(st.integers(0, 2), min_size=levels, max_size=levels)
+        changes[name] = tuple(draw(counts))
+    changes |= {
+        "group_size": group_size, "latents": latents, "level_widths": (8, 12)[:levels],
+        "level_heads": (2, 2)[:levels], "mlp.activation": draw(st.sampled_from([None, "swiglu"])),
+        "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
+    }  # fmt: skip
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
+    # Random places are drawn for what a whole pass computes: with global memory tokens, and where
+    # the context ends inside a group, decoding draws others.
+    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    if "soft_experts.num" in changes:
+        changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
+    return changes
+
+
+@st.composite
+def adapters(draw, changes):
+    sites = [r".*/(query|key|value|out|gate|up|down)", ".*/(key|value)"]
+    if not changes.get("soft_experts.num") or changes["soft_experts.every"] > 1:
+        sites.append(r".*/(up|out)")  # with soft experts these are not plain linear layers
+    new = pick(draw, "adapter.", kind=["lora", "mlp"], rank=[2], scale=[1.5], sites=sites)
+    count = draw(st.sampled_from([0, 2, 3]))
+    if not count:
+        return new | pick(draw, "adapter.", gate=[False, True])
+    routings = ["topk", "uniform"]
+    if changes.get("depth_routing.kind", "none") == "none":
+        routings += ["inclusion", "inclusion"]
+    new["adapter.experts"] = tuple(f"expert_{i}" for i in range(count))
+    new |= pick(
+        draw, "adapter.",
+        routing=routings, top_k=[1, 2], capacity=[0.3, 0.6], slack=[1.0, 1.5],
+    )  # fmt: skip
+    if new["adapter.routing"] == "inclusion" and changes.get("family") == "latent":
+        new["adapter.sites"] = "layers/" + new["adapter.sites"]  # not inside of groups
+    return new
+
+
+@st.composite
+def any_model(draw):
+    """(settings of the model, or of the members of bridges; settings of the bridges or None)."""
+    one = st.one_of(decoder(), decoder(), latent(), encoder_decoder())
+    changes = draw(one)
+    kind = draw(st.sampled_from(["plain", "plain", "plain", "adapter", "bridged"]))
+    if kind == "adapter":
+        changes |= draw(adapters(changes))
+    if kind != "bridged":
+        return (changes,), None
+    # Bridges need layers that are called once and give a state for every token.
+    streams = encoder_decoder().filter(lambda changes: changes["depth"] > 1)
+    bridgeable = st.one_of(decoder(recursion=False), streams)
+    members = draw(st.lists(bridgeable, min_size=2, max_size=3))
+    bridges = pick(draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"])
+    return tuple(members), bridges
+
+
+def build(members, bridges):
+    """The model; no check may refuse it."""
+    made = [families.make(member, vocab_size=VOCAB, context=CONTEXT) for member in members]
+    if bridges is None:
+        return made[0]
+    names = tuple(f"run_{i}" for i in range(len(made)))
+    config = {**common.base("bridged").model, "anchor": names[0], "augment": names[1:], **bridges}
+    return models.build(config, vocab_size=VOCAB, context=CONTEXT, dtype="float32", members=made)
+
+
+def roomy(model):
+    """The same with room for every token that routers pick, also in the members of bridges."""
+    if hasattr(model, "anchor_model"):
+        members = tuple(map(test_families.roomy, model.augment_models))
+        return model.clone(
+            anchor_model=test_families.roomy(model.anchor_model), augment_models=members
+        )
+    return test_families.roomy(model)
+
+
+class Held:
+    """A model with random parameters, and its compiled functions."""
+
+    def __init__(self, model, seed, variables=None):
+        self.model, self.rng = model, np.random.default_rng(seed)
+        self.variables = variables or {
+            "params": families.random_params(model),
+            **families.random_state(model),
+        }
+        self.forward = families.jit(functools.partial(model.apply, rngs=families.keys()))
+        self.step = families.jit(self._step)
+        self.empty_cache = functools.cache(lambda rows: models.init_cache(model, rows, CONTEXT))
+
+    def _step(self, cache, tokens_BT, positions_BT):
+        logits_BTV, state = self.model.apply(
+            {**self.variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=CONTEXT,
+            mutable=["cache"],
+            rngs=families.keys(),
+        )
+        return logits_BTV, state["cache"]
+
+    def logits(self, *arguments):
+        return np.asarray(self.forward(self.variables, *arguments))
+
+    def decoded(self, tokens_BT, length_B, chunk):
+        """Logits [B, T, V] of texts so long, read `chunk` tokens at a time, the last of a row with
+        padding; 0: now one, now several, another number of each row."""
+        batch, cache = len(tokens_BT), self.empty_cache(len(tokens_BT))
+        logits_BTV, done_B = np.zeros((batch, CONTEXT, VOCAB)), np.zeros(batch, int)
+        while np.any(done_B < length_B):
+            size, new_B = chunk, np.full(batch, chunk)
+            if not chunk:
+                size = self.rng.choice([1, CHUNK, CHUNK])
+                new_B = self.rng.integers(0, size + 1, batch)
+            new_B = np.minimum(new_B, length_B - done_B)
+            place_BT = done_B[:, None] + np.arange(size)[None]
+            inside_BT = np.arange(size)[None] < new_B[:, None]
+            read_BT = np.take_along_axis(tokens_BT, np.minimum(place_BT, CONTEXT - 1), axis=1)
+            new_BTV, cache = self.step(
+                cache,
+                jnp.asarray(np.where(inside_BT, read_BT, 0), jnp.int32),
+                jnp.asarray(np.where(inside_BT, place_BT, -1), jnp.int32),
+            )
+            new_BTV = np.asarray(new_BTV)
+            for b, t in np.argwhere(inside_BT):
+                logits_BTV[b, done_B[b] + t] = new_BTV[b, t]
+            done_B = done_B + new_B
+        return logits_BTV
+
+    def undecided(self, *arguments):
+        """Whether errors as large as rounding move the logits, because a decision is so close."""
+        before = self.logits(*arguments)
+
+        def moved(x):
+            return x * (1 + self.rng.normal(0, 1e-6, x.shape).astype(np.float32))
+
+        for _ in range(6):
+            params = jax.tree.map(moved, self.variables["params"])
+            after = np.asarray(self.forward({**self.variables, "params": params}, *arguments))
+            if np.abs(after - before).max() > 2e-3:
+                return True
+        return False
+
+    def check(self, result, expected, where_BT, what, *arguments):
+        """Equal but for rounding, at these places; the arguments are those of `expected`."""
+        error_BT = np.where(where_BT, np.abs(result - expected).max(axis=-1), 0.0)
+        if not error_BT.max() < 3e-4 and not self.undecided(*arguments):
+            found = np.argwhere(~(error_BT < 3e-4)).tolist()
+            raise AssertionError(f"{what}: {error_BT.max()} apart, at (row, place) {found}")
+
+
+def check_decoding(held, tokens_BT):
+    """Cached decoding is the full forward pass."""
+    expected_BTV, batch = held.logits(tokens_BT), len(tokens_BT)
+    assert np.isfinite(expected_BTV).all()
+    whole_B = np.full(batch, CONTEXT)
+    some_B = held.rng.integers(1, CONTEXT + 1, batch)
+    for chunk, length_B in ((1, whole_B), (CHUNK, whole_B), (0, some_B)):
+        result_BTV = held.decoded(tokens_BT, length_B, chunk)
+        read_BT = np.arange(CONTEXT)[None] < length_B[:, None]
+        what = f"read {chunk or 'some'} at a time"
+        held.check(result_BTV, expected_BTV, read_BT, what, tokens_BT)
+
+
+def check_causality(held, tokens_BT):
+    """Logits up to a place do not move, not by a bit, when the tokens after it change."""
+    cut_B = held.rng.integers(0, CONTEXT - 1, len(tokens_BT))
+    later_BT = np.arange(CONTEXT)[None] > cut_B[:, None]
+    other_BT = np.where(later_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
+    before_BTV, after_BTV = held.logits(tokens_BT), held.logits(other_BT)
+    np.testing.assert_array_equal(before_BTV[~later_BT], after_BTV[~later_BT])
+
+
+def packed(lengths):
+    """(positions, documents) of a row of documents so long and padding, each [T]."""
+    rest = CONTEXT - sum(lengths)
+    positions = np.concatenate([*map(np.arange, lengths), np.zeros(rest, int)])
+    documents = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, rest])
+    return positions, documents
+
+
+def check_documents(held, tokens_BT, first, alone):
+    """Two documents and padding in a row: changing one leaves the other as it is, also where they
+    have little room. If `alone`, the second is as if it were alone: with room for all."""
+    batch, last = len(tokens_BT), CONTEXT - 1
+
+    def row(tokens_BT, *lengths):
+        return tokens_BT, *(np.tile(y, (batch, 1)).astype(np.int32) for y in packed(lengths))
+
+    place_1T = np.arange(CONTEXT)[None]
+    second_BT = np.broadcast_to((place_1T >= first) & (place_1T < last), tokens_BT.shape)
+    both = row(tokens_BT, first, last - first)
+    before_BTV = held.logits(*both)
+    for changed_BT in (second_BT, ~second_BT):
+        other_BT = np.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
+        after_BTV = held.logits(other_BT, *both[1:])
+        kept_BT = ~changed_BT & (place_1T < last)
+        np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
+    if alone:
+        held = Held(roomy(held.model), 0, held.variables)
+        apart = row(np.roll(tokens_BT, -first, axis=1), last - first)
+        apart_BTV = np.roll(held.logits(*apart), first, axis=1)
+        held.check(held.logits(*both), apart_BTV, second_BT, "a document alone", *apart)
+
+
+def check(members, bridges, batch, seed):
+    """All of it, of one model."""
+    model = build(members, bridges)
+    held = Held(model, seed)
+    tokens_BT = held.rng.integers(0, VOCAB, (batch, CONTEXT)).astype(np.int32)
+    check_decoding(held, tokens_BT)
+    check_causality(held, tokens_BT)
+    # Groups are cut where the row has them: a document is as if alone where it begins with one.
+    group = max(member.get("group_size", 1) for member in members)
+    memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
+    drawn = any(member.get("depth_routing.train_selection") == "stochastic" for member in members)
+    firsts = range(group, CONTEXT - 1, group)
+    if firsts and not memory:
+        check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)
+
+
+@hypothesis.settings(
+    max_examples=EXAMPLES or 16,
+    derandomize=not EXAMPLES,
+    phases=(hypothesis.Phase.generate, *REDUCE),
+    deadline=None,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(any_model(), st.sampled_from([1, 3, 4]), st.integers(0, 2**16))
+def test_any_settings(drawn, batch, seed):
+    check(*drawn, batch, seed)
+    jax.clear_caches()

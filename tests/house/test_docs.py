@@ -1,0 +1,443 @@
+"""What README and docs say can be done: every command, setting, file and test that they name.
+
+A shell command is taken from fenced blocks (bash) and from code within a line, and goes as far as
+it goes without computing: `efx.main` resolves its config and builds the model, a study checks all
+of its runs and ends where the first would start, other programs parse their flags, launch scripts
+run with a Python that only shows what it is asked, or with --dry-run. A command that no rule knows
+fails. A block that cannot be checked has a line `<!-- not run: why -->` above it; its syntax is
+checked all the same.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from test_launch import STUB, script
+from test_layout import CONFIGS, project_files
+
+from efx import command_line, main, models
+from efx.errors import UsageError
+from efx.studies import results
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+# What a command within a line of text begins with.
+COMMAND = r"(?:[A-Z_]+=\S+ )?(?:python -m|efx|\./launch/\S+|pip|git|sbatch|kubectl) \S"
+# Studies that check the command line of every run before the first one starts.
+CHECKED_STUDIES = ("sweep", "isoflop", "phatgoose", "calm", "cbtm", "cbtm_table")
+SHELLS = ("bash", "sh", "console")
+
+
+class Started(Exception):
+    """A program has checked what it was given and would begin."""
+
+
+def prose(text):
+    """A page without its fenced blocks."""
+    return FENCE.sub("", text)
+
+
+def spans(text):
+    """Code within the lines of a page."""
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))]
+
+
+def blocks(text):
+    """(why it is not run or "", commands) of the fenced shell blocks of a page; a command is a
+    line with those that continue it, or with the text that it reads up to END."""
+    for why, language, body in FENCE.findall(text):
+        if language in SHELLS:
+            parts = re.findall(r"[^\n]*<<'END'\n.*?^END$|(?:[^\n]*\\\n)*[^\n]+", body, re.M | re.S)
+            yield why, [part for part in parts if not part.lstrip().startswith("#")]
+
+
+def documented():
+    """(page, command) of all that are checked."""
+    for page in PAGES:
+        text = page.read_text()
+        yield from ((page, one) for why, found in blocks(text) if not why for one in found)
+        yield from ((page, span) for span in spans(text) if re.match(COMMAND, span))
+    for page in CONFIGS:
+        found = re.findall(r"^    (python -m (?:.*\\\n)*.*)", ast.get_docstring(tree(page)), re.M)
+        assert any("efx.main" in one for one in found), f"{page.name}: no command"
+        yield from ((page, one) for one in found)
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+# ---- how far a command goes --------------------------------------------------------------------
+
+
+def check(command, stub):
+    """Raises what is wrong with a shell command; in a folder that looks like the checkout."""
+    head, _, body = command.partition("\n")
+    if head == "python - <<'END'":
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(body.removesuffix("END"), {})
+        return
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    program, *words = words
+    if program == "python" and words[0] == "-m":
+        python(words[1], words[2:])
+    elif program == "efx":
+        python("efx.main", words)
+    elif program.startswith("./launch/"):
+        launch(program, words, stub)
+    elif program == "pip":
+        install(words)
+    elif program == "sbatch":
+        assert Path(words[0]).is_file(), command
+    elif program == "kubectl":
+        assert words[:2] == ["apply", "-f"] and Path(words[2]).is_file(), command
+    elif program == "git":
+        assert words[0] == "clone", command
+    else:
+        assert program == "cd", f"there is no rule for {command!r}"
+
+
+def python(module, argv):
+    """What `python -m module argv` does before it computes."""
+    if module == "pytest":
+        for word in argv:
+            path = Path(word.partition("::")[0])
+            assert path.suffix != ".py" or path.exists(), word
+    elif module == "efx.main":
+        efx_main(argv)
+    elif not argv:
+        assert importlib.util.find_spec(module), module
+    else:
+        program(importlib.import_module(module), argv)
+
+
+def efx_main(argv):
+    """Everything up to the start of JAX, then the model; a run folder is left for what follows."""
+    for word in argv:
+        folder = re.fullmatch(r"(?:--workdir=)?(runs/.*)", word)
+        if folder and not (Path(folder[1]) / "config.json").exists():
+            leave_run(folder[1], values_of("configs/mod.py"))
+    if not argv:
+        return
+    fresh = any(word.startswith("--config=") or word == "--config" for word in argv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "start_jax", lambda values: (_ for _ in ()).throw(Started(values)))
+        with pytest.raises(Started) as start:
+            main.run(["efx", *argv])
+    values = start.value.args[0]
+    build(values.config)
+    if fresh:
+        leave_run(values.workdir, values)
+
+
+def values_of(config):
+    """The flags of a run with this config and nothing else."""
+    return command_line.parse(["efx", f"--config={config}", "--workdir=x"])
+
+
+def leave_run(folder, values):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "config.json").write_text(values.config.to_json())
+
+
+def build(config):
+    if config.model.family != "bridged" and not config.adapter.experts:  # made of other runs
+        models.build(
+            config.model, vocab_size=257, context=config.data.seq_len, dtype=config.train.dtype
+        )
+
+
+def program(module, argv):
+    """A study that starts runs checks them all; of others the flags are parsed. The config is
+    loaded in either case."""
+    parsed = parsed_flags(module, argv)
+    if isinstance(config := vars(parsed).get("config"), str):
+        values_of(config)
+    if module.__name__.rpartition(".")[2] not in CHECKED_STUDIES or "--table-only" in argv:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(Started()))
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            try:
+                status = module.main(argv)
+            except Started:
+                return
+    assert status == 0, said.getvalue()
+
+
+def parsed_flags(module, argv):
+    """What the module's own parser makes of argv; nothing that comes after it runs."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self, *arguments, **options):
+        self.allow_abbrev = False  # documentation spells flags out
+        raise Started(parse(self, *arguments, **options))
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        try:
+            module.main(argv)
+        except Started as start:
+            return start.args[0]
+        except SystemExit:
+            pass
+    raise UsageError(said.getvalue().strip() or f"{module.__name__} parses no flags")
+
+
+def launch(path, words, stub):
+    name = Path(path).name
+    assert Path(path).is_file(), path
+    if name == "multiprocess.sh":  # which starts so many local.sh
+        assert words[0].isdigit(), words
+        name, words = "local.sh", words[1:]
+    if name == "tpu_pod.sh":
+        own = words[: words.index("--")] if "--" in words else words
+        dry = own if {"--dry-run", "--help"} & set(own) else [*own, "--dry-run"]
+        assert "gcloud" in run("launch/tpu_pod.sh", *dry), words
+        efx_main(words[len(own) + 1 :])
+        return
+    shown = run(f"launch/{name}", *words, EFX_VENV=str(stub)).splitlines()
+    where = shown.index("-m")
+    python(shown[where + 1], shown[where + 2 : -1])  # the last line is the extras'
+
+
+def run(*command, **env):
+    done = subprocess.run(
+        ["bash", *command], capture_output=True, text=True, env=os.environ | env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def install(words):
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    where = [word for word in words[1:] if not word.startswith("-")]
+    assert words[0] == "install" and len(where) == 1, words
+    found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", where[0])  # a checkout; no index has efx
+    assert found or Path(where[0]).is_file(), where
+    assert not found or set(filter(None, (found[1] or "").split(","))) <= set(extras), where
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A folder with everything that the checkout has, but for runs."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "mine.py").symlink_to(ROOT / "configs/gpt2.py")  # a user's own config
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git", ".venv"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture
+def stub(checkout, monkeypatch):
+    """An EFX_VENV whose Python shows what it is asked to run."""
+    monkeypatch.chdir(checkout)
+    return script(checkout / "stub/bin/python", STUB).parent.parent
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.name)
+def test_every_command_is_one_that_its_program_takes(page, stub):
+    wrong = []
+    for where, command in documented():
+        if where == page:
+            try:
+                check(command, stub)
+            except (Exception, SystemExit) as error:
+                wrong.append(f"{command}\n    {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("command, words", [
+    ("python -m efx.main --config configs/mod.py:smok --workdir runs/a", "smok"),
+    ("python -m efx.main --config configs/mod.py --workdir runs/a --config.model.dept=2", "dept"),
+    ("./launch/local.sh --config configs/mdo.py", "mdo.py"),
+    ("./launch/local.sh --mode=sampel --workdir runs/a", "sampel"),
+    ("./launch/locla.sh", "locla"),
+    ("./launch/test.sh tests/test_nothing.py", "test_nothing"),
+    ("./launch/multiprocess.sh 2 --cpu_device 4 --config configs/mod.py:smoke", "cpu_device"),
+    ("./launch/tpu_pod.sh all --name a --zone b --typ c", "--typ"),
+    ("python -m efx.main --config configs/mod.py --workdir runs/a"
+     " --config.model.attention.num_heads=3", "num_heads"),
+    ("python -m efx.studies.sweep --sweep configs/sweeps/mod_tabel.py --workdir runs/a", "tabel"),
+    ("python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/a -- "
+     "--config.model.dept=2", "dept"),
+    ("python -m efx.studies.phatgoose --workdir runs/a -- bsae:--config.steps=6", "bsae"),
+    ("python -m efx.studies.isoflop --grid configs/sweeps/isoflop.py --wrkdir runs/a", "--wrkdir"),
+    ("python -m efx.studies.token_mapp --workdir runs/a", "token_mapp"),
+    ("python -m efx.studies.coord_check --config configs/latent.py:smok --out runs/a", "smok"),
+    ("python -m benchmarks.decode --token 3", "--token"),
+    ("pip install -e '.[nothing]'", "nothing"),
+    ("pip install efx", "efx"),
+    ("python - <<'END'\nfrom efx import nothing\nEND", "nothing"),
+    ("sbatch launch/nothing.sbatch", "nothing"),
+    ("make all", "no rule"),
+])  # fmt: skip
+def test_what_has_gone_stale_fails(command, words, stub):
+    with pytest.raises((Exception, SystemExit), match=re.escape(words)):
+        check(command, stub)
+
+
+def test_every_sweep_is_documented():
+    """So its rows are checked above, each with the settings that it changes."""
+    commands = "\n".join(command for _, command in documented())
+    for path in (ROOT / "configs/sweeps").glob("[a-z]*.py"):
+        assert f"configs/sweeps/{path.name}" in commands, path.name
+
+
+def test_blocks_of_shells_are_well_formed():
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("\n```") == 2 * len(FENCE.findall(text)), f"{page.name}: fences"
+        assert text.count("<!-- not run") == len([why for why, _ in blocks(text) if why]), page.name
+        for _, commands in blocks(text):
+            text = "\n".join(commands)
+            parsed = subprocess.run(["bash", "-n"], input=text, text=True, check=False)
+            assert parsed.returncode == 0, (page.name, text)
+
+
+# ---- what is named in the text -----------------------------------------------------------------
+
+
+def anchors(path):
+    """The headings of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", prose(path.read_text()), re.M)
+    return {results.anchor(re.sub(r"[`*\\]", "", heading)) for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if not target.startswith("http"):
+            path, _, heading = target.partition("#")
+            path = page.parent / path if path else page
+            assert path.exists(), target
+            assert not heading or f"#{heading}" in anchors(path), target
+
+
+@functools.cache
+def names_of_tests():
+    """{file name: names of the functions in it} of all tests."""
+    return {
+        path.name: {node.name for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)}
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+
+
+@functools.cache
+def settings_and_variants():
+    """(dotted names of all settings and blocks of any config, {config file: its variants})."""
+    keys, variants = set(), {}
+
+    def add(block, prefix):
+        for key, value in block.items():
+            keys.add(f"{prefix}.{key}")
+            if hasattr(value, "items"):
+                add(value, f"{prefix}.{key}")
+
+    for path in CONFIGS:
+        add(values_of(path).config, "config")
+        nodes = [node for node in tree(path).body if isinstance(node, ast.Assign)]
+        named = [node.value for node in nodes if ast.unparse(node.targets[0]) == "VARIANTS"]
+        variants[path.name] = {ast.literal_eval(key) for key in named[0].keys if key}
+    return keys, variants
+
+
+@functools.cache
+def words_of_the_code():
+    """Every word in efx, its configs and extras: what has been renamed everywhere is none."""
+    paths = [path for folder in ("efx", "configs") for path in (ROOT / folder).rglob("*.py")]
+    paths.append(ROOT / "pyproject.toml")
+    return set(re.findall(r"\w+", " ".join(path.read_text() for path in paths)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_exists(page):
+    """Settings (`config.a.b`, `name=value`), variants of configs, tests, files, names in code."""
+    keys, variants = settings_and_variants()
+    tests, wrong = names_of_tests(), []
+    for span in spans(page.read_text()):
+        good = True
+        if dotted := re.fullmatch(r"(?:--)?(config(?:\.\w+)+)(?:=.*)?", span):
+            good = dotted[1] in keys or dotted[1] == "config.json"
+        elif name := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)*)=\S.*", span):
+            good = any(key.endswith(f".{name[1]}") for key in keys)
+        elif config := re.fullmatch(r"configs/(\w+\.py)(?::([\w,]+))?", span):
+            known = variants.get(config[1])
+            good = config[1] == "common.py" or known is not None
+            good = good and set(filter(None, (config[2] or "").split(","))) <= (known or set())
+        elif test := re.fullmatch(r"(?:\S*/)?(test_\w+\.py)?(?:::)?(test_\w+)?", span):
+            inside = tests.get(test[1], set()) if test[1] else set().union(*tests.values())
+            good = (not test[1] or test[1] in tests) and (not test[2] or test[2] in inside)
+        elif path := re.fullmatch(r"(\w+/[\w./]+\.\w+)(?:::(\w+))?", span):
+            good = (ROOT / path[1]).exists() or path[1].startswith("runs/")
+            good = good and (not path[2] or f"def {path[2]}(" in (ROOT / path[1]).read_text())
+        elif code := re.fullmatch(r"[a-z]\w+(?:[./]\w+)*", span):
+            good = set(re.split("[./]", code[0])) <= words_of_the_code() or (ROOT / span).exists()
+        if not good:
+            wrong.append(span)
+    assert not wrong
+
+
+def test_tests_that_are_named_exist():
+    """By their path, in any file but this one and the changelog, which tells of what is gone."""
+    for path, text in project_files():
+        if path.name not in ("CHANGELOG.md", "test_docs.py"):
+            for name in re.findall(r"tests/[\w/]+\.py", text):
+                assert (ROOT / name).is_file(), f"{path.relative_to(ROOT)}: {name}"
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The checkout's page, README and pictures, written afresh from its results."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    start = (ROOT / "README.md").read_text()
+    inside = re.compile(f"(?<={results.START}\n).*?(?={results.END})", re.S)
+    assert inside.search(start)
+    (tmp_path / "README.md").write_text(inside.sub("", start))
+    results.publish(tmp_path)
+    return tmp_path
+
+
+def test_results_are_written_from_their_data(written):
+    """By `python -m efx.studies.results`, which has to be run after a change of results/."""
+    from matplotlib.image import imread
+
+    for name in ("README.md", "docs/results.md"):
+        assert (written / name).read_bytes() == (ROOT / name).read_bytes(), name
+    first = {path.name: path.read_bytes() for path in (written / "docs").glob("*.png")}
+    for name in first:  # another version of the library may draw a line's edge otherwise
+        new, kept = imread(written / "docs" / name), imread(ROOT / "docs" / name)
+        assert new.shape == kept.shape and abs(new - kept).mean() < 1e-3, name
+    results.publish(written)
+    again = {path.name: path.read_bytes() for path in (written / "docs").glob("*.png")}
+    assert first == again and "mod_table.png" in first
+
+
+def test_numbers_of_a_result_are_what_they_are_called():
+    for name, result in results.read_results(ROOT / "results").items():
+        assert result["revision"] and result["commands"] and result["machine"], name
+        for row in result["rows"]:
+            for cell in row["cells"].values():
+                if isinstance(cell, dict):
+                    assert cell.get("n", 1) == len(result["seeds"]) or "note" in cell, (name, row)

@@ -1,0 +1,150 @@
+"""efx as an installed package: the wheel, its command, its configs and the library, elsewhere."""
+
+import email
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import yaml
+
+import efx
+from efx.config import find_file
+from efx.errors import UsageError
+
+# The first file of a user who has a folder `configs` too, which must not come in the way.
+OWN = """
+from efx.configs import common
+
+def get_config(arg=""):
+    return common.apply(common.base(), {**common.SMOKE, "model.depth": 1})
+"""
+OUTSIDE = """
+import json, sys
+from efx import api, main
+from efx.config import load_config
+from efx.studies import isoflop, sweep
+
+own, tiny, block = json.loads(sys.argv[1])
+assert main.main(["efx", "--config=mdo:smoke", "--workdir=w"]) == 2
+assert load_config("mod:smoke,dense") == load_config("configs/mod.py:smoke,dense")
+assert load_config(own).model.depth == 1
+for name in ("dropout_flops", "configs/sweeps/mod_table.py"):
+    sweep.check_commands(sweep.load_sweep(name), "w", ["--config.steps=9"])
+isoflop.load_grid("isoflop")
+load = api.load_config
+api.load_config = lambda source, changes: load(source, {**changes, **tiny})
+exec(block)
+assert rows[-1]["step"] == config.steps and scores["eval/tokens"] > 0
+"""
+
+
+def wheel_of(root, folder):
+    """Path of the wheel of a checkout, built without network in a copy of it."""
+    source = folder / "source"
+    for name in ("efx", "configs"):
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, source / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(root, tmp_path_factory):
+    try:
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        version = "0"
+    if int(version.partition(".")[0]) < 77:
+        pytest.skip("setuptools 77 or newer is not installed (extra dev)")
+    return wheel_of(root, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        dist = f"efx-{efx.__version__}.dist-info"
+        metadata = email.message_from_bytes(file.read(f"{dist}/METADATA"))
+        scripts = file.read(f"{dist}/entry_points.txt").decode()
+    expected = {f"{path.relative_to(root)}" for path in (root / "efx").rglob("*.py")}
+    expected |= {f"efx/{path.relative_to(root)}" for path in (root / "configs").rglob("*.py")}
+    assert {name for name in names if not name.startswith(dist)} == expected
+    assert metadata["Version"] == efx.__version__ and f"{dist}/licenses/LICENSE" in names
+    assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:main"]
+
+
+def test_the_library_and_the_configs_outside_a_checkout(root, wheel, tmp_path):
+    """What docs/library.md shows, run by the wheel alone, made small."""
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+    here = tmp_path / "here"
+    (here / "configs").mkdir(parents=True)
+    (here / "configs/__init__.py").write_text("raise ImportError('a folder of the user')")
+    (here / "mine.py").write_text(OWN)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    tiny = {"steps": 1, "optim.schedule.warmup_steps": 0, "data.source": "text:../text.txt",
+            "data.seq_len": 16, "data.batch_size": 8, "model.width": 16, "model.depth": 1,
+            "model.attention.num_heads": 2, "model.depth_routing.kind": "none", "evaluate.every": 0,
+            "evaluate.batch_size": 8, "sample.every": 0, "log.every": 1, "log.tensorboard": False,
+            "data.cache_dir": "cache"}  # fmt: skip
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/library.md").read_text(), flags=re.S)
+    (block,) = [block for block in blocks if "api.train" in block]
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE, json.dumps(["mine.py", tiny, block])],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "efx: error: --config=mdo: there is no config of this name" in done.stderr
+    assert "\ndef " in done.stdout and (here / "runs/library/config.json").is_file()
+
+
+def test_importing_efx_brings_no_jax(root):
+    script = "import sys, efx, efx.api; print({'jax', 'flax', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind, path, folder, words", [
+    ("config", "llma", "", "there is no config of this name, and a path ends in .py (did you mean"
+                           " 'llama'?)"),
+    ("config", "configs/llma.py", "", "no such file (did you mean 'configs/llama.py'?)"),
+    ("config", "configs/llama", "", "no such file (did you mean 'configs/llama.py'?)"),
+    ("sweep", "mod_tble", "sweeps", "--sweep=mod_tble: there is no sweep of this name"),
+    ("sweep", "mod_tble", "sweeps", "did you mean 'mod_table'?"),
+    ("config", "", "", "--config=: there is no config"),
+])  # fmt: skip
+def test_a_misspelt_config_names_the_nearest(kind, path, folder, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as error:
+        find_file(kind, path, folder)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_of_the_user_comes_before_one_of_efx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_file("config", "configs/mod.py") == find_file("config", "mod")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/mod.py").write_text(OWN)
+    assert find_file("config", "configs/mod.py").resolve() == tmp_path / "configs/mod.py"
+    assert find_file("config", "mod").resolve() != tmp_path / "configs/mod.py"
+
+
+def test_the_hosted_workflow_runs_what_ci_runs(root):
+    workflow = yaml.safe_load((root / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    assert set(job["strategy"]["matrix"]["python"]) == {"3.11", "3.12"}

@@ -1,0 +1,403 @@
+"""The attention kernel against full matrices: values, gradients, and what it visits."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from efx import flops
+from efx.layers import attend
+from efx.layers.attention import Attention
+from efx.layers.config import AttentionConfig
+from efx.layers.dropout import StandardDropout
+from efx.layers.info import CallInfo, Mode, Tokens
+from efx.layers.positions import rope
+
+B, T, N, K, H = 2, 11, 4, 2, 6
+
+
+def inputs(seed=0, length=T, kv_heads=K):
+    """(q, k, v), float32."""
+    rng = np.random.default_rng(seed)
+    shapes = [(B, length, N, H), (B, length, kv_heads, H), (B, length, kv_heads, H)]
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def full(q, k, v, visible_BTS, scale, softcap=0.0, factor_BNTS=1.0):
+    """Attention with all scores in memory, every head with keys of its own."""
+    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    weights = jnp.exp(scores) * visible_BTS[:, None]
+    weights = weights / weights.sum(axis=-1, keepdims=True) * factor_BNTS
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def visible(length=T, window=0, segments=None, positions=None):
+    """[B, T, S] from the definition."""
+    time = np.arange(length)
+    mask = np.broadcast_to(time[None] <= time[:, None], (B, length, length)).copy()
+    if window:
+        positions = np.tile(time, (B, 1)) if positions is None else positions
+        mask &= positions[:, :, None] - positions[:, None] < window
+    if segments is not None:
+        mask &= segments[:, :, None] == segments[:, None]
+    return mask
+
+
+# Two documents and padding; three documents.
+SEGMENTS = np.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 1 + [2] * 6 + [3] * 4])
+# A routed subsequence: positions with gaps.
+GAPS = np.array([[0, 1, 3, 4, 8, 9, 10, 13, 20, 21, 22], [2, 5, 6, 7, 9, 11, 12, 13, 14, 15, 30]])
+
+CASES = {
+    "causal": dict(),
+    "attention.window": dict(window=4),
+    "window_one": dict(window=1),
+    "softcap": dict(softcap=0.7),
+    "segments": dict(segments=SEGMENTS),
+    "segments_window": dict(segments=SEGMENTS, window=3),
+    "gaps_window": dict(window=4, positions=GAPS),
+    "one_kv_head": dict(kv_heads=1),
+    "all_kv_heads": dict(kv_heads=N),
+}
+
+
+@functools.cache
+def ours(case, chunk, block=256):
+    """Compiled (q, k, v) -> (values, gradients of a weighted sum of them)."""
+    options = dict(CASES[case])
+    options.pop("kv_heads", None)
+    segments, positions = options.pop("segments", None), options.pop("positions", None)
+    positions = np.tile(np.arange(T), (B, 1)) if positions is None else positions
+
+    def value(q, k, v):
+        out = attend.attend(
+            q,
+            k,
+            v,
+            scale=0.4,
+            chunk=chunk,
+            positions_BT=jnp.asarray(positions),
+            segment_ids_BT=None if segments is None else jnp.asarray(segments),
+            **options,
+        )
+        return jnp.sum(out * weights()), out
+
+    return families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 6), st.booleans(), st.booleans())
+def test_what_is_visible_is_an_interval(seed, window, packed, routed):
+    """From the place that is said up to the query, in packed rows and routed subsequences."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, 4) if packed else [20]
+    segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    padding = rng.integers(0, 4) if packed else 0
+    segments = np.append(segments, np.zeros(padding, int))
+    positions = np.append(positions, np.arange(padding))
+    if routed:
+        picked = np.flatnonzero(rng.uniform(size=len(segments)) < 0.6)
+        empty = np.zeros(rng.integers(0, 3), int)
+        segments, positions = (
+            np.append(segments[picked], empty),
+            np.append(positions[picked], empty - 1),
+        )
+    if not len(positions):
+        return
+    segments = segments if packed else None
+    first = attend.first_visible(
+        len(positions), window, jnp.asarray(positions)[None],
+        None if segments is None else jnp.asarray(segments)[None],
+    )  # fmt: skip
+    first = np.zeros(len(positions), int) if first is None else np.asarray(first)[0]
+    place = np.arange(len(positions))
+    got = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
+    expected = visible(
+        len(positions), window, None if segments is None else segments[None], positions[None]
+    )[0]
+    # Empty slots come last, or before the next document, and what they see is nobody's.
+    real = positions >= 0
+    np.testing.assert_array_equal(got[real], expected[real])
+
+
+def weights():
+    return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
+
+
+@functools.cache
+def expected_of(case):
+    """((weighted sum, values), gradients) of a case, from full matrices."""
+    options = dict(CASES[case])
+    args = inputs(kv_heads=options.pop("kv_heads", K))
+    softcap = options.pop("softcap", 0.0)
+    mask = visible(**options)
+
+    def value(q, k, v):
+        out = full(q, k, v, mask, 0.4, softcap)
+        return jnp.sum(out * weights()), out
+
+    return args, families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*args)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk, block", [(0, 256), (4, 256), (0, 3), (6, 2)])
+def test_attend_is_full_attention(case, chunk, block, monkeypatch):
+    """Values and gradients; neither chunks of 4 nor blocks of 3 divide 11."""
+    monkeypatch.setattr(attend, "_BLOCK", block)
+    args, expected = expected_of(case)
+    got = ours(case, chunk, block)(*args)
+    assert got[0][1].shape == (B, T, N, H) and got[0][1].dtype == jnp.float32
+    families.assert_trees_close(expected, got, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", (1, 2, 3, 5, 7, T - 1, T, T + 1))
+def test_every_chunk_size(chunk):
+    """Longer than the sequence, too; all of them with a window, segments and grouped heads."""
+    q, k, v = inputs()
+    options = dict(
+        scale=0.4, window=3, positions_BT=jnp.arange(T)[None], segment_ids_BT=jnp.asarray(SEGMENTS)
+    )
+    got = families.jit(functools.partial(attend.attend, chunk=chunk, **options))(q, k, v)
+    expected = full(q, k, v, visible(window=3, segments=SEGMENTS), 0.4)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs()
+    out = attend.attend(100 * q, 100 * k, v, scale=1.0)
+    assert np.isfinite(out).all()
+
+
+def test_masks_as_tables():
+    """Who sees whom, read off the kernel: v is one-hot, so the output is the attention matrix."""
+    q = jnp.zeros((B, T, 1, T))
+    v = jnp.tile(jnp.eye(T)[None, :, None], (B, 1, 1, 1))
+
+    def seen(options, **static):
+        kernel = functools.partial(attend.attend, scale=1.0, chunk=6)
+        out = families.jit(lambda options: kernel(q, q, v, **options, **static))(options)
+        return (np.asarray(out[:, :, 0]) > 0).astype(int)
+
+    positions_BT = jnp.asarray(GAPS)
+    for options, window, mask in [
+        ({}, 0, visible()),
+        (dict(segment_ids_BT=jnp.asarray(SEGMENTS)), 0, visible(segments=SEGMENTS)),
+        (dict(positions_BT=positions_BT), 4, visible(window=4, positions=GAPS)),
+        (dict(positions_BT=jnp.arange(T)[None]), 4, visible(window=4)),
+    ]:
+        np.testing.assert_array_equal(seen(options, window=window), mask)
+    # Equal scores: each query divides itself equally among what it sees. By hand, row 1 of GAPS.
+    np.testing.assert_array_equal(
+        seen(dict(positions_BT=positions_BT), window=4)[1, :5, :5],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
+    )
+
+
+@pytest.mark.parametrize(
+    "length, chunk, window, expected",
+    [
+        (10, 4, 0, [(0, 4, 4, 4, False), (4, 8, 4, 8, False), (8, 10, 2, 10, False)]),
+        (10, 4, 3, [(0, 4, 4, 4, True), (4, 8, 4, 6, True), (8, 10, 2, 4, True)]),
+        (10, 4, 1, [(0, 4, 4, 4, True), (4, 8, 4, 4, True), (8, 10, 2, 2, True)]),
+        (10, 16, 0, [(0, 10, 10, 10, False)]),
+        (700, 600, 0, [(0, 512, 256, 600, False), (512, 600, 88, 600, False),
+                       (600, 700, 100, 700, False)]),
+        (4000, 0, 9, [(0, 3840, 256, 264, True), (3840, 4000, 160, 168, True)]),
+    ],
+)  # fmt: skip
+def test_spans_by_hand(length, chunk, window, expected):
+    assert attend.spans(length, chunk, window) == expected
+
+
+def test_chosen_chunks():
+    assert attend.chunk_size(10) == 64  # at least 64
+    assert attend.chunk_size(1024) == 128 and len(attend.spans(1024)) == 8  # at most 8
+    assert attend.chunk_size(1025) == 129
+    assert attend.chunk_size(1024, 100) == 100
+    assert max(span.block for span in attend.spans(100_000)) == 256
+    assert max(span.block for span in attend.spans(100_000, window=7)) == 256
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 40), st.integers(1, 45), st.integers(0, 45))
+def test_spans_cover_what_may_be_seen(length, chunk, window):
+    """Every allowed pair is visited, and none twice."""
+    visits = np.zeros((length, length), int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "_BLOCK", 7)
+        for span in attend.spans(length, chunk, window):
+            for q0 in range(span.q_start, span.q_stop, span.block):
+                k0 = attend._first_key(span, q0)
+                visits[q0 : q0 + span.block, k0 : k0 + span.keys] += 1
+            assert (span.q_stop - span.q_start) % span.block == 0
+    assert visits.max() == 1
+    time = np.arange(length)
+    gap = time[:, None] - time[None]
+    allowed = (gap >= 0) & ((gap < window) if window else True)
+    assert np.all(visits[allowed] == 1)
+    assert allowed.sum() == flops.causal_pairs(length, window)
+
+
+@pytest.mark.parametrize("chunk, window, block", [(0, 0, 256), (4, 0, 256), (4, 3, 256), (6, 0, 2)])
+def test_visited_pairs_are_what_is_multiplied(chunk, window, block, monkeypatch):
+    monkeypatch.setattr(attend, "_BLOCK", block)
+    q, k, v = inputs()
+
+    def run(q, k, v):
+        return attend.attend(
+            q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
+        )
+
+    pairs = sum(span.pairs for span in attend.spans(T, chunk, window))
+    assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
+
+
+def test_probs_fn_sees_every_chunk():
+    """It gets [B, K, G, T, S] probabilities and the number of the first key."""
+    q, k, v = inputs()
+    factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
+    asked = []
+
+    def probs_fn(probs_BKGTS, start, k_start, allowed_BTS):
+        assert start == sum(size for size, _ in asked)
+        assert np.all((probs_BKGTS > 0) == allowed_BTS[:, None, None])
+        queries, keys = probs_BKGTS.shape[3:]
+        asked.append((queries, k_start))
+        np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
+        part = factor[:, :, start : start + queries, k_start : k_start + keys]
+        return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
+
+    out = attend.attend(
+        q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn, positions_BT=jnp.arange(T)[None]
+    )
+    assert asked == [(4, 0), (4, 2), (3, 6)]
+    expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_dropout_of_probabilities():
+    """In training a share of them is zero and the rest is scaled; in evaluation none is."""
+    layer = Attention(
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0),
+        use_bias=False,
+        std=0.2,
+        std_out=0.2,
+        norm_eps=1e-5,
+        probs_dropout=functools.partial(StandardDropout, 0.25),
+        dtype=jnp.float32,
+        width=8,
+    )
+    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
+    variables = layer.init(jax.random.key(0), x_BTD, CallInfo(Tokens(jnp.zeros((1, 1), int))))
+
+    @families.jit
+    def apply(key):
+        info = CallInfo(Tokens(jnp.zeros((1, 1), int)))
+        dropping = info.replace(mode=Mode(train=True))
+        return (
+            layer.apply(variables, x_BTD, info),
+            layer.apply(variables, x_BTD, dropping, rngs={"dropout": key}),
+        )
+
+    # A lone token attends to itself with probability 1: dropped, or scaled by 1 / (1 - rate).
+    plain_BTD, dropped_BTD = map(np.asarray, apply(jax.random.key(1)))
+    gone_B = np.all(dropped_BTD == 0, axis=(1, 2))
+    assert 0.15 < gone_B.mean() < 0.35
+    np.testing.assert_allclose(dropped_BTD[~gone_B], plain_BTD[~gone_B] / 0.75, atol=1e-6)
+    same, other = (apply(jax.random.key(seed))[1] for seed in (1, 2))
+    assert np.array_equal(same, dropped_BTD) and not np.array_equal(other, dropped_BTD)
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def test_attend_cache_is_attend():
+    """Slots in any order, some empty: what counts is each slot's position."""
+    q, k, v = inputs()
+    rng = np.random.default_rng(2)
+    slots = T + 3
+    places = np.stack([rng.permutation(slots)[:T] for _ in range(B)])
+    positions_BS = np.full((B, slots), -1)
+    k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
+    v_BKSH = np.full((B, K, slots, H), 1e3, np.float32)
+    for b in range(B):
+        positions_BS[b, places[b]] = np.arange(T)
+        k_BKHS[b][:, :, places[b]] = np.transpose(k[b], (1, 2, 0))
+        v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
+    last = 4  # the last queries only
+    for window in (0, 3):
+        out = attend.attend_cache(
+            q[:, -last:],
+            jnp.asarray(k_BKHS),
+            jnp.asarray(v_BKSH),
+            jnp.tile(jnp.arange(T - last, T)[None], (B, 1)),
+            jnp.asarray(positions_BS),
+            scale=0.4,
+            window=window,
+            softcap=0.9,
+        )
+        expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, -last:]
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("used", [1, 5, 9, 12])
+def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
+    """In blocks, the last of which overlaps the one before; what lies behind is never read."""
+    monkeypatch.setattr(attend, "_CACHE_BLOCK", 5)
+    q, k, v = inputs()
+    slots, rows = 12, jnp.array([1, 0])
+    k_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
+    v_BKSH = np.full((B, K, slots, H), np.nan, np.float32)
+    count = min(used, T)
+    read = min(-(-used // 5) * 5, slots)  # whole blocks
+    k_BKHS[..., :read], v_BKSH[..., :read, :] = 1e3, 1e3
+    k_BKHS[..., :count] = np.transpose(k, (0, 2, 3, 1))[..., :count]
+    v_BKSH[..., :count, :] = np.transpose(v, (0, 2, 1, 3))[..., :count, :]
+    positions_BS = np.full((B, slots), -1)
+    positions_BS[:, :count] = np.arange(count)
+    query = q[:, count - 1 : count]
+    out = families.jit(
+        functools.partial(
+            attend.attend_cache,
+            scale=0.4,
+            window=window,
+            softcap=0.9,
+        )
+    )(
+        query[rows],
+        k_BKHS,
+        v_BKSH,
+        jnp.full((B, 1), count - 1),
+        positions_BS,
+        used=used,
+        rows_B=rows,
+    )
+    expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, count - 1 : count]
+    np.testing.assert_allclose(out, np.asarray(expected)[np.asarray(rows)], atol=1e-5)
+
+
+# ---- rotary embedding --------------------------------------------------------------------------
+
+
+def test_rope_turns_pairs():
+    """Pair i of H/2 turns by position * theta^(-2i/H); lengths stay, only differences matter."""
+    x = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
+    y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), 100.0))[0, :, 0]
+    for row, t in zip(y, (0, 1, 7), strict=True):
+        np.testing.assert_allclose(
+            row, [np.cos(t), np.cos(t / 10), np.sin(t), np.sin(t / 10)], atol=1e-6
+        )
+    q, k, _ = inputs(kv_heads=N)
+    a = [rope(part, jnp.arange(T)[None] + 5, 1e4) for part in (q, k)]
+    b = [rope(part, jnp.arange(T)[None], 1e4) for part in (q, k)]
+    np.testing.assert_allclose(*(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4)
+    assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], 1e4).dtype == jnp.bfloat16

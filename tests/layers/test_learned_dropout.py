@@ -1,0 +1,665 @@
+"""Learned dropout: masks, roundings and penalties by hand, each site, what is reported."""
+
+import dataclasses
+import itertools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from efx import flops, losses, main, models, optim, sharding, step
+from efx.config import load_config
+from efx.configs import common
+from efx.errors import UsageError
+from efx.evaluate import Evaluator, describe
+from efx.layers.blocks import Block
+from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
+from efx.layers.info import CacheView, CallInfo, Mode, Tokens
+from efx.layers.mask_dropout import modules as ld
+from efx.layers.stack import Layer
+
+PI = np.pi
+
+
+def elementwise_config(**changes):
+    defaults = common.base().model.dropout.elementwise.to_dict()
+    return ElementwiseConfig(**{**defaults, **changes})
+
+
+def info(length, batch=1, selection="causal", cache=None, **changes):
+    positions_BT = jnp.tile(jnp.arange(length)[None], (batch, 1))
+    return CallInfo(Tokens(positions_BT, **changes), Mode(selection=selection), cache)
+
+
+# ---- masks by hand -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x, a, b, m",
+    [
+        (5.0, 0.0, 0.0, 1.0),
+        (5.0, 0.0, PI, 0.0),
+        (2.0, PI / 4, 0.0, 0.5),
+        (1.0, PI / 3, 0.0, 0.75),
+        (-1.0, PI / 3, PI, 0.25),
+        (3.0, PI, PI, 1.0),
+        (0.0, 7.0, PI / 2, 0.5),
+    ],
+)
+def test_elementwise_by_hand(x, a, b, m):
+    variables = {"params": {"mask_frequency": jnp.float32([a]), "mask_phase": jnp.float32([b])}}
+    mask = ld.ElementwiseMask(elementwise_config())
+    got = mask.apply(variables, jnp.full((1, 1, 1), x), info(1))
+    np.testing.assert_allclose(got, [[[x * m]]], atol=1e-6)
+
+
+SIGMOID_15 = 1 / (1 + np.exp(-15.0))
+
+
+@pytest.mark.parametrize(
+    "rounding, uniform, values, slopes",
+    [
+        ("none", None, [0, 0.25, 0.5, 0.75, 1], [1, 1, 1, 1, 1]),
+        ("stochastic", None, [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]),
+        ("stochastic", [0.0, 0.2, 0.6, 0.8, 0.999], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]),
+        (
+            "sigmoid",
+            None,
+            [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1],
+            [0, 60 * SIGMOID_15 * (1 - SIGMOID_15), 15, 60 * SIGMOID_15 * (1 - SIGMOID_15), 0],
+        ),
+        ("sigmoid_straight_through", None, [0, 1 - SIGMOID_15, 0.5, SIGMOID_15, 1], [1] * 5),
+    ],
+)
+def test_roundings_by_hand(rounding, uniform, values, slopes):
+    m = jnp.linspace(0, 1, 5)
+    uniform = None if uniform is None else jnp.float32(uniform)
+    got, pull = jax.vjp(lambda m: ld.rounded(m, rounding, uniform, 60.0), m)
+    np.testing.assert_allclose(got, values, atol=1e-6)
+    np.testing.assert_allclose(pull(jnp.ones(5))[0], slopes, atol=1e-5)
+
+
+def test_rounded_values_are_exactly_zero_and_one():
+    m = jnp.asarray(np.random.default_rng(0).uniform(size=5000), jnp.float32)
+    uniform = jnp.asarray(np.random.default_rng(1).uniform(size=5000), jnp.float32)
+    for given in (None, uniform):
+        assert set(np.unique(ld.rounded(m, "stochastic", given))) == {0.0, 1.0}
+
+
+def test_stochastic_rounding_keeps_the_share_m():
+    key = jax.random.key(0)
+    for m in (0.0, 0.1, 0.5, 0.9, 1.0):
+        kept = ld.rounded(jnp.full(20_000, m), "stochastic", jax.random.uniform(key, (20_000,)))
+        np.testing.assert_allclose(kept.mean(), m, atol=0.0 if m in (0, 1) else 0.012)
+
+
+def test_straight_through_is_the_gradient_of_the_expectation():
+    """Of sum(w x m_hat) over all 2^6 outcomes, by finite differences in the phase: the estimate is
+    exact for what is linear in m_hat, whichever outcome was drawn."""
+    rng = np.random.default_rng(0)
+    u, w_x, b = (rng.normal(size=6) for _ in range(3))
+
+    def expectation(b):
+        m = 0.5 * np.cos(u + b) + 0.5
+        return sum(
+            np.prod(np.where(outcome, m, 1 - m)) * np.sum(w_x * outcome)
+            for outcome in itertools.product((0, 1), repeat=6)
+        )
+
+    differences = [
+        (expectation(b + 1e-5 * unit) - expectation(b - 1e-5 * unit)) / 2e-5 for unit in np.eye(6)
+    ]
+    for seed in range(3):
+        uniform = jnp.float32(np.random.default_rng(seed).uniform(size=6))
+
+        def sample(b, uniform=uniform):
+            m_hat = ld.rounded(ld.cosine_mask(jnp.float32(u) + b), "stochastic", uniform)
+            return jnp.sum(jnp.float32(w_x) * m_hat)
+
+        np.testing.assert_allclose(jax.grad(sample)(jnp.float32(b)), differences, atol=1e-4)
+
+
+def test_mean_of_sampled_gradients_through_a_model():
+    """The gradient in x has the mask that was drawn: its mean is that of the expectation, m."""
+    m, x = jnp.float32([0.2, 0.7]), jnp.float32([3.0, -1.0])
+    uniforms = jax.random.uniform(jax.random.key(0), (20_000, 2))
+    grads = jax.vmap(lambda u: jax.grad(lambda x: jnp.sum(x * ld.rounded(m, "stochastic", u)))(x))(
+        uniforms
+    )
+    np.testing.assert_allclose(grads.mean(axis=0), m, atol=0.02)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_detach(detach):
+    mask = ld.ElementwiseMask(elementwise_config(detach=detach))
+    params = {"mask_frequency": jnp.float32([0.7]), "mask_phase": jnp.float32([0.3])}
+    x = jnp.full((1, 1, 1), 1.5)
+    grad = jax.grad(lambda x: mask.apply({"params": params}, x, info(1))[0, 0, 0])(x)
+    angle = 0.7 * 1.5 + 0.3
+    expected = 0.5 * np.cos(angle) + 0.5 - (0 if detach else 1.5 * 0.5 * np.sin(angle) * 0.7)
+    np.testing.assert_allclose(grad[0, 0, 0], expected, rtol=1e-5)
+
+
+# Two heads, three tokens of four features: against the formulas with plain numpy.
+ATTENTION = ld.MaskAttention(2, False, 0, 0, 0.02, jnp.float32, parent=None)
+MATRICES = ("mask_query", "mask_key", "mask_value")
+
+
+def attention_by_hand(x_TD, p):
+    """u [T, D], without output projection."""
+    u_TD = np.zeros_like(x_TD)
+    q, k, v = (np.float64(p[name]) for name in MATRICES)
+    for head in (slice(0, 2), slice(2, 4)):
+        for t in range(len(x_TD)):
+            score = (x_TD[t] @ q[:, head]) @ (x_TD[: t + 1] @ k[:, head]).T / np.sqrt(2)
+            weight = np.exp(score) / np.exp(score).sum()
+            u_TD[t, head] = weight @ (x_TD[: t + 1] @ v[:, head])
+    return u_TD
+
+
+def attention_config(**changes):
+    defaults = common.base().model.dropout.attention.to_dict()
+    return MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
+
+
+def matrices(seed, *names):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.float32(rng.normal(size=(4, 4))) for name in names}
+
+
+def test_attention_mask_by_hand():
+    rng = np.random.default_rng(0)
+    x, b = rng.normal(size=(1, 3, 4)), rng.normal(size=4)
+    params = {"attention": matrices(1, *MATRICES), "mask_shift": jnp.float32(b)}
+    m = 0.5 * np.cos(attention_by_hand(x[0], params["attention"]) + b) + 0.5
+    for rounding, applied in (("none", m), ("stochastic", m >= 0.5)):
+        mask = ld.AttentionMask(attention_config(rounding=rounding), ATTENTION)
+        got, sown = mask.apply({"params": params}, jnp.float32(x), info(3), mutable=["losses"])
+        np.testing.assert_allclose(got, x * applied[None], atol=1e-5)
+        # Penalties look at the mask before rounding.
+        np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "embedding_linear"])
+def test_masks_of_the_embedding_by_hand(kind):
+    """E' = Linear(Attn(emb)); then each mask's own attention over E', not over x. Or the cheaper
+    form, in which a mask is a linear layer of Attn(emb)."""
+    rng = np.random.default_rng(0)
+    x, emb, b = rng.normal(size=(1, 3, 4)), rng.normal(size=(1, 3, 4)), rng.normal(size=4)
+    config, linear = attention_config(input=kind, rounding="none"), ("mask_linear",)
+    own = kind == "embedding"
+    shared = {"attention": matrices(1, *MATRICES), **matrices(2, *linear * own)}
+    mask = {"mask_shift": jnp.float32(b), **matrices(4, *linear * (not own))}
+    if own:
+        mask["attention"] = matrices(3, *MATRICES)
+    # No parameters but these.
+    for module, params, given in (
+        (ld.MaskInput(config, ATTENTION), shared, ()),
+        (ld.AttentionMask(config, ATTENTION), mask, (x,)),
+    ):
+        made = module.init(
+            jax.random.key(0),
+            jnp.float32(emb),
+            info(3, mask_input_BTD=jnp.float32(x) if given else None),
+        )["params"]
+        assert jax.tree.structure(nn.unbox(made)) == jax.tree.structure(params)
+    read = attention_by_hand(emb[0], shared["attention"])
+    u = read @ np.float64((shared if own else mask)["mask_linear"])
+    if own:
+        u = attention_by_hand(u, mask["attention"])
+    read_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, jnp.float32(emb), info(3))
+    got = ld.AttentionMask(config, ATTENTION).apply(
+        {"params": mask}, jnp.float32(x), info(3, mask_input_BTD=read_BTD)
+    )
+    np.testing.assert_allclose(got, x * (0.5 * np.cos(u + b) + 0.5)[None], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "embedding", "embedding_linear"])
+def test_detach_of_what_attention_masks_read(kind):
+    """A loss of the masks alone then reaches the masks' parameters, the shared ones too, and no
+    other; else it reaches the embedding."""
+    for detach in (False, True):
+        model = one_site(
+            "attention",
+            "embedding",
+            **{"dropout.attention.input": kind, "dropout.attention.detach": detach},
+        )
+
+        def penalty(params, model=model):
+            tokens_BT = families.tokens(batch=1, length=6)
+            state = model.apply({"params": params}, tokens_BT, mutable=["losses"])[1]
+            return losses.collect_sown(state["losses"])["dropout_l1"]
+
+        grads = families.jit(jax.grad(penalty))(families.random_params(model))
+        for path, grad in optim.param_paths(grads).items():
+            reached = "mask_" in path.rsplit("/", 1)[-1] or (
+                path == "embed/embedding" and not detach
+            )
+            assert (np.abs(grad).max() > 0) == reached, (path, detach)
+
+
+def test_the_sigmoids_scale_is_a_setting():
+    x, phase = jnp.full((1, 1, 2), 2.0), jnp.full(2, 1.5)
+    for scale in (60.0, 5.0):
+        config = elementwise_config(sharpen=True, sharpen_scale=scale)
+        params = {"mask_frequency": jnp.zeros(2), "mask_phase": phase}
+        m = 0.5 * np.cos(1.5) + 0.5
+        rounded = 1 / (1 + np.exp(-scale * (m - 0.5)))
+        got = ld.ElementwiseMask(config).apply({"params": params}, x, info(1))
+        np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
+        for rounding in ("sigmoid", "sigmoid_straight_through"):
+            config = attention_config(rounding=rounding, sigmoid_scale=scale)
+            params = {
+                "attention": {name: jnp.zeros((2, 2)) for name in MATRICES},
+                "mask_shift": phase,
+            }
+            got = ld.AttentionMask(config, ATTENTION).apply({"params": params}, x, info(1))
+            np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
+
+
+# ---- penalties and statistics ------------------------------------------------------------------
+
+
+def test_penalties_by_hand():
+    m = jnp.float32([0.25, 0.5, 1.0, 0.0])
+    got = {name: np.asarray(value) for name, value in ld.penalties(m).items()}
+    np.testing.assert_allclose(got["dropout_entropy"], [0.5, 0.5, 0.0, 0.0], atol=1e-6)
+    alternate = [-0.75 * np.log2(0.75), 0.5, 0.0, 0.0]
+    np.testing.assert_allclose(got["dropout_alternate_entropy"], alternate, atol=1e-6)
+    np.testing.assert_allclose(got["dropout_l1"], m)
+    np.testing.assert_allclose(got["dropout_squared_l1"], [1 / 32, 1 / 8, 0.5, 0.0])
+    assert sorted(got) == sorted(families.PENALTIES)
+
+
+@pytest.mark.parametrize("reach", [4.0, 100.0])
+def test_the_cosine_of_a_mask_is_the_cosine(reach):
+    """The polynomial and its gradient, over many turns; every mask lies in [0, 1]."""
+    u = np.linspace(-reach, reach, 20_001, dtype=np.float32)
+    m, slope = jax.vmap(jax.value_and_grad(ld.cosine_mask))(u)
+    np.testing.assert_allclose(m, 0.5 * np.cos(np.float64(u)) + 0.5, atol=2e-7)
+    np.testing.assert_allclose(slope, -0.5 * np.sin(np.float64(u)), atol=2e-7)
+    assert m.min() >= 0 and m.max() <= 1
+    for bad in (np.inf, np.nan):
+        assert np.isnan(ld.cosine_mask(jnp.float32(bad)))
+
+
+def test_penalties_are_finite_at_zero_and_one():
+    m = jnp.float32([0.0, 1.0, 1e-45, 1e-30, np.nextafter(np.float32(1), np.float32(0))])
+    for name in families.PENALTIES:
+        value, grad = jax.vmap(jax.value_and_grad(lambda m, name=name: ld.penalties(m)[name]))(m)
+        assert np.isfinite(value).all() and np.isfinite(grad).all(), name
+        assert np.abs(grad).max() < 200, name
+    # Of masks that are exactly 0 and 1, down to the phase that makes them so.
+    for b in (0.0, PI):
+        angle = jnp.float32(b)
+        assert ld.cosine_mask(angle) == pytest.approx(float(b == 0), abs=1e-12)
+        for name in families.PENALTIES:
+            grad = jax.grad(lambda b, name=name: ld.penalties(ld.cosine_mask(b))[name])(angle)
+            assert np.isfinite(grad), (name, b)
+
+
+def test_statistics_by_hand():
+    m = jnp.float32([0.95, 0.05, 0.6, 0.4, 0.5])
+    applied = ld.rounded(m, "stochastic", jnp.float32([0.99, 0.0, 0.7, 0.1, 0.2]))
+    means = {name: float(jnp.mean(value)) for name, value in ld.statistics(m, applied).items()}
+    assert means["dropout/near_one"] == means["dropout/near_zero"] == pytest.approx(0.2)
+    assert means["dropout/kept"] == pytest.approx(3 / 5)  # what was drawn, not what is likely
+    entropy = np.mean([-p * np.log2(p) for p in np.asarray(m)])
+    assert means["dropout/entropy"] == pytest.approx(entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("site", ["mlp_output", "attention_probs"])
+def test_padding_does_not_count(site):
+    """Padding of a packed row, and empty places of a routed block, in no mean."""
+    model = families.make({"dropout.kind": "elementwise", "dropout.sites": (site,), "depth": 1})
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2, length=10)
+
+    @families.jit
+    def sown(tokens_BT, segments_BT):
+        return model.apply(
+            {"params": params}, tokens_BT, None, segments_BT, mutable=["losses", "stats"]
+        )[1]
+
+    whole = sown(tokens_BT[:, :6], jnp.ones((2, 6), int))
+    segments_BT = jnp.tile(jnp.where(jnp.arange(10) < 6, 1, 0)[None], (2, 1))
+    families.assert_trees_close(whole, sown(tokens_BT, segments_BT), rtol=1e-5)
+    assert whole["losses"]["layers"]
+
+
+def test_empty_places_do_not_count():
+    """A mask over gathered tokens, of which some places hold none."""
+    mask = ld.ElementwiseMask(elementwise_config(a_std=1.0))
+    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 4)), jnp.float32)
+    variables = {"params": mask.init(jax.random.key(0), x_BTD, info(5))["params"]}
+    variables = jax.tree.map(lambda x: x.value, variables, is_leaf=lambda x: hasattr(x, "value"))
+    empty = CallInfo(Tokens(jnp.array([[0, 1, 2, -1, -1]])))
+    both = [
+        mask.apply(variables, x, i, mutable=["losses", "stats"])[1]
+        for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))
+    ]
+    families.assert_trees_close(*both, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "standard"])
+def test_other_kinds_sow_nothing(kind):
+    model = families.make({"dropout.kind": kind, "depth": 1})
+    params = families.random_params(model)
+    _, sown = jax.eval_shape(
+        lambda: model.apply(
+            {"params": params},
+            families.tokens(batch=1),
+            train=True,
+            mutable=["losses", "stats"],
+            rngs={"dropout": jax.random.key(0)},
+        )
+    )
+    assert not jax.tree.leaves(sown)
+
+
+# ---- in a model --------------------------------------------------------------------------------
+
+
+def one_site(kind, site, **changes):
+    return families.make({"dropout.kind": kind, "dropout.sites": (site,), "depth": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    "kind, site",
+    [
+        *(("elementwise", site) for site in families.ALL_SITES),
+        *(("attention", site) for site in families.NO_PROBS),
+    ],
+)
+def test_each_site(kind, site):
+    """The mask is where the site says, changes the logits and stays on at inference."""
+    model = one_site(kind, site)
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2)
+    paths = [p for p in optim.param_paths(params) if "/mask_" in p or p.startswith("mask_")]
+    place = {"embedding": "dropout_embedding/", "attention_probs": "attention/probs_dropout/"}
+    assert paths and all(place.get(site, f"dropout_{site}/") in path for path in paths)
+    plain = models.changed(model, dropout=dataclasses.replace(model.config.dropout, kind="none"))
+    run = families.jit(lambda m_hat: model.apply({"params": m_hat}, tokens_BT))
+    masked, without = run(params), families.jit(plain.apply)({"params": params}, tokens_BT)
+    assert np.abs(masked - without).max() > 1e-2
+    # With everything kept the model is the one without masks.
+
+    def opened(path, leaf):
+        return jnp.zeros_like(leaf) if path[-1].key.startswith("mask_") else leaf
+
+    opened = jax.tree_util.tree_map_with_path(opened, params)
+    np.testing.assert_allclose(run(opened), without, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["elementwise", "attention"])
+def test_training_and_inference(kind):
+    """Elementwise masks are the same in both; stochastic rounding is drawn by the key in one and
+    fixed in the other."""
+    model = one_site(kind, "mlp_output")
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2)
+    train = families.jit(
+        lambda key: model.apply({"params": params}, tokens_BT, train=True, rngs={"dropout": key})
+    )
+    # Also where a key is at hand, as it is in training.
+    inference = families.jit(
+        lambda key: model.apply({"params": params}, tokens_BT, rngs={"dropout": key})
+    )(jax.random.key(5))
+    np.testing.assert_allclose(
+        inference, families.jit(model.apply)({"params": params}, tokens_BT), atol=1e-5
+    )
+    one, same, other = (train(jax.random.key(seed)) for seed in (0, 0, 1))
+    assert np.array_equal(one, same)
+    if kind == "elementwise":
+        np.testing.assert_allclose(one, inference, atol=1e-5)
+    else:
+        assert np.abs(one - inference).max() > 1e-2 and np.abs(one - other).max() > 1e-2
+
+
+def test_probabilities_are_masked_by_the_position_of_the_key():
+    """A mask that closes the key of position 2 in a cache whose slots lie in another order."""
+    phase = jnp.zeros(8).at[2].set(PI)
+    mask = ld.ElementwiseProbsMask(elementwise_config(), 8)
+    variables = {"params": {"mask_frequency": jnp.zeros(8), "mask_phase": phase}}
+    probs = jnp.full((1, 1, 1, 1, 4), 0.25)
+    order = jnp.array([[3, 2, 0, -1]])
+    allowed = jnp.ones((1, 1, 4), bool)
+
+    def run(probs, k_start, positions_BS):
+        bound = mask.bind(variables)
+        return bound.probs_fn(info(1, cache=CacheView(1)), positions_BS)(probs, 0, k_start, allowed)
+
+    np.testing.assert_allclose(run(probs, 0, order)[0, 0, 0, 0], [0.25, 0, 0.25, 0.25], atol=1e-6)
+    # A chunk of keys that starts at place 1.
+    chunk = run(probs[..., :3], 1, jnp.arange(4)[None])
+    np.testing.assert_allclose(chunk[0, 0, 0, 0], [0.25, 0, 0.25], atol=1e-6)
+
+
+def test_masks_are_float32_in_bfloat16_models():
+    """1000 x rounded to bfloat16 would turn the cosine by more than a circle."""
+    mask = ld.ElementwiseMask(elementwise_config())
+    x = jnp.full((1, 1, 1), 1.0078125, jnp.bfloat16)
+    params = {"mask_frequency": jnp.float32([1000.3]), "mask_phase": jnp.float32([0.2])}
+    got, sown = mask.apply({"params": params}, x, info(1), mutable=["losses"])
+    m = 0.5 * np.cos(np.float32(1000.3) * 1.0078125 + 0.2) + 0.5
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m, atol=1e-3)
+    assert sown["losses"]["dropout_l1"][0].dtype == jnp.float32
+    np.testing.assert_allclose(np.float32(got[0, 0, 0]), 1.0078125 * m, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    "kind, attentions, linears",
+    [
+        ("hidden", 8, 0),
+        ("embedding", 9, 1),
+        ("embedding_linear", 1, 8),
+    ],
+)
+def test_the_shared_pass_is_computed_once(kind, attentions, linears):
+    """Four layers with two masks each: what they share counts once, the rest eight times."""
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "dropout.attention.input": kind,
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "depth": 4,
+        }
+    )
+    params = families.random_params(model)
+    paths = optim.param_paths(params)
+    assert sum(path.endswith("mask_query") for path in paths) == attentions
+    assert sum(path.endswith("mask_linear") for path in paths) == linears
+    width, length = model.config.width, 16
+    ledger = model.ledger(length).nominal
+    projections = (3 * attentions + linears) * 2 * length * width * width
+    assert ledger["mask_projections"] == projections
+    # Two products a pair, over the whole width.
+    assert ledger["mask_scores"] == attentions * length * (length + 1) / 2 * 4 * width
+    # Executed are all pairs of the one chunk, those of the four blocks' own attentions, too.
+    pairs = (attentions + 4) * length * (length - 1) / 2
+    padding = flops.matmul(length, width, model.padded_vocab - model.vocab_size)
+    assert flops.executed(model, length) == sum(ledger.values()) + pairs * 4 * width + padding
+    cache = models.init_cache(model, 1, 24)
+    keys = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+        if path[-1].key in ("cached_key", "cached_value")
+    ]
+    assert len(keys) == 2 * (attentions + 4)
+
+
+def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
+    """A routed block is the block on the routed tokens, each with its own row of E'."""
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "dropout.attention.input": "embedding",
+            "dropout.attention.rounding": "none",
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.5,
+        }
+    )
+    spec = model.specs()[1]
+    params = families.random_params(model)["layers"]["block_1"]
+    rng = np.random.default_rng(0)
+    x_BTD, read_BTD = (jnp.asarray(rng.normal(size=(1, 8, 32)), jnp.float32) for _ in range(2))
+    whole = info(8, selection="train", mask_input_BTD=read_BTD)
+    got_BTD = families.jit(Layer(spec).apply)({"params": params}, x_BTD, whole)
+    score_T = np.asarray(x_BTD[0] @ params["router"])
+    routed = np.sort(np.argsort(score_T)[-4:])
+    inner = {name: leaf for name, leaf in params.items() if name != "router"}
+
+    @families.jit
+    def delta(rows):
+        some = CallInfo(Tokens(jnp.asarray(routed)[None], mask_input_BTD=read_BTD[:, rows]))
+        return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], some)
+
+    delta_BTD = delta(routed)
+    expected_BTD = np.array(x_BTD)
+    expected_BTD[0, routed] += np.asarray(delta_BTD[0]) / (1 + np.exp(-score_T[routed, None]))
+    np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-5)
+    # And that depends on which rows of E' these are.
+    assert np.abs(delta(np.arange(4)) - delta_BTD).max() > 1e-2
+
+
+# ---- what an evaluation says -------------------------------------------------------------------
+
+
+class Held:
+    """Two batches of a held-out split; the last four places of a row are padding."""
+
+    def eval_batches(self, batch_size, max_batches, rows):
+        for seed in (0, 1):
+            tokens = np.asarray(families.tokens(seed))
+            weights = np.ones(tokens.shape, np.float32)
+            segments = np.where(np.arange(families.LENGTH) < families.LENGTH - 4, 1, 0)
+            batch = {
+                "inputs": tokens,
+                "targets": np.roll(tokens, -1, 1),
+                "weights": weights,
+                "segment_ids": np.tile(segments, (len(tokens), 1)).astype(np.int32),
+            }
+            yield {name: x[rows] for name, x in batch.items()}
+
+    def bytes_per_token(self, split):
+        return 1.0
+
+    def scored_tokens(self, split):
+        return 2 * families.BATCH * families.LENGTH
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
+    """Between two evaluations one of two layers turns over all of its mask of the MLP's output."""
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "scan_layers": scan,
+            "dropout.sites": ("embedding", "mlp_output"),
+        }
+    )
+    params = families.random_params(model)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    rules = sharding.DEFAULT_RULES
+    config = common.base()
+    config.evaluate.batch_size = families.BATCH
+    evaluator = Evaluator(model, config, Held(), mesh, rules)
+
+    def turned(path, leaf):
+        path = jax.tree_util.keystr(path, simple=True, separator="/")
+        if "mlp_output" not in path or not path.endswith("mask_shift"):
+            return leaf
+        if scan:
+            return leaf.at[1].add(PI)
+        return leaf + PI if "block_1" in path else leaf
+
+    with sharding.use(mesh, rules):
+        first = evaluator(params, {})
+        second = evaluator(params, {})
+        third = evaluator(jax.tree_util.tree_map_with_path(turned, params), {})
+    kept = [first[f"eval/dropout/kept/block_{i}"] for i in (0, 1)]
+    assert 0 < min(kept) and max(kept) < 1
+    assert "eval/dropout/changed" not in first and "masks keep" in describe(1, first)
+    assert second["eval/dropout/changed"] == 0
+    assert third["eval/dropout/changed/block_0"] == 0
+    assert third["eval/dropout/changed/block_1"] == pytest.approx(1)
+    assert third["eval/dropout/changed"] == pytest.approx(1 / 3)  # of three masks, one
+
+
+# ---- config ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kind": "attention"}, r"dropout\.sites has 'attention_probs'.*leave that site out"),
+        ({"attention.shift_init": 4.0}, r"attention\.shift_init=4\.0: must be in \[0, pi\]"),
+        ({"elementwise.b_std": -1.0}, r"dropout\.elementwise\.b_std=-1\.0: must be at least 0"),
+        ({"elementwise.sharpen_scale": 0.0}, r"elementwise\.sharpen_scale=0\.0: must be more"),
+        ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be more than 0"),
+        (
+            {"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 5},
+            r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5",
+        ),
+    ],
+)
+def test_bad_settings_are_named(changes, message):
+    with pytest.raises(UsageError, match=message):
+        families.make({f"dropout.{key}": value for key, value in changes.items()})
+
+
+def test_initial_values():
+    model = one_site("attention", "mlp_output", **{"dropout.attention.shift_init": PI / 2})
+    params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
+    np.testing.assert_allclose(params["mask_shift"], PI / 2)
+    model = one_site(
+        "elementwise",
+        "mlp_output",
+        width=512,
+        **{
+            "dropout.elementwise.a_mean": 2.0,
+            "dropout.elementwise.a_std": 0.5,
+            "dropout.elementwise.b_mean": -1.0,
+            "dropout.elementwise.b_std": 0.1,
+        },
+    )
+    params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
+    for name, mean, std in (("mask_frequency", 2.0, 0.5), ("mask_phase", -1.0, 0.1)):
+        assert abs(params[name].mean() - mean) < 0.2 * std
+        assert params[name].std() == pytest.approx(std, rel=0.15)
+
+
+@pytest.mark.parametrize("variant", ["", ":embedding", ":embedding_linear", ":elementwise"])
+def test_one_pattern_is_all_masks_and_they_are_not_decayed(variant, root, monkeypatch):
+    monkeypatch.chdir(root)
+    config = load_config(f"configs/learned_dropout.py{variant}")
+    config.optim.lr_multipliers = ((r".*/mask_[a-z]+", 3.0),)
+    model = models.build(config.model, vocab_size=9, context=8, dtype="float32")
+    shapes = jax.eval_shape(lambda: step.init_state_params(model))
+    groups = optim.parameter_groups(config.optim, shapes)
+    masks = {path for path in groups if "mask_" in path.rsplit("/", 1)[-1]}
+    assert masks
+    for path, group in groups.items():
+        assert group.multiplier == (3.0 if path in masks else 1.0), path
+        assert not (path in masks and group.decayed)
+
+
+def test_penalties_follow_schedules(root, monkeypatch):
+    monkeypatch.chdir(root)
+    config = load_config("configs/learned_dropout.py:rising")
+    weight = [losses.coefficient(config.losses["dropout_squared_l1"], s, 9, "x") for s in (0, 1e6)]
+    np.testing.assert_allclose(weight, [0.0, 0.1], rtol=1e-6)
+    flags = main.parse(
+        [
+            "efx",
+            "--config=configs/learned_dropout.py",
+            "--workdir=w",
+            "--config.losses.dropout_entropy={'schedule': 'linear', 'c_start': 0.0, "
+            "'c_end': 1.0, 'steps': 10}",
+        ]
+    )
+    spec = flags.config.losses["dropout_entropy"]
+    np.testing.assert_allclose(losses.coefficient(spec, 5, 99, "x"), 0.5)

@@ -1,0 +1,491 @@
+"""Mixture of Experts: the layer against a loop over tokens, and what is special to it."""
+
+import dataclasses
+import math
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from efx import build, flops, models, sample, sharding
+from efx.configs import common, mode
+from efx.errors import UsageError
+from efx.evaluate import Evaluator, describe
+from efx.interop import hf_config
+from efx.layers.config import MoEConfig
+from efx.layers.info import CallInfo, Mode, Tokens
+from efx.layers.mlp import MLP
+from efx.layers.routing import plans
+from efx.layers.routing.moe import MoE
+from efx.studies import sweep
+
+B, T, D, F = 3, 20, 12, 10
+DEFAULT = MoEConfig(
+    every=1,
+    num_experts=4,
+    expert_hidden=0,
+    router="token_choice",
+    top_k=2,
+    renormalise=True,
+    capacity_factor=1.0,
+    capacity=0.3,
+    slack=1.0,
+    num_shared=0,
+    num_noop=0,
+    computed_fraction=None,
+)
+
+
+def layer(activation="swiglu", use_bias=True, **changes):
+    """(module, parameters in which nothing is zero)."""
+    config = dataclasses.replace(DEFAULT, **changes)
+    module = MoE(config, F, activation, use_bias, 0.5, 0.5, jnp.float32)
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), info()))["params"]
+    rng = np.random.default_rng(1)
+    return module, jax.tree.map(
+        lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)), nn.unbox(shapes)
+    )
+
+
+def inputs(seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, D)), jnp.float32)
+
+
+def info(selection="causal", segments=None, positions=None):
+    positions = np.arange(T)[None] if positions is None else positions
+    return CallInfo(
+        Tokens(
+            jnp.asarray(positions, jnp.int32),
+            None if segments is None else jnp.asarray(segments, jnp.int32),
+        ),
+        Mode(selection=selection),
+    )
+
+
+PADDED = np.where(np.arange(T)[None] < np.array([T, 13, 1])[:, None], 1, 0)
+
+
+def apply(module, params, x_BTD, *arguments, **keywords):
+    """(output, {name: loss or statistic})."""
+    y_BTD, sown = module.apply(
+        {"params": params}, x_BTD, info(*arguments, **keywords), mutable=["losses", "stats"]
+    )
+    sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
+    return np.asarray(y_BTD), sown
+
+
+# ---- the same by a loop ------------------------------------------------------------------------
+
+
+def mlp(x, p, activation):
+    def linear(x, p):
+        return x @ np.float64(p["kernel"]) + np.float64(p.get("bias", 0))
+
+    if activation == "swiglu":
+        gate = linear(x, p["gate"])
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, p["up"]), p["down"])
+    h = linear(x, p["up"])
+    return linear(0.5 * h * (1 + np.vectorize(math.erf)(h / 2**0.5)), p["down"])
+
+
+def expert(params, e):
+    return jax.tree.map(lambda leaf: leaf[e], params["experts"])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def token_choice(c, params, x_BTD, valid_BT, activation="swiglu"):
+    """Output, losses and statistics, token by token."""
+    choices = c.num_experts + c.num_noop
+    room = min(T, int(np.ceil(round(c.top_k * T * c.capacity_factor / choices, 6))))
+    y_BTD, probs, z, entropy, dropped = np.zeros((B, T, D)), [], [], [], 0
+    assigned_E = np.zeros(choices)
+    for b in range(B):
+        taken_E = np.zeros(choices, int)
+        for t in range(T):
+            x = np.float64(x_BTD[b, t])
+            if c.num_shared:
+                y_BTD[b, t] += mlp(x, params["shared"], activation)
+            if not valid_BT[b, t]:
+                continue
+            logits = x @ np.float64(params["router"])
+            p = np.exp(logits) / np.exp(logits).sum()
+            probs.append(p)
+            z.append(np.log(np.exp(logits).sum()) ** 2)
+            entropy.append(-(p * np.log(p)).sum())
+            best = np.argsort(-p)[: c.top_k]
+            for e in best:
+                assigned_E[e] += 1
+                if e >= c.num_experts:
+                    continue
+                taken_E[e] += 1
+                if taken_E[e] > room:
+                    dropped += 1
+                    continue
+                weight = p[e] / p[best].sum() if c.renormalise else p[e]
+                y_BTD[b, t] += weight * mlp(x, expert(params, e), activation)
+    share_E, tokens = assigned_E / assigned_E.sum(), len(probs)
+    return y_BTD, {
+        "load_balance": choices * (share_E * np.mean(probs, axis=0)).sum(),
+        "router_z": np.mean(z),
+        "moe/dropped_fraction": dropped / (c.top_k * tokens),
+        "moe/entropy": np.mean(entropy),
+        "moe/max_load": choices * share_E[: c.num_experts].max(),
+        "moe/noop_fraction": share_E[c.num_experts :].sum(),
+        "moe/computed_fraction": 1 - share_E[c.num_experts :].sum() - dropped / (c.top_k * tokens),
+    }
+
+
+def expert_choice(c, params, x_BTD, valid_BT, selection):
+    y_BTD, served_BT = np.zeros((B, T, D)), np.zeros((B, T), bool)
+    room = min(T, int(np.ceil(round(c.capacity * T * c.slack, 6))))
+    bce, entropy, correct, dropped, load_E = [], [], [], 0, np.zeros(c.num_experts)
+    for b in range(B):
+        logits_TE = np.float64(x_BTD[b]) @ np.float64(params["router"])
+        valid = np.flatnonzero(valid_BT[b])
+        for e in range(c.num_experts):
+            logits = logits_TE[:, e]
+            places = int(np.ceil(round(c.capacity * len(valid), 6)))
+            top = valid[np.argsort(-logits[valid], kind="stable")[:places]]
+            decided = valid[logits[valid] > 0]
+            dropped += max(0, len(decided) - room)
+            load_E[e] += len(decided)
+            for t in valid:
+                g = sigmoid(logits[t])
+                bce.append(-np.log(g if t in top else 1 - g))
+                entropy.append(-g * np.log(g) - (1 - g) * np.log(1 - g))
+                correct.append((t in top) == (t in decided))
+            for t in top if selection == "train" else decided[:room]:
+                served_BT[b, t] = True
+                gate = sigmoid(logits[t])
+                y_BTD[b, t] += gate * mlp(np.float64(x_BTD[b, t]), expert(params, e), "swiglu")
+    return y_BTD, {
+        "expert_bce": np.mean(bce),
+        "moe/dropped_fraction": dropped / load_E.sum(),
+        "moe/entropy": np.mean(entropy),
+        "moe/max_load": load_E.max() / load_E.mean(),
+        "moe/decided_fraction": load_E.mean() / valid_BT.sum(),
+        "moe/accuracy": np.mean(correct),
+        "moe/unserved_fraction": 1 - served_BT.sum() / valid_BT.sum(),
+    }
+
+
+def same(got, expected):
+    np.testing.assert_allclose(got[0], expected[0], atol=1e-4)
+    assert set(got[1]) == set(expected[1])
+    for name, value in expected[1].items():
+        assert got[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("segments", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "activation, changes",
+    [
+        ("swiglu", {}),
+        ("gelu", {"top_k": 1, "renormalise": False, "capacity_factor": 0.5}),
+        ("swiglu", {"top_k": 3, "num_shared": 2}),
+        ("swiglu", {"num_noop": 3, "renormalise": False, "capacity_factor": 0.7}),
+    ],
+)
+def test_token_choice_is_the_loop(activation, changes, segments):
+    module, params = layer(activation, **changes)
+    valid_BT = np.ones((B, T)) if segments is None else segments
+    expected = token_choice(module.config, params, inputs(), valid_BT, activation)
+    assert expected[1]["moe/dropped_fraction"] > 0  # first come, first served: the loop sees it
+    for selection in ("train", "causal"):
+        same(apply(module, params, inputs(), selection, segments), expected)
+
+
+@pytest.mark.parametrize("segments", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("selection", ["train", "causal"])
+@pytest.mark.parametrize("slack", [1.0, 1.5])
+def test_expert_choice_is_the_loop(selection, segments, slack):
+    module, params = layer(router="expert_choice", slack=slack)
+    valid_BT = np.ones((B, T)) if segments is None else segments
+    expected = expert_choice(module.config, params, inputs(), valid_BT, selection)
+    assert expected[1]["moe/dropped_fraction"] > 0
+    same(apply(module, params, inputs(), selection, segments), expected)
+
+
+def test_negative_positions_are_padding_too():
+    """So the empty places of a depth-routed block's plan take no room."""
+    module, params = layer()
+    positions = np.where(PADDED, np.arange(T)[None], -1)
+    same(
+        apply(module, params, inputs(), positions=positions),
+        apply(module, params, inputs(), segments=PADDED),
+    )
+
+
+def test_padding_takes_no_room():
+    """Tokens behind padding are served as if it were not there, whatever it holds."""
+    module, params = layer(capacity_factor=0.5)
+    x_BTD = inputs()
+    behind = np.tile(np.arange(T) >= 8, (B, 1)).astype(int)
+    y_BTD, sown = apply(module, params, x_BTD, segments=behind)
+    other_BTD, sown_other = apply(module, params, x_BTD.at[:, :8].mul(-3.0), segments=behind)
+    np.testing.assert_array_equal(y_BTD[:, 8:], other_BTD[:, 8:])
+    assert sown == sown_other
+    assert np.all(y_BTD[:, :8] == 0)
+    assert np.any(y_BTD[:, 8:] != apply(module, params, x_BTD)[0][:, 8:])  # full by then
+
+
+def test_who_comes_first_is_served():
+    """One row of equal tokens: the first C get both of their experts, the others nothing."""
+    module, params = layer()
+    x_BTD = jnp.tile(inputs()[:, :1], (1, T, 1))
+    y_BTD, sown = apply(module, params, x_BTD)
+    room = T // 2  # 2 T / 4
+    assert np.all(np.any(y_BTD[:, :room] != 0, axis=-1)) and np.all(y_BTD[:, room:] == 0)
+    assert sown["moe/dropped_fraction"] == pytest.approx(0.5)
+    assert sown["moe/max_load"] <= 2.0 + 1e-6
+
+
+def test_a_balanced_router_has_loss_one():
+    module, params = layer()
+    _, sown = apply(module, {**params, "router": jnp.zeros((D, 4))}, inputs())
+    assert sown["load_balance"] == pytest.approx(1.0)
+    assert sown["router_z"] == pytest.approx(np.log(4) ** 2)
+    assert sown["moe/entropy"] == pytest.approx(np.log(4))
+
+
+@pytest.mark.parametrize("places", [0.3, 0.05, 1.0])
+def test_an_expert_picks_exactly_its_places(places, monkeypatch):
+    module, params = layer(router="expert_choice", capacity=places)
+    plans = []
+    monkeypatch.setattr(
+        "efx.layers.routing.moe._compute", lambda x, weight, plan, experts: plans.append(plan) or x
+    )
+    apply(module, params, inputs(), "train")
+    (plan,) = plans
+    assert plan.indices_BC.shape == (4, B, int(np.ceil(round(places * T, 6))))
+    assert np.all(plan.mask_BC)
+
+
+@pytest.mark.parametrize("activation, factor", [("swiglu", 1.0), ("gelu", 1.0), ("gelu_tanh", 4.0)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_one_expert_is_the_dense_mlp(activation, factor, renormalise):
+    module, params = layer(
+        activation, num_experts=1, top_k=1, capacity_factor=factor, renormalise=renormalise
+    )
+    dense = MLP(F, activation, True, 0.5, 0.5, jnp.float32)
+    expected = dense.apply({"params": expert(params, 0)}, inputs())
+    np.testing.assert_allclose(apply(module, params, inputs())[0], expected, atol=1e-5)
+
+
+def test_all_no_ops_leave_the_residual():
+    """A router that only likes no-ops: nothing is computed for any token, nothing dropped."""
+    module, params = layer(num_noop=2)
+    x_BTD = jnp.abs(inputs())
+    router = jnp.zeros((D, 6)).at[:, 4:].set(5.0)
+    y_BTD, sown = apply(module, {**params, "router": router}, x_BTD)
+    assert np.all(y_BTD == 0)
+    assert sown["moe/noop_fraction"] == 1 and sown["moe/dropped_fraction"] == 0
+
+
+def test_the_router_learns_from_the_main_loss():
+    """Not with one expert of weight one, which is what renormalising makes of top-1."""
+    for top_k, renormalise, learns in ((2, True, True), (1, False, True), (1, True, False)):
+        module, params = layer(top_k=top_k, renormalise=renormalise)
+        grads = jax.grad(
+            lambda p, module=module: jnp.sum(module.apply({"params": p}, inputs(), info()) ** 2)
+        )(params)
+        assert (np.abs(grads["router"]).max() > 1e-3) == learns
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    hnp.arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0])),
+    st.integers(1, 6),
+)
+def test_best_is_a_stable_sort(scores, count):
+    expected = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(plans.best(jnp.asarray(scores), count), expected)
+
+
+# ---- in a model --------------------------------------------------------------------------------
+
+
+def test_every_second_block():
+    model = families.make(
+        {"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4, "mlp.moe.expert_hidden": 24}
+    )
+    specs = model.specs()
+    assert [spec.block.moe is not None for spec in specs] == [False, True, False, True]
+    assert [spec.block.hidden for spec in specs] == [96, 24, 96, 24]
+    assert len({hash(spec) for spec in specs}) == 2
+    assert families.make({"mlp.kind": "moe"}).specs()[0].block.hidden == 96
+    assert all(spec.block.moe is None for spec in families.build("llama").specs())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
+        ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: there are only 8 experts"),
+        ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),
+        ({"moe.num_noop": -1}, r"mlp\.moe\.num_noop=-1: must be at least 0"),
+        ({"moe.capacity_factor": 0.0}, r"mlp\.moe\.capacity_factor=0\.0: must be more than 0"),
+        ({"moe.capacity": 1.5}, r"mlp\.moe\.capacity=1\.5: must be in \(0, 1\]"),
+        ({"moe.slack": 0.5}, r"mlp\.moe\.slack=0\.5: must be at least 1"),
+        (
+            {"moe.router": "expert_choice", "moe.num_noop": 1},
+            r"mlp\.moe\.num_noop=1: expert_choice",
+        ),
+    ],
+)
+def test_bad_settings_are_named(changes, message):
+    with pytest.raises(UsageError, match=r"config\.model\." + message) as error:
+        families.make({"mlp.kind": "moe", **{f"mlp.{key}": v for key, v in changes.items()}})
+    assert "\n" not in str(error.value)
+
+
+def test_hugging_face_has_no_place_for_experts():
+    with pytest.raises(UsageError, match=r"config\.model\.mlp\.kind='moe': .*only dense models"):
+        hf_config.config_to_hf(families.make({"mlp.kind": "moe"}))
+
+
+def test_experts_are_split_over_their_axis():
+    mesh = sharding.make_mesh(dict(data=2, fsdp=2, tensor=1, expert=2, sequence=1))
+    boxed = jax.eval_shape(lambda: models.init(families.build("moe"), jax.random.key(0))["params"])
+    specs = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+    experts = specs["layers"]["block_0"]["mlp"]["experts"]
+    assert experts["up"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
+    assert experts["down"]["kernel"].spec == jax.P("expert", "tensor", "fsdp")
+    odd = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 3})
+    boxed = jax.eval_shape(lambda: models.init(odd, jax.random.key(0))["params"])
+    with pytest.raises(UsageError, match=r"experts/down/kernel.*3 does not divide over"):
+        sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+
+
+@pytest.mark.parametrize("batch, experts", [(1, 2), (3, 6), (4, 8), (8, 8)])
+def test_a_step_of_one_token_runs_few_experts(batch, experts):
+    """Of 8, two a row as long as that is fewer than all on all rows would read."""
+    model = families.make({"mlp.kind": "moe", "depth": 1, "mlp.moe.expert_hidden": 24})
+    cache, params = models.init_cache(model, batch, 16), families.random_params(model)
+
+    def step(tokens_BT):
+        return model.apply(
+            {"params": params, "cache": cache},
+            tokens_BT,
+            tokens_BT,
+            decode=True,
+            cache_size=16,
+            mutable=["cache"],
+        )
+
+    counted = flops.jaxpr_flops(step, jnp.zeros((batch, 1), jnp.int32))
+    parts = model.ledger(1).nominal
+    rest = batch * (parts["attention_projections"] + parts["moe_router"])
+    rest += batch * (flops.matmul(1, 32, model.padded_vocab) + flops.attention_scores(16, 4, 8))
+    rows = experts if experts < 8 else 8 * batch
+    assert counted - rest == rows * 3 * flops.matmul(1, 32, 24)
+
+
+def test_a_sampler_counts_what_experts_turn_away():
+    """A router that likes two experts only, each with room for half of their tokens."""
+    model = families.make(
+        {"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.0},
+        context=24,
+    )
+    params = families.random_params(model)
+    params["layers"]["block_0"]["norm_mlp"]["scale"] *= 0.0
+    sampler = sample.Sampler(model, temperature=0.0)
+    list(sampler.tokens({"params": params}, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
+    read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
+    assert sampler.stats["expert_overflow"] == 2 * (read - 12)
+
+
+class Held:
+    """Two batches of a held-out split."""
+
+    def eval_batches(self, batch_size, max_batches, rows):
+        for seed in (0, 1):
+            tokens = np.asarray(families.tokens(seed))
+            weights = np.ones(tokens.shape, np.float32)
+            batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+            yield {name: x[rows] for name, x in batch.items()}
+
+    def bytes_per_token(self, split):
+        return 1.0
+
+    def scored_tokens(self, split):
+        return 2 * families.BATCH * families.LENGTH
+
+
+def test_flops_of_no_ops_are_counted_by_a_measured_share():
+    """Not as if routers liked no-ops as well as experts; so are the steps of an equal budget."""
+    changes = families.FAMILIES["mode_integrated"].changes  # two no-ops beside four experts
+
+    def model(share):
+        return families.make({**changes, "mlp.moe.computed_fraction": share})
+
+    def mlp(model):
+        return model.ledger(16).nominal["mlp"]
+
+    assert mlp(model(2 / 3)) == pytest.approx(mlp(families.make(changes)))
+    assert mlp(model(0.25)) == pytest.approx(mlp(model(1.0)) / 4)
+    assert flops.executed(model(0.25), 16) == flops.executed(model(1.0), 16)  # as before
+    config = common.apply(common.base(), {"steps": 0, "train_flops": 1e12})
+    steps = [
+        build._total_steps(config, [(0.0, m, m.ledger(256))]) for m in (model(0.25), model(1.0))
+    ]
+    per_token = [m.ledger(256).nominal_per_token for m in (model(0.25), model(1.0))]
+    assert steps[0] / steps[1] == pytest.approx(per_token[1] / per_token[0], rel=1e-2)
+    for bad in (
+        {"mlp.moe.computed_fraction": 0.0},
+        {
+            "mlp.moe.computed_fraction": 0.5,
+            "mlp.moe.num_noop": 0,
+            "mlp.moe.router": "expert_choice",
+        },
+    ):
+        with pytest.raises(UsageError, match=r"mlp\.moe\.computed_fraction=0"):
+            families.make({**changes, **bad})
+
+
+def test_the_tables_integrated_row_is_the_configs_variant(root):
+    row = sweep.load_sweep(root / "configs/sweeps/mod_table.py")["runs"][
+        "integrated MoDE: 8 experts, 8 no-ops"
+    ]
+    assert row.items() >= mode.VARIANTS["integrated"].items()
+    assert row["model.mlp.moe.computed_fraction"] != 0.5  # measured, not taken for granted
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_expert_choice", "mode_staged", "mode_integrated"])
+def test_evaluation_reports_experts(name):
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    config = common.base()
+    config.evaluate.batch_size = families.BATCH
+    evaluator = Evaluator(families.build(name), config, Held(), mesh, sharding.DEFAULT_RULES)
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        rows = evaluator(families.params_of(name), {})
+    assert rows["eval/moe/dropped_fraction"] == pytest.approx(
+        np.mean([rows[f"eval/moe/dropped_fraction/block_{i}"] for i in (0, 1)])
+    )
+    assert ("eval/loss_topk" in rows) == (name in ("moe_expert_choice", "mode_staged"))
+    assert ("eval/moe/accuracy" in rows) == (name == "moe_expert_choice")
+    assert ("eval/router/accuracy" in rows) == (name == "mode_staged")
+    if "eval/loss_topk" in rows:
+        assert rows["eval/loss_topk"] != rows["eval/loss"]
+    assert "experts full for" in describe(3, rows)
+    if name == "mode_integrated":
+        computed = rows["eval/moe/computed_fraction"]
+        assert computed == pytest.approx(
+            1 - rows["eval/moe/noop_fraction"] - rows["eval/moe/dropped_fraction"], abs=1e-6
+        )
+        measured = families.make(
+            {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
+        )
+        assert rows["eval/moe/flops_per_token"] == pytest.approx(
+            measured.ledger(config.data.seq_len).nominal_per_token
+        )
+        assert "of the choices (counted as 66.7%)" in describe(3, rows)

@@ -1,0 +1,392 @@
+"""muP and initialisations: what starts how, what learns how fast, and flat activations."""
+
+import families
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from efx import models, optim
+from efx.configs import common
+from efx.errors import UsageError
+from efx.layers.parametrisation import rate_factor
+from efx.studies import coord_check
+
+SMALL = {"width": 64, "depth": 8, "init_std": 0.02, "mlp.hidden": 256, "preset": "gpt2"}
+
+
+def initial(changes):
+    model = families.make({**SMALL, **changes}, vocab_size=500)
+    params = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    return model, {path: np.asarray(leaf) for path, leaf in optim.param_paths(params).items()}
+
+
+@pytest.mark.parametrize(
+    "changes, table, hidden, head",
+    [
+        ({}, 0.02, 0.02, 0.02),
+        ({"initialisation": "spike_no_more"}, (2 / 320) ** 0.5, (2 / 320) ** 0.5, (2 / 320) ** 0.5),
+        ({"mup.base_width": 16}, 0.02, 0.01, 0.0),
+        (
+            {"mup.base_width": 16, "initialisation": "spike_no_more"},
+            (2 / 80) ** 0.5,
+            (2 / 320) ** 0.5,
+            0.0,
+        ),
+    ],
+)
+def test_how_weights_start(changes, table, hidden, head):
+    _, params = initial({**changes, "tied": False})
+    for path, value in params.items():
+        expected = {"embedding": table, "kernel": hidden}.get(path.split("/")[-1])
+        if expected is None:
+            continue
+        if "head/" in path:
+            expected = head
+        elif "/out/" in path or "/down/" in path:
+            expected = hidden / 4.0  # sqrt(2 * 8 blocks)
+        assert value.std() == pytest.approx(expected, rel=0.06), path
+
+
+def test_logits_and_scores_follow_the_width():
+    plain, params = (families.make(SMALL), None)
+    params = families.random_params(plain)
+    scaled = families.make({**SMALL, "mup.base_width": 16, "logit_softcap": 3.0})
+    capped = families.make({**SMALL, "attention.scale": "mup"})
+    logits = [
+        np.asarray(families.jit(m.apply)({"params": params}, families.tokens()))
+        for m in (capped, scaled)
+    ]
+    np.testing.assert_allclose(logits[1], 3.0 * np.tanh(logits[0] / 4.0 / 3.0), atol=1e-5)
+    assert (scaled.block().attention.scale, plain.block().attention.scale) == ("mup", "sqrt")
+
+
+def test_both_streams_of_an_encoder_decoder_follow_the_width():
+    """Starts, learning rates and logits; cross-attention and what makes d_0 included."""
+    routed = {"depth_routing.kind": "mod", "depth_routing.every": 1}
+    small = {key: value for key, value in SMALL.items() if key != "preset"} | routed
+    small |= {"family": "encoder_decoder", "depth": 3, "encoder_depth": 2}
+    mup = families.make({**small, "mup.base_width": 16}, vocab_size=500)
+    shapes = nn.unbox(models.init(mup, jax.random.key(0)))["params"]
+    groups = optim.parameter_groups(common.base().optim, shapes, 16)
+    for path, value in optim.param_paths(shapes).items():
+        place, leaf = path.rsplit("/", 1)
+        if leaf in ("scale", "bias"):
+            continue
+        expected = {"embedding": 0.02, "kernel": 0.01, "router": 0.02 / 4}[leaf]
+        if place.endswith(("/out", "/down")):
+            expected /= (2 * 2 if "encoder" in path else 3 * 3) ** 0.5
+        assert np.std(value) == pytest.approx(expected, rel=0.25 if leaf == "router" else 0.06), (
+            path
+        )
+        fan_in = {"embedding": 16, "router": 64, "kernel": value.shape[0]}[leaf]
+        assert groups[path].mup == 16 / fan_in, path
+    params = families.random_params(mup)
+    plain = families.make({**small, "attention.scale": "mup"}, vocab_size=500)
+    logits = [families.jit(m.apply)({"params": params}, families.tokens()) for m in (mup, plain)]
+    np.testing.assert_allclose(logits[0], logits[1] / 4.0, atol=1e-5)
+
+
+def updates(changes, base, value=0.25):
+    """{path: update of the first step, divided by the rate} of gradients of 1."""
+    model = families.make({**SMALL, "mup.base_width": base, "tied": False})
+    config = common.base()
+    common.apply(
+        config,
+        {
+            "optim.schedule.warmup_steps": 0,
+            "optim.schedule.kind": "constant",
+            "optim.clip_norm": 0.0,
+            "optim.learning_rate": 0.1,
+            **changes,
+        },
+    )
+    shapes = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
+    optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, model.config.mup.base_width)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
+    ones = jax.tree.map(np.ones_like, params)
+    result, _ = jax.jit(optimizer.update)(ones, optimizer.init(params), params)
+    return {path: -float(leaf.mean()) / 0.1 for path, leaf in optim.param_paths(result).items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_hidden_matrices_learn_by_their_fan_in(name):
+    """lr * base / fan_in of the direction; weight decay keeps its strength."""
+    for decay in (0.0, 0.4):
+        plain = updates({"optim.name": name, "optim.weight_decay": decay}, 0)
+        mup = updates({"optim.name": name, "optim.weight_decay": decay}, 16)
+        assert plain.keys() == mup.keys()
+        for path, update in mup.items():
+            kernel = path.endswith("kernel") and "head" not in path
+            factor = 16 / (256 if "down" in path else 64) if kernel else 1.0
+            decayed = 0.25 * decay if path.endswith(("kernel", "embedding")) else 0.0
+            assert update == pytest.approx(factor * 1.0 + decayed, rel=1e-3), path
+            assert plain[path] == pytest.approx(1.0 + decayed, rel=1e-3), path
+
+
+def test_which_parameters_are_hidden_matrices():
+    assert rate_factor("layers/block_0/mlp/experts/up/kernel", (8, 64, 256), 16) == 1 / 4
+    assert rate_factor("layers/units/block_0/mlp/down/kernel", (3, 256, 64), 16) == 1 / 16
+    assert (
+        rate_factor("layers/block_0/dropout_mlp_output/attention/mask_query", (64, 64), 16) == 1 / 4
+    )
+    assert rate_factor("mask_input/mask_linear", (64, 64), 16) == 1 / 4
+    for path in (
+        "head/kernel",
+        "embed/embedding",
+        "layers/block_0/adapter/up",
+        "norm_final/scale",
+        "layers/block_0/dropout_mlp_output/mask_shift",
+    ):
+        assert rate_factor(path, (64, 64), 16) == 1.0
+    assert rate_factor("layers/block_0/mlp/up/kernel", (64, 256), 0) == 1.0
+
+
+# ---- routers and gates -------------------------------------------------------------------------
+
+ROUTED = {
+    "depth": 2,
+    "mlp.kind": "moe",
+    "mlp.moe.num_experts": 4,
+    "depth_routing.kind": "mod",
+    "depth_routing.every": 1,
+    "depth_routing.also_train": ("predictor",),
+}
+EXPERTS = {
+    "adapter.kind": "lora",
+    "adapter.experts": ("a", "b"),
+    "depth": 1,
+    "adapter.sites": ".*/(query|down)",
+}
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (
+            ROUTED,
+            {
+                "block_0/router": 0.02 / 4,
+                "mlp/router": 0.02 / 4,
+                "kernel_in": 64**-0.5,
+                "kernel_out": 32**-0.5 / 2,
+            },
+        ),
+        (
+            ROUTED | {"depth_routing.predictor_hidden": 24},
+            {"kernel_in": 64**-0.5 / 2, "kernel_out": 24**-0.5},
+        ),
+        (
+            EXPERTS | {"adapter.routing": "inclusion"},
+            {"query/adapter/entrance": 0.02 / 4, "mlp/down/adapter/entrance": 0.02 / 16},
+        ),
+    ],
+)
+def test_routers_start_smaller_the_wider_the_model(changes, expected):
+    """Base width 16, width 64. They started the same at every width, and their scores grew."""
+
+    def start(base):
+        model = families.make({**SMALL, **changes, "mup.base_width": base})
+        made = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
+        return {
+            path: np.asarray(leaf)
+            for path, leaf in optim.param_paths(made(jax.random.key(0))).items()
+        }
+
+    params, plain = start(16), start(0)
+    for end, std in expected.items():
+        found = [path for path in params if path.endswith(end)]
+        assert found
+        drawn = np.concatenate([params[path].ravel() for path in found])
+        assert drawn.std() == pytest.approx(std, rel=0.25), end
+        before = np.concatenate([plain[path].ravel() for path in found])
+        assert np.allclose(drawn / before, (drawn / before)[0], rtol=1e-4), end
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (ROUTED, {"/router": 16 / 64, "kernel_in": 16 / 64, "kernel_out": 16 / 32}),
+        (
+            EXPERTS | {"adapter.routing": "inclusion"},
+            {
+                "mlp/down/adapter/entrance": 16 / 256,
+                "query/adapter/entrance": 16 / 64,
+                "query/adapter/down": 16 / 64,
+                "adapter/up": 1.0,
+                "adapter/entrance_bias": 1.0,
+            },
+        ),
+        (EXPERTS | {"adapter.routing": "topk"}, {"query/adapter/gate": 16 / 64}),
+        ({"adapter.kind": "lora", "adapter.gate": True}, {"mlp/down/adapter/gate": 16 / 256}),
+    ],
+)
+def test_routers_learn_by_their_fan_in(changes, expected, scan):
+    """As matrices of hidden layers do; they learned at the same rate at every width."""
+    model = families.make(
+        {**SMALL, **changes, "depth": 2, "mup.base_width": 16, "scan_layers": scan}
+    )
+    shapes = jax.eval_shape(
+        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
+    )
+    groups = optim.parameter_groups(common.base().optim, shapes, 16)
+    for end, factor in expected.items():
+        found = [group.mup for path, group in groups.items() if path.endswith(end)]
+        assert found and set(found) == {factor}, end
+
+
+def test_the_coordinate_check_measures_routers(root):
+    args = coord_check._parser().parse_args(
+        [
+            "--config",
+            str(root / "configs/mode.py:smoke"),
+            "--widths=16,32",
+            "--steps=1",
+            "--context=8",
+            "--vocab=16",
+            *(
+                f"--set=model.{text}"
+                for text in (
+                    "depth=1",
+                    "attention.num_heads=1",
+                    "mlp.moe.num_experts=2",
+                    "mlp.moe.expert_hidden=8",
+                    "depth_routing.every=1",
+                    "depth_routing.causal=predictor",
+                )
+            ),
+        ]
+    )
+    found = coord_check.activations(coord_check._config(args, 16, 16), args)
+    assert sorted(found) == [
+        "layers/block_0",
+        "layers/block_0/mlp/router_logits",
+        "layers/block_0/predictor_logits",
+        "layers/block_0/router_logits",
+        "logits",
+    ]
+    assert all(value > 0 for value in found.values())
+
+
+def test_the_summary_says_so():
+    model = families.make({**SMALL, "mup.base_width": 16})
+    shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    row = next(
+        line
+        for line in optim.describe_groups(common.base().optim, shapes, 16).splitlines()
+        if "fan_in" in line
+    )
+    assert row.split()[:6] == ["lr", "*", "16", "/", "fan_in", "48"]  # 6 matrices, 8 blocks
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mup.base_width": -1}, r"mup\.base_width=-1: must be at least 0"),
+    ],
+)
+def test_bad_values(changes, words):
+    with pytest.raises(UsageError, match=words):
+        families.make(changes)
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_other_optimisers_have_other_rules(name):
+    with pytest.raises(UsageError, match=rf"optim\.name='{name}' with .*base_width=16"):
+        updates({"optim.name": name}, 16)
+
+
+# ---- coordinate check --------------------------------------------------------------------------
+
+
+STUDIES = {  # config, learning rate, changes, what is measured
+    "gpt2": (
+        "configs/gpt2.py:smoke",
+        1e-2,
+        ("attention.num_heads=2",),
+        ["layers/block_0", "logits"],
+    ),
+    # One level, a quarter as wide as the stack.
+    "latent": (
+        "configs/latent.py:smoke",
+        4e-3,
+        (
+            "latents=(2,)",
+            "level_widths=(16,)",
+            "encoder_global=0",
+            "decoder_local=0",
+            "decoder_global=0",
+        ),
+        [
+            "decoder_0/upsample",
+            "encoder_0/blocks/local_0/block_0",
+            "encoder_0/compress",
+            "layers/block_0",
+            "logits",
+        ],
+    ),
+    "encoder_decoder": (
+        "configs/encoder_decoder.py:smoke",
+        1e-2,
+        ("attention.num_heads=2", "cross_source=same_layer"),
+        ["layers/block_0/decoder", "layers/block_0/encoder_0", "logits"],
+    ),
+}
+
+
+def arguments(root, study="gpt2", **changes):
+    config, rate, sets, _ = STUDIES[study]
+    given = {
+        "config": root / config,
+        "learning-rate": rate,
+        "widths": "32,128",
+        "steps": "4",
+        "context": "16",
+        "batch": "8",
+        "vocab": "32",
+        **changes,
+    }
+    return [
+        *(f"--{key}={value}" for key, value in given.items()),
+        *(f"--set=model.{text}" for text in ("depth=1", *sets)),
+    ]
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
+    argv = [*arguments(root, study), "--out", str(tmp_path)]
+    assert coord_check.main(argv) == 0
+    text = (tmp_path / "coord_check.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert [row[0] for row in rows] == STUDIES[study][-1]
+    for place, *cells in rows:
+        mup, standard = float(cells[-2]), float(cells[-1])
+        assert 0.5 < mup < 1.5, place
+        assert standard > 2.0, place
+    png = (tmp_path / "coord_check.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 5000
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"widths": "32"}, "two or more"),
+        ({"steps": "0"}, "--steps=0"),
+        ({"batch": "3"}, "8 devices"),
+        ({"config": "configs/nowhere.py"}, "there is no such file"),
+        ({"config": "configs/calm.py:bridge"}, "mup is not a setting"),
+        (
+            {"config": "configs/latent.py:smoke", "widths": "32,33"},
+            "at 33, config.model.level_widths",
+        ),
+    ],
+)
+def test_bad_arguments(root, tmp_path, monkeypatch, capsys, changes, words):
+    monkeypatch.chdir(root)
+    assert coord_check.main([*arguments(root, **changes), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("efx: error: ") and words in error and error.count("\n") == 1

@@ -1,0 +1,447 @@
+"""Bridges between finished models: start, formula, causality, decoding, runs, bad input."""
+
+import shutil
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from test_adapters import params_at
+from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
+
+from efx import build, checkpoint, flops, models, train, use
+from efx.configs import calm, common
+from efx.errors import UsageError
+from efx.layers.info import CallInfo, Tokens
+from efx.layers.stack import Layer
+from efx.models.bridged.model import spaced
+
+LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
+DECODER = {"depth": 3, "attention.num_kv_heads": 2}
+STREAMS = {"family": "encoder_decoder", "width": 24, "depth": 3, "cross_source": "same_layer"}
+MOD = {"preset": "gpt2", "width": 40, "depth": 2, "depth_routing.kind": "mod",
+       "depth_routing.capacity": 0.5}  # fmt: skip
+CASES = {
+    "decoder_reads_two": (DECODER, STREAMS, MOD),
+    "streams_read": (STREAMS, DECODER),
+    "mod_reads": (MOD, DECODER),
+    "adapted_read": (
+        {**DECODER, "adapter.kind": "lora"},
+        {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
+    ),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def settings(count, **changes):
+    config = {
+        **common.base("bridged").model,
+        "anchor": "a",
+        "augment": tuple("bcd"[: count - 1]),
+        **changes,
+    }
+    return config
+
+
+def bridged(*members, **changes):
+    members = [each if isinstance(each, nn.Module) else families.make(each) for each in members]
+    config = settings(len(members), **changes)
+    return models.build(config, vocab_size=VOCAB, context=LENGTH, dtype="float32", members=members)
+
+
+def case(name):
+    model = bridged(*CASES[name])
+    return model, {"params": families.random_params(model), **families.random_state(model)}
+
+
+def fresh(variables):
+    """With the bridges as they start."""
+
+    def one(path, leaf):
+        started = path[1].key.startswith("bridges_") and path[-2].key == "out"
+        return jnp.zeros_like(leaf) if started else leaf
+
+    return jax.tree_util.tree_map_with_path(one, variables)
+
+
+@every_case
+def test_it_starts_as_the_anchor(name):
+    model, variables = case(name)
+    made = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    assert all(np.all(made[key]["attention"]["out"]["kernel"] == 0)
+               for key in made if key.startswith("bridges_"))  # fmt: skip
+    start = fresh(variables)
+    anchor = {kind: tree["anchor_model"] for kind, tree in start.items() if "anchor_model" in tree}
+    expected = families.jit(model.anchor_model.apply)(anchor, families.tokens())
+    result = families.jit(model.apply)(start, families.tokens())
+    np.testing.assert_array_equal(result, expected)
+    moved = families.jit(model.apply)(variables, families.tokens())
+    assert np.abs(moved - expected).max() > 0.1
+
+
+def attention(q_TD, a_SD, params, heads):
+    """CrossAttn(q, a W_proj), causal, one sequence, in float64."""
+    kernel = {key: np.float64(params["attention"][key]["kernel"])
+              for key in ("query", "key", "value", "out")}  # fmt: skip
+    context = np.float64(a_SD) @ np.float64(params["project"]["kernel"])
+    q, k, v = (
+        x.reshape(len(x), heads, -1)
+        for x in (
+            np.float64(q_TD) @ kernel["query"],
+            context @ kernel["key"],
+            context @ kernel["value"],
+        )
+    )
+    out = np.zeros_like(q)
+    for t in range(len(q)):
+        for h in range(heads):
+            s = k[: t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1])
+            w = np.exp(s - s.max())
+            out[t, h] = w @ v[: t + 1, h] / w.sum()
+    return out.reshape(len(q), -1) @ kernel["out"]
+
+
+def layer_states(model, variables, tokens_BT):
+    """What leaves each layer of a model."""
+    _, seen = model.apply(
+        variables,
+        tokens_BT,
+        capture_intermediates=lambda m, _: isinstance(m, Layer),
+        mutable=["intermediates"],
+        method="features",
+    )
+    layers = seen["intermediates"]["layers"]
+    return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
+
+
+def test_the_formula():
+    """Two pairs of layers of each of two models: layer by layer against numpy's cross-attention."""
+    model = bridged(
+        {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 4}, num_heads=4
+    )
+    params = families.random_params(model)
+    tokens_BT = families.tokens(batch=1)
+    states = [layer_states(augment, {"params": params[f"augment_models_{a}"]}, tokens_BT)
+              for a, augment in enumerate(model.augment_models)]  # fmt: skip
+
+    def bridge(h_BTD, pair, *layers):
+        """What pair `pair` adds to the anchor's state from these layers of the others."""
+        added = [attention(h_BTD[0], states[a][layer][0], params[f"bridges_{2 * a + pair}"], 4)
+                 for a, layer in enumerate(layers)]  # fmt: skip
+        return h_BTD + sum(added)[None]
+
+    b_model, b_params = model.anchor_model, params["anchor_model"]
+    h = bridge(layer_states(b_model, {"params": b_params}, tokens_BT)[0], 0, 0, 1)
+    info = CallInfo(Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None]))
+    layer = Layer(b_model.specs()[1])
+    h = layer.apply({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
+    h = bridge(h, 1, 1, 3)
+    expected = np.float64(h) / np.sqrt(np.mean(np.float64(h) ** 2, -1, keepdims=True) + 1e-5)
+    expected = expected * np.float64(b_params["norm_final"]["scale"])
+    expected = expected @ np.float64(b_params["head"]["kernel"])[:, :VOCAB]
+    result = model.apply({"params": params}, tokens_BT)
+    np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "pairs, depth, layers",
+    [
+        (1, 4, [3]),
+        (2, 4, [1, 3]),
+        (2, 5, [2, 4]),
+        (3, 7, [2, 4, 6]),
+        (4, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_pairs_are_evenly_spaced(pairs, depth, layers):
+    assert spaced(pairs, depth) == layers
+
+
+@every_case
+def test_causal(name):
+    model, variables = case(name)
+    run = families.jit(model.apply)
+    before_BT, after_BT, later_BT = changed_after_cuts()
+    changed_BT = np.any(np.asarray(run(variables, before_BT) != run(variables, after_BT)), axis=-1)
+    assert not np.any(changed_BT & ~later_BT)
+    assert np.all(changed_BT[later_BT]) and len(CUTS) == BATCH
+
+
+@every_case
+def test_cached_decoding_is_the_full_forward(name):
+    model, variables = case(name)
+    tokens_BT = families.tokens()
+    expected_BTV = families.jit(model.apply)(variables, tokens_BT)
+
+    @families.jit
+    def decode(cache, tokens_BT, positions_BT):
+        logits_BTV, state = model.apply(
+            {**variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=LENGTH,
+            mutable=["cache"],
+        )
+        return logits_BTV, state["cache"]
+
+    # Bridges read states that no norm has made small, so that rounding grows in their scores:
+    # parameters moved by one rounding move a few entries by 1.5e-4. The logits of a wrong cache
+    # differ by 0.1 and more.
+    tolerance = 5e-4 if name == "mod_reads" else 1e-4
+    cache, start = models.init_cache(model, BATCH, LENGTH), 0
+    assert any(key.startswith("bridges_") for key in cache)
+    for length in [7] + [1] * (LENGTH - 7):
+        positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
+        logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
+        np.testing.assert_allclose(
+            logits_BTV,
+            expected_BTV[:, start : start + length],
+            atol=tolerance,
+            err_msg=f"at {start}",
+        )
+        start += length
+
+
+REFUSED = ("recursion", "adapter_recursion", "latent", "latent_levels", "latent_memory")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mod_context",
+        "dropout_embedding_moe",
+        "streams_masks",
+        "soft_options",
+        "adapter",
+        *REFUSED,
+    ],
+)
+def test_every_family_is_anchor_and_member_or_is_refused(name):
+    """What is taken can be traced: forward, the gradient of a training step, a cached call. (That
+    the numbers are right, the cases above say.)"""
+    changes = families.FAMILIES[name].changes
+    if name in REFUSED:
+        for members, key in (((changes, {}), "anchor=a"), (({}, changes), "augment=b")):
+            with pytest.raises(UsageError, match=rf"config\.model\.{key} is a .* whose layers"):
+                bridged(*members, pairs=1)
+        return
+    model = bridged(changes, changes, pairs=1)
+    variables = jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
+    params = variables.pop("params")
+    tokens_BT = families.tokens(batch=2)
+
+    def loss(params, variables, key):
+        logits, _ = model.apply(
+            {"params": params, **variables},
+            tokens_BT,
+            train=True,
+            mutable=["losses", "stats", "state"],
+            rngs={"dropout": key, "routing": key},
+        )
+        return jnp.mean(logits)
+
+    def decode(params, variables, cache):
+        return model.apply(
+            {"params": params, **variables, "cache": cache},
+            tokens_BT,
+            jnp.tile(jnp.arange(LENGTH)[None], (2, 1)),
+            decode=True,
+            cache_size=LENGTH,
+            mutable=["cache"],
+        )
+
+    jax.eval_shape(jax.grad(loss), params, variables, jax.random.key(0))
+    cache = jax.eval_shape(lambda: models.init_cache(model, 2, LENGTH))
+    logits, state = jax.eval_shape(decode, params, variables, cache)
+    assert logits.shape == (2, LENGTH, VOCAB)
+    assert jax.tree.structure(state["cache"]) == jax.tree.structure(cache)
+
+
+@every_case
+def test_what_it_says_about_itself(name):
+    model, variables = case(name)
+    counted = flops.jaxpr_flops(lambda v: model.apply(v, families.tokens()), variables)
+    assert counted == flops.executed(model, LENGTH, BATCH)
+    # The same without padding and with attention that visits what its mask allows, which that of
+    # bridges cannot be told: 10 tokens are one chunk of theirs.
+    members = [each | {"attention.chunk": 1, "vocab_multiple": 1} for each in CASES[name]]
+    model, bridges = bridged(*members), (len(members) - 1) * settings(2)["pairs"]
+    hidden = bridges * flops.attention_scores(10 * 9 // 2, 1, model.anchor_model.config.width)
+    assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
+
+
+@pytest.mark.parametrize("mesh", ["data", "mixed"])
+def test_eight_devices_are_one(mesh):
+    model, variables = case("streams_read")
+    loss = families.jit(jax.value_and_grad(families.loss_fn(model)))
+    expected = jax.device_get(loss(variables["params"], families.tokens()))
+    step, params_sharding, tokens_sharding = compiled_on(mesh, model)
+    params = jax.device_put(variables["params"], params_sharding)
+    result = step(params, jax.device_put(families.tokens(), tokens_sharding))
+    same_loss_and_grads(expected, jax.device_get(result))
+
+
+def test_documents_of_a_row_do_not_mix():
+    model, variables = case("streams_read")
+    tokens_BT = families.tokens()
+    segments = jnp.asarray(np.tile(np.repeat([1, 2], LENGTH // 2), (BATCH, 1)), jnp.int32)
+    positions = jnp.asarray(np.tile(np.arange(LENGTH) % (LENGTH // 2), (BATCH, 1)), jnp.int32)
+    packed = families.jit(model.apply)(variables, tokens_BT, positions, segments)
+    second = jnp.roll(tokens_BT, -(LENGTH // 2), axis=1)
+    alone = families.jit(model.apply)(variables, second)[:, : LENGTH // 2]
+    np.testing.assert_allclose(packed[:, LENGTH // 2 :], alone, atol=3e-5)
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+TINY = {
+    "steps": 4, "data.seq_len": 32, "data.batch_size": 8, "data.max_bytes": 30_000,
+    "optim.schedule.warmup_steps": 1, "optim.schedule.decay_steps": 4, "checkpoint.every": 2,
+    "evaluate.every": 0, "evaluate.batch_size": 8, "evaluate.max_batches": 2, "sample.every": 0,
+    "log.every": 1, "log.tensorboard": False, "optim.learning_rate": 1e-2, "sample.prompt": "ab",
+    "sample.max_new_tokens": 12,
+}  # fmt: skip
+SMALL = {"model.width": 32, "model.depth": 3, "model.attention.num_heads": 2}
+OTHER = {
+    "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
+    "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
+    "model.depth_routing.every": 1, "model.depth_routing.capacity": 0.5,
+}  # fmt: skip
+
+
+def config_of(variant, text, **changes):
+    return common.apply(
+        calm.get_config(variant), {**TINY, "data.source": f"text:{text}", **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{name: run folder}: an anchor, a scanned and routed model, the bridges between them."""
+    folder = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    for name, letters in (("a", "abcde "), ("b", "vwxyz ")):
+        (folder / f"{name}.txt").write_text("".join(rng.choice(list(letters), 12_000)))
+    train.train_and_evaluate(config_of("", folder / "a.txt", **SMALL), folder / "anchor")
+    train.train_and_evaluate(config_of("", folder / "b.txt", **OTHER), folder / "other")
+    train.train_and_evaluate(config_of("bridge", folder / "b.txt", **between(folder)),
+                             folder / "bridged")  # fmt: skip
+    return folder
+
+
+def between(folder, **changes):
+    return {"model.anchor": str(folder / "anchor"), "model.augment": (str(folder / "other"),),
+            "model.num_heads": 2, **changes}  # fmt: skip
+
+
+def test_only_bridges_train(runs):
+    trained, anchor = params_at(runs / "bridged"), params_at(runs / "anchor")
+    other = checkpoint.files.flatten(models.unroll_variables(*scanned_variables(runs / "other")))
+    other = {"/".join(path): np.asarray(leaf) for path, leaf in other.items()}
+    compared = 0
+    for path, value in trained.items():
+        for name, base in (("anchor_model", anchor), ("augment_models_0", other)):
+            if f"/{name}/" in path:
+                assert value.tobytes() == base[path.replace(f"/{name}/", "/")].tobytes(), path
+                compared += 1
+    moved = [path for path in trained if "/bridges_" in path]
+    assert compared == len(trained) - len(moved) == len(anchor) + len(other) - 1  # its head
+    assert any(path.startswith("state/") and np.any(trained[path]) for path in trained)
+    assert all(np.any(trained[path]) for path in moved)
+
+
+def scanned_variables(run):
+    from efx.config import config_of_run
+
+    e, _, params, variables = build.finished(config_of_run(run), run)
+    assert e.model.config.scan_layers
+    return e.model, {"params": params, **variables}
+
+
+def test_composing_gives_the_anchor_and_runs_evaluate_and_sample(runs, tmp_path, capsys):
+    from efx.config import config_of_run
+
+    text = runs / "a.txt"
+    train.compose(config_of("bridge", text, **between(runs)), tmp_path / "start")
+    start = use.evaluate(config_of_run(tmp_path / "start"), tmp_path / "start")
+    anchor = use.evaluate(config_of_run(runs / "anchor"), runs / "anchor")
+    assert start["eval/loss"] == pytest.approx(anchor["eval/loss"], abs=1e-6)
+    config = config_of_run(runs / "bridged")
+    assert np.isfinite(use.evaluate(config, runs / "bridged")["eval/loss"])
+    assert use.sample(config, runs / "bridged")["new_tokens"] == 12
+
+
+def test_resume_is_exact(runs, tmp_path):
+    for steps in (2, 4):
+        config = config_of("bridge", runs / "b.txt", **between(runs, steps=steps))
+        train.train_and_evaluate(config, tmp_path / "x")
+    a, b = params_at(tmp_path / "x"), params_at(runs / "bridged")
+    assert all(a[path].tobytes() == b[path].tobytes() for path in b)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"pairs": 0}, r"config\.model\.pairs=0: must be at least 1"),
+        ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
+        ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
+        ({"augment": ("b", "c")}, r"made from run folders: config\.model\.anchor"),
+        ({"pears": 2}, r"config\.model\.pears is not a setting \(did you mean 'pairs'\?\)"),
+    ],
+)
+def test_bad_settings_are_one_line(changes, words):
+    with pytest.raises(UsageError, match=words):
+        bridged({}, {}, **changes)
+
+
+def test_members_that_cannot_be_bridged():
+    recursion = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
+    with pytest.raises(UsageError, match=r"config\.model\.augment=b is a Decoder whose layers"):
+        bridged({}, recursion)
+    # Latents of a group may be as many as the tokens of the rows that it is checked with.
+    latents = [
+        families.make(
+            {
+                "family": "latent",
+                "group_size": 4,
+                "latents": (count,),
+                "level_widths": (24,),
+                "level_heads": (3,),
+            }
+        )
+        for count in (1, 2)
+    ]
+    for members, key in (
+        ((latents[1], {}), "anchor=a"),
+        (({}, latents[0]), "augment=b"),
+        (({}, latents[1]), "augment=b"),
+    ):
+        with pytest.raises(UsageError, match=rf"{key} is a Latent .* a state for each token"):
+            bridged(*members)
+    short = families.make({}, context=LENGTH // 2)
+    with pytest.raises(UsageError, match=r"augment=b was made for sequences of up to 16 tokens"):
+        bridged({}, short)
+
+
+def test_bad_runs_are_one_line(runs, tmp_path):
+    text = runs / "b.txt"
+    chars = {**OTHER, "data.tokenizer": "chars"}
+    train.train_and_evaluate(config_of("", text, steps=1, **chars), tmp_path / "chars")
+    for changes, words in [
+        ({"model.anchor": ""}, r"config\.model\.anchor='': there is no such run folder"),
+        ({"model.augment": ("gone",)}, r"config\.model\.augment='gone': there is no such run"),
+        ({"model.augment": (str(tmp_path / "chars"),)}, r"chars has another tokenizer"),
+        ({"model.augment": (str(runs / "bridged"),)}, r"bridged is a model made of others itself"),
+        ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': not with.*bridged"),
+    ]:
+        config = config_of("bridge", text, **{**between(runs), **changes})
+        with pytest.raises(UsageError, match=words) as error:
+            train.compose(config, tmp_path / "composed")
+        assert "\n" not in str(error.value)
+        shutil.rmtree(tmp_path / "composed", ignore_errors=True)

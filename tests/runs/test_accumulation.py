@@ -1,0 +1,219 @@
+"""Batches of unequal rows add up: micro-batches to the big batch, those of an evaluation to it."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from efx import optim, sharding, step
+from efx.models.latent import loss as latent_loss
+
+ROWS, LENGTH = 8, 16
+
+# Together these sow every loss that there is; under names of their own, so that a new loss that is
+# in none of them is noticed.
+ALL_ROUTED = {
+    "depth_routing.kind": "mod",
+    "depth_routing.capacity": 0.5,
+    "depth_routing.every": 1,
+    "depth_routing.causal": "predictor",
+    "depth_routing.also_train": ("aux_loss", "threshold"),
+    "mlp.kind": "moe",
+    "mlp.moe.num_experts": 4,
+    "mlp.moe.expert_hidden": 16,
+    "mlp.moe.num_noop": 1,
+    "dropout.kind": "elementwise",
+    "dropout.elementwise.detach": False,
+    "scan_layers": True,
+}
+VARIANTS = {
+    "routed blocks, experts, masks": ALL_ROUTED,
+    "expert choice, inclusion": {
+        "mlp.kind": "moe",
+        "mlp.moe.num_experts": 3,
+        "mlp.moe.expert_hidden": 16,
+        "depth": 1,
+        "mlp.moe.router": "expert_choice",
+        "adapter.kind": "lora",
+        "adapter.rank": 2,
+        "adapter.experts": ("a", "b"),
+        "adapter.routing": "inclusion",
+        "adapter.sites": ".*/query",
+    },
+    "streams": {
+        "family": "encoder_decoder",
+        "embedding_loss": "log_cosine",
+        "depth": 1,
+        "embedding_loss_gains": True,
+        "mlp.hidden": 32,
+        "dropout.kind": "attention",
+        "dropout.sites": families.NO_PROBS,
+        "dropout.attention.rounding": "none",
+    },
+    "latents": {
+        "family": "latent",
+        "group_size": 4,
+        "latents": (2,),
+        "level_widths": (16,),
+        "level_heads": (2,),
+        "depth": 1,
+        "latent_loss.kind": "siglip",
+        "adapter.kind": "lora",
+        "adapter.rank": 2,
+        "adapter.experts": ("a", "b"),
+    },
+}
+
+
+def packed(rows=ROWS, length=LENGTH):
+    """Rows of two documents and padding, of which every second row has far more."""
+    rng = np.random.default_rng(0)
+    segments_BT = np.zeros((rows, length), np.int32)
+    positions_BT = np.zeros((rows, length), np.int32)
+    for row, segments in enumerate(segments_BT):
+        for segment, size in enumerate([3, 1 + row // 2] if row % 2 else [length // 2, 5], 1):
+            start = np.count_nonzero(segments)
+            segments[start : start + size] = segment
+            positions_BT[row, start : start + size] = np.arange(size)
+    tokens = rng.integers(0, families.VOCAB, (2, rows, length)).astype(np.int32)
+    weights_BT = (segments_BT > 0).astype(np.float32)
+    return {
+        "inputs": tokens[0],
+        "targets": tokens[1],
+        "weights": weights_BT,
+        "positions": positions_BT,
+        "segment_ids": segments_BT,
+    }
+
+
+def gradient_keeper():
+    """An optimiser that leaves everything as it is and keeps the gradient."""
+
+    def update(gradient, state, params):
+        state = gradient, optim.GradNormState(optax.tree.norm(gradient))
+        return jax.tree.map(jnp.zeros_like, gradient), state
+
+    zero = optim.GradNormState(jnp.zeros(()))
+    return optax.GradientTransformation(lambda params: (params, zero), update)
+
+
+def settings(name, accumulation):
+    config = families.small_config(VARIANTS[name])
+    config.train.accumulation = accumulation
+    for loss in config.losses:
+        config.losses[loss] = 0.7
+    return config
+
+
+def one_step(name, batch, accumulation, mesh=None):
+    """(gradient, state variables, metrics) of one step of a variant."""
+    config = settings(name, accumulation)
+    model = families.make(VARIANTS[name], context=LENGTH)
+    params, variables = families.random_params(model), families.random_state(model)
+    train_step = step.make_train_step(
+        model, gradient_keeper(), lambda count: 0.0, config, total_steps=9
+    )
+    zero = jnp.zeros((), jnp.int32)
+    opt_state = params, optim.GradNormState(jnp.zeros(()))
+    state = step.TrainState(zero, params, opt_state, variables, zero, zero)
+    if mesh is None:
+        state, metrics = families.jit(train_step)(state, batch, np.uint32(0))
+    else:
+        with sharding.use(mesh, sharding.DEFAULT_RULES):
+            placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, ROWS)
+            state, metrics = families.jit(train_step)(state, placement(batch), np.uint32(0))
+    return state.opt_state[0], state.variables, jax.device_get(metrics)
+
+
+@functools.cache
+def step_of(name, accumulation):
+    return one_step(name, packed(), accumulation)
+
+
+def check(name, got, metrics):
+    gradient, _, expected = step_of(name, 1)
+    families.assert_trees_close(got, gradient, rtol=2e-5, atol=1e-7)
+    assert metrics.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_micro_batches_of_unequal_rows_are_the_big_batch(name):
+    """Gradient of every parameter with every sown loss, and every logged number. With the mean of
+    the micro-batches' losses routers were off by more than their whole gradient."""
+    got, _, metrics = step_of(name, 2)
+    check(name, got, metrics)
+
+
+def test_micro_batches_are_the_big_batch_on_a_mesh():
+    name = "routed blocks, experts, masks"
+    mesh = sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, expert=2, sequence=1))
+    got, _, metrics = one_step(name, packed(), 4, mesh)
+    check(name, got, metrics)
+
+
+def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
+    """Losses and statistics of the split: those were means of the batches' means."""
+    name = "expert choice, inclusion"
+    model, batch = families.make(VARIANTS[name], context=LENGTH), packed()
+    evaluate = families.jit(step.make_eval_step(model, settings(name, 1)))
+
+    def run(parts):
+        sums = [evaluate(families.random_params(model), {}, part, 0, 0) for part in parts]
+        sums = jax.tree.map(lambda *x: sum(x), *sums)
+        return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
+
+    parts = run([{k: v[rows] for k, v in batch.items()} for rows in np.split(np.arange(ROWS), 4)])
+    whole = run([batch])
+    assert {"moe/dropped_fraction", "moe/max_load/block_0"} <= whole.keys() == parts.keys()
+    for key, value in whole.items():
+        np.testing.assert_allclose(parts[key], value, rtol=2e-5, err_msg=key)
+
+
+def test_these_are_all_losses():
+    found = set()
+    for name in VARIANTS:
+        found |= {key for key in step_of(name, 1)[2] if key.startswith("losses/")}
+    assert found == {f"losses/{loss}" for loss in settings(name, 1).losses if loss != "z_loss"}
+
+
+def test_what_accumulation_does_not_do_as_the_big_batch_would():
+    """The list in `make_train_step`: a threshold follows the mean of the micro-batches' quantiles,
+    and negatives from the whole batch are those of the micro-batch."""
+    name, batch = "routed blocks, experts, masks", packed()
+    _, variables, _ = step_of(name, 2)
+    model = families.make(VARIANTS[name], context=LENGTH)
+    start = {"params": families.random_params(model), **families.random_state(model)}
+    apply = families.jit(
+        lambda batch: model.apply(
+            start,
+            batch["inputs"],
+            batch["positions"],
+            batch["segment_ids"],
+            train=True,
+            method="features",
+            mutable=["state"],
+        )[1]
+    )
+    halves = [apply({k: v[i::2] for k, v in batch.items()}) for i in range(2)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+    families.assert_trees_close(variables, mean, rtol=1e-5)
+    differ = jax.tree.map(lambda a, b: np.any(np.abs(a - b) > 1e-4), step_of(name, 1)[1], mean)
+    assert any(jax.tree.leaves(differ))
+
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(4, 5, 8)), jnp.float32)
+    pairs_BT = jnp.ones((4, 5), bool)
+
+    def loss(rows, candidates):
+        z_BTD = x_BTD[np.array(rows)]
+        return latent_loss.sigmoid_loss(z_BTD, -z_BTD, pairs_BT[: len(rows)], 1.0, -2.0, candidates)
+
+    for candidates, exact in (("row", True), ("batch", False)):
+        together = jax.tree.map(jnp.add, loss([0, 2], candidates), loss([1, 3], candidates))
+        whole = loss(range(4), candidates).value()
+        assert np.allclose(together.value(), whole, rtol=1e-5) == exact

@@ -1,0 +1,351 @@
+"""Launches of a run one after another: what a later one takes from the folder, refuses, or leaves.
+
+One tiny run is trained; the tests spoil copies of it.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efx import build, main, runfolder, train, use
+from efx.checkpoint import Checkpointer, start_from
+from efx.configs import common
+from efx.errors import UsageError
+from efx.metrics import read_metrics
+from efx.step import TrainState
+
+TINY = {
+    "steps": 2,
+    "data.seq_len": 16,
+    "data.batch_size": 8,
+    "model.width": 16,
+    "model.depth": 1,
+    "model.attention.num_heads": 2,
+    "optim.schedule.warmup_steps": 1,
+    "evaluate.every": 0,
+    "evaluate.batch_size": 8,
+    "sample.every": 0,
+    "log.every": 1,
+    "log.tensorboard": False,
+}
+TEXT = "".join(f"line {i} of the text\n" for i in range(100))
+
+
+def tiny(text, **changes):
+    config = common.base()
+    return common.apply(config, {**TINY, "data.source": f"text:{text}", **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder with a.txt in it, run folder of two steps on a.txt)."""
+    top = tmp_path_factory.mktemp("launches")
+    (top / "a.txt").write_text(TEXT)
+    train.train_and_evaluate(tiny(top / "a.txt"), top / "run")
+    return top
+
+
+@pytest.fixture
+def copy(trained, tmp_path, monkeypatch):
+    """The same, to spoil; with its own text under the path that the run knows."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.copy(trained / "a.txt", tmp_path / "a.txt")
+    config = (tmp_path / "run/config.json").read_text()
+    (tmp_path / "run/config.json").write_text(config.replace(str(trained), str(tmp_path)))
+    return tmp_path
+
+
+def contents(folder):
+    """Everything in a run folder but the lock, which says who looked last."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != runfolder.LOCK_FILE}  # fmt: skip
+
+
+def refused(config, folder, *said):
+    """The message of a launch that is refused, and that leaves all files as they were."""
+    before = contents(folder)
+    with pytest.raises(UsageError) as error:
+        train.train_and_evaluate(config, folder)
+    line = str(error.value)
+    assert "\n" not in line and all(part in line for part in said), line
+    assert contents(folder) == before
+    return line
+
+
+# ---- the text ----------------------------------------------------------------------------------
+
+
+def test_the_text_grew_between_two_launches(copy, capsys):
+    """Property: a run goes on with the text that it began with, or, if told to, with what was held
+    out held out still; whoever only reads the run is not told otherwise than it is."""
+    text, run = copy / "a.txt", copy / "run"
+    record = runfolder.run_record(run)
+    assert record["text"]["source"] and len(record["launches"]) == 1
+    with open(text, "a") as file:
+        file.write("more\n" * 200)
+    more = {"steps": 3}
+    refused(tiny(text, **more), run, f"config.data.source='text:{text}' is not the text that this",
+            "on_change=keep_split", "another --workdir")  # fmt: skip
+    with pytest.raises(UsageError, match="is not the text that this run began with"):
+        use.evaluate(tiny(text), run)
+    use.sample(common.apply(tiny(text), {"sample.max_new_tokens": 1}), run)
+    before = evaluate_text(tiny(text, **{"data.on_change": "keep_split"}), run, capsys)
+    assert before["eval/tokens"] == int(0.1 * len(TEXT)) - 1  # what it held out, and no more
+    train.train_and_evaluate(tiny(text, **more, **{"data.on_change": "keep_split"}), run)
+    said = capsys.readouterr().out
+    assert "resuming" in said
+    # Accepted once, and known from then on.
+    again = runfolder.run_record(run)
+    assert again["text"]["held_out"] == record["text"]["held_out"]
+    assert again["text"]["source"] != record["text"]["source"]
+    train.train_and_evaluate(tiny(text, **more), run)
+    assert evaluate_text(tiny(text, **more), run, capsys)["eval/tokens"] == before["eval/tokens"]
+
+
+def evaluate_text(config, run, capsys):
+    capsys.readouterr()
+    metrics = use.evaluate(config, run)
+    metrics["said"] = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("scored: ")
+    )
+    return metrics
+
+
+def test_evaluating_another_text_scores_a_part_of_a_part(trained, tmp_path, capsys):
+    """Property: eval_source is scored from its first byte to its last, whatever the run's settings
+    are and though its own text is gone; and every evaluation says what it scored."""
+    (tmp_path / "other.txt").write_text("another text\n" * 30)
+    own = tiny(trained / "a.txt")
+    said = evaluate_text(own, trained / "run", capsys)["said"]
+    assert "held-out part (split='tail', eval_fraction=0.1) of config.data.source=" in said
+    assert said.endswith(f"{int(len(TEXT) * 0.1) - 1} tokens, {int(len(TEXT) * 0.1) - 1} bytes")
+    other = tiny("/gone", **{"data.eval_source": f"text:{tmp_path}/other.txt",
+                             "data.max_bytes": 40, "data.eval_fraction": 0.01})  # fmt: skip
+    found = evaluate_text(other, trained / "run", capsys)
+    assert found["eval/tokens"] == 13 * 30 - 1
+    assert f"all of config.data.eval_source='text:{tmp_path}/other.txt'" in found["said"]
+    assert found["said"].endswith(": 389 tokens, 389 bytes")
+    other.evaluate.max_batches = 1
+    said = evaluate_text(other, trained / "run", capsys)["said"]
+    assert "128 tokens, about 128 bytes, spread over its 389 tokens, 389 bytes" in said
+    assert "(config.evaluate.max_batches=1)" in said
+    # Other settings of the split for the run's own text would score what it was trained on.
+    for key, value in (("eval_fraction", 0.5), ("max_bytes", 500), ("split", "documents")):
+        with pytest.raises(UsageError, match=f"config.data.{key}: .* was trained on"):
+            use.evaluate(tiny(trained / "a.txt", **{f"data.{key}": value}), trained / "run")
+    # The same text in another place is the run's text, and a part of another text is told so.
+    shutil.copy(trained / "a.txt", tmp_path / "moved.txt")
+    moved = evaluate_text(tiny(tmp_path / "moved.txt"), trained / "run", capsys)
+    assert moved["eval/tokens"] == int(len(TEXT) * 0.1) - 1
+    part = tiny(tmp_path / "other.txt", **{"data.max_bytes": 300})
+    said = evaluate_text(part, trained / "run", capsys)["said"]
+    assert "of the first 300 bytes of config.data.source=" in said and "30 tokens" not in said
+
+
+def test_a_run_with_an_official_test_file(trained, tmp_path):
+    """Trained on all of one file, evaluated on all of the other, which has to stay the same."""
+    text = tmp_path / "test.txt"
+    text.write_text("held out\n" * 40)
+    config = tiny(trained / "a.txt", **{"data.eval_source": f"text:{text}", "steps": 1})
+    row = train.train_and_evaluate(config, tmp_path / "run")
+    assert row["eval/tokens"] == 359 and not (tmp_path / "run" / "held_out.json").exists()
+    text.write_text("held out\n" * 41)
+    refused(config, tmp_path / "run", "config.data.eval_source=", "is not the text that")
+
+
+def test_hosts_with_different_texts_train_on_both(monkeypatch):
+    """Property: processes that hold out different text are told before anything is trained."""
+    from jax.experimental import multihost_utils
+
+    data = types.SimpleNamespace(fingerprint="00" * 15 + "07")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for other, same in ((0, True), (1, False)):
+        monkeypatch.setattr(multihost_utils, "process_allgather",
+                            lambda x, other=other: np.stack([x, x + np.uint32(other)]))  # fmt: skip
+        if same:
+            build._same_everywhere(data)
+        else:
+            with pytest.raises(UsageError, match="the processes have different texts"):
+                build._same_everywhere(data)
+
+
+# ---- failing, and what it leaves behind ----------------------------------------------------------
+
+
+def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
+    """Property: before its first checkpoint a run leaves nothing that binds the next one."""
+    lacking = {"init.run": str(trained / "run"), "model.norm": "layernorm", "model.use_bias": True}
+    with pytest.raises(UsageError, match="lacks"):
+        train.train_and_evaluate(tiny(trained / "a.txt", **lacking), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # One that was killed later, with a tokenizer of another text: the next config takes its place.
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    (tmp_path / "run/tokenizer.json").write_text('{"kind": "chars", "characters": "abc"}')
+    (tmp_path / "run/samples").mkdir()
+    (tmp_path / "run/samples/step_9.txt").write_text("of the other run")
+    config = tiny(trained / "a.txt", **{"seed": 1, "steps": 1})
+    train.train_and_evaluate(config, tmp_path / "run")
+    assert runfolder.recorded_config(tmp_path / "run")["seed"] == 1
+    assert json.loads((tmp_path / "run/tokenizer.json").read_text())["kind"] == "bytes"
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert len(runfolder.run_record(tmp_path / "run")["launches"]) == 1
+    assert not list((tmp_path / "run/samples").iterdir())
+
+
+def test_a_resume_that_fails_rewrites_the_folder(copy):
+    """Property: config.json, run.json and all else are as they were after a launch that failed."""
+    config, run = tiny(copy / "a.txt", **{"steps": 5}), copy / "run"  # which may change
+    parts = [path for path in (run / "checkpoints/2/state").rglob("*") if path.is_file()]
+    part = max(parts, key=lambda path: path.stat().st_size)
+    sound = part.read_bytes()
+    part.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    refused(config, run, "checkpoint 2", "is damaged")
+    part.write_bytes(sound)
+    lines = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(b"broken\n" + lines)
+    refused(config, run, "metrics.jsonl line 1 is not a metrics row")
+    (run / "metrics.jsonl").write_bytes(lines + b'{"step": 2, "x": 1, "trai\n')
+    config.log.wandb = "a project"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "wandb", None)  # as if not installed
+        refused(config, run, "needs the extra `wandb`")
+    (run / "tokenizer.json").unlink()
+    config.log.wandb = ""
+    refused(config, run, "tokenizer.json is missing")
+
+
+def test_two_launches_at_once(copy, capsys):
+    """Property: one run folder, one launch that writes; reading is free."""
+    config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
+    with runfolder.Lock(run):
+        refused(config, run, f"--workdir={run} is in use by process ", "another --workdir")
+        for action in (train.compose, train.train_and_evaluate):
+            with pytest.raises(UsageError, match="is in use by"):
+                action(config, run)
+        assert math.isfinite(use.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+        use.sample(common.apply(tiny(copy / "a.txt"), {"sample.max_new_tokens": 1}), run)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "x": 1, "trai\n')  # and killed in the middle of a write
+    train.train_and_evaluate(config, run)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+
+
+# Listed when a process that samples has come to its end.
+IMPORTED = """
+import gc, sys
+from efx.main import main
+assert main(["efx", "--mode=sample", "--workdir=" + sys.argv[1], "--prompt=line"]) == 0
+assert gc.isenabled() and gc.get_freeze_count()
+print(*sys.modules)
+"""
+
+
+def test_sampling_imports_nothing_that_only_training_needs(trained, root):
+    command = [sys.executable, "-c", IMPORTED, str(trained / "run")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("line"), done.stderr
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert {"jax", "flax", "orbax.checkpoint", "efx.sample"} <= modules
+    training = {"grain", "array_record", "tensorboardX", "tokenizers", "matplotlib", "efx.train",
+                "efx.cbtm", "efx.studies", "efx.interop", "safetensors", "wandb", "torch",
+                "transformers", "sklearn", "datasets"}  # fmt: skip
+    assert not training & modules
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def launch(folder, text, *more, **changes):
+    given = {**TINY, "data.source": f"text:{text}", **changes}
+    arguments = [f"--config.{key}={value}" for key, value in given.items()]
+    return main.main(["efx", "--config=configs/mod.py", f"--workdir={folder}", *arguments, *more])
+
+
+DIVERGED = {"optim.name": "sgd", "optim.learning_rate": 1e39, "optim.clip_norm": 0.0, "steps": 4,
+            "evaluate.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 4,
+            "train.max_nonfinite": 0, "model.depth_routing.kind": "none"}  # fmt: skip
+
+
+def test_a_run_that_ends_in_nan_has_finished(trained, tmp_path, capsys, monkeypatch, root):
+    """Property: its status says so, its last line why, and another launch says it again."""
+    monkeypatch.chdir(root)
+    for _ in range(2):
+        assert launch(tmp_path / "run", trained / "a.txt", **DIVERGED) == 3
+        said = capsys.readouterr()
+        (line,) = [line for line in said.err.splitlines() if line.startswith("efx: stopped: ")]
+        assert "at step 4, the last, the held-out loss is" in line
+        assert "nan: the parameters are not finite; a lower config.optim.learning_rate" in line
+        assert "finished:" not in said.out
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["eval/loss"] is None and last["train/nonfinite_run"] >= 1
+
+
+def test_steps_skipped_at_the_end_are_told_from_parameters_that_are_lost(trained, tmp_path):
+    """A loss that is not finite in the last steps alone leaves sound parameters behind."""
+    config = tiny(trained / "a.txt", **{"train.max_nonfinite": 0, "evaluate.every": 1,
+                                        "checkpoint.every": 1, "steps": 3})  # fmt: skip
+    real = train._Launch._pause
+
+    def poisoned(self, due, stop, position):
+        """As if the steps after the first had been skipped."""
+        zero = jnp.zeros_like(self.state.nonfinite_run)
+        self.state = self.state.replace(nonfinite_run=zero + max(0, self.step - 1))
+        real(self, due, stop, position)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train._Launch, "_pause", poisoned)
+        with pytest.raises(train.NotFinite) as error:
+            train.train_and_evaluate(config, tmp_path / "run")
+    line = str(error.value)
+    assert "of the last 2 steps was not finite" in line and "those of step 1," in line
+    assert "The parameters are finite" in line and "\n" not in line
+    # A loss that is lost though the parameters are not is told from parameters that are.
+    this = types.SimpleNamespace(state=types.SimpleNamespace(nonfinite_run=0))
+    for value, why in ((1e38, "finite, but too large to compute with"), (np.inf, "not finite")):
+        found = train._Launch._ending(this, math.nan, {"a": jnp.float32([1, value])})
+        assert found == f"the held-out loss is nan: the parameters are {why}"
+    # The best checkpoint is one of those with a finite loss.
+    with Checkpointer(tmp_path / "run/checkpoints", every=1, keep_last=1, keep_best=1,
+                      best_metric="eval/loss", asynchronous=False) as found:  # fmt: skip
+        assert found.best_step() in (1, 2, 3)
+
+
+# ---- starting from another run -----------------------------------------------------------------
+
+
+def test_running_averages_of_the_run_started_from_are_dropped(tmp_path):
+    """Property: init.run brings thresholds along where shapes agree, and says what it left."""
+
+    def state(fill, width, blocks):
+        params = {"embed": {"embedding": jnp.full((4, 2), fill)}}
+        layers = {f"block_{i}": {"quantile": jnp.full(width, fill), "steps": jnp.int32(fill)}
+                  for i in blocks}  # fmt: skip
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, (), {"state": {"layers": layers}}, zero, zero)
+
+    with Checkpointer(tmp_path / "a/checkpoints", every=1, keep_last=1, keep_best=0,
+                      best_metric="", asynchronous=False) as checkpoints:  # fmt: skip
+        saved = state(7.0, (3,), (1, 3, 5))
+        saved.variables["state"]["layers"]["block_3"]["quantile"] = jnp.full((9,), 7.0)
+        checkpoints.save(5, saved, {}, {})
+    config, said = common.base(), []
+    config.init.run = str(tmp_path / "a")
+    config.init.rename = (("layers/block_2/(.*)", r"layers/block_5/\1"),)
+    fresh = jax.tree.map(jnp.asarray, state(0.0, (3,), (1, 2, 3, 4)))
+    model = types.SimpleNamespace(vocab_size=4, members={})
+    found, _ = start_from(fresh, config, model, said.append)
+    values = {name: (float(np.ravel(leaf["quantile"])[0]), int(leaf["steps"]))
+              for name, leaf in found.variables["state"]["layers"].items()}  # fmt: skip
+    assert values == {"block_1": (7.0, 7), "block_2": (7.0, 7),  # block_3 is longer there
+                      "block_3": (0.0, 7), "block_4": (0.0, 0)}  # fmt: skip
+    (line,) = [line for line in said if line.startswith("running averages: 5 from")]
+    assert "3 as in a new run: " in line and "state/layers/block_3/quantile" in line

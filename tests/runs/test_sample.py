@@ -1,0 +1,408 @@
+"""Sampling: what is drawn, when it ends, what is compiled, what is reported."""
+
+import functools
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efx import sample, sharding
+from efx.configs import common
+from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+from efx.errors import UsageError
+from efx.layers import stack
+
+CONTEXT = 24
+MOD = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.4, "depth_routing.slack": 1.0}
+LETTERS = CharTokenizer("\nabcdefghijklmnopqrstuvwxyz")
+
+
+@functools.cache
+def build(**changes):
+    """(model, parameters): a small routed one over the letters."""
+    model = families.make({**MOD, **changes}, vocab_size=LETTERS.vocab_size, context=CONTEXT)
+    return model, families.random_params(model)
+
+
+@functools.cache
+def ids_sampler(batch_size=1, **options):
+    return sample.Sampler(build()[0], batch_size=batch_size, **options)
+
+
+@functools.cache
+def greedy(batch_size=1):
+    return ids_sampler(batch_size, temperature=0.0)
+
+
+@functools.cache
+def warm(batch_size=1):
+    return ids_sampler(batch_size, temperature=1.0, top_k=12, top_p=0.9)
+
+
+def variables():
+    return {"params": build()[1]}
+
+
+def make(sampler, prompts, *, n=12, seeds=None, params=None, **options):
+    """The new tokens of each row, as lists."""
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    rows = [[] for _ in prompts]
+    params = build()[1] if params is None else params
+    variables = {"params": params}
+    for new in sampler.tokens(variables, prompts, max_new_tokens=n, seeds=seeds, **options):
+        for row, ids in zip(rows, new, strict=True):
+            row += ids
+    return rows
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(1, LETTERS.vocab_size, length).tolist()
+
+
+def text_sampler(tokenizer=LETTERS, batch_size=1, model=None, **changes):
+    """A sampler by a config.sample block."""
+    config = common.base().sample
+    config.update({"prompt": "a", "max_new_tokens": 30, "temperature": 0.0, **changes})
+    return sample.TextSampler(model or build()[0], tokenizer, config, batch_size=batch_size)
+
+
+# ---- what is drawn -----------------------------------------------------------------------------
+
+
+@functools.cache
+def forward():
+    model, params = build()
+    return families.jit(lambda tokens_1T: model.apply({"params": params}, tokens_1T))
+
+
+def reference(ids, count):
+    """Greedy continuation by full forward passes, with the documented rule for long texts."""
+    window, new = list(ids), []
+    for _ in range(count):
+        if len(window) > CONTEXT:
+            window = window[-(CONTEXT // 2) :]
+        padded = np.zeros((1, CONTEXT), np.int32)  # nothing depends on what comes later
+        padded[0, : len(window)] = window
+        new.append(int(jnp.argmax(forward()(padded)[0, len(window) - 1])))
+        window.append(new[-1])
+    return new
+
+
+@pytest.mark.parametrize("length", [1, 7, CONTEXT - 1, CONTEXT])
+def test_greedy_is_the_argmax_of_the_full_forward(length):
+    """Also after the text has outgrown the context, more than once."""
+    (new,) = make(greedy(), [prompt(length)], n=45)
+    assert new == reference(prompt(length), 45)
+    assert greedy().stats["slides"] == (length + 45 - 2 - CONTEXT // 2) // (CONTEXT // 2)
+
+
+def test_rows_of_a_batch_are_as_if_alone():
+    """Prompts of different lengths, outgrowing the context at different times."""
+    prompts = [prompt(length, seed=length) for length in (3, CONTEXT, 16, 1)]
+    for several, alone in ((greedy(4), greedy()), (warm(4), warm())):
+        rows = make(several, prompts, n=40)
+        assert len({tuple(row) for row in rows}) == 4
+        for b, row in enumerate(rows):
+            assert make(alone, [prompts[b]], n=40, seeds=[b]) == [row], b
+
+
+def test_a_prompt_longer_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(sample, "PREFILL", 5)
+    sampler = sample.Sampler(build()[0], temperature=0.0)
+    for length in (5, 23):
+        assert make(sampler, [prompt(length)], n=3) == [reference(prompt(length), 3)]
+
+
+def test_the_seed_decides():
+    first = make(warm(), [prompt(4)], n=20, seeds=[7])
+    assert first == make(warm(), [prompt(4)], n=20, seeds=[7])
+    others = [make(warm(), [prompt(4)], n=20, seeds=[seed]) for seed in (8, 9, -1)]
+    assert all(other != first for other in others) and others[0] != others[1]
+    # What was drawn does not depend on how many tokens are drawn or shown at a time.
+    assert make(warm(), [prompt(4)], n=13, seeds=[7])[0] == first[0][:13]
+
+
+class Switching:
+    """Variables by the text: others, with which the text is read again, after 14 new tokens."""
+
+    every = 7
+
+    def __init__(self, first, second):
+        self.variables, self.lengths = [first, second], []
+
+    def at(self, texts, before):
+        self.lengths.append([len(text) for text in texts])
+        switch = len(self.lengths) == 3
+        assert bool(before) == (len(self.lengths) > 1)
+        return self.variables[len(self.lengths) > 2], switch
+
+
+def test_variables_that_depend_on_the_text():
+    """A batch of which one row has ended, and one outgrows the context before the switch."""
+    other = jax.tree.map(lambda x: x[::-1] if x.ndim == 1 else -x, build()[1])
+    prompts = [prompt(3), prompt(CONTEXT - 9, seed=1), prompt(5, seed=2)]
+    switching = Switching(variables(), {"params": other})
+    sampler, rows = ids_sampler(3, temperature=0.0), [[], [], []]
+    pieces = sampler.tokens(
+        switching, prompts, max_new_tokens=20, seeds=range(3), ended=(ended := set())
+    )
+    for new in pieces:
+        rows = [row + ids for row, ids in zip(rows, new, strict=True)]
+        ended.add(2)  # after the first piece
+    assert switching.lengths == [[len(ids) + made for ids in prompts[:2]] + [5 + min(made, 7)]
+                                 for made in (0, 7, 14)]  # fmt: skip
+    assert rows[2] == reference(prompts[2], 7) and sampler.stats["slides"] == 1
+    begins = 0, CONTEXT + 1 - CONTEXT // 2  # of what is in the cache by the switch
+    for begin, text, row in zip(begins, prompts[:2], rows[:2], strict=True):
+        before = reference(text, 14)
+        after = make(greedy(), [(text + before)[begin:]], n=6, params=other)[0]
+        assert row == before + after
+
+
+def probabilities(logits_V, temperature, top_k, top_p):
+    """By definition: sort, cut after k, cut after the first that reach top_p, renormalise."""
+    p_V = np.exp((np.float64(logits_V) - logits_V.max()) / temperature)
+    order = np.argsort(-p_V)
+    kept = order[: top_k or len(order)]
+    p_kept = p_V[kept] / p_V[kept].sum()
+    kept = kept[: int(np.searchsorted(np.cumsum(p_kept), top_p)) + 1]
+    out_V = np.zeros_like(p_V)
+    out_V[kept] = p_V[kept] / p_V[kept].sum()
+    return out_V
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.6), (1.5, 5, 0.7), (1.0, 1, 1.0),
+     (1.0, 0, 1e-6), (1e-3, 0, 1.0), (1.0, 99, 1.0)],
+)  # fmt: skip
+def test_frequencies(temperature, top_k, top_p):
+    """20000 draws from six tokens are distributed as the settings say."""
+    logits_V, count = np.array([0.1, 2.0, -1.0, 1.0, 0.0, 1.5], np.float32), 20_000
+    sampler = ids_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
+    keys, logits_BV = jax.vmap(jax.random.key)(jnp.arange(count)), jnp.tile(logits_V, (count, 1))
+    drawn_B = jax.jit(sample.choose)(logits_BV, keys, 5, sampler._options)
+    found_V = np.bincount(drawn_B, minlength=6) / count
+    expected_V = probabilities(logits_V, temperature, top_k, top_p)
+    np.testing.assert_array_equal(found_V > 0, expected_V > 0.001)
+    np.testing.assert_allclose(found_V, expected_V, atol=0.015)
+    # What a row draws next has nothing to do with it.
+    next_B = jax.jit(sample.choose)(logits_BV, keys, 6, sampler._options)
+    assert np.mean(drawn_B == next_B) == pytest.approx(np.sum(expected_V**2), abs=0.02)
+
+
+def eight_devices():
+    """What a training run on eight devices is under."""
+    mesh = sharding.make_mesh({**dict.fromkeys(sharding.MESH_AXES, 1), "data": 8})
+    return sharding.use(mesh, sharding.check_rules(sharding.DEFAULT_RULES))
+
+
+def test_inside_a_training_run():
+    params = jax.device_put(build()[1], jax.devices()[0])
+    with eight_devices():
+        pieces = greedy().tokens({"params": params}, [prompt(3)], max_new_tokens=20, seeds=[0])
+        new = list(next(pieces)[0])
+        assert jax.sharding.get_abstract_mesh().size == 8  # what the caller's code runs under
+        new += [i for (ids,) in pieces for i in ids]
+    assert new == reference(prompt(3), 20)
+
+
+def test_scanned_layers_are_unrolled_inside_a_training_run_too():
+    """With everything compiled there."""
+    model = families.make({"scan_layers": True}, vocab_size=LETTERS.vocab_size, context=CONTEXT)
+    params = jax.device_put(families.random_params(model), jax.devices()[0])
+    sampler = sample.Sampler(model, temperature=0.0)
+    with eight_devices():
+        (new,) = make(sampler, [prompt(3)], n=3, params=params)
+    tokens_BT = jnp.asarray([prompt(3) + new], jnp.int32)
+    logits_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
+    assert new == np.argmax(logits_BTV[0, 2:-1], axis=-1).tolist()
+    # A dense model has nothing to say about routing.
+    assert not {"routed_fraction", "overflow"} & set(sampler.stats)
+
+
+# ---- where a text ends -------------------------------------------------------------------------
+
+
+def test_the_end_of_a_document_ends_a_text():
+    """The stop token is not part of it; other rows go on; a done row counts for nothing."""
+    prompts = [prompt(5), prompt(9, seed=1)]
+    first, second = (reference(ids, 20) for ids in prompts)
+    stop = next(i for i in first[3:] if i not in second)  # ends the first row only
+    sampler = sample.Sampler(build()[0], batch_size=4, temperature=0.0, stop_ids=(stop,))
+    rows = make(sampler, prompts * 2, n=20)
+    assert rows == [first[: first.index(stop)], second] * 2
+    assert sampler.stats["new_tokens"] == 2 * (len(rows[0]) + 20)
+
+
+def test_text_and_stop_text():
+    whole = "".join(text_sampler().stream(variables(), "abc", seed=0))
+    assert whole == LETTERS.decode(reference(LETTERS.encode("abc"), 30))
+    for start, stop in ((0, 3), (14, 18), (27, 30)):  # the second lies across two calls
+        sampler = text_sampler(stop=whole[start:stop])
+        pieces = list(sampler.stream(variables(), "abc", seed=0))
+        assert "".join(pieces) == whole[: whole.index(whole[start:stop])]
+        assert all(pieces)
+    # Text that looks like the beginning of the stop text comes out in the end.
+    assert "".join(text_sampler(stop=whole[-2:] + "!").stream(variables(), "abc", seed=0)) == whole
+
+
+def test_text_comes_while_it_is_made():
+    sampler = text_sampler(max_new_tokens=40)
+    pieces = list(sampler.stream(variables(), "abc", seed=0))
+    # The context is outgrown by token 22, and again by each twelfth after it.
+    assert list(map(len, pieces)) == [16, 6, 13, 5]
+
+
+def test_texts_stop_row_by_row():
+    prompts = ["abc", "xyz"]
+    alone = ["".join(text_sampler().stream(variables(), p, seed=i)) for i, p in enumerate(prompts)]
+    stop = next(alone[0][i : i + 2] for i in range(8, 28) if alone[0][i : i + 2] not in alone[1])
+    sampler = text_sampler(batch_size=4, stop=stop)
+    texts = sampler.texts(variables(), prompts * 2, seeds=range(4))
+    assert texts == [alone[0][: alone[0].index(stop)], alone[1]] * 2
+    # All rows have ended: nothing more is made.
+    sampler = text_sampler(batch_size=4, stop=alone[0][0], max_new_tokens=500)
+    assert sampler.texts(variables(), ["abc"] * 4, seeds=range(4)) == [""] * 4
+    assert sampler.stats["new_tokens"] == 4 * sample.STREAM
+
+
+def test_characters_of_several_bytes():
+    """Bytes that do not make a character yet are waited for."""
+
+    class Made:
+        def tokens(self, *arguments, **keywords):
+            yield from ([[i]] for i in "aé☃".encode() + b"\xe2")
+
+    sampler = text_sampler(ByteTokenizer(), model=families.make({}, vocab_size=257))
+    sampler.sampler = Made()
+    assert list(sampler.stream(None, "a", seed=0)) == ["a", "é", "☃", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("tokenizer, start", [(ByteTokenizer(), 256), (LETTERS, 0)])
+def test_an_empty_prompt_is_the_start_of_a_document(tokenizer, start):
+    model = families.make({}, vocab_size=tokenizer.vocab_size)
+    assert text_sampler(tokenizer, model=model, prompt="").encode("") == [start]
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"prompt": "a" * (CONTEXT + 1)}, "prompt: the prompt has 25 tokens, .* context of 24"),
+    ({"prompt": "Zürich"}, "prompt: the character 'Z' at 0 is not among the 27 characters"),
+    ({"temperature": -0.5}, r"temperature=-0\.5: must be at least 0"),
+    ({"temperature": float("nan")}, r"temperature=nan: must be at least 0"),
+    ({"top_k": -1}, "top_k=-1: must be at least 0"),
+    ({"top_p": 0.0}, r"top_p=0\.0: must be in \(0, 1\]"),
+    ({"top_p": 1.5}, r"top_p=1\.5: must be in \(0, 1\]"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+    ({"num_samples": 0}, "num_samples=0: must be at least 1"),
+])  # fmt: skip
+def test_bad_settings(changes, words):
+    with pytest.raises(UsageError, match=r"config\.sample\." + words):
+        text_sampler(**changes)
+
+
+def test_a_later_prompt_is_checked_too():
+    with pytest.raises(UsageError, match="the prompt has 25 tokens"):
+        list(text_sampler().stream(variables(), "a" * 25, seed=0))
+    with pytest.raises(ValueError, match="cache_size=25 is more than the context 24"):
+        sample.Sampler(build()[0], cache_size=25)
+
+
+# ---- what is compiled --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """The number of compilations so far in this test, cached ones included."""
+    names = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: len(names)
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_everything_is_compiled_once(compiled):
+    """Prefill and decode: whatever the prompts, seeds, settings and parameters."""
+    other = jax.device_put(jax.tree.map(lambda x: x * 1.01, build()[1]), jax.devices()[0])
+    before = compiled()
+    sampler = sample.Sampler(build()[0], batch_size=2, cache_size=20, top_p=0.9)
+    make(sampler, [prompt(1), prompt(3)])
+    assert compiled() - before == 2
+    for top_k in (0, 3):
+        options = dict(cache_size=20, temperature=0.7, top_k=top_k)
+        sampler = sample.Sampler(build()[0], batch_size=2, **options)
+        for lengths in ((1, 4), (20, 2), (7, 19)):
+            prompts = [prompt(length) for length in lengths]
+            make(sampler, prompts, n=30, seeds=[5, 6])
+            make(sampler, prompts, n=7, params=other)
+    assert compiled() - before == 2
+
+
+# ---- what is reported --------------------------------------------------------------------------
+
+
+@functools.cache
+def wanting():
+    """Tokens [1, T] -> which of them the router wants routed [T]."""
+    model, params = build()
+
+    @families.jit
+    def scores(tokens_1T):
+        _, state = model.apply(
+            {"params": params}, tokens_1T, mutable=["intermediates"],
+            capture_intermediates=lambda module, _: isinstance(module, stack.Layer),
+        )  # fmt: skip
+        below_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
+        return below_TD @ params["layers"]["block_1"]["router"] > 0
+
+    return scores
+
+
+def test_statistics():
+    """The counts of routed tokens are those of the router on the same text."""
+    ids = prompt(10)
+    (new,) = make(greedy(), [ids], n=CONTEXT - 10)
+    stats = greedy().stats
+    wanted = int(jnp.sum(wanting()(jnp.asarray([ids + new], jnp.int32))))
+    room = 10  # ceil(0.4 * 24)
+    assert wanted > room  # so that some overflow
+    assert stats["overflow"] == wanted - room
+    assert stats["routed_fraction_by_block"] == {"block_1": pytest.approx(room / CONTEXT)}
+    assert stats["routed_fraction"] == pytest.approx(room / CONTEXT)
+    assert (stats["prompt_tokens"], stats["new_tokens"], stats["slides"]) == (10, CONTEXT - 10, 0)
+    assert stats["tokens_per_second"] == pytest.approx((CONTEXT - 10) / stats["decode_seconds"])
+    # Keys, values and positions; a few counters.
+    kept = families.cache_bytes(build()[0], CONTEXT) + 4 * (CONTEXT + room)
+    assert 0 <= stats["cache_bytes"] - kept <= 32
+
+
+def test_statistics_over_slides_and_rows():
+    """Every time that a token is read it counts, in the routed ones and in all."""
+    prompts, n = [prompt(length, seed=length) for length in (1, 5, 9, 20)], 60
+    rows = make(greedy(4), prompts, n=n)
+    read, routed, overflow, slides = 0, 0, 0, 0
+    for ids, new in zip(prompts, rows, strict=True):
+        text, start, end = ids + new, 0, 0
+        while end < len(text):
+            # Each window but the last is full, and followed by one that has its last half, less
+            # the token that did not fit.
+            end = min(start + CONTEXT, len(text))
+            tokens_1T = np.zeros((1, CONTEXT), np.int32)
+            tokens_1T[0, : end - start] = text[start:end]
+            wanted = int(np.sum(wanting()(tokens_1T)[: end - start]))
+            read, routed = read + end - start, routed + min(wanted, 10)
+            overflow, slides = overflow + max(0, wanted - 10), slides + (end < len(text))
+            start = end + 1 - CONTEXT // 2
+    stats = greedy(4).stats
+    assert (stats["new_tokens"], stats["slides"]) == (4 * n, slides)
+    assert stats["overflow"] == overflow
+    assert stats["routed_fraction"] == pytest.approx(routed / read)

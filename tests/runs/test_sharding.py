@@ -1,0 +1,240 @@
+"""Meshes and rules: what they make, and that every mistake in them is named."""
+
+import re
+import shlex
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from efx import flops, main, models, sharding
+from efx.errors import UsageError
+from efx.sharding import DEFAULT_RULES
+
+ONE = dict.fromkeys(sharding.MESH_AXES, 1)
+
+
+def mesh_of(**sizes):
+    return sharding.make_mesh(ONE | sizes)
+
+
+# ---- meshes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        (dict(data=-1), dict(data=8)),
+        (dict(data=-1, tensor=4), dict(data=2, tensor=4)),
+        (dict(fsdp=-1, data=2), dict(fsdp=4, data=2)),
+        (dict(data=2, fsdp=2, tensor=2), dict(data=2, fsdp=2, tensor=2)),
+        (dict(data=-1, expert=8), dict(expert=8)),
+    ],
+)
+def test_make_mesh(sizes, expected):
+    mesh = mesh_of(**sizes)
+    assert dict(mesh.shape) == ONE | expected
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_mesh_of_given_devices():
+    mesh = sharding.make_mesh(ONE | dict(data=-1, tensor=2), jax.devices()[:4])
+    assert dict(mesh.shape) == ONE | dict(data=2, tensor=2)
+    assert set(mesh.devices.flat) == set(jax.devices()[:4])
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(data=-1, fsdp=-1), "at most one of them -1"),
+        (dict(data=0), "at least 1"),
+        (dict(data=-2), "at least 1"),
+        (dict(data=4), "needs 4 devices but there are 8"),
+        (dict(data=16), "needs 16 devices but there are 8"),
+        (dict(data=-1, tensor=3), "devices but there are 8"),
+        (dict(data=-1, tensor=16), "needs a multiple of 16 devices but there are 8"),
+    ],
+)
+def test_impossible_meshes(sizes, message):
+    with pytest.raises(UsageError, match=rf"config\.mesh=.*{message}"):
+        mesh_of(**sizes)
+
+
+# ---- rules -------------------------------------------------------------------------------------
+
+
+def without(name):
+    return tuple(rule for rule in DEFAULT_RULES if rule[0] != name)
+
+
+def test_check_rules():
+    assert sharding.check_rules(DEFAULT_RULES) == DEFAULT_RULES
+    listed = [
+        [name, list(axes) if isinstance(axes, tuple) else axes] for name, axes in DEFAULT_RULES
+    ]
+    assert sharding.check_rules(listed) == DEFAULT_RULES  # as JSON gives them back
+
+
+@pytest.mark.parametrize("name", sharding.PARAMETER_AXES + sharding.ACTIVATION_AXES)
+def test_a_missing_rule_is_named(name):
+    with pytest.raises(UsageError, match=rf"config\.rules has no rule .*'{name}'"):
+        sharding.check_rules(without(name))
+
+
+@pytest.mark.parametrize("axes", ["modle", ("data", "modle"), ["modle"]])
+def test_an_unknown_mesh_axis_is_named(axes):
+    with pytest.raises(UsageError, match="maps 'mlp' to 'modle'.*data, fsdp, tensor"):
+        sharding.check_rules((*without("mlp"), ("mlp", axes)))
+
+
+def boxed_of(name):
+    model = families.build(name)
+    return jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_every_parameter_names_axes_that_have_rules(name):
+    """A name without a rule would mean "replicated" without anyone having said so."""
+    specs = nn.get_partition_spec(boxed_of(name))
+    shapes = nn.unbox(boxed_of(name))
+    for path, spec in jax.tree_util.tree_leaves_with_path(
+        specs, is_leaf=lambda leaf: isinstance(leaf, P)
+    ):
+        names = set(spec) - {None}
+        assert names, f"{jax.tree_util.keystr(path)} names no axis"
+        assert names <= set(sharding.PARAMETER_AXES), jax.tree_util.keystr(path)
+    ranks = jax.tree.map(lambda shape, spec: len(shape.shape) == len(spec), shapes, specs)
+    assert all(jax.tree.leaves(ranks))
+
+
+def test_scanned_parameters_name_the_layer_axis():
+    model = models.changed(families.build("llama"), scan_layers=True)
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    specs = nn.get_partition_spec(boxed)["layers"]
+    up = specs["units"]["block_0"]["mlp"]["up"]["kernel"]
+    assert up == P("layers", "embed", "mlp")
+
+
+def test_activations_name_axes_that_have_rules():
+    """Under a mesh a misspelt name is an error, not a tensor that silently stays whole."""
+    x = jnp.ones((8, 4))
+    with sharding.use(mesh_of(data=8), DEFAULT_RULES):
+        placed = jax.jit(lambda x: sharding.constrain(x, "batch", None))(x)
+        assert placed.addressable_shards[0].data.shape == (1, 4)
+        with pytest.raises(ValueError, match="bacth"):
+            jax.jit(lambda x: sharding.constrain(x, "bacth", None))(x)
+    assert sharding.constrain(x, "bacth", None) is x  # outside a mesh there is nothing to place
+
+
+# ---- shardings of a model ----------------------------------------------------------------------
+
+
+def test_tree_shardings():
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    shardings = sharding.tree_shardings(boxed_of("mod"), mesh, DEFAULT_RULES)
+    block = shardings["layers"]["block_1"]
+    assert block["mlp"]["up"]["kernel"].spec == P("fsdp", "tensor")
+    assert block["mlp"]["down"]["kernel"].spec == P("tensor", "fsdp")
+    assert block["attention"]["query"]["kernel"].spec == P("fsdp", "tensor")
+    assert block["attention"]["out"]["kernel"].spec == P("tensor", "fsdp")
+    assert shardings["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+    assert all(axis is None for axis in block["router"].spec)
+    # Plain arrays, without names, are replicated: counters of an optimiser.
+    mixed = {"params": boxed_of("mod")["norm_final"], "count": jax.ShapeDtypeStruct((), jnp.int32)}
+    count = sharding.tree_shardings(mixed, mesh, DEFAULT_RULES)["count"]
+    assert count.is_fully_replicated and isinstance(count, NamedSharding)
+
+
+@pytest.mark.parametrize(
+    "changes, sizes, message",
+    [
+        (
+            {"vocab_multiple": 1},
+            dict(fsdp=8),
+            r"embed/embedding of shape \(45, 32\): 45 .*"
+            r"'fsdp'.*8 ways.*vocab_multiple=0, or a multiple of 8",
+        ),
+        (
+            {"width": 36, "attention.head_dim": 8},
+            dict(fsdp=8),
+            r"attention/\w+/kernel of shape .*36 does not",
+        ),
+        (
+            {"attention.num_kv_heads": 1, "attention.head_dim": 6},
+            dict(tensor=4, data=2),
+            r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 does not divide .*'tensor'",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_named(changes, sizes, message):
+    model = families.make(changes)
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    with pytest.raises(UsageError, match=message):
+        sharding.tree_shardings(boxed, mesh_of(**sizes), DEFAULT_RULES)
+
+
+def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
+    """The command of docs/laptop_to_pod.md: its vocabulary of 257 had no place on four devices."""
+    monkeypatch.chdir(root)
+    page = (root / "docs/laptop_to_pod.md").read_text()
+    command = re.search(r"python -m (efx\.main[^`]*--cpu_devices=8[^`]*)```", page)[1]
+    config = main.parse(shlex.split(command.replace("\\\n", " "))).config
+    mesh = sharding.make_mesh(config.mesh)
+    assert dict(mesh.shape) == ONE | dict(data=2, fsdp=2, tensor=2)
+    model = models.build(
+        config.model,
+        vocab_size=257,
+        context=config.data.seq_len,
+        dtype="float32",
+        vocab_ways=sharding.shard_count(mesh, DEFAULT_RULES, "vocab"),
+    )
+    assert model.padded_vocab == 260
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
+    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+
+
+@pytest.mark.parametrize("family", ["decoder", "latent", "encoder_decoder"])
+def test_padding_of_the_vocabulary_changes_nothing(family):
+    """What is drawn, what is said to cost and what is computed are those of the model without."""
+    tied = {} if family == "encoder_decoder" else {"tied": False}
+    plain, wide = (
+        families.make({"family": family, "vocab_multiple": n, "depth": 1, **tied}) for n in (1, 8)
+    )
+    assert (plain.padded_vocab, wide.padded_vocab) == (45, 48)
+    params, padded = (nn.unbox(models.init(m, jax.random.key(0)))["params"] for m in (plain, wide))
+    table = padded["embed"]["embedding"]
+    np.testing.assert_array_equal(table, np.pad(params["embed"]["embedding"], ((0, 3), (0, 0))))
+    if tied:
+        kernel = np.pad(params["head"]["kernel"], ((0, 0), (0, 3)))
+        np.testing.assert_array_equal(padded["head"]["kernel"], kernel)
+    tokens = families.tokens(batch=1, length=4)
+    logits = [m.apply({"params": p}, tokens) for m, p in ((plain, params), (wide, padded))]
+    np.testing.assert_allclose(*logits, atol=1e-6)
+    assert plain.ledger(16).nominal == wide.ledger(16).nominal
+    width = table.shape[1]
+    assert flops.executed(wide, 16) - flops.executed(plain, 16) == flops.matmul(16, width, 3)
+
+
+@pytest.mark.parametrize(
+    "sizes, shards",
+    [
+        (dict(data=8), 8),
+        (dict(data=2, fsdp=4), 8),
+        (dict(data=2, tensor=4), 2),
+        (dict(tensor=8), 1),
+    ],
+)
+def test_batches(sizes, shards):
+    mesh = mesh_of(**sizes)
+    assert sharding.batch_shards(mesh, DEFAULT_RULES) == shards
+    rows = np.arange(8 * 5).reshape(8, 5)
+    batch = sharding.Placement(mesh, DEFAULT_RULES, 8)({"inputs": rows})["inputs"]
+    np.testing.assert_array_equal(batch, rows)
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(8 // shards, 5)}
+    assert sharding.replicated(mesh).is_fully_replicated

@@ -1,0 +1,400 @@
+"""The train step and the loop: accumulation, resume, skipping, sharding, signals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from efx import build, models, optim, sharding, train
+from efx import step as step_lib
+from efx.configs import common
+from efx.errors import UsageError
+from efx.metrics import read_metrics
+
+TINY = {
+    "steps": 6,
+    "data.seq_len": 32,
+    "data.batch_size": 8,
+    "data.max_bytes": 30_000,
+    "model.width": 32,
+    "model.depth": 2,
+    "model.attention.num_heads": 2,
+    "model.depth_routing.kind": "mod",
+    "model.depth_routing.capacity": 0.25,
+    "model.depth_routing.causal": "aux_loss",
+    "optim.schedule.warmup_steps": 1,
+    "optim.schedule.decay_steps": 6,  # the same rates, however many steps a run is started for
+    "checkpoint.every": 3,
+    "evaluate.every": 0,
+    "evaluate.batch_size": 8,
+    "evaluate.max_batches": 2,
+    "sample.every": 0,
+    "log.every": 1,
+    "log.tensorboard": False,
+    "mesh.data": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 7))) for _ in range(60)]
+    path.write_text(" ".join(rng.choice(words, 6000)))
+    return path
+
+
+def tiny(text, **changes):
+    config = common.base()
+    common.apply(config, {**TINY, "data.source": f"text:{text}", **changes})
+    return config
+
+
+def one_device(config):
+    """Mesh of a single device among the eight fake ones."""
+    return sharding.make_mesh(config.mesh, jax.devices()[:1])
+
+
+def batch_of(config, vocab=64, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (config.data.batch_size, config.data.seq_len)
+    tokens = rng.integers(0, vocab, (shape[0], shape[1] + 1)).astype(np.int32)
+    return {
+        "inputs": jnp.asarray(tokens[:, :-1]),
+        "targets": jnp.asarray(tokens[:, 1:]),
+        "weights": jnp.ones(shape, jnp.float32),
+    }
+
+
+def setup(config, vocab=64):
+    model = models.build(
+        config.model, vocab_size=vocab, context=config.data.seq_len, dtype=config.train.dtype
+    )
+    shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
+    optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
+    state = step_lib.init_state(model, optimizer, 0)
+    step = step_lib.make_train_step(model, optimizer, schedule, config, total_steps=6)
+    return state, jax.jit(step)
+
+
+def close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def test_accumulation_in_chunks_equals_the_big_batch(text):
+    """Same parameters after a step whose loss is computed in chunks, of rows with unequal numbers
+    of scored tokens; gradients with every other loss are in test_accumulation.py."""
+    batch = batch_of(tiny(text))
+    weights = np.ones(batch["weights"].shape, np.float32)
+    weights[:3, 5:] = 0
+    batch["weights"] = jnp.asarray(weights)
+    changes = {"optim.name": "sgd", "optim.clip_norm": 0.0, "losses.z_loss": 1e-3}
+    state, big = setup(tiny(text, **changes))
+    _, small = setup(tiny(text, **changes, **{"train.accumulation": 4, "train.loss_chunk": 8}))
+    expected, metrics = big(state, batch, np.uint32(0))
+    got, metrics_small = small(state, batch, np.uint32(0))
+    close(expected.params, got.params, 2e-6)
+    assert metrics.keys() == metrics_small.keys()
+    for name in ("train/loss", "train/objective", "losses/router_bce", "train/grad_norm"):
+        np.testing.assert_allclose(metrics[name], metrics_small[name], rtol=1e-5)
+
+
+def test_a_nonfinite_step_is_skipped_and_counted(text):
+    state, step = setup(tiny(text))
+    good = batch_of(tiny(text))
+    bad = dict(good, weights=good["weights"].at[0, 0].set(jnp.nan))
+    after, metrics = step(state, bad, np.uint32(0))
+    close(state.params, after.params, 0)
+    close(jax.tree.leaves(state.opt_state), jax.tree.leaves(after.opt_state), 0)
+    assert (after.step, after.nonfinite_total, after.nonfinite_run) == (1, 1, 1)
+    after, _ = step(after, bad, np.uint32(0))
+    assert (after.nonfinite_total, after.nonfinite_run) == (2, 2)
+    after, metrics = step(after, good, np.uint32(0))
+    assert (after.step, after.nonfinite_total, after.nonfinite_run) == (3, 2, 0)
+    assert np.isfinite(metrics["train/loss"])
+    assert any(
+        np.any(x != y)
+        for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(data=2, fsdp=2, tensor=2)])
+def test_eight_devices_train_like_one(text, sizes):
+    """Pure data parallelism and a mixed mesh give the losses of one device, optimiser included."""
+    config = tiny(text, **{"mesh.data": 1, "train.loss_chunk": 16, "model.vocab_multiple": 8})
+    batches = [batch_of(config, seed=i) for i in range(3)]
+    state, step = setup(config)
+    expected = []
+    for batch in batches:
+        state, metrics = step(state, batch, np.uint32(0))
+        expected.append(float(metrics["train/loss"]))
+    for name in sharding.MESH_AXES:
+        config.mesh[name] = sizes.get(name, 1)
+    mesh = sharding.make_mesh(config.mesh)
+    rules = sharding.check_rules(config.rules)
+    model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
+    shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
+    optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
+    boxed = jax.eval_shape(lambda: models.init(model, jax.random.key(0)))["params"]
+    shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
+    placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
+    function = step_lib.make_train_step(
+        model, optimizer, schedule, config, total_steps=6, groups=sharding.batch_shards(mesh, rules)
+    )
+    losses, placement = [], sharding.Placement(mesh, rules, config.data.batch_size)
+    with sharding.use(mesh, rules):
+        state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
+        for batch in batches:
+            batch = placement(jax.tree.map(np.asarray, batch))
+            state, metrics = jitted(state, batch, np.uint32(0))
+            losses.append(float(metrics["train/loss"]))
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    if sizes.get("fsdp", 1) * sizes.get("tensor", 1) > 1:
+        kernel = state.params["layers"]["block_0"]["mlp"]["up"]["kernel"]
+        moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == kernel.shape]
+        assert not kernel.sharding.is_fully_replicated
+        assert all(m.sharding == kernel.sharding for m in moments) and len(moments) >= 2
+
+
+def launch(config_changes, workdir, text, *extra, wait=True):
+    """A real `python -m efx.main` with the tiny config."""
+    arguments = [
+        f"--config.{k}={v}"
+        for k, v in {**TINY, "data.source": f"text:{text}", **config_changes}.items()
+    ]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "efx.main",
+            "--config=configs/mod.py",
+            f"--workdir={workdir}",
+            *arguments,
+            *extra,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if not wait:
+        return process
+    out, _ = process.communicate(timeout=300)
+    return process.returncode, out
+
+
+def losses_of(workdir):
+    return {row["step"]: row["train/loss"] for row in read_metrics(workdir) if "train/loss" in row}
+
+
+def final_params(workdir, config):
+    config.mesh.data = -1  # onto the eight fake devices
+    _, step, params, _ = build.finished(config, workdir)
+    return step, params
+
+
+def test_three_steps_killed_and_three_more_equal_six(text, tmp_path, root, monkeypatch):
+    """kill -9 after the checkpoint of step 3; the resumed run is the straight one, bit for bit."""
+    monkeypatch.chdir(root)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    code, out = launch({}, straight, text)
+    assert code == 0, out
+    # A quick machine has written step 12 when the kill arrives: keep step 3 until then.
+    endless = {"steps": 100_000, "checkpoint.keep_last": 100_000}
+    process = launch(endless, broken, text, wait=False)
+    deadline = time.monotonic() + 200
+    while not any((broken / "checkpoints").glob("3/*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.kill()
+    process.communicate()
+    for newer in (broken / "checkpoints").iterdir():  # as if it had been killed before step 6
+        if newer.name != "3":
+            import shutil
+
+            shutil.rmtree(newer) if newer.is_dir() else newer.unlink()
+    code, out = launch({}, broken, text)
+    assert code == 0, out
+    assert "resuming" in out and "at step 3" in out
+    assert losses_of(straight) == losses_of(broken)
+    config = tiny(text)
+    (step_a, a), (step_b, b) = final_params(straight, config), final_params(broken, config)
+    assert step_a == step_b == 6
+    close(a, b, 0)
+    code, out = launch({}, broken, text)
+    assert code == 0 and "finished already" in out
+
+
+# Of each family what a checkpoint has to hold or a step to draw anew: thresholds, noise, masks,
+# weights that rise.
+RESUMED = {
+    "latent": {
+        "model.group_size": 8,
+        "model.latents": (2,),
+        "model.level_widths": (16,),
+        "model.embedding_noise": 5.0,
+        "model.dense_former.on": True,
+        "model.soft_experts.num": 2,
+        "model.depth_routing.kind": "mod",
+        "model.depth_routing.capacity": 0.5,
+        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.train_selection": "threshold",
+        "model.depth_routing.threshold_warmup": 2,
+        "model.latent_loss.kind": "cosine",
+        "losses.latent_prediction": dict(schedule="linear", c_start=0.0, c_end=0.1, steps=5),
+    },
+    "encoder_decoder": {
+        "model.dropout.kind": "attention",
+        "model.dropout.sites": ("embedding", "attention_output", "mlp_output"),
+        "model.positions": "rope",
+        "model.depth_routing.kind": "mod",
+        "model.depth_routing.capacity": 0.5,
+        "model.depth_routing.causal": "threshold",
+        "losses.dropout_l1": dict(schedule="exponential", rate=0.1, c_min=0.0, c_max=1.0),
+    },
+}
+
+
+@pytest.mark.parametrize("family", RESUMED)
+def test_three_steps_and_three_more_equal_six(text, tmp_path, family):
+    """Losses, parameters and thresholds of the other families, bit for bit, on eight devices."""
+    shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
+
+    def run(folder, steps):
+        config = common.base(family)
+        changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": steps}
+        common.apply(config, shared | changes | RESUMED[family])
+        train.train_and_evaluate(config, folder)
+        return build.finished(config, folder)[1:]
+
+    straight = run(tmp_path / "straight", 6)
+    run(tmp_path / "broken", 3)
+    resumed = run(tmp_path / "broken", 6)
+    assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "broken")
+    assert straight[0] == 6 and straight[2]  # there are thresholds
+    close(straight, resumed, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_exit_cleanly(text, tmp_path, root, monkeypatch, number):
+    monkeypatch.chdir(root)
+    process = launch(
+        {"steps": 100_000, "checkpoint.every": 50_000}, tmp_path / "run", text, wait=False
+    )
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert "the run is saved" in out and "Traceback" not in out
+    steps = [int(p.name) for p in (tmp_path / "run/checkpoints").iterdir() if p.name.isdigit()]
+    assert len(steps) == 1 and steps[0] > 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["steps"] == 100_000
+
+
+def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path, capsys):
+    config = tiny(
+        text,
+        **{
+            "optim.learning_rate": 1e30,
+            "optim.clip_norm": 0.0,
+            "optim.name": "sgd",
+            "train.max_nonfinite": 3,
+            "steps": 50,
+        },
+    )
+    config.mesh.data = -1
+    with pytest.raises(train.RunStopped, match="3 steps in a row"):
+        train.train_and_evaluate(config, tmp_path / "run")
+
+
+def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
+    """The whole loop in process, on eight devices: rows, evaluation of both routings, samples."""
+    config = tiny(
+        text,
+        **{
+            "mesh.data": -1,
+            "steps": 12,
+            "evaluate.every": 6,
+            "sample.every": 12,
+            "sample.max_new_tokens": 8,
+            "sample.prompt": "a",
+            "log.every": 3,
+            "log.tensorboard": True,
+        },
+    )
+    row = train.train_and_evaluate(config, tmp_path / "run", command_line=["efx"])
+    out = capsys.readouterr().out
+    rows = read_metrics(tmp_path / "run")
+    assert [r["step"] for r in rows if "train/loss" in r] == [3, 6, 9, 12]
+    for r in rows:
+        if "train/loss" in r:
+            assert {"tokens", "flops", "flops_realised", "seconds"} <= r.keys()
+            assert r["tokens"] == r["step"] * 8 * 32
+    losses = [r["train/loss"] for r in rows if "train/loss" in r]
+    assert losses[-1] < losses[0] - 0.2
+    assert {
+        "eval/loss",
+        "eval/loss_topk",
+        "eval/bits_per_byte",
+        "eval/router/accuracy",
+        "eval/router/routed_fraction",
+        "eval/router/routed_fraction/block_1",
+    } <= row.keys()
+    assert list((tmp_path / "run/samples").iterdir())
+    assert list((tmp_path / "run/tensorboard").iterdir())
+    assert "first step after" in out and "finished" in out and "--mode=sample" in out
+    record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
+    assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == ["efx"]
+
+
+def test_flops_can_be_given_instead_of_steps(text):
+    config = tiny(text, **{"steps": 0, "train_flops": 1e9})
+    config.mesh.data = -1
+    e = build.experiment(config)
+    per_step = e.ledger.train_flops(e.tokens_per_step)
+    assert e.steps == round(1e9 / per_step) > 1
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train_flops": 1e9}, "exactly one"),
+        ({"steps": 0, "train_flops": 1.0}, "less than one step"),
+        ({"train.accumulation": 3}, "config.train.accumulation=3"),
+        ({"data.batch_size": 12}, "does not divide over the 8 devices"),
+        ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
+        ({"model.context": 16}, "config.model.context=16"),
+        ({"model.attention.num_heads": 5}, "config.model.attention.num_heads=5"),
+        ({"model.depth_routing.capacity": 0.0}, "capacity=0.0: must be in (0, 1]"),
+        ({"model.depth_routing.capacity": 1.5}, "capacity=1.5: must be in (0, 1]"),
+        ({"data.seq_len": 100_000}, "config.data.seq_len=100000 is longer than the text"),
+        ({"mesh.tensor": 3}, "config.mesh"),
+        ({"mesh.sequence": 8, "data.seq_len": 36}, "config.data.seq_len=36 does not divide over"),
+    ],
+)
+def test_bad_settings_are_one_clear_line_and_nothing_is_written(text, tmp_path, changes, words):
+    config = tiny(text, **{"mesh.data": -1, **changes})
+    with pytest.raises(UsageError) as error:
+        train.train_and_evaluate(config, tmp_path / "run")
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_boxes_do_not_reach_the_state(text):
+    state, _ = setup(tiny(text))
+    assert not any(
+        isinstance(x, nn.Partitioned)
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    )

@@ -1,0 +1,232 @@
+"""Sweeps: commands, budgets, resuming, and tables that say what they are made of."""
+
+import json
+import os
+import statistics
+import threading
+import time
+
+import pytest
+
+from efx import tables
+from efx.errors import UsageError
+from efx.metrics import MetricsWriter
+from efx.studies import cli, jobs, sweep
+
+SWEEP = """
+def get_sweep():
+    return dict(config="configs/mod.py", seeds=(0, 1, 2), equal="flops",
+                runs={"MoD, 12.5%": {}, "dense twin": {"model.depth_routing.kind": "none"}},
+                columns={"decision accuracy": "eval/router/accuracy"})
+"""
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "sweep.py"
+    path.write_text(SWEEP)
+    return sweep.load_sweep(path)
+
+
+def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
+    """A run folder as a run leaves it, with chosen numbers."""
+    run = sweep.folder(workdir, name, seed)
+    run.mkdir(parents=True)
+    with MetricsWriter(run, tensorboard=False, wandb="", run_name="x") as writer:
+        for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
+            writer.write(
+                step,
+                {
+                    "train/loss": 3.0,
+                    "tokens": 10 * step,
+                    "flops": 1e9 * step,
+                    "tokens_per_second": rate,
+                },
+            )
+        row = {"eval/loss": loss, "eval/bits_per_byte": 2 * loss}
+        row |= {"eval/split_fraction": fraction} if fraction else {}
+        writer.write(40, row if accuracy is None else {**row, "eval/router/accuracy": accuracy})
+
+
+def test_folders_and_commands(spec, tmp_path):
+    assert sweep.folder(tmp_path, "MoD, 12.5%", 2).name == "MoD_12.5-seed2"
+    first = sweep.command(spec, tmp_path, "MoD, 12.5%", 0, {}, ["--config.steps=7"])
+    assert "--config.steps=7" in first and "--config.seed=0" in first
+    other = sweep.command(spec, tmp_path, "dense twin", 1, {"flops": 5e12}, ["--config.steps=7"])
+    assert "--config.model.depth_routing.kind=none" in other
+    # The budget comes after what the user passes to all runs: the last one wins.
+    assert other.index("--config.steps=0") > other.index("--config.steps=7")
+    assert "--config.train_flops=5000000000000.0" in other
+
+
+def test_table(spec, tmp_path, capsys):
+    for seed, loss in enumerate((1.0, 1.2, 1.7)):
+        fake_run(spec, tmp_path, "MoD, 12.5%", seed, loss, accuracy=0.9 + seed / 100)
+        fake_run(spec, tmp_path, "dense twin", seed, 2 * loss)
+    code = sweep.main(
+        ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    )
+    assert code == 0
+    text = (tmp_path / "table.md").read_text()
+    mean, spread = statistics.fmean((1.0, 1.2, 1.7)), statistics.stdev((1.0, 1.2, 1.7))
+    row = next(line for line in text.splitlines() if line.startswith("| MoD"))
+    assert f"| {mean:.4f} ± {spread:.4f} |" in row and "0.9100 ± 0.0100" in row
+    assert "| 40.0 GFLOPs | 400 | 40 |" in row and "seeds 0, 1, 2" in text
+    assert "standard deviation; whole held-out split. " in text
+    assert "python -m efx.studies.sweep" in text
+    dense = next(line for line in text.splitlines() if line.startswith("| dense"))
+    assert "±" in dense and "|  |" in dense  # no accuracy where nothing is routed
+    numbers = json.loads((tmp_path / "table.json").read_text())
+    assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
+    times = {"MoD, 12.5%": (20.0, 800.0), "dense twin": (30.0, 533.3)}
+    timed = sweep.markdown(spec, sweep.collect_table(spec, tmp_path, times), "how", "split")
+    titles = timed.splitlines()[0]
+    assert titles.endswith(f"| ms a step | sequences/s | {sweep.STEP_TIME} |")
+    dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
+    assert dense.endswith("| 30 | 533.3 | 1.50 |")
+
+
+@pytest.mark.parametrize(
+    "fractions, words",
+    [
+        ((0.25, 0.25, 0.25), "; 25% of the held-out split. "),
+        ((0.25, 1.0, 0.5), "; 25% to 100% of the held-out split. "),
+        ((1.0, 1.0, None), "; held-out split. "),  # a run that did not record it
+    ],
+)
+def test_a_table_said_whole_split_of_one_that_max_batches_had_cut(
+    spec, tmp_path, capsys, fractions, words
+):
+    for name in spec["runs"]:
+        for seed, fraction in enumerate(fractions):
+            fake_run(spec, tmp_path, name, seed, 1.0, fraction=fraction)
+    given = ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    assert sweep.main(given) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_mean_and_spread():
+    assert tables.mean_and_spread([1.0, 1.5, 2.0]) == "1.5000 ± 0.5000"
+    assert tables.mean_and_spread([1.5]) == "1.5000"  # one seed has no spread
+
+
+def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
+    """`Parser.run` and `tables.save`: statuses, what a study is given, what it leaves."""
+    given = []
+
+    def parser(runs=True):
+        parser = cli.Parser("efx.studies.x", "About.")
+        if runs:
+            parser.add_runs(jobs="runs")
+        return parser
+
+    argv = ["--workdir", str(tmp_path / "a b"), "--jobs=2", "--", "--config.steps=3"]
+    assert parser().run(given.append, argv) == 0
+    assert given[0].extra == ["--config.steps=3"] and given[0].jobs == 2
+    assert given[0].command == (
+        f"python -m efx.studies.x --workdir '{tmp_path}/a b' --jobs=2 -- --config.steps=3"
+    )
+    assert parser().run(given.append, ["--workdir=w", "--jobs=0"]) == 2
+    assert capsys.readouterr().err == "efx: error: --jobs=0: must be at least 1\n"
+    with pytest.raises(SystemExit) as end:  # a study that starts no runs
+        parser(runs=False).run(given.append, ["--", "--config.steps=3"])
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1 and len(given) == 1
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    assert parser().run(interrupted, ["--workdir=w"]) == 130
+    text = tables.markdown(["run", "loss"], [["a", 1], ["b", "2.0"]])
+    assert text == "| run | loss |\n|---|---|\n| a | 1 |\n| b | 2.0 |"
+    tables.save(tmp_path / "new", "table", text, {"a": 1})
+    assert text in capsys.readouterr().out and (tmp_path / "new/table.md").read_text() == text
+    assert json.loads((tmp_path / "new/table.json").read_text()) == {"a": 1}
+
+
+def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False, wandb="", run_name="x") as writer:
+        for step, loss in enumerate((3.0, 2.0, float("nan")), 1):
+            writer.write(step, {"eval/loss": loss, "eval/bad": float("nan")})
+    last = sweep.final_row(tmp_path)
+    assert last["eval/loss"] is None and last["min:eval/loss"] == 2.0
+    assert last["eval/bad"] is None and last["min:eval/bad"] is None
+    assert last["mean:eval/loss"] == 2.5 and last["mean:eval/bad"] is None
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ((b'equal="flops"', b'equal="time"'), "equal='time'"),
+        ((b"seeds=", b"seed="), "'seed' is not a key of a sweep \\(did you mean 'seeds'"),
+        ((b'equal="flops",', b""), "lacks 'equal'"),
+    ],
+)
+def test_bad_sweeps(tmp_path, capsys, change, words):
+    path = tmp_path / "sweep.py"
+    path.write_bytes(SWEEP.encode().replace(*change))
+    with pytest.raises(UsageError, match=words):
+        sweep.load_sweep(path)
+
+
+def test_a_missing_sweep_and_missing_runs_are_one_line(tmp_path, capsys):
+    assert sweep.main(["--sweep", "nowhere.py", "--workdir", str(tmp_path)]) == 2
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    assert (
+        sweep.main(
+            ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+        )
+        == 2
+    )
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("equal", ["flops", ""])
+def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
+    """Every run once, two at a time on CPUs of their own; the first alone if it sets the budget."""
+    loaded = spec | {"equal": equal}
+    lock, running, seen, most = threading.Lock(), set(), [], [0]
+
+    def run(loaded, workdir, name, seed, budget, extra, cpus=None):
+        with lock:
+            running.add((name, seed))
+            most[0] = max(most[0], len(running))
+            seen.append((name, seed, dict(budget), cpus))
+            assert not (equal and len(seen) == 1 and len(running) > 1)
+        time.sleep(0.05)
+        with lock:
+            running.remove((name, seed))
+
+    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
+    sweep.run_sweep(loaded, tmp_path, jobs=2)
+    names = list(loaded["runs"])
+    assert sorted((n, s) for n, s, *_ in seen) == sorted(
+        (n, s) for n in names for s in loaded["seeds"]
+    )
+    assert most[0] == 2
+    for name, _, budget, cpus in seen[1:]:
+        assert budget == ({"flops": 7.0} if equal and name != names[0] else {})
+        assert cpus is None or cpus <= os.sched_getaffinity(0)
+
+
+def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
+    source = {"data.source": "text:nowhere.txt"}
+    loaded = spec | {"equal": "", "runs": {name: source for name in spec["runs"]}}
+    with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
+        sweep.run_sweep(loaded, tmp_path, jobs=2)
+    assert "nowhere.txt" in next(tmp_path.glob("*.log")).read_text()
+
+
+def test_nothing_starts_after_a_failure():
+    started = []
+
+    def run(item, cpus):
+        started.append(item)
+        time.sleep(0.01)  # whoever waits for it sleeps: the pool's worker is there first
+        raise UsageError("the first")
+
+    for _ in range(20):
+        started.clear()
+        with pytest.raises(UsageError, match="the first"):
+            jobs.run_all(run, range(50))
+        assert started == [0]
