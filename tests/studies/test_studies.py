@@ -196,7 +196,7 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
         with lock:
             running.remove((name, seed))
 
-    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "_run_one", run)
     monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
     sweep.run_sweep(loaded, tmp_path, jobs=2)
     names = list(loaded["runs"])
