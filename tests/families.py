@@ -635,6 +635,20 @@ FAMILIES = {
             "adapter.sites": ".*/(query|up|out)",
         },
     ),
+    "adapter_latent": _latent(
+        _adapted(
+            experts=2,
+            looks_ahead=True,
+            losses=("inclusion_bce",),
+            **{
+                "adapter.routing": "inclusion",
+                "adapter.capacity": 0.4,
+                "adapter.slack": 1.0,
+                "memory_local": 2,
+                "upsampling": "attention",
+            },
+        )
+    ),
     "adapter_inclusion": _adapted(
         experts=3,
         kind="mlp",

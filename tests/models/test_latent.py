@@ -389,11 +389,12 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     compress = groups.Compress(level)
     info = CallInfo(Tokens(jnp.arange(7)[None]))
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, 8)), jnp.float32)
-    variables = compress.init(jax.random.key(0), x_BTD, info)
-    base = compress.apply(variables, x_BTD, info)
+    kept_info = CallInfo(Tokens(jnp.arange(3)[None]))
+    variables = compress.init(jax.random.key(0), x_BTD, info, kept_info)
+    base = compress.apply(variables, x_BTD, info, kept_info)
     assert base.shape == (1, 3, 16)
     for p in range(7):
-        moved = compress.apply(variables, x_BTD.at[0, p].add(1.0), info) - base
+        moved = compress.apply(variables, x_BTD.at[0, p].add(1.0), info, kept_info) - base
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 

@@ -282,7 +282,7 @@ class Interceptor:
 
 
 def _is_context(value):
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], CallInfo)
+    return isinstance(value, tuple) and len(value) > 1 and isinstance(value[1], CallInfo)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,13 +205,16 @@ class _AtLayers:
 
 def check(c, anchor_model, augment_models):
     """UsageError unless a resolved `BridgedConfig` and the models of its runs go together."""
+    members = [("anchor", c.anchor, anchor_model)]
+    members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
+    for key, run, model in members:
+        if model.members:
+            raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     width = anchor_model.config.width
     if width % c.num_heads:
         raise UsageError(
             f"config.model.num_heads={c.num_heads} does not divide the anchor's width of {width}"
         )
-    members = [("anchor", c.anchor, anchor_model)]
-    members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
     for key, run, model in members:
         if model.context < c.context:
             raise UsageError(
