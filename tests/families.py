@@ -662,18 +662,6 @@ FAMILIES = {
             "attention.chunk": 20,
         },
     ),
-    "adapter_latent": _adapted(
-        experts=2,
-        looks_ahead=True,
-        losses=("inclusion_bce",),
-        **{
-            **_latent(memory_global=1).changes,
-            "adapter.routing": "inclusion",
-            "adapter.sites": "layers/.*",
-            "adapter.capacity": 0.4,
-            "adapter.slack": 1.5,
-        },
-    ),
 }
 NAMES = tuple(FAMILIES)
 

@@ -239,13 +239,10 @@ def adapters(draw, changes):
     if changes.get("depth_routing.kind", "none") == "none":
         routings += ["inclusion", "inclusion"]
     new["adapter.experts"] = tuple(f"expert_{i}" for i in range(count))
-    new |= pick(
+    return new | pick(
         draw, "adapter.",
         routing=routings, top_k=[1, 2], capacity=[0.3, 0.6], slack=[1.0, 1.5],
     )  # fmt: skip
-    if new["adapter.routing"] == "inclusion" and changes.get("family") == "latent":
-        new["adapter.sites"] = "layers/" + new["adapter.sites"]  # not inside of groups
-    return new
 
 
 @st.composite

@@ -432,20 +432,6 @@ def test_inclusion_and_depth_routing_do_not_mix():
         )
 
 
-def test_inclusion_inside_of_groups_is_refused():
-    latent = {
-        **families.FAMILIES["latent"].changes,
-        "adapter.kind": "lora",
-        "adapter.experts": ("a", "b"),
-        "adapter.routing": "inclusion",
-    }
-    with pytest.raises(
-        UsageError, match=r"routing='inclusion'.*encoder_0/.*groups.*adapter\.sites"
-    ):
-        families.make(latent)
-    families.make({**latent, "adapter.sites": "layers/.*"})
-
-
 def test_bad_experts_are_one_line(runs, tmp_path):
     good = tuple(str(runs[f"gate_{name}"]) for name in "ab")
     other = tmp_path / "other"

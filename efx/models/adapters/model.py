@@ -56,13 +56,6 @@ def adapt(model, config):
             f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
-    inside = [site.path for site in adapted.sites(model.context, "causal") if site.sequences > 1]
-    if config.looks_ahead and inside:
-        raise UsageError(
-            f"config.adapter.routing='inclusion': the capacity of an expert is a share of a "
-            f"sequence, and {inside[0]} computes groups of a few tokens each; leave such layers "
-            f"out of config.adapter.sites={config.sites!r}"
-        )
     return adapted
 
 
@@ -119,9 +112,8 @@ def _sites(model, length):
         module = context.module
         if isinstance(module, Adapter) and context.method_name == "__call__":
             *_, length, width = args[0].shape
-            rows = args[0].size // width
-            path, sequences = "/".join(module.path[:-1]), rows // length
-            sites.append(Site(path, rows, sequences, width, module.features))
+            path, rows = "/".join(module.path[:-1]), args[0].size // width
+            sites.append(Site(path, rows, length, width, module.features))
         return next_fun(*args, **kwargs)
 
     _trace(model, length, watch)
