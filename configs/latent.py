@@ -7,8 +7,8 @@ of blocks works on the latents of all groups, and decoder levels spread them ove
 All of it is causal. The default: groups of 8 tokens, 4 latents 128 wide, then 2 latents 256 wide,
 of which the stack of 8 blocks computes one position for every 4 tokens.
 
-Knobs, all in `config.model` (defaults in configs/common.py; width, depth, num_heads, mlp,
-depth_routing and learned dropout are the latent stack's):
+Knobs, all in `config.model` (defaults in configs/common.py; width, depth, num_heads, mlp and
+depth_routing are the latent stack's, attention.window and learned dropout are of all levels):
     group_size, latents     tokens in a group; latents that a group has at each level
     level_widths, level_heads   of tokens and of the levels before the last
     compression, compression_blocks   "perceiver", or "transformer" of so many blocks
@@ -25,6 +25,7 @@ depth_routing and learned dropout are the latent stack's):
     embedding_noise         uniform noise on the embeddings in training
     qk_norm                 "width", "head", "none"
     soft_experts            multi-channel attention with soft experts, in every n-th block
+    soft_experts_in         "stack"; "encoder" or "levels": in all blocks of these levels too
     dense_former            averages of the states of the stack
     latent_loss             predicts the next latent: "cosine", "siglip"; weight
                             `config.losses.latent_prediction`, a number or a warm-up
@@ -56,7 +57,7 @@ Variants, to be combined with commas:
     configs/latent.py:noise         noisy embeddings
     configs/latent.py:mod           Mixture-of-Depths in the latent stack
     configs/latent.py:moe           Mixture of Experts in the latent stack
-    configs/latent.py:masks         learned dropout in the latent stack
+    configs/latent.py:masks         learned dropout
 
 Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an accelerator.
 """

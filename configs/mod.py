@@ -30,7 +30,7 @@ leaves open, see docs/mixture_of_depths.md:
     bce_reaches_input       whether the auxiliary loss also trains what lies below the router
     slack*                  room of a causal decision, as a multiple of the capacity
     kv_for_skipped          skipped tokens still write keys and values
-    skip_mlp              width of a small MLP for skipped tokens
+    skip_mlp                width of a small MLP for skipped tokens
 Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce`.
 
 Variants, to be combined with commas:

@@ -475,7 +475,9 @@ def hidden_scores(model, selection):
     for level in model.levels(encoder=True) if c.family == "latent" else ():
         if c.compression == "perceiver":  # whose queries are the last places of a group
             a, groups = level.block.attention, -(-SHORT // c.group_size)
-            pairs = groups * level.places * (level.places - 1) // 2
+            seen = flops.causal_pairs(level.inner, a.window)
+            seen -= flops.causal_pairs(level.inner - level.places, a.window)
+            pairs = groups * (level.places * level.inner - seen)
             hidden += flops.attention_scores(pairs, a.num_heads, a.head_dim)
     return hidden
 

@@ -284,17 +284,21 @@ def _is_context(value):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One adapted linear layer: D to F for so many tokens of a sequence."""
+    """One adapted linear layer: D to F for so many tokens of a sequence, which lie in rows of
+    `length`: groups of latents have places of their own."""
 
     path: str
     rows: int
+    length: int
     width: int
     features: int
 
     def flops(self, c, selection, rows=None):
         """Of the adapters of a sequence; `rows` in place of the site's own."""
         experts = c.choices or 1
-        tokens = c.places(self.rows, selection) if c.looks_ahead else self.rows
+        tokens = self.rows
+        if c.looks_ahead:
+            tokens = self.rows // self.length * c.places(self.length, selection)
         total = experts * flops.matmul(tokens, c.rank, self.width + self.features)
         if c.routing != "uniform" if c.experts else c.gate:
             total += flops.matmul(self.rows, self.width, experts)

@@ -114,9 +114,9 @@ def _sites(model, length):
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if isinstance(module, Adapter) and context.method_name == "__call__":
-            width = args[0].shape[-1]
-            rows = args[0].size // width
-            found.append(Site("/".join(module.path[:-1]), rows, width, module.features))
+            length, width = args[0].shape[-2:]
+            path, rows = "/".join(module.path[:-1]), args[0].size // width
+            found.append(Site(path, rows, length, width, module.features))
         return next_fun(*args, **kwargs)
 
     _trace(model, length, watch)
