@@ -184,7 +184,8 @@ def page():
     ]
     intro = (
         "A feature is a few settings of `config.model`, or of `config.adapter`, the same in every "
-        "family that has it. A model of bridges has the features of its members, here decoders. Where a cell says no, its number is that of what efx says to whoever asks for it."
+        "family that has it. A model of bridges has the features of its members, here decoders. "
+        "Where a cell says no, its number is that of what efx says to whoever asks for it."
     )
     parts = [
         "# Features by family",
