@@ -53,7 +53,7 @@ RUNS = {
     "MoD 12.5%, all three decisions": {
         "model.depth_routing.also_train": "('predictor','aux_loss')",
     },
-    "recursion, 3 passes": {
+    "recursion, 3 steps": {
         "model.depth_routing.kind": "recursion",
         "model.depth_routing.recursions": 3,
         "model.depth_routing.capacity": "(1.0,0.6667,0.3333)",

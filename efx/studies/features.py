@@ -11,6 +11,7 @@ import functools
 import itertools
 import pathlib
 import sys
+import textwrap
 
 from efx import models, run_settings, tables
 from efx.errors import UsageError
@@ -181,12 +182,15 @@ def page():
         [" and ".join(two), ", ".join(families), why]
         for why, (two, families) in pairs(alone).items()
     ]
+    intro = (
+        "A feature is a few settings of `config.model`, or of `config.adapter`, the same in every "
+        "family that has it. A model of bridges has the features of its members, here decoders. "
+        "Where a cell says no, its number is that of what efx says to whoever asks for it."
+    )
     parts = [
         "# Features by family",
         "<!-- Written by `python -m efx.studies.features` from what the code says. -->",
-        "Every feature is settings of `config.model` (of `config.adapter` where they say so), the "
-        "same in all families that have it; docs/*.md say what each is. A bridged model has those "
-        "of its members, here decoders. A number stands for what efx says to who asks for it.",
+        textwrap.fill(intro, 115),
         tables.markdown(["feature", "settings", *FAMILIES], rows),
         "\n".join(f"{number}. {why}" for number, why in enumerate(reasons, 1)),
         "## Two at a time",

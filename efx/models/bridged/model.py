@@ -13,6 +13,8 @@ leave the layers of B, so that no family knows of it. Of a family with two strea
 one, the decoder's. Members run unrolled, nothing recomputed, as in evaluation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -233,6 +235,7 @@ def check(c, anchor_model, augment_models):
             )
 
 
+@functools.lru_cache(maxsize=64)
 def _has_layers(model):
     """Whether every layer is called exactly once and gives a state for each token."""
 
