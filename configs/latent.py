@@ -8,7 +8,7 @@ All of it is causal. The default: groups of 8 tokens, 4 latents 128 wide, then 2
 of which the stack of 8 blocks computes one position for every 4 tokens.
 
 Knobs, all in `config.model` (defaults in efx/models/latent/config.py; width, depth, num_heads, mlp
-and depth_routing are those of the latent stack, attention.window and learned dropout of all levels):
+and depth_routing are those of the latent stack, windows and learned dropout of all levels):
     group_size, latents     tokens in a group; latents that a group has at each level
     level_widths, level_heads   of tokens and of the levels before the last
     compression, compression_blocks   "perceiver", or "transformer" of so many blocks
