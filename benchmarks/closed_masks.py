@@ -1,12 +1,12 @@
-"""What leaving out closed tokens saves at inference, against computing all and masking them.
+"""Savings of leaving out closed tokens at inference, against computing all and masking them.
 
     python -m benchmarks.closed_masks            512 wide, 8 layers: ten minutes or more
     python -m benchmarks.closed_masks --quick    a small model, seconds: only to see that it works
 
 `configs/learned_dropout.py:skip` at the size below: one mask value a token, known before the MLP.
-The masks' shifts are set so that the given share of tokens is open; everything else is as it is
-after initialisation. A forward pass over whole sequences, and a step of decoding for each row, with
-`skip_tile` against without, taking turns; FLOPs as traced.
+The masks' shifts are set so that the given fraction of tokens is open; all other parameters are as
+initialised. Forward passes over whole sequences, and decoding steps of several rows, with and
+without `skip_tile`, take turns; FLOPs are traced.
 """
 
 import argparse
@@ -38,17 +38,17 @@ def main(argv=None):
     rng = np.random.default_rng(0)
     tokens_BT = jnp.asarray(rng.integers(0, args.vocab, (args.batch, args.context)), jnp.int32)
     mlp = full.ledger(args.context).nominal["mlp"]
-    whole = flops.executed(full, args.context, train=False)
+    total_flops = flops.executed(full, args.context, train=False)
     rows = []
-    for share in args.shares:
-        params = opened(full, params, tokens_BT, share)
+    for fraction in args.shares:
+        params = opened(full, params, tokens_BT, fraction)
         runs = {"full": _forward(full, params, tokens_BT)}
         runs["skip"] = _forward(skipping, params, tokens_BT)
-        found = [float(runs[name](0)) for name in runs]
-        np.testing.assert_allclose(*found, rtol=1e-3)  # the same function
+        outputs = [float(runs[name](0)) for name in runs]
+        np.testing.assert_allclose(*outputs, rtol=1e-3)  # the same function
         turns = take_turns(runs, args.rounds)
-        cells = [f"{share:.0%}", common.ratio(turns["skip"], turns["full"])[0]]
-        cells.append(f"{1.0 - (1.0 - share) * mlp / whole:.3f}")
+        cells = [f"{fraction:.0%}", common.ratio(turns["skip"], turns["full"])[0]]
+        cells.append(f"{1.0 - (1.0 - fraction) * mlp / total_flops:.3f}")
         for batch in args.batches:
             runs = {
                 name: _decode(model, params, batch, args)
@@ -62,8 +62,8 @@ def main(argv=None):
     return 0
 
 
-def opened(model, params, tokens_BT, share):
-    """The parameters with shifts at which `share` of the tokens is open, layer by layer."""
+def opened(model, params, tokens_BT, fraction):
+    """The parameters with shifts at which `fraction` of the tokens is open, layer by layer."""
 
     @jax.jit
     def angles(params):
@@ -77,13 +77,13 @@ def opened(model, params, tokens_BT, share):
         )
         return state["intermediates"]["layers"]
 
-    found = angles(params)
+    angles_of_layer = angles(params)
     layers = dict(params["layers"])
-    for name, block in found.items():
+    for name, block in angles_of_layer.items():
         u_BT1 = block["dropout_mlp_output"]["angle"][0]
-        # Open where |u + b| < pi / 2: b puts the quantile of u there, the rest lies beyond.
-        b = jnp.pi / 2 - jnp.quantile(u_BT1, share)
-        mask = {**layers[name]["dropout_mlp_output"], "mask_shift": b[None]}
+        # A token is open if |u + b| < pi / 2: b moves the quantile of u to pi / 2.
+        shift_1 = jnp.pi / 2 - jnp.quantile(u_BT1, fraction)
+        mask = {**layers[name]["dropout_mlp_output"], "mask_shift": shift_1[None]}
         layers[name] = {**layers[name], "dropout_mlp_output": mask}
     return {**params, "layers": layers}
 
@@ -114,16 +114,16 @@ def _decode(model, params, batch, args):
         return state["cache"], jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
 
     @jax.jit
-    def many(cache, tokens_B1):
-        def one(carry, place):
+    def decode_all(cache, tokens_B1):
+        def decode_one(carry, position):
             cache, tokens_B1 = carry
-            return step(cache, tokens_B1, jnp.full((batch, 1), place)), None
+            return step(cache, tokens_B1, jnp.full((batch, 1), position)), None
 
-        places = args.context // 2 + jnp.arange(args.steps)
-        return jax.lax.scan(one, (cache, tokens_B1), places)[0][1]
+        positions = args.context // 2 + jnp.arange(args.steps)
+        return jax.lax.scan(decode_one, (cache, tokens_B1), positions)[0][1]
 
     cache, tokens_B1 = jax.jit(step)(cache, prompt_BT, positions_BT)
-    return lambda turn: jax.block_until_ready(many(cache, tokens_B1))
+    return lambda turn: jax.block_until_ready(decode_all(cache, tokens_B1))
 
 
 def _model(args, tile):

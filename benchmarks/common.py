@@ -1,4 +1,4 @@
-"""What the benchmarks share: how they use the machine and how they print what they measured."""
+"""Shared by the benchmarks: limits on CPUs, and tables of measurements."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from efx.errors import UsageError
 
 
 def command(main):
-    """`main(argv)` of a benchmark, for which sizes that do not fit are one line and status 2."""
+    """`main(argv)` of a benchmark; a UsageError is printed as one line and gives status 2."""
 
     @functools.wraps(main)
     def one_line(argv=None):
@@ -24,8 +24,8 @@ def command(main):
 
 
 def limit_cpus(count):
-    """Let this process run on `count` CPUs only, and return on how many it does. JAX sizes its
-    thread pool by this when it is first used, so call it before."""
+    """Limits this process to `count` CPUs; returns the number that it got. Call it before the first
+    use of JAX, which sizes its thread pool by it."""
     if not hasattr(os, "sched_setaffinity"):  # not on macOS
         return os.cpu_count()
     allowed = sorted(os.sched_getaffinity(0))[:count]
@@ -33,11 +33,11 @@ def limit_cpus(count):
     return len(allowed)
 
 
-def ratio(one, other):
+def ratio(measured, baseline):
     """(text, number): the ratio of the median clock times of two `Times` of the same turns; the
     text adds the quartiles of the ratios of single turns: "0.81 (0.79-0.84)"."""
-    value = one.median / other.median
-    low, high = np.percentile(one.wall / other.wall, (25, 75))
+    value = measured.median / baseline.median
+    low, high = np.percentile(measured.wall / baseline.wall, (25, 75))
     return f"{value:.3f} ({low:.3f}-{high:.3f})", value
 
 
@@ -45,7 +45,7 @@ TIMES = ("ms (quartiles)", "fastest", "CPU ms")
 
 
 def times(values):
-    """Columns for `TIMES`. CPU time hardly depends on what else the machine does."""
+    """Columns for `TIMES`. CPU time hardly depends on other work on the machine."""
     low, middle, high = np.percentile(1e3 * values.wall, (25, 50, 75))
     return (
         f"{middle:.1f} ({low:.1f}-{high:.1f})",
@@ -67,8 +67,8 @@ def table(header, *rows):
     )
 
 
-def verdict(what, value, target, at_least):
-    """One line that says whether a measured number keeps its target."""
-    kept = value >= target if at_least else value <= target
+def verdict(quantity, value, target, at_least):
+    """One line that says whether a measured number reaches its target."""
+    reached = value >= target if at_least else value <= target
     bound = "at least" if at_least else "at most"
-    return f"{what}: {value:.3f}, target {bound} {target}: {'reached' if kept else 'MISSED'}"
+    return f"{quantity}: {value:.3f}, target {bound} {target}: {'reached' if reached else 'MISSED'}"

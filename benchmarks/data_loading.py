@@ -1,4 +1,4 @@
-"""How fast batches are made, and whether making them slows a training step down.
+"""Speed of making batches, and whether it slows a training step down.
 
     python -m benchmarks.data_loading [--seq-len=1024] [--batch-size=32] [--seconds=1]
 
@@ -41,8 +41,7 @@ def config_for(source, cache, arguments, **changes):
             text_key="",
             max_bytes=0,
             document_bytes=0,
-            clusters="",
-            cluster=-1,
+            subset="",
         )
         | changes
     )
@@ -82,9 +81,10 @@ def making(kinds, arguments):
     print(f"\n{'batches of ' + shape:<44}{'batches/s':>10}{'Mtokens/s':>10}{'ms':>8}")
     for name, config in kinds:
         iterator = efx.data.load(config, seed=0).train_iterator()
-        found = rate(iterator, arguments.seconds)
-        tokens = found * arguments.batch_size * arguments.seq_len / 1e6
-        print(f"  {name:<42}{found:>10.0f}{tokens:>10.1f}{1e3 / found:>8.2f}")
+        batches_per_second = rate(iterator, arguments.seconds)
+        tokens = batches_per_second * arguments.batch_size * arguments.seq_len / 1e6
+        milliseconds = 1e3 / batches_per_second
+        print(f"  {name:<42}{batches_per_second:>10.0f}{tokens:>10.1f}{milliseconds:>8.2f}")
 
 
 def stepping(kinds, arguments):
@@ -119,7 +119,7 @@ def stepping(kinds, arguments):
             (run(lambda batch=batch: batch, 4, kernel), run(iterator.__next__, 4, kernel))
             for _ in range(arguments.rounds)
         ]
-        # The best of many: other work on the machine only ever adds time.
+        # The minimum, because other work on the machine only adds time.
         alone, fed = (1e3 * min(times) for times in zip(*pairs, strict=True))
         print(f"  {name:<42}{alone:>10.2f}{fed:>10.2f}{fed / alone:>8.3f}")
 

@@ -2,17 +2,17 @@
 
     python -m benchmarks.decode [--quick] [--width=512] [--depth=8] [--context=1024] [--rounds=3]
 
-Both models are sampled in turns in one process, with the sampler that users get. What a routed
-stack costs depends on how many tokens it routes, so the routers are set to route the share
---capacity of random text; the share that they route of the text sampled is printed beside it.
-Weights are random, apart from large embeddings, without which greedy text would be one token over
-and over. Times are wall-clock and, in brackets, CPU time of the process, which a busy machine
-disturbs less. Prefill is the time that the prompts take to be read. Below the table are the FLOPs
-that reading one prompt executes, with every round of a routed block, and those of a forward pass
-over it under the causal decision, both without the output layer.
+Both models are sampled in turns in one process, with efx's sampler. The cost of a routed stack
+depends on how many tokens it routes, so the routers are set to route the fraction --capacity of
+random text; the fraction of the sampled text that they route is printed too. Weights are random,
+apart from large embeddings, without which greedy text would repeat one token. Times are wall-clock
+and, in brackets, CPU time of the process, which depends less on other work on the machine. Prefill
+is the time of reading the prompts. Below the table are the FLOPs that reading one prompt executes,
+with every round of a routed block, and those of a forward pass over it under the causal decision,
+both without the output layer.
 
-Where the extra `interop` is installed, Hugging Face transformers' Llama of the same size takes
-turns too (`--no-transformers` leaves it out): greedy `generate` with its cache, prefill left out.
+If the extra `interop` is installed, Hugging Face transformers' Llama of the same size takes turns
+too (`--no-transformers` leaves it out): greedy `generate` with its cache, without prefill.
 """
 
 import argparse
@@ -55,12 +55,12 @@ def build(kind, arguments):
 
 
 def set_routers(model, params, arguments):
-    """Parameters whose routers route the share `capacity` of random tokens.
+    """Parameters whose routers route the fraction `capacity` of random tokens.
 
-    A router has no bias; element 0 of the embedding, made constant, serves as one. The weight of
-    it is then chosen block by block, from below, so that the wanted share of scores is positive.
+    A router has no bias; element 0 of the embedding, made constant, serves as one. Its weight is
+    chosen block by block, from below, so that this fraction of scores is positive.
     """
-    params = jax.tree.map(lambda x: x, params)  # dicts of its own
+    params = jax.tree.map(lambda x: x, params)  # new dicts, which are changed below
     table_VD = params["embed"]["embedding"]
     params["embed"]["embedding"] = table_VD.at[:, 0].set(2 * jnp.std(table_VD))
     length = min(arguments.context, 256)
@@ -92,13 +92,13 @@ def measure(sampler, params, arguments):
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, arguments.vocab, (sampler.batch_size, arguments.prompt)).tolist()
     seeds = range(sampler.batch_size)
-    cpu, last = 0.0, None
+    cpu, last_time = 0.0, None
     for _ in sampler.tokens(
         {"params": params}, prompts, max_new_tokens=arguments.tokens, seeds=seeds
     ):
-        # The first piece also pays for the prefill.
-        cpu += time.process_time() - last if last else 0.0
-        last = time.process_time()
+        # The first piece includes the prefill, which is not counted.
+        cpu += time.process_time() - last_time if last_time else 0.0
+        last_time = time.process_time()
     stats = sampler.stats
     decoded = stats["new_tokens"] - STREAM * sampler.batch_size
     return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
@@ -109,23 +109,23 @@ def prefill_flops(model, params, arguments):
     cache, total = models.init_cache(model, 1, arguments.context), 0
     tokens_T = np.random.default_rng(1).integers(0, arguments.vocab, arguments.prompt)
     for start in range(0, arguments.prompt, PREFILL):
-        places_T = np.arange(start, start + PREFILL)
-        given_T = np.resize(tokens_T[start:], PREFILL)
-        positions_T = np.where(places_T < arguments.prompt, places_T, -1)
+        positions_T = np.arange(start, start + PREFILL)
+        padded_tokens_T = np.resize(tokens_T[start:], PREFILL)
+        input_positions_T = np.where(positions_T < arguments.prompt, positions_T, -1)
 
-        def read(cache, given_T=given_T, positions_T=positions_T):
+        def prefill(cache, padded_tokens_T=padded_tokens_T, input_positions_T=input_positions_T):
             return model.apply(
                 {"params": params, "cache": cache},
-                jnp.asarray(given_T, jnp.int32)[None],
-                jnp.asarray(positions_T, jnp.int32)[None],
+                jnp.asarray(padded_tokens_T, jnp.int32)[None],
+                jnp.asarray(input_positions_T, jnp.int32)[None],
                 decode=True,
                 cache_size=arguments.context,
                 mutable=["cache"],
                 method="features",
             )[1]["cache"]
 
-        total += flops.interpreted_flops(read, cache)
-        cache = jax.jit(read)(cache)
+        total += flops.interpreted_flops(prefill, cache)
+        cache = jax.jit(prefill)(cache)
     head = flops.matmul(arguments.prompt, model.config.width, model.padded_vocab)
     return total, flops.executed(model, arguments.prompt, train=False) - head
 
@@ -173,9 +173,10 @@ class Transformers:
                 )
             return time.perf_counter() - wall, time.process_time() - cpu
 
-        first, whole = generate(1), generate(arguments.tokens)
-        made = batch * (arguments.tokens - 1)
-        return made / (whole[0] - first[0]), made / (whole[1] - first[1])
+        one_token, all_tokens = generate(1), generate(arguments.tokens)
+        new_tokens = batch * (arguments.tokens - 1)
+        wall, cpu = np.subtract(all_tokens, one_token)
+        return new_tokens / wall, new_tokens / cpu
 
 
 @command
@@ -198,9 +199,9 @@ def main(argv=None):
         arguments.tokens, arguments.rounds = 48, 2
     keep_freed_memory()
     built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
-    other = None
+    transformers_llama = None
     if not arguments.no_transformers and importlib.util.find_spec("transformers"):
-        other = Transformers(built["dense"][0], arguments)
+        transformers_llama = Transformers(built["dense"][0], arguments)
     print(
         f"width {arguments.width}, depth {arguments.depth}, context {arguments.context}, "
         f"vocabulary {arguments.vocab}, {arguments.dtype}, {jax.devices()[0].device_kind}; best of "
@@ -215,14 +216,14 @@ def main(argv=None):
         for _ in range(arguments.rounds):
             for name, (_, params) in built.items():
                 wall, cpu, stats = measure(samplers[name], params, arguments)
-                old = best.get(name, (0.0, 0.0, stats))
-                first = old[2].get("prefill_seconds", stats["prefill_seconds"])
-                stats["prefill_seconds"] = min(stats["prefill_seconds"], first)
-                best[name] = max(wall, old[0]), max(cpu, old[1]), stats
-            if other:
-                old = best.get("transformers", (0.0, 0.0, {}))
-                wall, cpu = other.measure(batch, arguments)
-                best["transformers"] = max(wall, old[0]), max(cpu, old[1]), {}
+                best_so_far = best.get(name, (0.0, 0.0, stats))
+                best_prefill = best_so_far[2].get("prefill_seconds", stats["prefill_seconds"])
+                stats["prefill_seconds"] = min(stats["prefill_seconds"], best_prefill)
+                best[name] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), stats
+            if transformers_llama:
+                best_so_far = best.get("transformers", (0.0, 0.0, {}))
+                wall, cpu = transformers_llama.measure(batch, arguments)
+                best["transformers"] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), {}
         for name, (wall, cpu, stats) in best.items():
             routed = f"{stats['routed_fraction']:.1%}" if "routed_fraction" in stats else ""
             row = f"{batch:>5} {name:12} {wall:>9.1f} {f'({cpu:.1f})':>9} {routed:>7}"
@@ -231,11 +232,12 @@ def main(argv=None):
                     f" {stats['cache_bytes'] / 1e6:>9.1f} {1e3 * stats['prefill_seconds']:>10.1f}"
                 )
             print(row)
-        for one, two in (("mod", "dense"), ("dense", "transformers"), ("mod", "transformers")):
-            if two in best:
-                ratios = [best[one][i] / best[two][i] for i in (0, 1)]
+        pairs = ("mod", "dense"), ("dense", "transformers"), ("mod", "transformers")
+        for name, baseline in pairs:
+            if baseline in best:
+                ratios = [best[name][i] / best[baseline][i] for i in (0, 1)]
                 text = f"{ratios[0]:>9.2f} {f'({ratios[1]:.2f})':>9}"
-                print(f"{batch:>5} {f'{one} / {two}':20} {text}", flush=True)
+                print(f"{batch:>5} {f'{name} / {baseline}':20} {text}", flush=True)
     for name, (model, params) in built.items():
         prefill, forward = (
             f"{count / 1e6:.1f}" for count in prefill_flops(model, params, arguments)

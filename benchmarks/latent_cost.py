@@ -1,14 +1,14 @@
-"""What the grouped-latent transformer costs against a dense decoder, by the length of the context.
+"""Cost of the grouped-latent transformer against a dense decoder, by the length of the context.
 
     python -m benchmarks.latent_cost            context 512, 2048 and 8192: about half an hour
     python -m benchmarks.latent_cost --quick    small models, seconds: only to see that it works
     python -m benchmarks.latent_cost --contexts 512    one of them
 
-Both models have as many blocks of the same width, the decoder on all tokens, the latent transformer
-(`configs/latent.py`, with `--variant` any of its variants) in its stack, on the latents alone, to
-which its levels come. A step is the whole of it, with embedding, output layer, loss, clipping and
-optimiser, in float32, on the same number of tokens whatever the context. The two take turns.
-Memory is what the compiled step needs: its arguments and its temporary arrays.
+Both models have as many blocks of the same width: the decoder on all tokens, the latent transformer
+(`configs/latent.py`, with `--variant` any of its variants) in its stack on the latents, in addition
+to its levels. A step is a whole training step, with embedding, output layer, loss, clipping and
+optimiser, in float32, on the same number of tokens for every context. The two take turns. Memory is
+that of the compiled step: its arguments and its temporary arrays.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def _compare(args, context):
 
 
 def _equal_flops(args):
-    """The least context, in whole groups, at which the latent transformer costs less a token."""
+    """The shortest context, in whole groups, at which a token of the latent model costs less."""
     for groups in range(1, 65536 // args.group_size + 1):
         context = groups * args.group_size
         counts = []
@@ -101,15 +101,15 @@ def _equal_flops(args):
 
 
 def _crossing(times):
-    """Where the ratio of times passes 1, between two contexts by a straight line in logarithms."""
+    """The context where the ratio of times passes 1, interpolated linearly in logarithms."""
     contexts = sorted(times)
     if times[contexts[0]] <= 1:
         return f"below a context of {contexts[0]}"
-    for before, after in zip(contexts, contexts[1:], strict=False):
-        if times[after] <= 1:
-            ends = np.log([times[before], times[after]])
-            share = ends[0] / (ends[0] - ends[1])
-            return f"at a context of about {before * (after / before) ** share:.0f}"
+    for shorter, longer in zip(contexts, contexts[1:], strict=False):
+        if times[longer] <= 1:
+            ends = np.log([times[shorter], times[longer]])
+            fraction = ends[0] / (ends[0] - ends[1])
+            return f"at a context of about {shorter * (longer / shorter) ** fraction:.0f}"
     return f"above a context of {contexts[-1]}"
 
 
@@ -140,7 +140,7 @@ def _sized(config, args, context):
 
 def _arguments(argv):
     def whole_numbers(text):
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(number) for number in text.split(","))
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

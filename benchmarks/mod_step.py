@@ -1,13 +1,13 @@
-"""A Mixture-of-Depths training step against its dense twin's, and what routing itself costs.
+"""A Mixture-of-Depths training step against its dense twin's, and the cost of routing itself.
 
     python -m benchmarks.mod_step            512 wide, 8 layers, context 1024: some minutes
     python -m benchmarks.mod_step --quick    a small model, seconds: only to see that it works
 
-Every second block computes 12.5% of the tokens (`configs/mod.py` at the size below); the step is
-the whole of it, with embedding, output layer, loss, clipping and AdamW, in float32. The two models
-take turns. Then one routed layer alone, forwards and backwards, against the same block without
-router on as many tokens as it routes: the difference is the routing (scores, top-k, gather,
-scatter, gate, auxiliary loss, statistics).
+Every second block computes 12.5% of the tokens (`configs/mod.py` at the size below). A step is a
+whole training step, with embedding, output layer, loss, clipping and AdamW, in float32. The two
+models take turns. Then one routed layer alone, forwards and backwards, against the same block
+without router on as many tokens as it routes: the difference is the routing (scores, top-k,
+gather, scatter, gate, auxiliary loss, statistics).
 """
 
 import argparse
@@ -84,20 +84,17 @@ def main(argv=None):
             *((name, *common.times(values)) for name, values in turns.items()),
         )
     )
-    share = 1.0 - body.median / routed.median
+    routing_fraction = 1.0 - body.median / routed.median
     ratio_text, ratio = common.ratio(routed, turns["dense layer"])
     print(f"routed layer / dense layer: {ratio_text}")
-    routed_share = sum(s.routing is not None for s in steps["MoD"].model.specs()) / args.depth
-    stack = 1.0 - routed_share + routed_share * ratio
+    routed_fraction = sum(s.routing is not None for s in steps["MoD"].model.specs()) / args.depth
+    stack = 1.0 - routed_fraction + routed_fraction * ratio
     print(f"the stack of layers, MoD/dense: {stack:.3f}")
     if not args.quick:
         print(common.verdict("stack of layers, MoD/dense", stack, STEP_TARGET, at_least=False))
         print(common.verdict("step time, MoD/dense", value, STEP_TARGET, at_least=False))
-        print(
-            common.verdict(
-                "routing, share of a routed layer", share, ROUTING_TARGET, at_least=False
-            )
-        )
+        title = "routing, fraction of a routed layer"
+        print(common.verdict(title, routing_fraction, ROUTING_TARGET, at_least=False))
         memory = steps["MoD"].memory / steps["dense"].memory
         print(common.verdict("memory, MoD/dense", memory, 1.0, at_least=False))
     return 0
@@ -136,11 +133,11 @@ def _layer(spec, batch, length, width):
         return (out_BTD, jnp.asarray(extra, jnp.float32)), sown
 
     @jax.jit
-    def both(params, x_BTD, cotangent_BTD):
-        results, pullback, sown = jax.vjp(forward, params, x_BTD, has_aux=True)
-        return results, pullback((cotangent_BTD, jnp.float32(0.01))), sown
+    def forward_and_backward(params, x_BTD, cotangent_BTD):
+        outputs, pullback, sown = jax.vjp(forward, params, x_BTD, has_aux=True)
+        return outputs, pullback((cotangent_BTD, jnp.float32(0.01))), sown
 
-    return lambda turn: jax.block_until_ready(both(params, x_BTD, cotangent_BTD))
+    return lambda turn: jax.block_until_ready(forward_and_backward(params, x_BTD, cotangent_BTD))
 
 
 def _arguments(argv):
@@ -150,7 +147,7 @@ def _arguments(argv):
     sizes = dict(batch=4, context=1024, width=512, depth=8, heads=8, vocab=8192, every=2)
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--capacity", type=float, default=0.125, help="share of tokens routed")
+    parser.add_argument("--capacity", type=float, default=0.125, help="fraction of tokens routed")
     parser.add_argument(
         "--loss-chunk", type=int, default=0, help="config.train.loss_chunk of both models"
     )

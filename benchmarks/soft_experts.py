@@ -4,9 +4,9 @@
     python -m benchmarks.soft_experts --quick    tiny sizes, seconds: only to see that it works
 
 For every pair (s channels, shrink m): the attention of one block on K latents against that of s
-channels on K/m latents, which is the claim, then the whole blocks, projections and MLPs included,
+channels on K/m latents, as claimed, then the whole blocks, projections and MLPs included,
 forwards and backwards, in float32. All of them take turns in one run. Nominal ratios of FLOPs count
-the pairs that the mask allows, executed ones what is multiplied.
+the pairs that the mask allows, executed ones the products in the traced program.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(argv=None):
         specs,
         attention,
         claims,
-        lambda parts: parts["attention_scores"],
+        lambda nominal: nominal["attention_scores"],
         _executed_attention,
     )
     blocks = take_turns(
@@ -61,7 +61,7 @@ def main(argv=None):
         args.rounds,
         args.warmup,
     )
-    _report("block", specs, blocks, claims, lambda parts: sum(parts.values()), _executed_block)
+    _report("block", specs, blocks, claims, lambda nominal: sum(nominal.values()), _executed_block)
     for name, claim in claims.items():
         ratio = common.ratio(attention[name], attention["dense"])[1]
         cpu = np.median(attention[name].cpu) / np.median(attention["dense"].cpu)
@@ -72,13 +72,13 @@ def main(argv=None):
     return 0
 
 
-def _report(what, specs, turns, claims, of_parts, executed):
-    """Prints a table; `of_parts` makes FLOPs of a block's components, `executed` of (its spec, its
-    length)."""
+def _report(title, specs, turns, claims, total, executed):
+    """Prints a table; `total` sums FLOPs of a block's components that count, `executed` is their
+    traced number from a spec and a length."""
 
     def nominal(spec, length):
         attention = costs.attention_flops(spec.block, length, flops.causal_pairs(length))
-        return of_parts(attention | costs.mlp_flops(spec.block, length))
+        return total(attention | costs.mlp_flops(spec.block, length))
 
     def ratios(count):
         counts = {name: count(spec, length) for name, (spec, length) in specs.items()}
@@ -97,7 +97,7 @@ def _report(what, specs, turns, claims, of_parts, executed):
         for name in specs
     ]
     titles = ("scores, s/m^2", "FLOPs, nominal", "FLOPs, executed", "time / dense")
-    print(common.table((what, *common.TIMES, *titles), *rows))
+    print(common.table((title, *common.TIMES, *titles), *rows))
 
 
 def _claim(args, name):
@@ -128,9 +128,10 @@ def _normal(*shape):
 
 
 def _shape(spec, length, batch):
-    """Of queries, keys and values of all channels."""
-    b = spec.block
-    return batch, length, costs.channels(b) * b.attention.num_heads, b.attention.head_dim
+    """The shape of queries, keys and values of all channels."""
+    block = spec.block
+    heads = costs.channels(block) * block.attention.num_heads
+    return batch, length, heads, block.attention.head_dim
 
 
 def _executed_attention(spec, length):
@@ -153,11 +154,11 @@ def _attention(spec, length, args):
     attention = functools.partial(attend.attend, scale=spec.block.attention.head_dim**-0.5)
 
     @jax.jit
-    def both(q_BTNH, k_BTNH, v_BTNH):
-        out, pullback = jax.vjp(attention, q_BTNH, k_BTNH, v_BTNH)
-        return out, pullback(d_BTNH)
+    def forward_and_backward(q_BTNH, k_BTNH, v_BTNH):
+        output, pullback = jax.vjp(attention, q_BTNH, k_BTNH, v_BTNH)
+        return output, pullback(d_BTNH)
 
-    return lambda turn: jax.block_until_ready(both(q_BTNH, k_BTNH, v_BTNH))
+    return lambda turn: jax.block_until_ready(forward_and_backward(q_BTNH, k_BTNH, v_BTNH))
 
 
 def _block(spec, length, args):
@@ -166,11 +167,11 @@ def _block(spec, length, args):
     params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
 
     @jax.jit
-    def both(params, x_BTD):
-        out, pullback = jax.vjp(lambda p, x: layer.apply({"params": p}, x, info), params, x_BTD)
-        return out, pullback(x_BTD)
+    def forward_and_backward(params, x_BTD):
+        output, pullback = jax.vjp(lambda p, x: layer.apply({"params": p}, x, info), params, x_BTD)
+        return output, pullback(x_BTD)
 
-    return lambda turn: jax.block_until_ready(both(params, x_BTD))
+    return lambda turn: jax.block_until_ready(forward_and_backward(params, x_BTD))
 
 
 def _pairs(text):

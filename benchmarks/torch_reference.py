@@ -1,6 +1,6 @@
-"""A GPT in eager PyTorch: what efx's dense training step is measured against.
+"""A GPT in eager PyTorch, the reference for efx's dense training step.
 
-The model of Radford et al. 2019 in the form in which small GPTs are commonly trained: learned
+The model of Radford et al. 2019 in the common form of small GPTs: learned
 positions, pre-norm blocks, one matrix for queries, keys and values, PyTorch's own causal attention
 kernel, exact GELU, output layer tied to the token embedding. Weights are taken from efx, so that
 both sides compute the same function and the same loss.
@@ -27,10 +27,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.shape
-        parts = self.query_key_value(self.norm_attention(x)).chunk(3, dim=-1)
+        projections = self.query_key_value(self.norm_attention(x)).chunk(3, dim=-1)
         query, key, value = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for part in parts
+            projection.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for projection in projections
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -53,8 +53,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=bias)
 
     def forward(self, ids):
-        places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.positions(places)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tokens(ids) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)
@@ -65,12 +65,12 @@ class GPT(nn.Module):
 
 
 class TrainStep:
-    """One training step at a time: loss, gradients, clipping, AdamW on matrices with decay.
+    """A training step: loss, gradients, clipping, AdamW with decay on matrices.
 
     Args:
       parameters: of an unrolled efx decoder with the gpt2 preset, {path: numpy array}.
       optim: `config.optim`.
-      fused: PyTorch's fused AdamW instead of the implementation that it picks by itself.
+      fused: PyTorch's fused AdamW instead of its default implementation.
       sizes: of `GPT`.
     """
 
@@ -113,31 +113,34 @@ def load(model, parameters):
     }
     for i in range(len(model.blocks)):
         source, target = f"layers/block_{i}", f"blocks.{i}"
-        parts = [_linear(parameters, f"{source}/attention/{n}") for n in ("query", "key", "value")]
+        projections = [
+            _linear(parameters, f"{source}/attention/{n}") for n in ("query", "key", "value")
+        ]
         linear = {
             "query_key_value": {
-                kind: np.concatenate([part[kind] for part in parts]) for kind in parts[0]
+                kind: np.concatenate([projection[kind] for projection in projections])
+                for kind in projections[0]
             },
             "attention_out": _linear(parameters, f"{source}/attention/out"),
             "up": _linear(parameters, f"{source}/mlp/up"),
             "down": _linear(parameters, f"{source}/mlp/down"),
         }
-        for name, found in linear.items():
-            state |= {f"{target}.{name}.{kind}": value for kind, value in found.items()}
+        for name, arrays in linear.items():
+            state |= {f"{target}.{name}.{kind}": value for kind, value in arrays.items()}
         for name in ("norm_attention", "norm_mlp"):
             state |= _norm(parameters, f"{source}/{name}", f"{target}.{name}")
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
 
 
 def _linear(parameters, path):
-    found = {"weight": parameters[f"{path}/kernel"].T}
+    arrays = {"weight": parameters[f"{path}/kernel"].T}
     if f"{path}/bias" in parameters:
-        found["bias"] = parameters[f"{path}/bias"]
-    return found
+        arrays["bias"] = parameters[f"{path}/bias"]
+    return arrays
 
 
 def _norm(parameters, path, name):
-    found = {f"{name}.weight": parameters[f"{path}/scale"]}
+    arrays = {f"{name}.weight": parameters[f"{path}/scale"]}
     if f"{path}/bias" in parameters:
-        found[f"{name}.bias"] = parameters[f"{path}/bias"]
-    return found
+        arrays[f"{name}.bias"] = parameters[f"{path}/bias"]
+    return arrays

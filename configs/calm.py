@@ -1,4 +1,4 @@
-"""CALM: a finished model reads the layers of others, which know what it does not.
+"""CALM: a finished model reads the layers of others that were trained on other text.
 
 All of it, three seeds, one table of held-out losses (about an hour on 2 CPU cores):
 
@@ -16,14 +16,15 @@ Step by step, each an ordinary run:
 
 LLM Augmented LLMs: Expanding Capabilities through Composition (Bansal et al. 2024, arXiv
 2401.02412). Anchor and augmenting models are finished runs of any family whose layers follow each
-other, of any widths and depths, with one tokenizer. Their parameters do not move; what trains are
-the bridges, and at their start the whole is the anchor (look at it with --mode=compose).
+other, of any widths and depths, with one tokenizer. Their parameters are frozen; only the bridges
+are trained, and with fresh bridges the whole computes the same as the anchor (try --mode=compose).
 
-Knobs of variant `bridge`, all in `config.model` (defaults in configs/common.py):
-    anchor, augment         run folders: the model that predicts, those that it reads
-    pairs                   layers of each, evenly spaced, that a bridge connects
+Knobs of variant `bridge`, all in `config.model` (defaults in efx/models/bridged/config.py):
+    anchor, augment         run folders: the model that predicts, the models that it reads
+    pairs                   number of layers of each, evenly spaced, that a bridge connects
     num_heads               of the bridges' cross-attention
-    norm                    of what a bridge reads: "none" (the paper), "rmsnorm", "layernorm"
+    norm                    of the states that a bridge reads: "none" (the paper), "rmsnorm",
+                            "layernorm"
 
 Variants, to be combined with commas:
     configs/calm.py:smoke       half a minute on a CPU
@@ -45,7 +46,7 @@ _FURTHER = {
 
 
 def _smoke(config):
-    """Of bridges without the sizes, which are those of the runs."""
+    """The smoke changes; for bridges without the sizes, which are those of the runs."""
     bridged = config.model.family == "bridged"
     return {
         key: value

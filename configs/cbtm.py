@@ -1,10 +1,10 @@
-"""cBTM: clusters of a corpus, one expert for each trained on its own, a sparse ensemble of them.
+"""cBTM: clusters of a corpus, one expert trained on each, a sparse ensemble of them.
 
     python -m efx.cbtm.run --config configs/cbtm.py --workdir runs/cbtm
 
 does all of it: it clusters the documents, trains a seed model on everything and then, from the
-seed model, an expert on each cluster, and evaluates. The same by hand, the experts on as many
-machines as there are, without a word between them:
+seed model, an expert on each cluster, and evaluates. The same by hand, with the experts on any
+number of machines that do not communicate:
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=750
@@ -16,11 +16,11 @@ machines as there are, without a word between them:
 
 Scaling Expert Language Models with Unsupervised Domain Discovery (Gururangan et al. 2023, arXiv
 2303.14177). The corpus is two kinds of real text that come with every Python, unlabelled: the
-source of the standard library and the language reference. Any other text in its place or beside
-it: `--config.data.source=mix:stdlib,text:input.txt`.
+source of the standard library and the language reference. Other text in place of them or in
+addition: `--config.data.source=mix:stdlib,text:input.txt`.
 
-Knobs: `config.cluster` (how many clusters, how they are found, the seed model's share of the
-budget), `config.ensemble` (tau, top_k, how often the weights are computed), in efx/run_settings.py.
+Knobs: `config.cluster` (number of clusters, method, the seed model's fraction of the budget),
+`config.ensemble` (tau, top_k, how often the weights are computed), in efx/run_blocks.py.
 `config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size

@@ -1,10 +1,10 @@
-"""How a config file is put together, and what several of them share.
+"""Functions and recipes that config files share.
 
     config = common.base()                       # every setting of efx at its default
-    common.apply(config, {"model.depth": 12})    # what the experiment changes
+    common.apply(config, {"model.depth": 12})    # the changes of the experiment
     return common.variant(config, arg, smoke={...})
 
-What settings there are, with their meaning: efx/run_settings.py, efx/layers/config.py and the
+All settings with their defaults and meaning: efx/run_blocks.py, efx/layers/config.py and the
 configs of the families in efx/models.
 """
 
@@ -17,12 +17,12 @@ from efx.run_settings import known
 
 def base(family="decoder"):
     """The whole config of a family, by default of a dense Llama-style decoder on Python's standard
-    library, as a ConfigDict. None in it stands for "decided by the preset"."""
+    library, as a ConfigDict. None in it means "decided by the preset"."""
     return known(family)
 
 
 def apply(config, changes):
-    """Set dotted keys: `apply(config, {"model.depth": 2})`; UsageError for one that is none."""
+    """Sets dotted keys: `apply(config, {"model.depth": 2})`; UsageError for an unknown one."""
     for key in changes:
         run_settings.require(config, key)
     config.update_from_flattened_dict(changes)
@@ -30,15 +30,14 @@ def apply(config, changes):
 
 
 def variant(config, arg, recipes=(), **variants):
-    """Apply the comma-separated names of `file.py:name,name`, whose order does not matter.
+    """Applies the comma-separated names of `file.py:name,name`, whose order does not matter.
 
-    Those in `recipes`, a size with its data and its training, come first, then the others, and
-    "smoke" last, so that it makes anything small. UsageError where two that come together set a key
-    to different values, and for an unknown name.
+    Names in `recipes` (a size with its data and training) are applied first, then the others, and
+    "smoke" last, so that it makes everything small. UsageError for an unknown name, or if two of
+    the same group set a key to different values.
 
     Args:
-      variants: by its name, a dict of dotted keys, or a function that gives one for the config as
-        those before have left it.
+      variants: by name, a dict of dotted keys, or a function from the config so far to one.
     """
     names = list(dict.fromkeys(filter(None, arg.split(","))))
     for name in names:
@@ -48,10 +47,12 @@ def variant(config, arg, recipes=(), **variants):
                 + nearest(name, variants)
             )
     smoke = ("smoke",)
-    others = [name for name in variants if name not in (*recipes, *smoke)]
-    for together in (recipes, others, smoke):
-        changes = {name: variants[name] for name in together if name in names}
-        changes = {name: d(config) if callable(d) else d for name, d in changes.items()}
+    options = [name for name in variants if name not in (*recipes, *smoke)]
+    for group in (recipes, options, smoke):
+        changes = {name: variants[name] for name in group if name in names}
+        changes = {
+            name: change(config) if callable(change) else change for name, change in changes.items()
+        }
         _check_agreement(changes)
         for name in changes:
             try:
@@ -63,16 +64,17 @@ def variant(config, arg, recipes=(), **variants):
 
 def _check_agreement(variants):
     """UsageError if two of {name: {key: value}} set a key to different values."""
-    for (one, first), (other, second) in itertools.combinations(variants.items(), 2):
+    for (first_name, first), (second_name, second) in itertools.combinations(variants.items(), 2):
         for key in first:
             if key in second and first[key] != second[key]:
                 raise UsageError(
-                    f"config variants {one!r} and {other!r} contradict each other: config.{key} is "
-                    f"{first[key]!r} in one and {second[key]!r} in the other; leave one of them out"
+                    f"config variants {first_name!r} and {second_name!r} contradict each other:"
+                    f" config.{key} is {first[key]!r} in one and {second[key]!r} in the other;"
+                    " leave one of them out"
                 )
 
 
-# Data, optimiser and evaluation of the small configs, whatever their model: 1000 steps on bytes of
+# Data, optimiser and evaluation of the small configs of all families: 1000 steps on bytes of
 # Python's standard library.
 RECIPE = {
     "steps": 1000,
@@ -89,7 +91,7 @@ RECIPE = {
     "sample.prompt": "def ",
 }
 
-# The same with a decoder, 128 wide: some minutes on 2 CPU cores.
+# The same with a decoder, 128 wide: a few minutes on 2 CPU cores.
 STDLIB = {
     **RECIPE,
     "model.preset": "llama",
@@ -114,7 +116,7 @@ SMOKE = {
     "sample.max_new_tokens": 64,
 }
 
-# What the configs for accelerators share, and the smoke run that takes it back.
+# Shared by the configs for accelerators, and a smoke run that undoes it.
 ACCELERATOR = {
     "data.source": "stdlib",
     "data.eval_fraction": 0.01,

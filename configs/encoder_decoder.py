@@ -1,4 +1,4 @@
-"""Parallel encoder-decoder: a causal stream that understands beside one that predicts.
+"""Parallel encoder-decoder: a causal encoder stream next to the decoder stream that predicts.
 
     python -m efx.main --config configs/encoder_decoder.py --workdir runs/encoder_decoder
 
@@ -7,9 +7,11 @@ causal cross-attention. With the default cross_source="previous_layer" the two d
 other, so that the critical path is as long as that of a decoder with so many layers. A loss ties
 the running mean of the embeddings to the encoder's output.
 
-Knobs, all in `config.model` (defaults in configs/common.py; `model.depth` counts decoder blocks):
+Knobs, all in `config.model` (defaults in efx/models/encoder_decoder/config.py; `model.depth` counts
+decoder blocks):
     encoder_depth           encoder blocks; 0: as many as are of use
-    cross_heads             heads of cross-attention
+    cross_heads, cross_kv_heads   heads of cross-attention, and of its keys and values
+    positions               "learned", or "rope" in every attention, cross-attention included
     order                   "self_first", "cross_first", "cross_only"
     cross_source            "previous_layer", "same_layer", "final" (the serial encoder-decoder)
     serial_start            "final" only: the decoder's first state is made of what the "encoder"
@@ -17,9 +19,14 @@ Knobs, all in `config.model` (defaults in configs/common.py; `model.depth` count
     decoder_input_norm, decoder_input_positions   a norm before the linear layer that makes it, the
                             position embedding of the next position added after that
     output_positions        "subtract" the next position's embedding from the output, then a norm
-                            ("subtract_norm"), or "none"
+                            ("subtract_norm"), or "none", as it is with positions="rope"
     embedding_loss          "mse", "cosine", "log_cosine", "none"; weight `config.losses.embedding`
     embedding_loss_gains    norms of that loss with gains: the published form, which collapses
+    depth_routing           Mixture-of-Depths in both streams; `blocks` and capacities number
+                            the encoder's blocks first, then the decoder's
+    mlp.moe, soft_experts   experts, soft experts; every so manieth block of each stream
+    dense_former            averages of earlier states, of each stream by itself
+    mup, initialisation     learning rates that serve other widths; how weights start
     dropout                 as in every family
 
 Variants, to be combined with commas:

@@ -7,8 +7,8 @@ of blocks works on the latents of all groups, and decoder levels spread them ove
 All of it is causal. The default: groups of 8 tokens, 4 latents 128 wide, then 2 latents 256 wide,
 of which the stack of 8 blocks computes one position for every 4 tokens.
 
-Knobs, all in `config.model` (defaults in configs/common.py; width, depth, num_heads, mlp,
-depth_routing and learned dropout are the latent stack's):
+Knobs, all in `config.model` (defaults in efx/models/latent/config.py; width, depth, num_heads, mlp
+and depth_routing are those of the latent stack, learned dropout is in every level):
     group_size, latents     tokens in a group; latents that a group has at each level
     level_widths, level_heads   of tokens and of the levels before the last
     compression, compression_blocks   "perceiver", or "transformer" of so many blocks
@@ -18,9 +18,9 @@ depth_routing and learned dropout are the latent stack's):
     upsampling, repeat      "repeat" of latents ("tile", "in_place"), or "attention" over these
     upsampling_norm         that attention with norms and an output matrix, or as published without
     skip, skip_joins        "sum" or "lerp"; "after" or "before" the blocks of a decoder level
-    positions               "absolute": tables, of the tokens by their place in the document and of
+    positions               "absolute": tables, of tokens by their position in the document and of
                             latents by that in the group; "level": of both by that in the group;
-                            "rope": rotary positions; "both": "level" and these
+                            "rope": rotary positions; "both": "level" and rotary positions
     memory_local, memory_global   learned tokens before each group, before the sequence
     embedding_noise         uniform noise on the embeddings in training
     qk_norm                 "width", "head", "none"
@@ -40,23 +40,23 @@ Variants, to be combined with commas:
     configs/latent.py:averages      DenseFormer averages
     configs/latent.py:prediction    the latent loss, whose weight rises over 200 steps
     configs/latent.py:spike_no_more initialisation and rates that follow the width: with muP
-    configs/latent.py:one_level     4 latents for 16 tokens, and no level between
+    configs/latent.py:one_level     4 latents for 16 tokens, and no level in between
     configs/latent.py:transformer   compression by two blocks inside the group
     configs/latent.py:attention     upsampling by attention
     configs/latent.py:bare_attention    the same without norms and output matrix, as published
-    configs/latent.py:in_place      latents of the group before repeated each in its place
-    configs/latent.py:lerp          learned shares of skip connection and decoder
+    configs/latent.py:in_place      each latent of the group before repeated in its own place
+    configs/latent.py:lerp          learned weights of skip connection and decoder
     configs/latent.py:early_skip    skip connections before the blocks of a decoder level
-    configs/latent.py:level         tables by places in a group alone: nothing says which group
+    configs/latent.py:level         tables by positions in a group alone, none of the group
     configs/latent.py:rope          rotary positions in place of the tables
-    configs/latent.py:both          these and the tables of `:level`
+    configs/latent.py:both          rotary positions and the tables of `:level`
     configs/latent.py:sequence      all local blocks of a level before its global ones
     configs/latent.py:local         levels without global blocks: only the stack crosses groups
     configs/latent.py:memory        4 learned tokens before the sequence, 2 before each group
     configs/latent.py:noise         noisy embeddings
     configs/latent.py:mod           Mixture-of-Depths in the latent stack
     configs/latent.py:moe           Mixture of Experts in the latent stack
-    configs/latent.py:masks         learned dropout in the latent stack
+    configs/latent.py:masks         learned dropout in every level
 
 Hardware: 2 CPU cores; the default takes some minutes there, "seed" wants an accelerator.
 """

@@ -2,27 +2,27 @@
 
     python -m efx.main --config configs/learned_dropout.py --workdir runs/learned_dropout
 
-A mask m in [0, 1] multiplies what dropout would have thinned out at random. Here, by default, the
-one of a causal attention of its own, m = 0.5 cos(u + b) + 0.5, rounded to 0 or 1 by chance in
-training and by m >= 0.5 at inference, on the outputs of attention and MLP. The penalty
-mean(m^2 / 2) with weight 0.1 rewards closing. Masks multiply values by zero: that saves no FLOPs,
-unless whole tokens close and are left out, which the variant `skip` does (docs/learned_dropout.md).
+A mask m in [0, 1] multiplies the values that dropout would set to zero at random. By default a
+separate causal attention computes u, and m = 0.5 cos(u + b) + 0.5 is rounded to 0 or 1, by chance
+in training and by m >= 0.5 at inference, on the outputs of attention and MLP. The penalty
+mean(m^2 / 2) with weight 0.1 rewards closing. Multiplying values by zero saves no FLOPs, unless
+whole tokens close and are left out, which the variant `skip` does (docs/learned_dropout.md).
 
-Knobs, all in `config.model.dropout` (defaults in configs/common.py):
+Knobs, all in `config.model.dropout` (defaults in efx/layers/config.py):
     kind                    "elementwise": m = 0.5 cos(a x + b) + 0.5, a and b for each feature;
                             "attention"; "standard" is plain dropout
     sites                   "embedding", "attention_probs" (elementwise only), "attention_output",
                             "mlp_output"
     elementwise.detach      the mask passes no gradient on to x
-    elementwise.a_mean, a_std, b_mean, b_std    where a and b start
+    elementwise.a_mean, a_std, b_mean, b_std    initial distributions of a and b
     elementwise.sharpen, sharpen_scale    apply sigmoid(s (m - 1/2)); s
-    attention.input         what a mask attends over: "hidden", what is masked; "embedding", a
-                            linear layer of one attention over the model's input embedding, shared
-                            by all masks; cheaper, "embedding_linear": a mask is a linear layer of
-                            that one attention
+    attention.input         the states that a mask attends over: "hidden", those that it masks;
+                            "embedding", a linear layer of one attention over the model's input
+                            embedding, shared by all masks; cheaper, "embedding_linear": a mask is
+                            a linear layer of that one attention
     attention.detach        masks pass no gradient on to the activations, or the input embedding
     attention.num_heads     of the mask's attention; 0: as the model
-    attention.shift_init    where b starts: 0 keeps everything, pi closes everything
+    attention.shift_init    initial b: 0 keeps everything, pi closes everything
     attention.rounding      "stochastic", "none", "sigmoid", "sigmoid_straight_through"
     attention.sigmoid_scale s of the two sigmoids of s (m - 1/2)
     attention.granularity   "feature", or one mask value for a whole "token"
@@ -30,18 +30,18 @@ Knobs, all in `config.model.dropout` (defaults in configs/common.py):
 Penalties, in `config.losses`, means over elements and masks of m before rounding; each a number or
 a schedule (efx/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of 1 - m,
 `dropout_l1` m, `dropout_squared_l1` m^2 / 2.
-Statistics: `dropout/near_one` (m > 0.9), `dropout/near_zero` (m < 0.1), `dropout/kept` (share of
-the rounded mask that is 1) and `dropout/entropy`; at each evaluation also layer by layer, and
-`dropout/changed`, the share of the rounded mask that differs from the last evaluation's.
+Statistics: `dropout/near_one` (m > 0.9), `dropout/near_zero` (m < 0.1), `dropout/kept` (fraction
+of the rounded mask that is 1) and `dropout/entropy`; at each evaluation also layer by layer, and
+`dropout/changed`, the fraction of the rounded mask that differs from the last evaluation's.
 The masks' parameters are called mask_...: `config.optim.lr_multipliers` gives them, or only the
-frequencies a (".*/mask_frequency"), a learning rate of their own. They are not decayed.
+frequencies a (".*/mask_frequency"), another learning rate. They are not decayed.
 
 Variants, to be combined with commas:
     configs/learned_dropout.py:smoke         about a minute on a CPU
     configs/learned_dropout.py:elementwise   the elementwise form at all four sites
-    configs/learned_dropout.py:embedding     every mask attends over what one pass over the input
-                                             embedding gives
-    configs/learned_dropout.py:embedding_linear   every mask is a linear layer of one such pass
+    configs/learned_dropout.py:embedding     every mask attends over the output of one attention
+                                             over the input embedding
+    configs/learned_dropout.py:embedding_linear   every mask is a linear layer of that attention
     configs/learned_dropout.py:skip          one mask value a token, as in embedding_linear, and
                                              MLPs that leave closed tokens out at inference
     configs/learned_dropout.py:rising        the penalty's weight grows exponentially to 0.1

@@ -9,28 +9,29 @@ causally: a token goes through if its score exceeds a running quantile of the sc
 training. That costs the language model nothing, where the paper's auxiliary loss costs it more the
 smaller the model is (docs/results.md); `causal="aux_loss"` and "predictor" are the paper's two.
 
-Knobs, all in `config.model.depth_routing` (defaults in configs/common.py); * marks what the paper
-leaves open, see docs/mixture_of_depths.md:
+Knobs, all in `config.model.depth_routing` (defaults in efx/layers/config.py); * marks what the
+paper leaves open, see docs/mixture_of_depths.md:
     kind, recursions        "mod"; or "recursion", which applies the blocks between the first and
-                            the last so many times, see docs/mixture_of_depths.md
-    every, blocks           which blocks are routed: one in so many, or a list
-    capacity                share of the tokens that a routed block computes; one, or one a block
+                            the last in `recursions` recursion steps
+    every, blocks           the routed blocks: one in `every`, or a list
+    capacity                fraction of the tokens that a routed block computes; one, or one for
+                            each block or recursion step
     capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
     per*                    training's top-k within each "document" of a packed row, or over the
                             whole "row"
-    gate*                   what multiplies a routed block's increment: "sigmoid" of the score
-                            here, "identity" in the paper, "tanh", "one"
-    selection               in training "topk"; "threshold", causal in training too; or one of the
-                            controls: "stochastic", random places, others in each batch, and
-                            "random_fixed", random positions, the same ones always
+    gate*                   factor of a routed block's increment: "sigmoid" of the score (default),
+                            "identity" (the paper), "tanh", "one"
+    train_selection         "topk"; "threshold", which is causal; or one of the controls:
+                            "stochastic", random tokens, others in each batch, and "random_fixed",
+                            random positions, always the same
     causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
-    also_train              further decisions, trained and evaluated beside it
+    also_train              further decisions that are trained and evaluated
     predictor_hidden*       width of the predictor
     threshold_decay, _warmup  of the running quantile of the scores
-    bce_reaches_input       whether the auxiliary loss also trains what lies below the router
+    bce_reaches_input       whether the auxiliary loss also trains the layers below the router
     slack*                  room of a causal decision, as a multiple of the capacity
     kv_for_skipped          skipped tokens still write keys and values
-    skip_mlp              width of a small MLP for skipped tokens
+    skip_mlp                width of a small MLP for skipped tokens
 Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce`.
 
 Variants, to be combined with commas:
@@ -38,15 +39,15 @@ Variants, to be combined with commas:
     configs/mod.py:dense            the dense twin: the same stack with every block dense
     configs/mod.py:paper            the paper's gate, the score itself, and its auxiliary loss
     configs/mod.py:threshold        causal in training too, by a running quantile
-    configs/mod.py:recursion        Mixture-of-Recursions: three of five blocks, applied three
-                                    times, to all, two thirds and one third of the tokens: the work
-                                    of the dense twin with five eighths of its blocks
-    configs/mod.py:router_only      trains the routers of a finished dense run, and nothing else:
+    configs/mod.py:recursion        Mixture-of-Recursions: three of five blocks in three recursion
+                                    steps, on all, two thirds and one third of the tokens: the
+                                    compute of the dense twin with five eighths of its blocks
+    configs/mod.py:router_only      trains only the routers of a finished dense run:
                                     add --config.init.run=runs/dense
-    configs/mod.py:predictor_only   trains a predictor for a finished MoD run, and nothing else:
+    configs/mod.py:predictor_only   trains only a predictor for a finished MoD run:
                                     add --config.init.run=runs/mod
 
-Hardware: 2 CPU cores. docs/results.md says what it comes to.
+Hardware: 2 CPU cores. Results: docs/results.md.
 """
 
 from efx.configs import common

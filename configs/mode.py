@@ -10,21 +10,22 @@ Raposo et al. 2024 (arXiv 2404.02258, on MoDE), which names two forms:
                        token keeps its residual. Attention sees every token
 Knobs: `config.model.depth_routing` as in configs/mod.py, `config.model.mlp.moe` as in
 configs/moe.py; of these for the integrated form
-    num_noop           how many no-op experts. As many as experts: half of the assignments are
-                       free where `load_balance` holds, which counts a no-op like any expert
+    num_noop           number of no-op experts. With as many as experts, half of the assignments
+                       are free if the load is balanced: `load_balance` counts a no-op like any
+                       expert
     top_k, renormalise 1 and False: one choice, an expert or none, weighted by its probability,
-                       from which the router learns what skipping costs
-    capacity_factor    room of an expert over its share of E + num_noop choices, so that no-op
-                       experts shrink the experts' buffers: that is where FLOPs are saved
-    computed_fraction  the share of the choices by which FLOPs are counted, and so the steps of
-                       `config.train_flops`. Routers are free to like experts better than no-ops:
-                       for an equal budget, give what a run came to in the mean over its training
+                       from which the router learns the cost of skipping
+    capacity_factor    slots of an expert over its mean load of k T / (E + num_noop) choices, so
+                       that no-op experts shrink the experts' buffers, which saves the FLOPs
+    computed_fraction  the fraction of choices by which FLOPs are counted, and so the steps of
+                       `config.train_flops`. Routers need not choose experts and no-ops equally:
+                       for an equal budget, give the mean of a run over its training
                        (`moe/computed_fraction` in metrics.jsonl; evaluations print theirs)
 
 What the paper leaves open: the number of experts and of no-op ones, top-k, the capacity of experts
-inside a routed block (here a share of the tokens routed, as of a sequence elsewhere), losses, and
-how generation decides (here as in configs/mod.py; token choice of experts is causal as it is). The
-paper finds that the integrated form does better than leaving tokens out by small capacity.
+inside a routed block (here a fraction of the routed tokens, elsewhere of a sequence), losses, and
+the decision in generation (here as in configs/mod.py; token choice of experts is causal already).
+The paper finds that the integrated form does better than leaving tokens out by small capacity.
 
 Variants, to be combined with commas:
     configs/mode.py:smoke         about a minute on a CPU

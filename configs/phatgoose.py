@@ -1,4 +1,4 @@
-"""PHATGOOSE: experts that were trained apart, composed token by token by their own gates.
+"""PHATGOOSE: experts that were trained apart, composed token by token by their gates.
 
 All of it, three seeds, one table of held-out losses (under an hour on 2 CPU cores):
 
@@ -19,22 +19,22 @@ Learning to Route Among Specialized Experts for Zero-Shot Generalization (Muqeet
 2402.05859). The base may be a run of any family: give its own config file's `config.model`, or its
 run folder's, with these variants' values. docs/composition_adapters.md has the formulas.
 
-Knobs, all in `config.adapter` (defaults in configs/common.py):
-    kind, rank, scale       "lora" or "mlp", their width, what they are multiplied by
+Knobs, all in `config.adapter` (defaults in efx/models/adapters/config.py):
+    kind, rank, scale       "lora" or "mlp", their width, their factor
     sites                   regex of the linear layers that have one
     gate                    one adapter: times sigmoid(v.u)
     experts, routing, top_k run folders to be composed, "topk", "uniform" or "inclusion"
-    capacity, slack         inclusion: share of a sequence that an expert takes
+    capacity, slack         inclusion: fraction of a sequence that an expert takes
 The paper: rank 16, 1000 steps of AdamW at 5e-3 for an adapter and 100 for its gates, top 2.
 
 Variants, to be combined with commas:
     configs/phatgoose.py:smoke      half a minute on a CPU
-    configs/phatgoose.py:adapter    trains an adapter for a finished base, and nothing else
-    configs/phatgoose.py:gate       trains the gates of a finished adapter, and nothing else
+    configs/phatgoose.py:adapter    trains only an adapter for a finished base
+    configs/phatgoose.py:gate       trains only the gates of a finished adapter
     configs/phatgoose.py:compose    experts by their gates, nothing to train (--mode=compose)
     configs/phatgoose.py:uniform    the mean of all experts, nothing to train (--mode=compose)
-    configs/phatgoose.py:joint      goes on training the gates of all experts together, through the
-                            composition itself, so that they learn of each other
+    configs/phatgoose.py:joint      continues to train the gates of all experts together, through
+                            the composition
     configs/phatgoose.py:inclusion  trains an entrance of each expert, which may leave it out
 """
 

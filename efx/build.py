@@ -133,21 +133,21 @@ def setup(config, workdir=None):
     No text is opened, unless a tokenizer has to be made of it.
     """
     config = run_settings.check(config)
-    data, mesh, rules = _begin(config, workdir, parts=())
+    data, mesh, rules = _begin(config, workdir, splits=())
     model = _model(config, data.tokenizer, mesh, rules)
     return Setup(config, data.tokenizer, model, mesh, rules)
 
 
-def experiment(config, workdir=None, parts=SPLITS):
+def experiment(config, workdir=None, splits=SPLITS):
     """The `Experiment` of a config.
 
     A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
     place of building one; what that run holds out is held out.
 
-    parts: of the data that is wanted, see `efx.data.load`.
+    splits: those of the data to load, see `efx.data.load`.
     """
     config = run_settings.check(config)
-    data, mesh, rules = _begin(config, workdir, parts)
+    data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)
     model = _model(config, data.tokenizer, mesh, rules)
     if config.data.packing:
@@ -177,7 +177,7 @@ def _devices(config):
     return sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
 
 
-def _begin(config, workdir, parts):
+def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
     if config.init.run and not pathlib.Path(config.init.run).is_dir():
@@ -186,13 +186,15 @@ def _begin(config, workdir, parts):
     first = runs[0][1] if runs else ""
     folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, first) if folder]
     saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
-    before, same_text = _before(config.data, workdir) if workdir and parts else (None, True)
+    run_origin, same_text = (
+        _run_origin(config.data, workdir) if workdir and splits else (None, True)
+    )
     data = load(
         config.data,
         seed=config.seed,
         tokenizer_path=saved[0] if saved else None,
-        splits=parts,
-        run_origin=before,
+        splits=splits,
+        run_origin=run_origin,
         same_text=same_text,
     )
     return data, mesh, rules
@@ -225,16 +227,16 @@ def _model(config, tokenizer, mesh, rules):
     return model
 
 
-def _before(c, workdir):
+def _run_origin(c, workdir):
     """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
     if not runfolder.holds_result(workdir):
         return None, True
-    there = runfolder.load_config(workdir)["data"]
-    same = (c.source, c.eval_source) == (there["source"], there["eval_source"])
+    trained = runfolder.recorded_config(workdir)["data"]
+    same = (c.source, c.eval_source) == (trained["source"], trained["eval_source"])
     for key in _OF_THE_SPLIT if same else ():
-        if getattr(c, key) != there[key]:
+        if getattr(c, key) != trained[key]:
             raise UsageError(
-                f"config.data.{key}: {there[key]!r} in the run, {getattr(c, key)!r} here; that"
+                f"config.data.{key}: {trained[key]!r} in the run, {getattr(c, key)!r} here; that"
                 " would score text that was trained on. To evaluate a whole text of your own:"
                 " --config.data.eval_source=text:PATH"
             )
@@ -247,8 +249,8 @@ def _same_everywhere(data):
         return
     from jax.experimental import multihost_utils
 
-    own = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
-    if np.any(multihost_utils.process_allgather(own) != own):
+    fingerprint = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
+    if np.any(multihost_utils.process_allgather(fingerprint) != fingerprint):
         raise UsageError(
             "config.data.source: the processes have different texts, held-out splits or"
             " tokenizers; give all of them the same files, and a --workdir that they share"
@@ -263,20 +265,20 @@ def _member_runs(model_config):
     return model_config.member_runs
 
 
-def _member(key, run, own, config, mesh, rules):
-    """The model of a run, for the tokens of the tokenizer `own`."""
-    there = ConfigDict(runfolder.load_config(run))
-    if config_of(there.model).member_runs:
+def _member(key, run, tokenizer, config, mesh, rules):
+    """The model of a run, for the tokens of this tokenizer."""
+    member = ConfigDict(runfolder.recorded_config(run))
+    if config_of(member.model).member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
-    tokenizer = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
-    if tokenizer.fingerprint != own.fingerprint:
+    of_run = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
+    if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
             "of config.model.{}={}; models with one tokenizer can be put together".format(
                 *config.model.member_runs[0]
             )
         )
-    return _module(config, there, own.vocab_size, mesh, rules)
+    return _module(config, member, tokenizer.vocab_size, mesh, rules)
 
 
 def _capacity_stages(model, length):
@@ -340,17 +342,17 @@ def _total_steps(config, parts):
 # ---- from a run folder --------------------------------------------------------------------------
 
 
-def finished(config, workdir, step=None, parts=()):
+def finished(config, workdir, step=None, splits=()):
     """(Experiment or Setup, step, parameters to evaluate with, variables) of a run's checkpoint.
 
     Args:
       step: of the checkpoint; None: the newest.
-      parts: of the data that is wanted, see `efx.data.load`; of none the model alone is built.
+      splits: those of the data to load, see `efx.data.load`; without any only the model is built.
     """
-    runfolder.load_config(workdir)
+    runfolder.recorded_config(workdir)
     # Averages of parameters are kept by the optimiser; no other has anything that is wanted here.
     whole = optim.keeps_averages(config.optim.name)
-    build = functools.partial(experiment, parts=parts) if parts or whole else setup
+    build = functools.partial(experiment, splits=splits) if splits or whole else setup
     built = build(config, workdir)
     if whole:
         shapes = Training(built).shapes

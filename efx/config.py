@@ -49,7 +49,7 @@ def override(config, changes, where):
 
 def config_of_run(workdir):
     """The checked config of a run folder; its lists, which were tuples, are tuples again."""
-    config = ConfigDict(_tuples(runfolder.load_config(workdir)))
+    config = ConfigDict(_tuples(runfolder.recorded_config(workdir)))
     run_settings.check(config, pathlib.Path(workdir) / runfolder.CONFIG_FILE)
     return config
 

@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 from efx.errors import UsageError
 from efx.settings import (
     Count,
+    Fraction,
     Natural,
     NonNegative,
     Positive,
     Probability,
     Range,
-    Share,
     block,
 )
 
 Seed = Annotated[int, Range(least=0, below=2**32)]
-Fraction = Annotated[float, Range(above=0, below=1)]
+ProperFraction = Annotated[float, Range(above=0, below=1)]
 Devices = Annotated[int, Range(least=-1)]
 
 
@@ -37,7 +37,7 @@ class DataConfig:
     # with --mode=evaluate any other text. Nothing is then held out of `source`, and its
     # documents that are in eval_source are not trained on. "": the two settings that follow.
     eval_source: str = ""
-    eval_fraction: Fraction = 0.1  # held out of the source
+    eval_fraction: ProperFraction = 0.1  # held out of the source
     # "tail": the end of the stream; "documents": whole documents, by hash
     split: Literal["tail", "documents"] = "tail"
     withhold: bool = False  # with eval_source: keep what these two would hold out, too
@@ -140,7 +140,7 @@ class ScheduleConfig:
     decay_steps: Natural = 0  # step at which the decay ends; 0: the last
     # Of learning_rate, at the end.
     final_fraction: Annotated[float, Range(least=0, most=1)] = 0.1
-    decay_fraction: Share = 0.2  # wsd: share of the steps that decay
+    decay_fraction: Fraction = 0.2  # wsd: fraction of the steps that decay
 
 
 @block("config.optim")
@@ -214,7 +214,7 @@ class SampleConfig:
     max_new_tokens: Count = 200
     temperature: NonNegative = 0.8  # 0: the likeliest token
     top_k: Natural = 0  # among so many tokens; 0: all
-    top_p: Share = 0.95  # among the likeliest of so much probability together; 1: all
+    top_p: Fraction = 0.95  # among the likeliest of so much probability together; 1: all
     stop: str = ""  # stop after this text
     num_samples: Count = 1
     seed: Seed = 0
@@ -234,7 +234,7 @@ class ClusterConfig:
     iterations: Count = 20  # of k-means, at most
     restarts: Count = 3  # of k-means; the best is taken
     fit_documents: Count = 20_000  # fit on so many of the documents, the others go to the nearest
-    seed_fraction: Fraction = 0.25  # of the budget: the seed model's training on everything
+    seed_fraction: ProperFraction = 0.25  # of the budget: the seed model's training on everything
 
 
 @block("config.ensemble")

@@ -125,8 +125,8 @@ def elsewhere(key, every):
 def _unknown(name, block, every):
     """What to say of a name that is none: where else there is such a key, or the nearest one."""
     key = name.rpartition(".")[2]
-    found = elsewhere(key, every)
-    hint = f" (did you mean {found!r}?)" if found else nearest(key, block)
+    name_of_key = elsewhere(key, every)
+    hint = f" (did you mean {name_of_key!r}?)" if name_of_key else nearest(key, block)
     return f"{name} is not a setting{hint}"
 
 

@@ -14,7 +14,7 @@ A launch that trains checks the folder first (`open_run`) and writes once nothin
 (`OpenedRun.commit`), so that a launch that fails leaves the folder as it was. A folder without a
 checkpoint is free for any config. `Lock` keeps a second launch out.
 
-`load_config` and all other functions here that read import neither JAX nor numpy.
+`recorded_config` and all other functions here that read import neither JAX nor numpy.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def write_atomic(path, text):
         atomic.write_text(pathlib.Path(path), text)
 
 
-def load_config(workdir):
+def recorded_config(workdir):
     """The config of a run folder as a plain dict (tuples come back as lists).
 
     Raises UsageError if `workdir` is not a run folder or its config.json cannot be read.
@@ -175,7 +175,7 @@ def open_run(workdir, config, *, command_line, may_differ=()):
     if not is_new:
 
         def check():
-            changed.update(_check_same(workdir, load_config(workdir), config, may_differ))
+            changed.update(_check_same(workdir, recorded_config(workdir), config, may_differ))
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
@@ -295,7 +295,7 @@ class Lock:
 def check_config(workdir, config, may_differ=()):
     """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`."""
     config = json.loads(json.dumps(config, default=_plain))
-    _check_same(workdir, load_config(workdir), config, may_differ)
+    _check_same(workdir, recorded_config(workdir), config, may_differ)
 
 
 def run_record(workdir):

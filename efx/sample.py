@@ -21,6 +21,7 @@ import numpy as np
 
 from efx import models, sharding
 from efx.errors import UsageError
+from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
 
@@ -126,13 +127,19 @@ class _Program:
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """Read tokens, new rows into an emptied cache: the cache, and the features of each row's
-        last token; a row that has none among them keeps its own."""
+        """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
+        row's last token; a row that has none among them keeps its own."""
 
         def emptied(value, start):
             return jnp.where(new_B.reshape(-1, *(1,) * (value.ndim - 1)), start, value)
 
-        cache = jax.tree.map(emptied, cache, models.empty(cache))
+        # Not at every chunk: the cache may be large.
+        cache = jax.lax.cond(
+            jnp.any(new_B),
+            lambda cache: jax.tree.map(emptied, cache, models.empty(cache)),
+            lambda cache: cache,
+            cache,
+        )
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 
@@ -283,7 +290,8 @@ class _Run:
                 # One number, or several for several models that are decoded together.
                 total = np.asarray(value)[rows].sum(axis=0)
                 total = total.mean() if path[-1].key == "routed" else total.sum()
-                self.counts[path[-1].key][path[-2].key] += total.item()
+                block = label("/".join(key.key for key in path[:-1]))
+                self.counts[path[-1].key][block] += total.item()
 
     def statistics(self):
         """`Sampler.stats`."""

@@ -5,7 +5,7 @@
         top_k: Natural = 0  # choose among so many tokens; 0: all
 
 The field's type says what is allowed: a Python type, `Literal` choices, a range (`Natural`,
-`Share`...), tuples and unions of these, another block. Making a block of a wrong value raises a
+`Fraction`...), tuples and unions of these, another block. Making a block of a wrong value raises a
 `UsageError` that names key, value and what would be right. Rules between fields are the block's
 `check`.
 
@@ -62,7 +62,7 @@ Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(least=0)]
 AtLeastOne = Annotated[float, Range(least=1)]
-Share = Annotated[float, Range(above=0, most=1)]
+Fraction = Annotated[float, Range(above=0, most=1)]
 Probability = Annotated[float, Range(least=0, below=1)]
 
 

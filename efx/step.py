@@ -4,6 +4,8 @@ Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, b
 random is stored, so a resumed run draws what the uninterrupted one would have drawn.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx import losses, means, models, optim, sharding
+from efx.layers.stack import label
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
@@ -286,19 +289,20 @@ def make_eval_step(model, config, *, groups=1):
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, and that of each layer as `name/block_<i>`.
+    """Statistics by name: the mean over layers, that of each layer as `name/block_<i>`, and of what
+    is routed as `name/<block>`.
 
     Args:
       stats: a tree of values or Means by layer.
     """
     named = losses.collect_sown(stats)
+    if "units" in stats.get("layers", {}):
+        stats = models.unroll_variables(model, {"stats": stats})["stats"]
     # Masks of the embedding belong to no layer.
-    layers = {**stats["layers"]} if "layers" in stats else {}
-    if "units" in layers:
-        from efx.layers.stack import unroll_params
-
-        layers = unroll_params(layers, model.specs())
-    for block, layer_stats in layers.items():
-        for name, value in losses.collect_sown(layer_stats).items():
-            named[f"{name}/{block}"] = value
+    paths = [f"layers/{layer}" for layer in stats.get("layers", ())]
+    paths += [path for path, spec in model.blocks().items() if spec.routing is not None]
+    for path in paths:
+        block_stats = functools.reduce(lambda tree, key: tree[key], path.split("/"), stats)
+        for name, value in losses.collect_sown(block_stats).items():
+            named[f"{name}/{label(path)}"] = value
     return named

@@ -39,7 +39,7 @@ MAY_DIFFER = (
     r"train\.loss_chunk",
     r"model\.remat",
     r"model\.vocab_multiple",
-    r"model\.attention_chunk",
+    r"model\.attention\.(chunk|kernel)",
 )
 
 

@@ -14,14 +14,14 @@ from efx.sample import TextSampler
 def evaluate(config, workdir, step=None):
     """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
     `config.data.eval_source`."""
-    e, step, params, variables = finished(config, workdir, step, parts=("eval",))
+    e, step, params, variables = finished(config, workdir, step, splits=("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        c, own = config.data, runfolder.load_config(workdir)["data"]["source"]
-        if not c.eval_source and c.source != own:
+        c, trained_on = config.data, runfolder.recorded_config(workdir)["data"]["source"]
+        if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
             number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"

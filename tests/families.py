@@ -79,9 +79,10 @@ def _adapted(looks_ahead=False, losses=(), kind="lora", experts=0, **changes):
     return Family(changes, looks_ahead, losses)
 
 
-def _streams(*losses, **changes):
-    changes = {"family": "encoder_decoder", "mlp.hidden": 64, **changes}
-    return Family(changes, losses=(*losses, "embedding"))
+def _streams(*losses, row=None, **changes):
+    row = row or Family({})
+    changes = {"family": "encoder_decoder", "mlp.hidden": 64, **row.changes, **changes}
+    return dataclasses.replace(row, changes=changes, losses=(*losses, *row.losses, "embedding"))
 
 
 def _latent(row=None, **changes):
@@ -418,6 +419,65 @@ FAMILIES = {
         _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
         losses=("embedding", "load_balance", "router_z"),
     ),
+    "streams_mod": _streams(
+        row=_mod(**{"depth_routing.every": 1, "depth_routing.also_train": ("threshold",)}),
+        **{
+            "cross_source": "previous_layer",
+            "positions": "rope",
+            "attention.num_kv_heads": 2,
+            "attention.chunk": 10,
+            "cross_heads": 8,
+            "cross_kv_heads": 4,
+        },
+    ),
+    "streams_mod_context": _streams(
+        row=_mod(losses=("router_bce", "load_balance", "router_z")),
+        **{
+            "cross_source": "same_layer",
+            "order": "cross_first",
+            "depth_routing.blocks": (1, 2, 3),
+            "depth_routing.capacity": (0.5, 0.7, 0.3),
+            "depth_routing.slack": 1.0,
+            "depth_routing.kv_for_skipped": True,
+            "depth_routing.skip_mlp": 16,
+            "attention.window": 9,
+            "mlp.kind": "moe",
+            "mlp.moe.every": 2,
+            "mlp.moe.num_experts": 4,
+            "mlp.moe.capacity_factor": 1.0,
+        },
+    ),
+    "streams_parts": _streams(
+        **{
+            "cross_source": "previous_layer",
+            "depth": 3,
+            "encoder_depth": 4,
+            "soft_experts.num": 3,
+            "soft_experts.every": 2,
+            "soft_experts.shared": 1,
+            "soft_experts.hidden_multiple": 1.0,
+            "dense_former.on": True,
+            "mup.base_width": 16,
+            "initialisation": "spike_no_more",
+            "attention.chunk": 20,
+        }
+    ),
+    "streams_soft_mod": _streams(
+        *PENALTIES,
+        row=_mod(**{"depth_routing.every": 1}),
+        **{
+            "cross_source": "final",
+            "soft_experts.num": 2,
+            "soft_experts.shared_kv": True,
+            "soft_experts.hidden_multiple": 1.0,
+            "cross_kv_heads": 2,
+            "dense_former.on": True,
+            "positions": "rope",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.rounding": "none",
+        },
+    ),
     "latent": _latent(),
     "latent_levels": _latent(
         **{
@@ -574,6 +634,20 @@ FAMILIES = {
             "adapter.routing": "topk",
             "adapter.sites": ".*/(query|up|out)",
         },
+    ),
+    "adapter_latent": _latent(
+        _adapted(
+            experts=2,
+            looks_ahead=True,
+            losses=("inclusion_bce",),
+            **{
+                "adapter.routing": "inclusion",
+                "adapter.capacity": 0.4,
+                "adapter.slack": 1.0,
+                "memory_local": 2,
+                "upsampling": "attention",
+            },
+        )
     ),
     "adapter_inclusion": _adapted(
         experts=3,

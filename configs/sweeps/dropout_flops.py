@@ -1,12 +1,12 @@
-"""Learned dropout and the encoder-decoder against the decoder at equal training FLOPs, with more
-text than any of them reads once.
+"""Learned dropout and the encoder-decoder against the decoder at equal training FLOPs, on a text
+that none of them reads to the end.
 
     python -m efx.studies.sweep --sweep configs/sweeps/dropout_flops.py \
         --workdir runs/dropout_flops --jobs 2
 
-The models of dropout_overfitting.py on the source of Python's standard library. Of the masks that
-are elementwise, or read the embedding, or stand in two streams, one row each without penalties:
-that sweep compares penalties, where they might help.
+The models of dropout_overfitting.py on the source of Python's standard library. Elementwise masks,
+masks that read the embedding and masks in two streams have one row each, without penalties, which
+the other sweep compares.
 """
 
 from efx.configs.sweeps import dropout_overfitting

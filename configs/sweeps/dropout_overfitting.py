@@ -26,8 +26,8 @@ TEXT = {
     "sample.every": 0,
     "checkpoint.every": 0,
 }
-# Two masks with an attention of their own add half of a block to each block of 12 D^2 parameters,
-# a decoder block of two streams has 16 D^2: six blocks, four, and three beside two of an encoder.
+# Two masks with an attention each add half of a block to each block of 12 D^2 parameters, and a
+# decoder block of two streams has 16 D^2: hence six blocks, four, and three with two of an encoder.
 DECODER = {"config": "learned_dropout:none", "model.depth": 6}
 STANDARD = {
     "config": "learned_dropout:standard",
@@ -35,8 +35,8 @@ STANDARD = {
     "model.dropout.sites": "('embedding','attention_probs','attention_output','mlp_output')",
 }
 MASKS = {"config": "learned_dropout:no_penalty", "model.depth": 4}
-# Elementwise masks have two vectors a site and no matrix. Masks that attend over what one pass over
-# the embedding gives have that pass, 4 D^2, beside their own; as linear layers of it, D^2 each.
+# Elementwise masks have two vectors a site and no matrix. Masks that attend over the output of one
+# attention over the embedding share its 4 D^2; as linear layers of that output they have D^2 each.
 FORMS = {
     "elementwise": {
         "config": "learned_dropout:elementwise",
@@ -64,7 +64,7 @@ SHIFTS = {"0": 0.0, "pi/2": math.pi / 2, "pi": math.pi}
 SOURCES = {
     "parallel": {"model.cross_source": "previous_layer"},
     "same layer": {"model.cross_source": "same_layer"},
-    # The decoder starts from the embedding, and, as published, from what the encoder gives.
+    # The decoder starts from the embedding, or, as published, from the encoder's output.
     "serial": {"model.cross_source": "final", "model.serial_start": "embedding"},
     "serial from the encoder": {"model.cross_source": "final"},
 }
@@ -88,7 +88,7 @@ def masked_streams(name, weight):
 
 RUNS = {
     "decoder": DECODER,
-    # Smaller, and as deep as those with masks: what these owe to their depth.
+    # Smaller, and as deep as those with masks: shows the effect of their depth.
     "decoder, 4 blocks": DECODER | {"model.depth": 4},
     **{f"decoder, dropout {p}": STANDARD | {"model.dropout.rate": p} for p in (0.1, 0.2, 0.3)},
     **{

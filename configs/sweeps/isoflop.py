@@ -6,8 +6,8 @@ Small enough for some forty minutes on 2 CPU cores. For more, edit a copy: budge
 families are lists here.
 """
 
-# Steps of few tokens, and a learning rate above the default, which is for four times the width:
-# at such budgets large models otherwise end after too few steps to have learnt anything.
+# Steps of few tokens, and a higher learning rate than the default, which is for four times the
+# width: otherwise large models end at such budgets after too few steps to learn anything.
 BASE = {
     "model.depth": 4,
     "model.attention.num_heads": 2,

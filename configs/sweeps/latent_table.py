@@ -21,7 +21,7 @@ DECODER = {
     "model.depth": 6,
     "model.attention.num_heads": 3,
 }
-# Groups of 8 tokens 32 wide, 4 latents 48 wide, then 2 latents 64 wide, which the stack works on.
+# Groups of 8 tokens 32 wide, 4 latents 48 wide, then 2 latents 64 wide, the input of the stack.
 LATENT = {
     "model.level_widths": "(32,48)",
     "model.level_heads": "(2,3)",

@@ -8,8 +8,8 @@ Small enough for an hour or so on 2 CPU cores; the same command scales up by ove
 
 from efx.configs import mode
 
-# Eight layers, 32 wide, context 256, bytes of Python's standard library: some 17 training tokens a
-# parameter for the dense model. With far fewer, whatever skips more looks better, trained or not.
+# Eight layers, 32 wide, context 256, bytes of Python's standard library: about 17 training tokens a
+# parameter for the dense model. With far fewer, any model that skips more looks better.
 SIZE = {
     "model.width": 32,
     "model.attention.num_heads": 2,
@@ -27,14 +27,14 @@ EXPERTS = {
     "model.mlp.moe.top_k": 2,
     "model.mlp.moe.expert_hidden": 48,
 }
-# By the config that has it. Its routers do not like experts and no-ops equally, nor the same ones
-# early and late, and full experts turn tokens away. So FLOPs, and with them the steps for an equal
-# budget, are counted by the share of the choices that experts computed, in the mean over the
-# training of this row; the table has that share as the three seeds came to it.
+# Its routers do not choose experts and no-ops equally, their choices change in training, and full
+# experts drop tokens. So FLOPs, and with them the steps for an equal budget, are counted by the
+# fraction of choices that experts computed, in the mean over the training of this row; the table
+# has the fractions of the three seeds.
 INTEGRATED = mode.VARIANTS["integrated"] | {"model.mlp.moe.computed_fraction": 0.4}
 RUNS = {
     "dense": DENSE,
-    # A forward pass costs it about what it costs a stack with 12.5% in every second block.
+    # A forward pass costs about as much as that of a stack with 12.5% in every second block.
     "dense, half as deep": DENSE | {"model.depth": 4},
     "MoD 12.5%, every second block": {},
     "MoD 25%, every second block": {"model.depth_routing.capacity": 0.25},

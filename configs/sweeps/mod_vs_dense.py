@@ -11,12 +11,12 @@ def get_sweep():
         equal="flops",
         runs={
             "MoD, 12.5% every second block": {},
-            # The same with tokens picked at random: what learned routing adds.
+            # The same with tokens picked at random: shows the gain of learned routing.
             "stochastic, 12.5% every second block": {
                 "model.depth_routing.train_selection": "stochastic",
             },
             "dense twin": {"model.depth_routing.kind": "none"},
-            # A forward pass costs it about what it costs the first: the fair opponent.
+            # A forward pass costs about as much as that of the first run: the fair comparison.
             "dense, half as deep": {"model.depth_routing.kind": "none", "model.depth": 4},
         },
         columns={

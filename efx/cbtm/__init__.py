@@ -1,12 +1,12 @@
-"""cBTM: clusters of documents, an expert for each trained on its own, a sparse ensemble of them.
+"""cBTM: clusters of documents, one expert trained on each, a sparse ensemble of them.
 
 "Scaling Expert Language Models with Unsupervised Domain Discovery" (Gururangan et al. 2023, arXiv
 2303.14177). A folder of it:
 
     WORKDIR/clusters/      the clustering (`--mode=cluster`) and the documents of each cluster
     WORKDIR/seed/          the run that all experts start from
-    WORKDIR/expert_<j>/    the run that goes on from it on the documents of cluster j
-    WORKDIR/evaluation.*   what `--mode=evaluate` found
+    WORKDIR/expert_<j>/    the run that continues from it on the documents of cluster j
+    WORKDIR/evaluation.*   the table and numbers of `--mode=evaluate`
 """
 
 import pathlib

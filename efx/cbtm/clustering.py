@@ -1,9 +1,9 @@
-"""Clusters of documents, found without labels: tf-idf, truncated SVD, balanced k-means.
+"""Clusters of documents without labels: tf-idf, truncated SVD, balanced k-means.
 
 After cBTM (Gururangan et al. 2023, arXiv 2303.14177, section 2.2): words weighted by tf-idf,
 numbers made one word, English stop words left out; an SVD down to 100 dimensions; vectors of length
-one; k-means whose clusters have one size while it is fitted. A new text belongs to the nearest
-centre. What is stored is arrays (safetensors) and JSON.
+one; k-means whose clusters have equal sizes while it is fitted. A new text belongs to the nearest
+centre. A clustering is stored as arrays (safetensors) and JSON.
 """
 
 import json
@@ -20,7 +20,7 @@ from efx.settings import make
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
 _WORD = re.compile(r"\b\w\w+\b")
 _NUMBER = "#NUMBER"
-_AT_ONCE = 4096  # texts embedded together
+_AT_ONCE = 4096  # texts embedded at a time
 
 
 def _check_installed():
@@ -37,8 +37,8 @@ def words(text):
     """The words of a text, lower case, without English stop words; numbers are all one word."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 
-    named = (_NUMBER if word[0].isdigit() else word for word in _WORD.findall(text.lower()))
-    return [word for word in named if word not in ENGLISH_STOP_WORDS]
+    normalised = (_NUMBER if word[0].isdigit() else word for word in _WORD.findall(text.lower()))
+    return [word for word in normalised if word not in ENGLISH_STOP_WORDS]
 
 
 class Clustering:
@@ -46,9 +46,9 @@ class Clustering:
 
     Attributes:
       centres: float32[k, R].
-      vocabulary: the words that count; idf: float32[words]; components: float32[R, words].
-      about: JSON-able facts, such as `documents`, the key of what was clustered.
-      fingerprint: hash of everything that decides where a text belongs.
+      vocabulary: the words of the tf-idf; idf: float32[words]; components: float32[R, words].
+      about: JSON-able facts, such as `documents`, the key of the clustered documents.
+      fingerprint: hash of everything that decides the cluster of a text.
     """
 
     def __init__(self, vocabulary, idf, components, centres, about):
@@ -82,7 +82,7 @@ class Clustering:
     def distances(self, texts):
         """float32[n, k]: squared distances of the embedded texts from the centres.
 
-        A text without a known word lies at the origin: nearest to it is the broadest cluster.
+        A text without a known word is embedded at the origin, nearest to the broadest cluster.
         """
         return squared_distances(self.embed(texts), self.centres)
 
@@ -97,7 +97,7 @@ class Clustering:
 
     @classmethod
     def load(cls, folder):
-        """Raises UsageError where there is none, or what is there is not what was saved."""
+        """Raises UsageError if there is no clustering, or it is damaged."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
@@ -131,11 +131,11 @@ def _unit(x):
     return (x / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def fit(texts, config, seed):
+def fit_clustering(texts, config, seed):
     """(Clustering, labels int64[n]) of texts, by a `config.cluster` block.
 
-    The labels of the texts that were fitted on are of one size (floor or ceiling of n / k); the
-    others', with more than `config.fit_documents` of them, are the nearest centres.
+    The clusters of the texts that were fitted on have equal sizes (floor or ceiling of n / k). If
+    there are more texts than `config.fit_documents`, the others belong to the nearest centre.
 
     Raises UsageError: fewer texts than clusters, or no word in common.
     """
@@ -202,8 +202,10 @@ def _balanced(embedded, config, state):
     return model.fit_predict(embedded.astype(np.float64)).astype(np.int64)
 
 
-def purity(labels, parts):
-    """Share of documents that are of their cluster's most frequent part."""
-    labels, parts = np.asarray(labels), np.asarray(parts)
-    most = [np.unique(parts[labels == j], return_counts=True)[1].max() for j in np.unique(labels)]
-    return float(np.sum(most) / len(labels))
+def purity(labels, components):
+    """Fraction of documents that are of their cluster's most frequent component."""
+    labels, components = np.asarray(labels), np.asarray(components)
+    largest = [
+        np.unique(components[labels == j], return_counts=True)[1].max() for j in np.unique(labels)
+    ]
+    return float(np.sum(largest) / len(labels))

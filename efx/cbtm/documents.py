@@ -5,14 +5,14 @@ from efx.data.opened import OpenedTexts
 from efx.errors import UsageError
 
 
-class Documents:
+class SplitDocuments:
     """The documents of a corpus, split, in order.
 
     Attributes:
       train: list of sources.Document, each text once.
-      held_out: list of sources.Document, as evaluation sees them.
+      held_out: list of sources.Document, in the order of evaluation.
       key: hash of the documents and of which of them are for training.
-      parts: names of the parts of a mixture, sorted; empty without one.
+      components: names of the components of a mixture, sorted; empty without one.
 
     Raises UsageError for a split that is not of whole documents, or a source that is no text.
     """
@@ -29,16 +29,21 @@ class Documents:
                 " takes config.data.split=documents"
             )
         self.key = opened.key()
-        texts = [one for one in (opened.source, opened.eval_source) if one]
-        every = (document for text in texts for document in text.documents())
-        part_of = {sources.document_digest(document.data): document.component for document in every}
+        texts = [text for text in (opened.source, opened.eval_source) if text]
+        component_of = {
+            sources.document_digest(document.data): document.component
+            for text in texts
+            for document in text.documents()
+        }
         train, self.held_out = {}, []
         for split, name, data in opened.pieces():
             digest = sources.document_digest(data)
-            document = sources.Document(name, data, part_of[digest])
+            document = sources.Document(name, data, component_of[digest])
             if split == "eval":
                 self.held_out.append(document)
             else:
                 train.setdefault(digest, document)
         self.train = list(train.values())
-        self.parts = sorted({document.component for document in self.train + self.held_out} - {""})
+        self.components = sorted(
+            {document.component for document in self.train + self.held_out} - {""}
+        )

@@ -1,4 +1,4 @@
-"""The sparse ensemble of cBTM: the experts of a folder, and the mixture of what they predict.
+"""The sparse ensemble of cBTM: the experts of a folder, and the mixture of their predictions.
 
     p(x | context) = sum_e w_e p_e(x | context),    w_e ~ exp(-||h(context) - mu_e||^2 / tau),
 
@@ -30,7 +30,7 @@ from efx.runfolder import TOKENIZER_FILE
 def log_weights(distances_BE, tau, top_k):
     """log w [B, E] from squared distances [B, E]; -inf for the experts outside the top k.
 
-    Among equally near experts the first ones are taken. tau > 0; 1 <= top_k <= E.
+    Of equally near experts the first are chosen. tau > 0; 1 <= top_k <= E.
     """
     scores_BE = -distances_BE.astype(jnp.float32) / tau
     best_BC = plans.best(scores_BE, top_k)
@@ -50,10 +50,10 @@ def mix_logits(logits_BEV, log_weights_BE):
 
 
 class Ensemble:
-    """The experts of a folder, checked; their parameters are read when they are asked for.
+    """The experts of a folder, checked; their parameters are read by `load_expert`.
 
-    What belongs together is told by contents, not by paths: a run records the parameters that it
-    started from and the documents that it trained on (run.json).
+    Experts are recognised by contents, not by paths: a run records the parameters that it started
+    from and the documents that it trained on (run.json).
 
     Args:
       config: `Config` of the ensemble: its mesh is used, and its `data` names the held-out text.
@@ -84,56 +84,56 @@ class Ensemble:
         self._origin = origins[0]
         self.tokenizer = load_tokenizer(self.folders[0] / TOKENIZER_FILE)
         for j, (folder, origin) in enumerate(zip(self.folders, origins, strict=True)):
-            who = f"expert {j} of {self.count} ({folder})"
+            expert = f"expert {j} of {self.count} ({folder})"
             if load_tokenizer(folder / TOKENIZER_FILE).fingerprint != self.tokenizer.fingerprint:
                 raise UsageError(
-                    f"{who} has another vocabulary than expert 0; experts of one ensemble share "
+                    f"{expert} has another vocabulary than expert 0; experts of one ensemble share "
                     "their tokenizer.json"
                 )
             if origin["parameters"] != self._origin["parameters"]:
                 raise UsageError(
-                    f"{who} was started from another seed model ({origin['run']} at step "
+                    f"{expert} was started from another seed model ({origin['run']} at step "
                     f"{origin['step']}) than expert 0 ({self._origin['run']} at step "
                     f"{self._origin['step']}); train it anew in an empty folder"
                 )
 
     def _check(self, j, folder):
-        """What expert j started from: {"run", "step", "parameters": their hash}."""
-        who = f"expert {j} of {self.count}"
+        """The origin of expert j: {"run", "step", "parameters": their hash}."""
+        expert = f"expert {j} of {self.count}"
         steps = files.finished_steps(files.as_root(folder / runfolder.CHECKPOINTS))
         if not (folder / runfolder.CONFIG_FILE).is_file() or not steps:
             raise UsageError(
-                f"{who} is missing: {folder} has no finished checkpoint; train it, or let "
+                f"{expert} is missing: {folder} has no finished checkpoint; train it, or let "
                 f"python -m efx.cbtm.run train all that are missing in {self.workdir}"
             )
         record = runfolder.run_record(folder)
         if record.get("subset") != self.members[j].key:
             raise UsageError(
-                f"{who} ({folder}) was not trained on cluster {j} of the clustering in "
+                f"{expert} ({folder}) was not trained on cluster {j} of the clustering in "
                 f"{self.workdir / CLUSTERS}; train it anew in an empty folder"
             )
         if "origin" not in record:
             raise UsageError(
-                f"{who} ({folder}) was not started from a seed model (config.init.run)"
+                f"{expert} ({folder}) was not started from a seed model (config.init.run)"
             )
-        wanted = runfolder.load_config(folder)["steps"]
-        if steps[-1] < wanted:
-            line = f"efx: expert {j} is not finished: step {steps[-1]} of {wanted}"
-            print(line, file=sys.stderr)
+        total_steps = runfolder.recorded_config(folder)["steps"]
+        if steps[-1] < total_steps:
+            message = f"efx: expert {j} is not finished: step {steps[-1]} of {total_steps}"
+            print(message, file=sys.stderr)
         return record["origin"]
 
-    def restore(self, j, parts=()):
+    def load_expert(self, j, splits=()):
         """(Experiment, step, parameters, variables) of expert j."""
-        return restore(self.folders[j], self._config, parts)
+        return load_run(self.folders[j], self._config, splits)
 
     @functools.cached_property
     def seed_folder(self):
-        """The seed model's run folder, or None where it is not on this machine."""
+        """The seed model's run folder, or None if it is not on this machine."""
         for folder in (self.workdir / SEED, pathlib.Path(self._origin["run"])):
             root = folder / runfolder.CHECKPOINTS
             if not root.exists():
                 continue
-            model, step = self.restore(0)[0].model, self._origin["step"]
+            model, step = self.load_expert(0)[0].model, self._origin["step"]
             if step in files.finished_steps(files.as_root(root)):
                 shapes = jax.eval_shape(functools.partial(step_lib.init_state_params, model))
                 size = model.vocab_size
@@ -147,16 +147,16 @@ class Ensemble:
         return None
 
 
-def restore(folder, config, parts=()):
-    """`build.finished` of a run that may have been made elsewhere, on the mesh of `config` and
-    with the text of `config.data`, read as that run reads its own."""
-    there = run_settings.check(config_of_run(folder))
-    kept = {key: getattr(there.data, key) for key in ("seq_len", "batch_size", "packing")}
+def load_run(folder, config, splits=()):
+    """`build.finished` of a run that another machine may have made, on the mesh of `config` and
+    with the text of `config.data`, in rows and batches like those of that run."""
+    run_config = run_settings.check(config_of_run(folder))
+    reading = {key: getattr(run_config.data, key) for key in ("seq_len", "batch_size", "packing")}
     changes = {
         "mesh": config.mesh,
         "rules": config.rules,
         "evaluate": config.evaluate,
-        "data": dataclasses.replace(config.data, **kept, subset=""),
-        "init.run": "",  # what it was trained on and from is not needed to use it
+        "data": dataclasses.replace(config.data, **reading, subset=""),
+        "init.run": "",  # neither its subset nor its origin is needed to use it
     }
-    return build.finished(settings.replaced(there, changes), folder, parts=parts)
+    return build.finished(settings.replaced(run_config, changes), folder, splits=splits)

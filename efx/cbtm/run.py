@@ -4,11 +4,11 @@
 
 `config.steps` (or `config.train_flops`) is the budget of the seed model and all experts together:
 the seed model takes `config.cluster.seed_fraction` of it, each expert an equal part of the rest, so
-that any number of clusters costs the same training. Every part is a `python -m efx.main` of its
-own, in WORKDIR/seed and WORKDIR/expert_<j>, whose command is printed; an expert needs nothing of
-the others, so these commands may run on other machines that have the corpus, WORKDIR/seed and
-WORKDIR/clusters. `--commands` only prints them. What is finished is passed over: start the same
-command again to go on after an interruption. Arguments after `--` go to every part.
+that any number of clusters costs the same training. Every job is a separate `python -m efx.main`,
+in WORKDIR/seed and WORKDIR/expert_<j>, whose command is printed. An expert does not depend on the
+others, so these commands may run on other machines that have the corpus, WORKDIR/seed and
+WORKDIR/clusters. `--commands` only prints them. Finished jobs are skipped: start the same command
+again to continue after an interruption. Arguments after `--` go to every job.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from efx.studies import jobs as jobs_lib
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One `python -m efx.main`; `steps`: until which it trains, 0 if it does not train."""
+    """One `python -m efx.main`; `steps`: its last step, 0 if it does not train."""
 
     title: str
     folder: pathlib.Path
@@ -40,11 +40,11 @@ class Job:
         return run_settings.check(command_line.parse(["efx", *self.arguments]).config)
 
 
-class Plan(NamedTuple):
-    """The jobs of one ensemble, in stages; those of a stage do not wait for each other."""
+class Stages(NamedTuple):
+    """The jobs of one ensemble; jobs of the same stage do not depend on each other."""
 
     cluster: list
-    seed: list  # empty where a seed model is there already
+    seed: list  # empty if there is a seed model already
     experts: list
     evaluate: list
 
@@ -52,25 +52,25 @@ class Plan(NamedTuple):
         return [job for stage in self for job in stage]
 
 
-def make_plan(source, workdir, extra=(), seed_run=""):
-    """The Plan of a config file and overrides.
+def make_stages(source, workdir, extra=(), seed_run=""):
+    """The Stages of a config file and overrides.
 
-    seed_run: run folder of a seed model that is there already; "": it is trained in WORKDIR/seed.
+    seed_run: run folder of a finished seed model; "": it is trained in WORKDIR/seed.
     """
     workdir = pathlib.Path(workdir)
     seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
 
-    def use(title, mode):
+    def whole_job(title, mode):
         arguments = (f"--config={source}", f"--mode={mode}", f"--workdir={workdir}", *extra)
         return Job(title, workdir, arguments)
 
-    cluster, evaluate = use("clusters", "cluster"), use("evaluation", "evaluate")
+    cluster, evaluate = whole_job("clusters", "cluster"), whole_job("evaluation", "evaluate")
     config = cluster.config()
-    (total, first, each), count = budget(config), config.cluster.count
-    if first < 1 or each < 1:
+    (total, seed_steps, expert_steps), count = budget(config), config.cluster.count
+    if seed_steps < 1 or expert_steps < 1:
         raise UsageError(
             f"config.steps={total}: too few for a seed model and {count} experts, which get "
-            f"{first} and {each} of them"
+            f"{seed_steps} and {expert_steps} of them"
         )
     experts = [
         train_job(
@@ -82,37 +82,37 @@ def make_plan(source, workdir, extra=(), seed_run=""):
                 f"--config.init.run={seed}",
                 f"--config.data.subset={documents_file(workdir, j)}",
             ],
-            each,
+            expert_steps,
         )
         for j in range(count)
     ]
-    seeds = [] if seed_run else [train_job("seed model", source, seed, extra, first)]
-    return Plan([cluster], seeds, experts, [evaluate])
+    seeds = [] if seed_run else [train_job("seed model", source, seed, extra, seed_steps)]
+    return Stages([cluster], seeds, experts, [evaluate])
 
 
 def budget(config):
-    """Steps of all runs together, of the seed model, of an expert."""
+    """(steps of all runs together, of the seed model, of one expert)."""
     total = config.steps
     if not total or config.train_flops:
         from efx.build import experiment
 
         total = experiment(config).steps
-    first = round(config.cluster.seed_fraction * total)
-    return total, first, (total - first) // config.cluster.count
+    seed_steps = round(config.cluster.seed_fraction * total)
+    return total, seed_steps, (total - seed_steps) // config.cluster.count
 
 
 def train_job(title, source, folder, extra, steps):
-    """A Job that trains for so many steps, a tenth of them at most warming up."""
+    """A Job that trains for `steps` steps, at most a tenth of them as warm-up."""
     arguments = [f"--config={source}", f"--workdir={folder}", *extra]
     arguments += [f"--config.steps={steps}", "--config.train_flops=0.0"]
     job = Job(title, pathlib.Path(folder), tuple(arguments), steps)
     warmup = min(job.config().optim.schedule.warmup_steps, max(1, steps // 10))
-    last = f"--config.optim.schedule.warmup_steps={warmup}"
-    return dataclasses.replace(job, arguments=(*job.arguments, last))
+    warmup_argument = f"--config.optim.schedule.warmup_steps={warmup}"
+    return dataclasses.replace(job, arguments=(*job.arguments, warmup_argument))
 
 
-def finished(job):
-    """Whether a job has trained to its end; UsageError if its folder holds another run."""
+def is_finished(job):
+    """Whether a job has trained to its last step; UsageError if its folder holds another run."""
     from efx.checkpoint import files
     from efx.train import MAY_DIFFER
 
@@ -124,23 +124,23 @@ def finished(job):
 
 
 def run_jobs(jobs, at_a_time=1):
-    """Run what is not finished; UsageError naming the first that fails or is stopped."""
+    """Runs the unfinished jobs; UsageError naming the first that fails or is stopped."""
 
-    def one(job, cpus):
+    def run_job(job, cpus):
         log = f"{job.folder}.log"
-        status, where = jobs_lib.run_main(job.title, list(job.arguments), log, cpus)
+        status, log_name = jobs_lib.run_main(job.title, list(job.arguments), log, cpus)
         if status:
             raise UsageError(
-                f"{job.title} ended with status {status}; {where} says why. The same command goes "
-                "on from here"
+                f"{job.title} ended with status {status}; {log_name} says why. The same command "
+                "goes on from here"
             )
-        if job.steps and not finished(job):
+        if job.steps and not is_finished(job):
             raise UsageError(f"{job.title} was stopped; the same command goes on from here")
 
-    done = [job for job in jobs if finished(job)]
-    for job in done:
+    finished_jobs = [job for job in jobs if is_finished(job)]
+    for job in finished_jobs:
         print(f"== {job.title}: finished already, {job.folder}", flush=True)
-    jobs_lib.run_all(one, [job for job in jobs if job not in done], at_a_time)
+    jobs_lib.run_all(run_job, [job for job in jobs if job not in finished_jobs], at_a_time)
 
 
 def main(argv=None):
@@ -153,12 +153,12 @@ def main(argv=None):
 
 
 def study(arguments):
-    """All parts of the plan, or their commands."""
-    plan = make_plan(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
+    """Runs all stages, or prints their commands."""
+    stages = make_stages(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
     if arguments.commands:
-        print("\n".join(f"# {job.title}\n{job.command()}" for job in plan.jobs()))
+        print("\n".join(f"# {job.title}\n{job.command()}" for job in stages.jobs()))
         return
-    for stage in plan:
+    for stage in stages:
         run_jobs(stage, max(1, min(arguments.jobs, len(stage))))
 
 

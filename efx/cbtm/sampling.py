@@ -1,8 +1,8 @@
 """Sampling from the sparse ensemble: `efx.sample` with a model that is several experts at once.
 
 The weights are computed from the text so far, when sampling begins and then every
-`config.ensemble.every` tokens. The experts in use, and no others, are on the device and have a
-cache; where one comes into use, the text so far is read again.
+`config.ensemble.every` tokens. Only the experts in use are on the device and have a cache; when an
+expert comes into use, the text so far is read again.
 """
 
 import collections
@@ -23,13 +23,13 @@ from efx.sample import TextSampler
 
 @dataclasses.dataclass(frozen=True)
 class StackedExperts:
-    """Experts of one architecture as one model, with what `efx.sample.Sampler` asks of a model.
+    """Experts of one architecture as one model for `efx.sample.Sampler`.
 
-    Its variables are those of an expert with a leading axis of experts, but for "cache", whose
-    second axis that is; beside them "log_weights" [E]. Its features are [B, T, E, D].
+    Its variables are those of an expert with a leading axis of experts, which is the second axis of
+    "cache", and "log_weights" [E]. Its features are [B, T, E, D].
 
     Attributes:
-      expert: the model of each, its layers not scanned. count: E.
+      expert: the model of each expert, its layers not scanned. count: E.
     """
 
     expert: object
@@ -74,7 +74,7 @@ class WeighedExperts:
       model: of an expert.
       experts: variables of expert j at [j], anywhere; indexed when one comes into use.
       clustering: anything with `distances(texts)`: [n, k] squared distances from the centres.
-      tokenizer: its `decode` gives the text that decides.
+      tokenizer: its `decode` gives the text that decides the weights.
       settings: `config.ensemble`.
     Attributes:
       model: StackedExperts.
@@ -93,11 +93,11 @@ class WeighedExperts:
         return np.asarray(log_weights(distances, self._settings.tau, self._settings.top_k))[0]
 
     def at(self, texts, before):
-        """See `Sampler.tokens`; of one text. An expert that stays in use keeps its place."""
+        """See `Sampler.tokens`; for one text. An expert that stays in use keeps its index."""
         (ids,) = texts
         log_weights_E = self.log_weights(ids)
         best = np.argsort(-log_weights_E, kind="stable")[: self.model.count].tolist()
-        variables, new = {**before}, False
+        variables, changed = {**before}, False
         if not before:
             self.history, in_use = [], best
             variables = jax.tree.map(lambda *x: jnp.stack(x), *map(self._variables, best))
@@ -107,16 +107,16 @@ class WeighedExperts:
             coming = [j for j in best if j not in in_use]
             leaving = [i for i, j in enumerate(in_use) if j not in best]
             for i, j in zip(leaving, coming, strict=True):
-                variables, in_use[i], new = _replaced(variables, self._variables(j), i), j, True
+                variables, in_use[i], changed = _replaced(variables, self._variables(j), i), j, True
         self.history.append((len(ids), tuple(in_use)))
-        return {**variables, "log_weights": log_weights_E[in_use]}, new
+        return {**variables, "log_weights": log_weights_E[in_use]}, changed
 
     def _variables(self, j):
         return models.unroll_variables(self._expert, self._experts[j])
 
     def usage(self, new_tokens):
-        """({expert: how many of the last text's new tokens it was in use for}, how many times an
-        expert came into use after the first ones)."""
+        """({expert: number of the last text's new tokens that it was in use for}, number of times
+        that an expert came into use after the first ones)."""
         tokens, switches = collections.Counter(), 0
         end = (self.history[0][0] + new_tokens, ())
         for (length, in_use), (until, following) in itertools.pairwise([*self.history, end]):
@@ -127,7 +127,7 @@ class WeighedExperts:
 
 @partial(jax.jit, donate_argnums=0)
 def _replaced(stacked, variables, i):
-    return jax.tree.map(lambda every, one: every.at[i].set(one), stacked, variables)
+    return jax.tree.map(lambda stacked_leaf, leaf: stacked_leaf.at[i].set(leaf), stacked, variables)
 
 
 class _HostMemory:
@@ -138,7 +138,7 @@ class _HostMemory:
         self.model = self._restore(0).model
 
     def _restore(self, j):
-        experiment, _, params, variables = self._ensemble.restore(j)
+        experiment, _, params, variables = self._ensemble.load_expert(j)
         self._read[j] = jax.device_get(sharding.local({"params": params, **variables}))
         return experiment
 
@@ -149,19 +149,21 @@ class _HostMemory:
 
 
 def sample(config, workdir, step=None, stream=None):
-    """Continue `config.sample.prompt` by the sparse ensemble of a folder of experts."""
+    """Continues `config.sample.prompt` with the sparse ensemble of a folder of experts."""
     config = run_settings.check(config)
     ensemble = Ensemble(config, workdir, step)
-    kept, tokenizer = _HostMemory(ensemble), ensemble.tokenizer
-    experts = WeighedExperts(kept.model, kept, ensemble.clustering, tokenizer, config.ensemble)
+    on_host, tokenizer = _HostMemory(ensemble), ensemble.tokenizer
+    experts = WeighedExperts(
+        on_host.model, on_host, ensemble.clustering, tokenizer, config.ensemble
+    )
     sampler = TextSampler(experts.model, tokenizer, config.sample)
     sampler.write(experts, stream)
     tokens, switches = experts.usage(sampler.stats["new_tokens"])
     total = max(1, sampler.stats["new_tokens"])
-    shares = ", ".join(f"{j} for {n / total:.0%}" for j, n in sorted(tokens.items()))
+    usage_text = ", ".join(f"{j} for {n / total:.0%}" for j, n in sorted(tokens.items()))
     print(
         f"{quantity(sampler.stats['tokens_per_second'], 'tokens/s')}; experts of {ensemble.count} "
-        f"in use: {shares} of the tokens; {switches} came in on the way",
+        f"in use: {usage_text} of the tokens; {switches} came in on the way",
         file=sys.stderr,
     )
     return sampler.stats

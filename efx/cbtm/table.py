@@ -1,15 +1,15 @@
-"""cBTM against one model on everything, at equal training FLOPs: several seeds, one table.
+"""cBTM against one model trained on everything, at equal training FLOPs: several seeds, one table.
 
     python -m efx.cbtm.table --workdir runs/cbtm_table
 
 For every seed: one model trained on everything with the whole budget; a seed model; from it, the
 ensembles of `--clusters` experts, each with its own clustering; and, as the control, `--random`
 experts on random clusters. One cluster is the seed model trained further on everything. All are
-asked about the same held-out documents. About an hour on 2 cores as it stands
+evaluated on the same held-out documents. About an hour on 2 cores with the default config
 (configs/cbtm.py:table); arguments after `--` go to every run, to scale the study up or down.
 
-WORKDIR/table.md has the table, table.json its numbers: of every seed, so that more can be made of
-them. What is finished is passed over: start the same command again to go on.
+WORKDIR/table.md has the table, table.json its numbers of every seed. Finished runs are skipped:
+start the same command again to continue.
 """
 
 import pathlib
@@ -26,23 +26,23 @@ from efx.tables import mean_and_spread
 DENSE, SEED_MODEL = "one model on everything", "seed model"
 
 
-def make_plan(arguments, extra, seed):
-    """(Job of one model on everything, Job of the seed model, {name of an ensemble: its Plan})."""
-    top, extra = pathlib.Path(arguments.workdir), [*extra, f"--config.seed={seed}"]
-    everything = (f"--config={arguments.config}", f"--workdir={top}", *extra)
-    total, first, _ = cbtm.budget(cbtm.Job(DENSE, top, everything).config())
+def jobs_of_seed(arguments, extra, seed):
+    """(Job of the model on everything, Job of the seed model, {name of an ensemble: Stages})."""
+    workdir, extra = pathlib.Path(arguments.workdir), [*extra, f"--config.seed={seed}"]
+    everything = (f"--config={arguments.config}", f"--workdir={workdir}", *extra)
+    total, seed_steps, _ = cbtm.budget(cbtm.Job(DENSE, workdir, everything).config())
 
     def train(title, name, steps):
-        folder = top / f"{name}-seed{seed}"
+        folder = workdir / f"{name}-seed{seed}"
         return cbtm.train_job(f"{title}, seed {seed}", arguments.config, folder, extra, steps)
 
-    dense, seed_job = train(DENSE, "dense", total), train(SEED_MODEL, "seed_model", first)
+    dense, seed_job = train(DENSE, "dense", total), train(SEED_MODEL, "seed_model", seed_steps)
 
     def ensemble(name, count, *settings):
         settings = [*extra, f"--config.cluster.count={count}", *settings]
         settings += [f"--config.ensemble.top_k={min(2, count)}"]
-        folder = top / f"{name}-seed{seed}"
-        return cbtm.make_plan(arguments.config, folder, settings, seed_job.folder)
+        folder = workdir / f"{name}-seed{seed}"
+        return cbtm.make_stages(arguments.config, folder, settings, seed_job.folder)
 
     ensembles = {
         f"{count} cluster" + "s" * (count > 1): ensemble(f"k{count}", count)
@@ -54,38 +54,38 @@ def make_plan(arguments, extra, seed):
     return dense, seed_job, ensembles
 
 
-def run(plans, jobs):
-    """Everything that is not finished: what waits for nothing first, then the experts."""
-    ensembles = [plan for *_, named in plans for plan in named.values()]
-    cbtm.run_jobs([job for plan in ensembles for job in plan.cluster], jobs)
+def run_plans(plans, jobs):
+    """Runs all unfinished jobs: first those that depend on no other, then the experts."""
+    ensembles = [stages for *_, named in plans for stages in named.values()]
+    cbtm.run_jobs([job for stages in ensembles for job in stages.cluster], jobs)
     cbtm.run_jobs([job for dense, seed, _ in plans for job in (seed, dense)], jobs)
-    cbtm.run_jobs([job for plan in ensembles for job in plan.experts], jobs)
+    cbtm.run_jobs([job for stages in ensembles for job in stages.experts], jobs)
 
 
-def evaluate(plans):
+def evaluate_plans(plans):
     """({row: {column: [value of each seed]}}, fractions of the held-out text that were scored)."""
     from efx.cbtm import evaluation
     from efx.cbtm.ensemble import Ensemble
 
     models, table, fractions = {}, {}, []
     for dense, seed_job, ensembles in plans:
-        others = {DENSE: dense.folder, SEED_MODEL: seed_job.folder}
-        for name, plan in ensembles.items():
-            (job,) = plan.evaluate
+        other_runs = {DENSE: dense.folder, SEED_MODEL: seed_job.folder}
+        for name, stages in ensembles.items():
+            (job,) = stages.evaluate
             config = job.config()
             ensemble = Ensemble(config, job.folder)
-            result, held_out = evaluation.score(ensemble, config, others)
-            evaluation.write(job.folder, result)
+            scores, held_out = evaluation.score(ensemble, config, other_runs)
+            evaluation.write(job.folder, scores)
             fractions.append(held_out.fraction)
-            for model, folder in others.items():
-                _add(models, model, result["models"][model], _flops(folder))
-            others = {}  # asked once a seed
+            for model, folder in other_runs.items():
+                _add_row(models, model, scores["models"][model], _flops(folder))
+            other_runs = {}  # evaluated once a seed
             flops = _flops(seed_job.folder, *ensemble.folders)
             if ensemble.count == 1:
-                _add(table, name, result["mixtures"]["top 1"], flops)
+                _add_row(table, name, scores["mixtures"]["top 1"], flops)
                 continue
-            for mixture, row in result["mixtures"].items():
-                _add(table, f"{name}, {mixture}", row, flops)
+            for mixture, row in scores["mixtures"].items():
+                _add_row(table, f"{name}, {mixture}", row, flops)
     return {**models, **table}, fractions
 
 
@@ -93,7 +93,7 @@ def _flops(*folders):
     return sum(final_row(folder)["flops"] for folder in folders)
 
 
-def _add(table, title, row, flops):
+def _add_row(table, title, row, flops):
     values = {
         "held-out loss (nats)": row["loss"],
         "bits per byte": row["bits_per_byte"],
@@ -106,7 +106,7 @@ def _add(table, title, row, flops):
         columns[name].append(value)
 
 
-def markdown(table, seeds, how, documents):
+def markdown(table, seeds, command, documents):
     """The table as Markdown, with seeds, what was scored and command under it."""
     titles = list(next(iter(table.values())))
     rows = [
@@ -116,7 +116,7 @@ def markdown(table, seeds, how, documents):
     return (
         f"{tables.markdown(['', *titles], rows)}\n\n"
         f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation; {documents}. "
-        f"Command: `{how}`\n"
+        f"Command: `{command}`\n"
     )
 
 
@@ -140,13 +140,13 @@ def main(argv=None):
 
 
 def study(arguments):
-    """All runs and evaluations, then the table."""
+    """Makes all runs and evaluations, then the table."""
     arguments.clusters = cli.numbers("--clusters", arguments.clusters)
     arguments.seeds = cli.numbers("--seeds", arguments.seeds)
     cli.check_extra(arguments.extra)
-    plans = [make_plan(arguments, arguments.extra, seed) for seed in arguments.seeds]
-    run(plans, arguments.jobs)
-    table, fractions = evaluate(plans)
+    plans = [jobs_of_seed(arguments, arguments.extra, seed) for seed in arguments.seeds]
+    run_plans(plans, arguments.jobs)
+    table, fractions = evaluate_plans(plans)
     text = markdown(table, arguments.seeds, arguments.command, portion(fractions))
     tables.save(arguments.workdir, "table", text, table)
 

@@ -245,8 +245,8 @@ def dtype_and_shape(leaf):
 
 def abridged(lines):
     """The first few of `lines`, joined, and the number of the others."""
-    others = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "; ".join(lines[:_SHOWN]) + others
+    suffix = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "; ".join(lines[:_SHOWN]) + suffix
 
 
 # ---- processes -------------------------------------------------------------------------------

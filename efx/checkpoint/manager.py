@@ -336,10 +336,10 @@ def _check_fit(name, stored, targets, vocab_size):
         else:
             fit = files.fits(path, leaves[0].shape, leaves[1].shape, vocab_size)
         if not fit:
-            there, here = (
+            stored_kind, target_kind = (
                 "absent" if leaf is None else files.dtype_and_shape(leaf) for leaf in leaves
             )
-            differences.append(f"state/{'/'.join(path)} is {there} there, {here} here")
+            differences.append(f"state/{'/'.join(path)} is {stored_kind} there, {target_kind} here")
     if differences:
         raise CheckpointError(
             f"{name} is of another config: {files.abridged(differences)}; use the config it"

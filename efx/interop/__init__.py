@@ -1,1 +1,1 @@
-"""Other people's formats: checkpoints in and out."""
+"""Reads and writes checkpoints in the formats of other libraries."""

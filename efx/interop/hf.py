@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints, GPT-2 and Llama, in and out; dense parameters into an MoD model.
+"""Reads and writes Hugging Face checkpoints (GPT-2, Llama); makes MoD models of dense parameters.
 
     config, model, params = load_hf("path/to/gpt2", common.base())   # config.json, *.safetensors
     save_hf("path/to/new", params, model)                            # transformers loads this
@@ -23,11 +23,11 @@ from efx.errors import UsageError
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
 from efx.layers.stack import scan_params, unroll_params
 
-# Buffers that some checkpoints carry beside the parameters.
+# Buffers that some checkpoints have in addition to the parameters.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _PREFIX = {"gpt2": "transformer.", "llama": "model."}
 
-# (module in the state dict, our modules); several of ours are one of theirs, side by side.
+# (module in the state dict, modules of efx); several of efx are concatenated into one of theirs.
 _MODULES = {
     "gpt2": (
         ("wte", "embed"),
@@ -63,9 +63,9 @@ def params_from_hf(state_dict, model, key=None):
 
     Args:
       state_dict: {name: array} with or without the prefix of the language-model class.
-      model: what `models.build` made; unrolled or scanned, dense or with routed blocks.
+      model: of `models.build`; unrolled or scanned, dense or with routed blocks.
       key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
-    Raises: UsageError naming the arrays that are missing, left over, or of another shape.
+    Raises: UsageError naming the arrays that are missing, unknown, or of another shape.
     """
     dense, kind = _dense(model), kind_of(model)
     state = {name.removeprefix(_PREFIX[kind]): array for name, array in state_dict.items()}
@@ -79,28 +79,28 @@ def params_from_hf(state_dict, model, key=None):
             continue
         array = _numpy(state.pop(name))
         array = array.T if transposed and array.ndim == 2 else array
-        wanted = [_without_padding(path, shapes[path], dense) for path in paths]
-        whole = (*wanted[0][:-1], sum(shape[-1] for shape in wanted))
-        if array.shape != whole:
+        target_shapes = [_unpadded_shape(path, shapes[path], dense) for path in paths]
+        joined_shape = (*target_shapes[0][:-1], sum(shape[-1] for shape in target_shapes))
+        if array.shape != joined_shape:
             raise UsageError(
                 f"Hugging Face checkpoint: {name} has shape {_oriented(array.shape, transposed)}, "
-                f"this model needs {_oriented(whole, transposed)}"
+                f"this model needs {_oriented(joined_shape, transposed)}"
             )
-        ends = np.cumsum([shape[-1] for shape in wanted])[:-1]
-        for path, part in zip(paths, np.split(array, ends, axis=-1), strict=True):
-            padding = [(0, a - b) for a, b in zip(shapes[path], part.shape, strict=True)]
-            flat[path] = np.pad(part, padding) if np.any(padding) else np.ascontiguousarray(part)
-    for what, names in (("lacks", missing), ("has, and this model has no place for,", list(state))):
+        ends = np.cumsum([shape[-1] for shape in target_shapes])[:-1]
+        for path, block in zip(paths, np.split(array, ends, axis=-1), strict=True):
+            padding = [(0, a - b) for a, b in zip(shapes[path], block.shape, strict=True)]
+            flat[path] = np.pad(block, padding) if np.any(padding) else np.ascontiguousarray(block)
+    for verb, names in (("lacks", missing), ("has, and this model has no place for,", list(state))):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UsageError(f"Hugging Face checkpoint {what} {', '.join(names[:3])}{more}")
+            others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UsageError(f"Hugging Face checkpoint {verb} {', '.join(names[:3])}{others}")
     return mod_from_dense(unflatten_dict(flat, sep="/"), model, key)
 
 
 def params_to_hf(params, model):
     """(state dict of numpy float32 arrays, config.json dict) of a dense decoder.
 
-    A GPT-2 without biases gets biases of zero, which compute the same.
+    A GPT-2 without biases gets biases of zero, which is the same function.
     """
     model, params = models.unroll(model, params)
     config, kind = config_to_hf(model), kind_of(model)
@@ -108,11 +108,11 @@ def params_to_hf(params, model):
     shapes = {path: array.shape for path, array in flat.items()}
     state = {}
     for name, paths, transposed in _arrays(model, kind, shapes):
-        parts = [
-            flat[path][tuple(slice(n) for n in _without_padding(path, shapes[path], model))]
+        arrays = [
+            flat[path][tuple(slice(n) for n in _unpadded_shape(path, shapes[path], model))]
             for path in paths
         ]
-        array = np.concatenate(parts, axis=-1)
+        array = np.concatenate(arrays, axis=-1)
         name = name if name == "lm_head.weight" else _PREFIX[kind] + name
         state[name] = np.ascontiguousarray(array.T if transposed else array)
         if kind == "gpt2" and not model.config.use_bias and paths[0].endswith(("kernel", "scale")):
@@ -122,18 +122,18 @@ def params_to_hf(params, model):
 
 
 def mod_from_dense(params, model, key=None):
-    """Parameters of `model`, which may route, from those of the same model without routing.
+    """Parameters of `model`, which may have routed blocks, from those of its dense twin.
 
     Args:
       params: of the dense model, unrolled or scanned.
-      model: the same but for `config.model.depth_routing` and scanning.
-      key: PRNG key of the fresh routers; not needed where no block is routed.
-    Returns: the dense arrays as they are, and routers as the model itself initialises them.
+      model: may differ from it in `config.model.depth_routing` and scanning.
+      key: PRNG key of the fresh routers; not needed if no block is routed.
+    Returns: the dense arrays, unchanged, and routers as the model initialises them.
     """
     layers = params["layers"]
     if "units" in layers:
         layers = unroll_params(layers, _dense(model).specs())
-    if any(spec.routing is not None for spec in model.specs()):
+    if any(spec.routing is not None for spec in model.blocks().values()):
         if key is None:
             raise UsageError("the model has routed blocks: give a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}
@@ -168,24 +168,24 @@ def load_hf(folder, config):
 
 
 def save_hf(folder, params, model):
-    """Writes config.json and model.safetensors for transformers; overwrites nothing."""
+    """Writes config.json and model.safetensors for transformers into a new folder."""
     state, config = params_to_hf(params, model)
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = sorted(path.name for path in folder.iterdir())
-        if taken:
-            raise UsageError(f"{folder} is not empty ({taken[0]}): give a new folder")
-        with atomic.replacing(folder / "model.safetensors") as part:
-            save_file(state, part, metadata={"format": "pt"})
+        existing = sorted(path.name for path in folder.iterdir())
+        if existing:
+            raise UsageError(f"{folder} is not empty ({existing[0]}): give a new folder")
+        with atomic.replacing(folder / "model.safetensors") as temporary:
+            save_file(state, temporary, metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
 
 
 def _arrays(model, kind, shapes):
-    """[(name in the state dict, our paths, transposed)] of every array that `shapes` has."""
-    found = []
+    """[(name in the state dict, paths of efx, transposed)] of every array in `shapes`."""
+    entries = []
     for theirs, ours in _MODULES[kind]:
         for i in range(model.config.depth) if "{}" in theirs else (None,):
             name = theirs.format(i)
@@ -195,8 +195,8 @@ def _arrays(model, kind, shapes):
                 if paths[0] in shapes:
                     transposed = leaf == "kernel" and (kind == "llama" or name == "lm_head")
                     suffix = "bias" if leaf == "bias" else "weight"
-                    found.append((f"{name}.{suffix}", paths, transposed))
-    return found
+                    entries.append((f"{name}.{suffix}", paths, transposed))
+    return entries
 
 
 def _dense(model):
@@ -213,18 +213,18 @@ def _shapes(model):
 
 
 def _routers(model, key):
-    """{layer: router} as initialised; compiled, so that nothing else is computed."""
+    """{layer: router} as initialised; jitted, so that no other parameter is computed."""
     model = models.changed(model, scan_layers=False)
 
-    def make(key):
+    def init_routers(key):
         layers = nn.unbox(models.init(model, key))["params"]["layers"]
         return {name: layer["router"] for name, layer in layers.items() if "router" in layer}
 
-    return jax.device_get(jax.jit(make)(key))
+    return jax.device_get(jax.jit(init_routers)(key))
 
 
-def _without_padding(path, shape, model):
-    """The shape of a parameter but for the rows that pad the vocabulary."""
+def _unpadded_shape(path, shape, model):
+    """The shape of a parameter without the padding of the vocabulary."""
     if path == "embed/embedding":
         return (model.vocab_size, *shape[1:])
     return (*shape[:-1], model.vocab_size) if path == "head/kernel" else shape
@@ -246,7 +246,7 @@ def _oriented(shape, transposed):
 
 
 def _numpy(array):
-    """float32 numpy of a numpy, jax or torch array; torch's bfloat16 numpy does not know."""
+    """float32 numpy of a numpy, jax or torch array; numpy does not have torch's bfloat16."""
     if hasattr(array, "detach"):
         array = array.detach().cpu().float()
     return np.asarray(array).astype(np.float32)

@@ -1,10 +1,10 @@
-"""What a Hugging Face config.json says, as config.model, and the other way round."""
+"""Converts between a Hugging Face config.json and config.model."""
 
 import operator
 
 from efx.errors import UsageError
 
-# What a config.json may leave out, with transformers' own defaults.
+# The keys that a config.json may leave out, with transformers' defaults.
 _DEFAULTS = {
     "gpt2": dict(
         vocab_size=50257,
@@ -43,7 +43,7 @@ _ACTIVATIONS = {
     "gpt2": {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
     "llama": {"silu": "swiglu"},
 }
-# What efx's attention can do and neither format can say.
+# The values that both formats have; other values of these settings cannot be written.
 _PLAIN = {
     "attention.qk_norm": "none",
     "attention.scale": "sqrt",
@@ -119,7 +119,7 @@ def config_from_hf(hf):
 
 
 def config_to_hf(model):
-    """The config.json, as a dict, of a dense decoder. Raises UsageError where there is none."""
+    """The config.json, as a dict, of a dense decoder. Raises UsageError if it has none."""
     c, kind = model.config, kind_of(model)
     if c.depth_routing.kind != "none":
         raise UsageError(
@@ -184,7 +184,7 @@ def config_to_hf(model):
 
 
 def complete(hf):
-    """config.json with the keys that it leaves to transformers' defaults."""
+    """config.json completed with transformers' defaults."""
     kind = hf["model_type"] if "model_type" in hf else None
     if kind not in _DEFAULTS:
         raise UsageError(
@@ -194,7 +194,7 @@ def complete(hf):
 
 
 def _rope_theta(hf):
-    """The base of plain rotary embeddings; transformers has had two places for it."""
+    """The base of plain rotary embeddings; versions of transformers store it in different keys."""
     rope = dict(hf["rope_parameters"] or hf["rope_scaling"] or {})
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     theta = rope.pop("rope_theta", hf["rope_theta"])
@@ -207,10 +207,10 @@ def _rope_theta(hf):
 
 
 def kind_of(model):
-    """ "gpt2" or "llama": the format that computes what this decoder computes, but for routing."""
+    """ "gpt2" or "llama": the format of the function of this decoder, apart from routing."""
     c = model.config
     kind = {"learned": "gpt2", "rope": "llama", "none": None}[c.positions]
-    wanted = {
+    required = {
         "gpt2": {"norm": "layernorm", "attention.num_kv_heads": c.attention.num_heads},
         "llama": {"norm": "rmsnorm"},
     }
@@ -226,11 +226,11 @@ def kind_of(model):
             raise UsageError(
                 f"config.model.{name}={value}: Hugging Face's {kind} format has no place for it"
             )
-    for name, value in {**_PLAIN, **wanted[kind]}.items():
-        given = operator.attrgetter(name)(c)
-        if given != value:
+    for name, value in {**_PLAIN, **required[kind]}.items():
+        actual = operator.attrgetter(name)(c)
+        if actual != value:
             raise UsageError(
-                f"config.model.{name}={given!r}: Hugging Face's {kind} format has {value!r}"
+                f"config.model.{name}={actual!r}: Hugging Face's {kind} format has {value!r}"
             )
     if c.mlp.activation not in _ACTIVATIONS[kind].values():
         raise UsageError(

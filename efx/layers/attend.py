@@ -11,24 +11,88 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from efx.layers import attention_kernels
+
 MASKED = -1e30
 _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
+_BLOCK = 256  # queries that are scored at a time, however long the sequence is
+
+
+class Span(NamedTuple):
+    """Queries [q_start, q_stop), in blocks of `block`, and how many keys a block visits.
+
+    These are the keys [0, keys), or with `slides` the last so many up to the block's last query.
+    """
+
+    q_start: int
+    q_stop: int
+    block: int
+    keys: int
+    slides: bool = False
+
+    @property
+    def pairs(self):
+        """(query, key) pairs that are scored."""
+        return (self.q_stop - self.q_start) * self.keys
 
 
 def chunk_size(length, chunk=0):
-    """Queries in a chunk; `chunk=0` picks at most 8 chunks of at least 64."""
+    """Queries that visit the same keys; `chunk=0` picks at most 8 chunks of at least 64."""
     return chunk or max(64, -(-length // _MAX_CHUNKS))
 
 
 def spans(length, chunk=0, window=0):
-    """[(q_start, q_stop, k_start, k_stop)]: the keys that each chunk of queries visits."""
+    """The `Span`s of a sequence.
+
+    Short sequences are cut into a few chunks, each with its own keys. In longer ones a chunk is
+    several blocks, which take turns, so that the memory for scores grows with the length and not
+    with its square; with a window every block has keys of its own.
+    """
     step = chunk_size(length, chunk)
+    if step > _BLOCK and not chunk:
+        step = length if window else -(-step // _BLOCK) * _BLOCK
     result = []
     for start in range(0, length, step):
         stop = min(start + step, length)
-        first = max(0, start - window + 1) if window else 0
-        result.append((start, stop, first, stop))
+        # Whole blocks, then what is left.
+        whole = start + (stop - start) // _BLOCK * _BLOCK if stop - start > _BLOCK else start
+        for q_start, q_stop in ((start, whole), (whole, stop)):
+            block = min(_BLOCK, q_stop - q_start) if q_stop == whole else q_stop - q_start
+            keys = min(stop, block + window - 1) if window else stop
+            if block:
+                result.append(Span(q_start, q_stop, block, keys, bool(window)))
     return result
+
+
+def first_visible(length, window=0, positions_BT=None, segment_ids_BT=None):
+    """int32 [B or 1, T], the place of the first key that each query may see: every mask here is an
+    interval of keys that ends with the query. None: all from 0 on.
+
+    A key of the query's own document is visible, the more so the nearer: where the tokens of a
+    document stand together and their positions ascend, as in every packed row and in every routed
+    subsequence of one, what is visible has no hole.
+
+    Args:
+      window: positions that a query looks back, its own included; 0: all.
+      positions_BT: original positions; None: the places.
+      segment_ids_BT: documents, or None.
+    """
+    if not window and segment_ids_BT is None:
+        return None
+    place_T = jnp.arange(length, dtype=jnp.int32)
+    if positions_BT is None:
+        positions_BT = place_T[None]
+    step_BT = jnp.diff(positions_BT, axis=1, prepend=positions_BT[:, :1])
+    # Empty slots have negative positions and stand for themselves.
+    cut_BT = (positions_BT < 0) != jnp.roll(positions_BT < 0, 1, axis=1)
+    if segment_ids_BT is not None:
+        cut_BT = cut_BT | (jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0)
+    if not window:
+        return jax.lax.cummax(jnp.where(cut_BT, place_T[None], 0), axis=1)
+    # Positions along the whole row, in which no window reaches over a cut.
+    along_BT = jnp.cumsum(jnp.where(cut_BT, window, jnp.clip(step_BT, 0, window)), axis=1)
+    search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
+    return jax.vmap(lambda along_T: search(along_T, along_T - window))(along_BT).astype(jnp.int32)
 
 
 def attend(
@@ -42,6 +106,8 @@ def attend(
     softcap=0.0,
     positions_BT=None,
     segment_ids_BT=None,
+    gaps=False,
+    kernel="auto",
     probs_fn: Callable | None = None,
 ):
     """Causal attention of T queries over the same T places of keys and values.
@@ -56,30 +122,54 @@ def attend(
       scale: factor on the scores. softcap: scores <- softcap * tanh(scores / softcap), 0 = off.
       positions_BT: original positions, needed only with a window.
       segment_ids_BT: documents, or None.
+      gaps: whether positions skip some.
+      kernel: see `attention_kernels.choose`.
       probs_fn: applied to the probabilities of each chunk, in order: probs_fn(p_BKGTS, q_start,
         k_start, allowed), the latter bool [B or 1, T, S].
     Returns: [B, T, N, H].
     """
+    _, length, num_heads, head_dim = q_BTNH.shape
+    case = attention_kernels.Case(
+        length,
+        num_heads,
+        k_BSKH.shape[2],
+        head_dim,
+        q_BTNH.dtype,
+        window,
+        softcap,
+        gaps,
+        documents=segment_ids_BT is not None,
+        probs=probs_fn is not None,
+    )
+    chosen = attention_kernels.choose(kernel, case)
+    if chosen is not None:
+        return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
     v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
-    static = _Static(tuple(spans(q_BTNH.shape[1], chunk, window)), window, softcap)
+    first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
+    static = _Static(tuple(spans(length, chunk, window)), softcap)
     if probs_fn is None:
-        out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT)
+        out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT)
     else:
         # Left to automatic differentiation, which keeps the probabilities.
-        chunks = [
-            _softmax_values(
-                q_BKGTH[..., q0:q1, :],
-                k_BKSH[..., k0:k1, :],
-                v_BKSH[..., k0:k1, :],
-                _allowed(static, (q0, q1, k0, k1), positions_BT, segment_ids_BT),
-                softcap,
-                probs_fn,
-                (q0, k0),
-            )
-            for q0, q1, k0, k1 in static.spans
-        ]
+        chunks = []
+        for span in static.spans:
+            for q0 in range(span.q_start, span.q_stop, span.block):
+                q1, k0 = q0 + span.block, _first_key(span, q0)
+                k1 = k0 + span.keys
+                allowed_BTS = _allowed(first_BT, q0, span.block, k0, span.keys)
+                chunks.append(
+                    _softmax_values(
+                        q_BKGTH[..., q0:q1, :],
+                        k_BKSH[..., k0:k1, :],
+                        v_BKSH[..., k0:k1, :],
+                        allowed_BTS,
+                        softcap,
+                        probs_fn,
+                        (q0, k0),
+                    )
+                )
         out_BKGTH = jnp.concatenate(chunks, axis=3)
     return _join_heads(out_BKGTH)
 
@@ -102,97 +192,158 @@ class _Static(NamedTuple):
     """What `_attend` knows when it is traced."""
 
     spans: tuple
-    window: int
     softcap: float
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT):
+def _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT):
     """`attend` on scaled queries, heads before time. Reverse mode only.
 
-    The backward pass computes the probabilities again, chunk by chunk, from the scores and the log
-    of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its chunk.
+    The backward pass computes the probabilities again, block by block, from the scores and the log
+    of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its block.
     """
-    return _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT)[0]
+    return _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT)[0]
 
 
-def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT):
-    chunks, log_sums = [], []
-    for span in static.spans:
-        q0, q1, k0, k1 = span
-        scores_BKRS = _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT)
+def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT):
+    def block(span, q0):
+        q_BKRH = _rows(_queries(q_BKGTH, q0, span.block))
+        k_BKSH_, v_BKSH_ = (_keys(y, span, q0) for y in (k_BKSH, v_BKSH))
+        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT)
         top_BKR = jnp.max(scores_BKRS, axis=-1, keepdims=True)
         weights_BKRS = jnp.exp(scores_BKRS - top_BKR)
         sums_BKR = jnp.sum(weights_BKRS, axis=-1, keepdims=True)
-        out_BKRH = _dot("BKRS,BKSH->BKRH", weights_BKRS.astype(v_BKSH.dtype), v_BKSH[..., k0:k1, :])
+        out_BKRH = _dot("BKRS,BKSH->BKRH", weights_BKRS.astype(v_BKSH.dtype), v_BKSH_)
         out_BKRH = (out_BKRH / sums_BKR).astype(v_BKSH.dtype)
-        chunks.append(_groups(out_BKRH, q_BKGTH))
-        log_sums.append(top_BKR + jnp.log(sums_BKR))
-    out_BKGTH = jnp.concatenate(chunks, axis=3)
-    saved = q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT, out_BKGTH, log_sums
-    return out_BKGTH, saved
+        log_sums_BKR = top_BKR + jnp.log(sums_BKR)
+        return tuple(_groups(y, q_BKGTH.shape[2]) for y in (out_BKRH, log_sums_BKR))
+
+    results = []
+    for span in static.spans:
+        if span.q_stop - span.q_start == span.block:
+            results.append(block(span, span.q_start))
+        else:
+            _, blocks = jax.lax.scan(
+                lambda _, q0, span=span: (None, block(span, q0)), None, _starts(span)
+            )
+            results.append(tuple(_in_a_row(y) for y in blocks))
+    out_BKGTH, log_sums_BKGT = (jnp.concatenate(y, axis=3) for y in zip(*results, strict=True))
+    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, first_BT, out_BKGTH, log_sums_BKGT)
 
 
 def _attend_backward(static, saved, d_out_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, positions_BT, segment_ids_BT, out_BKGTH, log_sums = saved
-    dtype = q_BKGTH.dtype
+    q_BKGTH, k_BKSH, v_BKSH, first_BT, out_BKGTH, log_sums_BKGT = saved
+    dtype, groups = q_BKGTH.dtype, q_BKGTH.shape[2]
     # The mean over keys of the gradient of the probabilities, by way of the output.
     mean_BKGT = jnp.sum(
         d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32), axis=-1, keepdims=True
     )
-    d_q = []
-    # Gradients of keys and values are summed with H before S: XLA:CPU then multiplies a small
-    # transposed matrix by a large one as it lies, which is much faster than the other way round.
-    d_k_BKHS = jnp.zeros_like(k_BKSH, jnp.float32).swapaxes(2, 3)
-    d_v_BKHS = d_k_BKHS
-    for span, log_sums_BKR in reversed(list(zip(static.spans, log_sums, strict=True))):
-        q0, q1, k0, k1 = span
-        q_BKRH, d_out_BKRH = _rows(q_BKGTH[..., q0:q1, :]), _rows(d_out_BKGTH[..., q0:q1, :])
-        scores_BKRS = _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT)
+
+    def block(span, q0):
+        """Gradients of a block's queries, and of its keys and values with H before S: XLA:CPU then
+        multiplies a small transposed matrix by a large one as it lies, which is much faster than
+        the other way round."""
+        q_BKRH, d_out_BKRH, log_sums_BKR, mean_BKR = (
+            _rows(_queries(y, q0, span.block))
+            for y in (q_BKGTH, d_out_BKGTH, log_sums_BKGT, mean_BKGT)
+        )
+        k_BKSH_, v_BKSH_ = (_keys(y, span, q0) for y in (k_BKSH, v_BKSH))
+        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT)
         probs_BKRS = jnp.exp(scores_BKRS - log_sums_BKR)
-        d_probs_BKRS = _dot("BKRH,BKSH->BKRS", d_out_BKRH, v_BKSH[..., k0:k1, :])
-        d_scores_BKRS = probs_BKRS * (d_probs_BKRS - _rows(mean_BKGT[..., q0:q1, :]))
+        d_probs_BKRS = _dot("BKRH,BKSH->BKRS", d_out_BKRH, v_BKSH_)
+        d_scores_BKRS = probs_BKRS * (d_probs_BKRS - mean_BKR)
         if static.softcap:
             inside = jnp.abs(scores_BKRS) <= static.softcap
             slope_BKRS = 1.0 - jnp.square(scores_BKRS / static.softcap)
             d_scores_BKRS = d_scores_BKRS * jnp.where(inside, slope_BKRS, 0.0)
         d_scores_BKRS = d_scores_BKRS.astype(dtype)
-        d_q_BKRH = _dot("BKRS,BKSH->BKRH", d_scores_BKRS, k_BKSH[..., k0:k1, :])
-        d_q.insert(0, _groups(d_q_BKRH.astype(dtype), q_BKGTH))
-        d_k_BKHS = d_k_BKHS.at[..., k0:k1].add(
-            _dot("BKHR,BKRS->BKHS", q_BKRH.swapaxes(2, 3), d_scores_BKRS)
-        )
-        d_v_BKHS = d_v_BKHS.at[..., k0:k1].add(
-            _dot("BKHR,BKRS->BKHS", d_out_BKRH.swapaxes(2, 3), probs_BKRS.astype(dtype))
-        )
-    d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in (d_k_BKHS, d_v_BKHS))
-    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None, None
+        d_q_BKRH = _dot("BKRS,BKSH->BKRH", d_scores_BKRS, k_BKSH_)
+        d_k_BKHS = _dot("BKHR,BKRS->BKHS", q_BKRH.swapaxes(2, 3), d_scores_BKRS)
+        d_v_BKHS = _dot("BKHR,BKRS->BKHS", d_out_BKRH.swapaxes(2, 3), probs_BKRS.astype(dtype))
+        return _groups(d_q_BKRH.astype(dtype), groups), (d_k_BKHS, d_v_BKHS)
+
+    def add_block(d_kv, q0, span):
+        d_q_BKGTH, new = block(span, q0)
+        start = _first_key(span, q0)
+        return tuple(_add_at(d, start, y) for d, y in zip(d_kv, new, strict=True)), d_q_BKGTH
+
+    d_q = []
+    zeros_BKHS = jnp.zeros_like(k_BKSH, jnp.float32).swapaxes(2, 3)
+    d_kv = (zeros_BKHS, zeros_BKHS)
+    for span in reversed(static.spans):
+        if span.q_stop - span.q_start == span.block:
+            d_kv, d_q_BKGTH = add_block(d_kv, span.q_start, span)
+        else:
+            d_kv, d_q_blocks = jax.lax.scan(
+                functools.partial(add_block, span=span), d_kv, _starts(span)
+            )
+            d_q_BKGTH = _in_a_row(d_q_blocks)
+        d_q.insert(0, d_q_BKGTH)
+    d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in d_kv)
+    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _scores(static, span, q_BKGTH, k_BKSH, positions_BT, segment_ids_BT):
-    """Masked scores of a chunk of queries in float32, [B, K, R, S]."""
-    q0, q1, k0, k1 = span
-    scores_BKRS = _dot("BKRH,BKSH->BKRS", _rows(q_BKGTH[..., q0:q1, :]), k_BKSH[..., k0:k1, :])
+def _starts(span):
+    """The first query of each block."""
+    return jnp.arange(span.q_start, span.q_stop, span.block, dtype=jnp.int32)
+
+
+def _first_key(span, q0):
+    """The first key that the block from query `q0` on visits; `q0` may be traced."""
+    if not span.slides:
+        return 0
+    start = q0 + span.block - span.keys
+    return max(0, start) if isinstance(q0, int) else jnp.maximum(0, start)
+
+
+def _queries(x_BKGTH, q0, block):
+    if isinstance(q0, int):
+        return x_BKGTH[..., q0 : q0 + block, :]
+    return jax.lax.dynamic_slice_in_dim(x_BKGTH, q0, block, axis=3)
+
+
+def _keys(x_BKSH, span, q0):
+    start = _first_key(span, q0)
+    if isinstance(start, int):
+        return x_BKSH[..., start : start + span.keys, :]
+    return jax.lax.dynamic_slice_in_dim(x_BKSH, start, span.keys, axis=2)
+
+
+def _add_at(d_BKHS, start, y_BKHS):
+    """d with y added to the places from `start` on."""
+    size = y_BKHS.shape[3]
+    if isinstance(start, int):
+        return d_BKHS.at[..., start : start + size].add(y_BKHS)
+    y_BKHS = y_BKHS + jax.lax.dynamic_slice_in_dim(d_BKHS, start, size, axis=3)
+    return jax.lax.dynamic_update_slice_in_dim(d_BKHS, y_BKHS, start, axis=3)
+
+
+def _in_a_row(blocks):
+    """[blocks, B, K, G, C, ...] -> [B, K, G, T, ...]"""
+    blocks = jnp.moveaxis(blocks, 0, 3)
+    return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
+
+
+def _scores(static, span, q0, q_BKRH, k_BKSH, first_BT):
+    """Masked scores of a block of queries in float32, [B, K, R, S]."""
+    scores_BKRS = _dot("BKRH,BKSH->BKRS", q_BKRH, k_BKSH)
     if static.softcap:
         scores_BKRS = static.softcap * jnp.tanh(scores_BKRS / static.softcap)
-    allowed_BTS = _allowed(static, span, positions_BT, segment_ids_BT)
-    scores_BKGTS = _groups(scores_BKRS, q_BKGTH)
+    allowed_BTS = _allowed(first_BT, q0, span.block, _first_key(span, q0), span.keys)
+    scores_BKGTS = _groups(scores_BKRS, q_BKRH.shape[2] // span.block)
     return _rows(jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED))
 
 
-def _allowed(static, span, positions_BT, segment_ids_BT):
-    """Which keys the queries of a chunk may see: bool [B or 1, T, S]."""
-    q0, q1, k0, k1 = span
-    allowed_BTS = (jnp.arange(k0, k1)[None, :] <= jnp.arange(q0, q1)[:, None])[None]
-    if segment_ids_BT is not None:
-        same = segment_ids_BT[:, q0:q1, None] == segment_ids_BT[:, None, k0:k1]
-        allowed_BTS = allowed_BTS & same
-    if static.window:
-        gap = positions_BT[:, q0:q1, None] - positions_BT[:, None, k0:k1]
-        allowed_BTS = allowed_BTS & (gap < static.window)
+def _allowed(first_BT, q0, queries, k0, keys):
+    """Which keys the queries of a block may see: bool [B or 1, T, S]."""
+    q_T1, k_1S = q0 + jnp.arange(queries)[:, None], k0 + jnp.arange(keys)[None]
+    allowed_BTS = (k_1S <= q_T1)[None]
+    if first_BT is not None:
+        first_BT = jax.lax.dynamic_slice_in_dim(first_BT, q0, queries, axis=1)
+        allowed_BTS = allowed_BTS & (k_1S[None] >= first_BT[..., None])
     return allowed_BTS
 
 
@@ -202,8 +353,8 @@ def _rows(x_BKGTH):
     return x_BKGTH.reshape(batch, kv_heads, groups * length, *rest)
 
 
-def _groups(x_BKRH, q_BKGTH):
-    return x_BKRH.reshape(*q_BKGTH.shape[:3], -1, x_BKRH.shape[-1])
+def _groups(x_BKRH, groups):
+    return x_BKRH.reshape(*x_BKRH.shape[:2], groups, -1, x_BKRH.shape[-1])
 
 
 def _dot(subscripts, a, b):
@@ -267,7 +418,7 @@ def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
     """`_softmax_values` over the first `used` slots, a block at a time, rescaling what has been
     summed whenever a larger score comes (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
 
-    def more(carry):
+    def any_left(carry):
         return carry[0] * _CACHE_BLOCK < used
 
     def block(carry):
@@ -298,7 +449,7 @@ def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q_BKGTH.shape, jnp.float32),
     )
-    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(more, block, start)
+    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(any_left, block, start)
     return (out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]).astype(q_BKGTH.dtype)
 
 

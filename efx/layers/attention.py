@@ -36,9 +36,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
         """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
-        info). Where the latter is `info` itself, the context is another state of the same tokens
-        (S = T), causal in the same order. While decoding, the context is what the cache takes, and
-        S may differ from T inside of groups alone. See `CacheView.access`."""
+        info). Where the latter has the `Tokens` of `info`, the context is another state of the same
+        tokens (S = T), causal in the same order. While decoding, the context is what the cache
+        takes, and S may differ from T inside of groups alone. See `CacheView.access`."""
         c, width, read = self.config, self.width, (x_BTD, info) if context is None else context
         q_BTNH = k_BSKH = v_BSKH = None
         if info.access != "write":
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         if dropout is not None:
             probs_fn = dropout.probs_fn(info, read[1].tokens.positions_BT)
         options["probs_fn"] = probs_fn
-        if read[1] is not info:
+        if read[1].tokens is not info.tokens:
             out_BTNH = attend_context(
                 q_BTNH, k_BSKH, v_BSKH, info.tokens, read[1].tokens, **options
             )
@@ -66,6 +66,8 @@ class Attention(nn.Module):
                 chunk=c.chunk,
                 positions_BT=info.tokens.positions_BT,
                 segment_ids_BT=info.tokens.segment_ids_BT,
+                gaps=info.tokens.gaps,
+                kernel=c.kernel,
                 **options,
             )
         if dropout is not None:

@@ -6,6 +6,7 @@ routed) stands with them.
 
 import dataclasses
 import functools
+import itertools
 import logging
 from typing import Literal
 
@@ -16,12 +17,12 @@ from efx.layers.routing import plans
 from efx.settings import (
     AtLeastOne,
     Count,
+    Fraction,
     Natural,
     NonNegative,
     Number,
     Positive,
     Probability,
-    Share,
     block,
 )
 
@@ -45,7 +46,10 @@ class AttentionConfig:
     scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
-    chunk: Natural = 0  # queries in a chunk of the kernel; 0: chosen by length
+    chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
+    # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
+    # that can do what is asked, and "xla" where there is none.
+    kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
 
     def resolved(self, width, rope, mup):
         """With every field made out, for a model so wide.
@@ -98,13 +102,13 @@ class MoEConfig:
     renormalise: bool = True
     # token_choice: an expert has room for ceil(k T factor / (E + num_noop)) tokens of a sequence.
     capacity_factor: Positive = 1.25
-    capacity: Share = 0.25  # expert_choice: share of a sequence that an expert takes
+    capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert takes
     slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
     num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
     num_noop: Natural = 0  # token_choice: experts that compute nothing
-    # token_choice: share of the choices that experts compute, by which FLOPs are counted; as
+    # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
     # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
-    computed_fraction: Share | None = None
+    computed_fraction: Fraction | None = None
 
     def check(self):
         if self.router == "expert_choice" and self.computed_fraction is not None:
@@ -152,7 +156,7 @@ class MoEConfig:
             fraction = self.capacity * (1 if selection == "train" else self.slack)
         return plans.Budget(fraction, length, documents)
 
-    def places(self, length, selection):
+    def slots(self, length, selection):
         """C: tokens of a sequence of `length` that one expert has room for, at most all."""
         return self.budget(length, selection).size
 
@@ -201,11 +205,12 @@ class DepthRoutingConfig:
     kind: Literal["none", "mod", "recursion"] = "none"
     recursions: Count = 2
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
-    blocks: tuple[Natural, ...] = ()  # or these, zero-based
-    # Share of a sequence that a routed block computes; one value, or one for each routed block.
+    # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
+    blocks: tuple[Natural, ...] = ()
+    # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
     # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
     # tokens has no router.
-    capacity: Share | tuple[Share, ...] = 0.125
+    capacity: Fraction | tuple[Fraction, ...] = 0.125
     # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
     # c^2...; then, and whenever the model does not train, `capacity`.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
@@ -244,23 +249,23 @@ class DepthRoutingConfig:
                 "in (0, 1]"
             )
 
-    def check_depth(self, depth):
-        """UsageError unless a stack of so many blocks can be routed so."""
-        blocks = self.blocks
-        if any(b >= depth for b in blocks) or list(blocks) != sorted(set(blocks)):
+    def check_depth(self, *depths):
+        """UsageError unless stacks of so many blocks can be routed so."""
+        blocks, count = self.blocks, sum(depths)
+        if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise UsageError(
                 f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
-                f"{depth - 1}"
+                f"{count - 1}"
             )
         if self.kind == "recursion":
-            self._check_recursion(depth)
-        if self.kind == "mod" and not blocks and self.every > depth:
+            self._check_recursion(count)
+        if self.kind == "mod" and not blocks and self.every > max(depths):
             raise UsageError(
-                f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would be "
-                f"routed; set {self.where}.kind='none' if that is meant"
+                f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
+                f"would be routed; set {self.where}.kind='none' if that is meant"
             )
         try:
-            self.routed_blocks(depth)
+            self.routed_blocks(*depths)
         except ValueError:
             raise UsageError(
                 f"{self.where}.capacity={self.capacity}: give one value, or one for each routed "
@@ -317,11 +322,19 @@ class DepthRoutingConfig:
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
 
-    def routed_blocks(self, depth):
-        """{block index: capacity} of a stack of `depth` blocks; ValueError if lengths differ."""
+    def routed_blocks(self, *depths):
+        """{block index: capacity} of stacks of so many blocks, numbered through; `every` counts in
+        each of them. ValueError if lengths differ."""
         if self.kind != "mod":
             return {}
-        chosen = self.blocks or tuple(range(self.every - 1, depth, self.every))
+        chosen = self.blocks
+        if not chosen:
+            starts = itertools.accumulate((0, *depths[:-1]))
+            chosen = tuple(
+                start + i
+                for start, depth in zip(starts, depths, strict=True)
+                for i in range(self.every - 1, depth, self.every)
+            )
         capacities = self.capacity
         if not isinstance(capacities, tuple):
             capacities = (capacities,) * len(chosen)
@@ -329,7 +342,7 @@ class DepthRoutingConfig:
 
     @property
     def shares(self):
-        """Shares of the sequence that the steps of a recursion compute."""
+        """Fractions of the sequence that the steps of a recursion compute."""
         if isinstance(self.capacity, tuple):
             return self.capacity
         return tuple(self.capacity**i for i in range(self.recursions))
@@ -348,7 +361,7 @@ class DepthRoutingConfig:
         """Slots that a causal decision has in a sequence of `length` tokens."""
         return self.budget(capacity, length).size
 
-    def places(self, capacity, length, selection):
+    def slots(self, capacity, length, selection):
         """Slots that a routed block computes in a sequence of `length` tokens."""
         if selection == "train" and self.train_selection != "threshold":
             return plans.capacity(capacity, length)
@@ -490,7 +503,7 @@ class DropoutConfig:
     """What stands where dropout stood."""
 
     kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
-    rate: Probability = 0.1  # standard: share of the elements that are zeroed
+    rate: Probability = 0.1  # standard: fraction of the elements that are zeroed
     # Where. kind="attention" has no form for attention_probs.
     sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
     elementwise: ElementwiseConfig = ElementwiseConfig()

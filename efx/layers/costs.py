@@ -22,7 +22,7 @@ def mlp_flops(b, tokens, selection="train"):
     """Of a block's MLP or experts; `selection` matters with experts that choose their tokens.
 
     By the papers' convention a token meets its k experts, of which no-op ones cost nothing:
-    `computed_fraction` says how many are left. Experts that choose fill all their places.
+    `computed_fraction` says how many are left. Experts that choose fill all their slots.
     """
     if b.soft is not None:
         return {"mlp": _soft_mlp_flops(b, tokens)}
@@ -30,7 +30,7 @@ def mlp_flops(b, tokens, selection="train"):
     if moe is not None and moe.router == "token_choice":
         rows = moe.top_k * tokens * moe.counted_fraction + moe.num_shared * tokens
     elif moe is not None:
-        rows = moe.num_experts * moe.places(tokens, selection) + moe.num_shared * tokens
+        rows = moe.num_experts * moe.slots(tokens, selection) + moe.num_shared * tokens
     parts = {"mlp": b.mlp.matrices * flops.matmul(rows, b.width, b.hidden)}
     if moe is not None:
         parts["moe_router"] = flops.matmul(tokens, b.width, moe.choices)
@@ -103,12 +103,10 @@ def _mask_flops(b, tokens, pairs, attentions, linears):
     }
 
 
-def mask_flops(b, tokens, pairs, sites=None):
-    """{component: FLOPs} of the masks at these sites (None: those of a block); {} if they multiply
-    no matrices."""
-    if sites is None:
-        # What a site of a channel masks, every channel masks for itself.
-        sites = ("attention_probs", *("attention_output", "mlp_output") * channels(b))
+def mask_flops(b, tokens, pairs, *sites):
+    """{component: FLOPs} of the masks at these sites, of a block one for each channel; {} if they
+    multiply no matrices."""
+    sites = sites * channels(b)
     attentions, linears = _mask_attentions(b, sites), _mask_linears(b, sites)
     return _mask_flops(b, tokens, pairs, attentions, linears)
 
@@ -122,5 +120,5 @@ def mask_input_flops(b, tokens, pairs):
 
 def embedding_mask_flops(b, tokens, pairs):
     """The same of what comes before the blocks: the mask there, and what all masks share."""
-    masks = mask_flops(b, tokens, pairs, ("embedding",))
+    masks = mask_flops(b, tokens, pairs, "embedding")
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])

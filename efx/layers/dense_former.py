@@ -34,18 +34,27 @@ class StateAverage(nn.Module):
 
 
 class Averages:
-    """The states of one pass through a stack, as a `Stack` goes along."""
+    """The states of each stream in one pass through a stack, as a `Stack` goes along."""
 
-    def __init__(self, config, x_BTD):
-        self.config, self.states = config, [x_BTD]
+    def __init__(self, config):
+        self.config, self.states = config, {}
 
-    def __call__(self, x_BTD):
-        """Y_i for the next X_i; inside the compact method of the stack, which owns the weights."""
+    def __call__(self, number, stream, before, after):
+        """The state `after` a layer with Y_i for its X_i; inside the compact method of the stack,
+        which owns the weights.
+
+        Args:
+          number: of the layer, from 1. stream: which entry of the state, a tuple, the layer
+            computes, whose blocks are counted by themselves; None: the state is one array.
+          before: what entered the layer.
+        """
         if self.config is None or not self.config.on:
-            return x_BTD
-        self.states.append(x_BTD)
-        block = len(self.states) - 1
-        chosen = self.config.states(block)
+            return after
+        x_BTD, y_BTD = (x if stream is None else x[stream] for x in (before, after))
+        states = self.states.setdefault(stream, [x_BTD])
+        states.append(y_BTD)
+        chosen = self.config.states(len(states) - 1)
         if not chosen:
-            return x_BTD
-        return StateAverage(name=f"average_{block}")([self.states[j] for j in chosen])
+            return after
+        y_BTD = StateAverage(name=f"average_{number}")([states[j] for j in chosen])
+        return y_BTD if stream is None else (*after[:stream], y_BTD, *after[stream + 1 :])

@@ -21,6 +21,7 @@ class Tokens:
       begin_BT, end_BT: which places of the sequence a token's document has to itself, see
         `plans.Documents`; None: those where it lies.
       alive_BT: bool, the tokens that routing may choose from, or None: all.
+      gaps: whether positions skip some, as those of routed tokens do.
       mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
         tokens, or None.
     """
@@ -31,6 +32,7 @@ class Tokens:
     end_BT: Any = None
     alive_BT: Any = None
     mask_input_BTD: Any = None
+    gaps: bool = struct.field(pytree_node=False, default=False)
 
     def full(self, batch):
         """The same with positions for every row, so that rows can be gathered one by one."""
@@ -77,8 +79,9 @@ class CacheView:
         is of the tokens that come in a full forward pass.
       kv_size: slots for keys and values of a block that attends to tokens which it does not compute
         (`kv_for_skipped`); 0: `size`.
-      access: "both" writes the new keys and values and attends; "write" writes them and computes
-        nothing else (the result is None), "read" only attends.
+      access: "both" writes the new keys and values and attends. Of a routed block that keeps keys
+        and values of all tokens, "write" writes these and computes nothing else (the result is
+        None), and "read" only attends to them.
       grouped: attention stays inside groups of tokens. Positions are places in a group then,
         segment_ids_BT its number in the sequence, and the cache holds one group, see
         `kv_cache.attend_group`.
@@ -100,11 +103,14 @@ class CallInfo:
 
     Attributes:
       cache: a `CacheView` while decoding, else None.
+      encoder: what cross-attention reads, (states [B, S, D], the `CallInfo` of these), or None.
+        Routing hands it on whole: a block that computes some of the tokens reads all of these.
     """
 
     tokens: Tokens
     mode: Mode = struct.field(pytree_node=False, default=Mode())
     cache: CacheView | None = None
+    encoder: Any = None
 
     @property
     def decode(self):

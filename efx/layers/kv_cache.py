@@ -1,6 +1,7 @@
 """The decoding cache: its variables, and attention of new tokens over the tokens before them, whose
 keys and values it holds."""
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -29,6 +30,7 @@ class _Tagged(nn.Module):
 def admit(module, wanted, room, info, computed, refused):
     """Those of the new tokens that are wanted which find room, by how many of their row the cache
     says were computed before: a full forward pass of length `info.cache.size` computes the same.
+    Inside of groups every group is such a row.
 
     Args:
       wanted: bool [B, T], or [B, T, E] with a room in each of E experts.
@@ -36,14 +38,13 @@ def admit(module, wanted, room, info, computed, refused):
       computed, refused: names of the variables that count them, [B] or [B, E], and [B].
     """
     rows = len(wanted)
-    count, lost = variables(
-        module,
-        info.cache.tag,
-        **{
-            computed: lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
-            refused: lambda: jnp.zeros((rows,), jnp.int32),
-        },
-    ).values()
+    makers = {
+        computed: lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
+        refused: lambda: jnp.zeros((rows,), jnp.int32),
+    }
+    if info.cache.grouped:
+        return _admit_in_groups(module, wanted, room, info, makers)
+    count, lost = variables(module, info.cache.tag, **makers).values()
     if module.is_initializing():
         return wanted
     row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
@@ -52,6 +53,41 @@ def admit(module, wanted, room, info, computed, refused):
     count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
     lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
     lost.value = lost.value.at[row_B].add(lost_B, mode="drop")
+    return run
+
+
+def _admit_in_groups(module, wanted, room, info, makers):
+    """`admit` where the count is of the last group, and what it starts from that of `ALL_GROUPS`,
+    which are a part of every group."""
+    rows = len(wanted)
+    count, lost, shared, group = variables(
+        module,
+        info.cache.tag,
+        **makers,
+        shared=lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
+        group=lambda: jnp.zeros((rows,), jnp.int32),
+    ).values()
+    if module.is_initializing():
+        return wanted
+
+    def wide(y):
+        return y.reshape(*y.shape, *(1,) * (wanted.ndim - 2))
+
+    def before(group_BT, kept_BT):
+        return jnp.where(wide(group_BT == kept_BT), count.value[:, None], shared.value[:, None])
+
+    group_BT, valid_BT = info.tokens.segment_ids_BT, info.tokens.positions_BT >= 0
+    begins_BT = jnp.diff(group_BT, axis=1, prepend=-1) != 0
+    upto = jnp.cumsum(wanted, axis=1)
+    earlier = jax.lax.cummax(jnp.where(wide(begins_BT), upto - wanted, 0), axis=1)
+    last_B1 = jnp.max(jnp.where(valid_BT, group_BT, 0), axis=1, keepdims=True)
+    last_B1 = jnp.where(last_B1 > 0, last_B1, group.value[:, None])
+    run = wanted & (before(group_BT, group.value[:, None]) + upto - earlier <= room)
+    of_last = jnp.sum(run & wide(group_BT == last_B1), axis=1)
+    count.value = before(last_B1, group.value[:, None])[:, 0] + of_last
+    shared.value = jnp.where(wide(last_B1 == ALL_GROUPS)[:, 0], count.value, shared.value)
+    group.value = last_B1[:, 0]
+    lost.value = lost.value + jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
     return run
 
 
@@ -135,7 +171,7 @@ def _and_one(y, fill):
     return jnp.concatenate([y, jnp.full((1, *y.shape[1:]), fill, y.dtype)])
 
 
-ALL_GROUPS = 0  # number of what the tokens of every group see
+ALL_GROUPS = 1  # number of what the tokens of every group see; groups come after it
 
 
 def attend_group(
@@ -149,12 +185,12 @@ def attend_group(
 
     Args:
       info, k_info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
-        groups, from 1; cache.size places in a group. Of the queries, and of the keys and values.
+        groups; cache.size places in a group. Of the queries, and of the keys and values.
       dropout: as in `attend_cached`. scale, window, softcap: as in `attend.attend`.
     Returns: [B, T, N, H].
     """
     rows, _, heads, width = k_BSKH.shape
-    size, dtype = info.cache.size, module.dtype
+    size, dtype = k_info.cache.size, module.dtype
     caches = variables(
         module,
         info.cache.tag,

@@ -11,8 +11,8 @@ def padded(init, size, axis):
 
     def draw(key, shape, dtype):
         real = [size if i == axis else n for i, n in enumerate(shape)]
-        more = [(0, n - m) for n, m in zip(shape, real, strict=True)]
-        return jnp.pad(init(key, tuple(real), dtype), more)
+        padding = [(0, n - m) for n, m in zip(shape, real, strict=True)]
+        return jnp.pad(init(key, tuple(real), dtype), padding)
 
     return draw
 

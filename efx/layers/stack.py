@@ -2,12 +2,14 @@
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
+from efx.layers import attention_kernels
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -18,7 +20,10 @@ from efx.sharding import constrain
 REMAT_POLICIES = {
     "full": None,
     # Keep the results of the projections, recompute everything cheap and all attention scores.
-    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+        jax.checkpoint_policies.save_only_these_names(attention_kernels.RESIDUALS),
+    ),
 }
 
 
@@ -30,10 +35,17 @@ class LayerSpec:
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
 
+    stream: ClassVar[None] = None
+
     @property
     def module(self):
         """The module of a layer, made from its spec: (state, info) -> state."""
         return Layer
+
+    @property
+    def make_block(self):
+        """Constructor of its block, a module (x, info, context=None) -> increment."""
+        return partial(Block if self.block.soft is None else SoftBlock, self.block)
 
     @property
     def blocks(self):
@@ -41,9 +53,15 @@ class LayerSpec:
         return (self.block,)
 
     @property
-    def new_blocks(self):
-        """Those of them whose parameters no earlier layer has."""
-        return (self.block,)
+    def attentions(self):
+        """((the block of an attention, whether its keys are those of all tokens and not only of
+        the computed ones), ...)."""
+        return ((self.block, self.routing is not None and self.routing.kv_for_skipped),)
+
+    @property
+    def parts(self):
+        """{name inside of the layer: spec} of what is routed, or not, by itself."""
+        return {"": self}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +85,21 @@ class RecursionStep:
     def name(self):
         return f"recursion_{self.number}"
 
+    stream: ClassVar[None] = None
+
     @property
     def new_blocks(self):
+        """Those of the blocks whose parameters no earlier layer has."""
         return () if self.number else self.blocks
+
+    @property
+    def attentions(self):
+        whole = self.routing is not None and self.routing.kv_for_skipped
+        return tuple((block, whole) for block in self.blocks)
+
+    @property
+    def parts(self):
+        return {"": self}
 
 
 def names(specs):
@@ -82,6 +112,24 @@ def names(specs):
     return result
 
 
+def by_path(stack, specs):
+    """{path in the tree of parameters: spec} of what is routed, or not, by itself.
+
+    Args:
+      stack: name of the stack.
+    """
+    return {
+        f"{stack}/{name}/{part}".rstrip("/"): inner
+        for name, spec in zip(names(specs), specs, strict=True)
+        for part, inner in spec.parts.items()
+    }
+
+
+def label(path):
+    """How such a path is called in reports: `block_1`, of two streams `block_1/decoder`."""
+    return path.removeprefix("layers/")
+
+
 class Layer(nn.Module):
     """x + block(x), for all tokens or for the routed ones."""
 
@@ -89,11 +137,10 @@ class Layer(nn.Module):
 
     def setup(self):
         spec = self.spec
-        block = partial(Block if spec.block.soft is None else SoftBlock, spec.block)
         if spec.routing is None:
-            self.inner = block()
+            self.inner = spec.make_block()
         else:
-            self.inner = DepthRouted(block, spec.routing, spec.capacity, _skip_mlp(spec))
+            self.inner = DepthRouted(spec.make_block, spec.routing, spec.capacity, _skip_mlp(spec))
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
@@ -141,8 +188,9 @@ class Stack(nn.Module):
     has them, `block_<i>/...`, and have their own, routers and skip MLPs, in `recursion_<i>/...`.
 
     With `averages`, which a scan has no place for, layers read averages of all earlier states
-    (DenseFormer); a recursion step counts as one layer. Their weights are in `average_<i>/alpha`, i
-    from 1.
+    (DenseFormer); a recursion step counts as one layer, and of two streams each layer computes one,
+    whose states are averaged. The weights are in `average_<i>/alpha`, i the number of a layer from
+    1.
     """
 
     specs: tuple  # of LayerSpec and RecursionStep, or of another family's
@@ -175,13 +223,13 @@ class Stack(nn.Module):
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
             return x_BTD
-        shared, alive_BT, average = None, None, Averages(self.averages, x_BTD)
+        shared, alive_BT, average = None, None, Averages(self.averages)
         for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
             if before and i in before:
                 x_BTD = before[i](x_BTD)
             if not isinstance(spec, RecursionStep):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
-                x_BTD = average(layer(x_BTD, info))
+                x_BTD = average(i + 1, spec.stream, x_BTD, layer(x_BTD, info))
                 continue
             if shared is None:
                 inner = map(LayerSpec, spec.blocks)
@@ -191,8 +239,9 @@ class Stack(nn.Module):
                         for i, s in enumerate(inner, 1)
                     )
                 )
-            x_BTD, alive_BT = self._step(spec, shared, x_BTD, info.with_tokens(alive_BT=alive_BT))
-            x_BTD = average(x_BTD)
+            choosing = info.with_tokens(alive_BT=alive_BT)
+            y_BTD, alive_BT = self._step(spec, shared, x_BTD, choosing)
+            x_BTD = average(i + 1, spec.stream, x_BTD, y_BTD)
         return x_BTD
 
     def _step(self, spec, shared, x_BTD, info):

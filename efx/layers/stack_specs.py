@@ -16,49 +16,62 @@ def make(b, c):
       b: `BlockConfig` of a block without experts.
       c: the resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
     """
-    routing = c.depth_routing
-    blocks = [
-        with_soft_experts(with_experts(b, c.mlp, i), c.soft_experts, i) for i in range(c.depth)
-    ]
-    if routing.kind == "recursion":
-        return LayerSpec(blocks[0]), *_recursion(routing, blocks), LayerSpec(blocks[-1])
-    routed = routing.routed_blocks(c.depth)
-    return tuple(
-        LayerSpec(block, routing, routed[i]) if i in routed else LayerSpec(block)
-        for i, block in enumerate(blocks)
-    )
+    layers = tuple(stream(b, c, c.depth, c.depth_routing.routed_blocks(c.depth)))
+    if c.depth_routing.kind != "recursion":
+        return layers
+    shared = tuple(spec.block for spec in layers[1:-1])
+    return layers[0], *_recursion(c.depth_routing, shared), layers[-1]
+
+
+def stream(b, c, depth, capacities, kind=LayerSpec, **fields):
+    """So many layers, of which those in `capacities` = {number: capacity} are routed.
+
+    Args:
+      b, c: as in `make`.
+      kind: `LayerSpec`, or a kind of it with these further fields.
+    """
+    for i in range(depth):
+        block = with_soft_experts(with_experts(b, c.mlp, i), c.soft_experts, i)
+        routed = dict(routing=c.depth_routing, capacity=capacities[i]) if i in capacities else {}
+        yield kind(block=block, **routed, **fields)
 
 
 def _recursion(routing, blocks):
-    """The steps of a recursion through all blocks but the first and the last."""
+    """The steps of a recursion through these blocks."""
     before = 1.0
     for i, share in enumerate(routing.shares):
         settings = routing if routing.step_is_routed(i) else None
-        yield RecursionStep(i, tuple(blocks[1:-1]), settings, share, before)
+        yield RecursionStep(i, blocks, settings, share, before)
         before = share
 
 
 def stack_flops(specs, length, selection, shares=None):
-    """{component: nominal FLOPs} of one sequence; see `Model.ledger`."""
+    """{component: nominal FLOPs} of one sequence; `specs` are those of `Model.blocks`, and see
+    `Model.ledger`."""
     parts = []
-    for i, spec in enumerate(specs):
-        r = spec.routing
+    for path, spec in specs.items():
+        r, first = spec.routing, spec.blocks[0]
+        causal = flops.causal_pairs(length, first.attention.window)
+        # Pairs among the computed tokens, and of these with all tokens before them.
+        tokens, inner, outer = length, causal, causal
         if r is not None:
-            parts.append(costs.routing_flops(spec.blocks[0], r, length))
-        for b in spec.blocks:
-            tokens, context, pairs = length, None, flops.causal_pairs(length, b.attention.window)
-            masked = pairs  # the pairs that attentions of masks, over computed tokens, meet
-            if r is not None and shares and i in shares:
-                token_share, pair_share = shares[i]
-                tokens, masked = token_share * length, pair_share * pairs
-                pairs = token_share * pairs if r.kv_for_skipped else masked
-            elif r is not None:
-                tokens = r.places(spec.capacity, length, selection)
-                masked = flops.causal_pairs(tokens, b.attention.window)
-                pairs = pairs * tokens / length if r.kv_for_skipped else masked
-            if r is not None and r.kv_for_skipped:
-                context = length
+            parts.append(costs.routing_flops(first, r, length))
+            if shares and path in shares:
+                token_share, pair_share = shares[path]
+                tokens, inner, outer = (
+                    token_share * length,
+                    pair_share * causal,
+                    token_share * causal,
+                )
+            else:
+                tokens = r.slots(spec.capacity, length, selection)
+                inner = flops.causal_pairs(tokens, first.attention.window)
+                outer = causal * tokens / length
+        for b, whole in spec.attentions:
+            pairs, context = (outer, length) if whole else (inner, tokens)
             parts.append(costs.attention_flops(b, tokens, pairs, context))
+            parts.append(costs.mask_flops(b, tokens, inner, "attention_output"))
+        for b in spec.blocks:
             parts.append(costs.mlp_flops(b, tokens, selection))
-            parts.append(costs.mask_flops(b, tokens, masked))
+            parts.append(costs.mask_flops(b, tokens, inner, "mlp_output"))
     return flops.add(parts)

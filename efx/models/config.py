@@ -56,11 +56,11 @@ class ModelConfig:
         )
 
 
-def check_stack(c):
-    """UsageError unless a stack of blocks can be as a family's config says."""
-    c.depth_routing.check_depth(c.depth)
-    c.soft_experts.check_depth(c.depth, c.mlp)
-    c.dense_former.check_depth(c.depth, c.scan_layers)
+def check_stack(c, *depths):
+    """UsageError unless stacks of so many blocks can be as a family's config says."""
+    c.depth_routing.check_depth(*depths)
+    c.soft_experts.check_depth(max(depths), c.mlp)
+    c.dense_former.check_depth(max(depths), c.scan_layers)
     if c.scan_layers and c.depth_routing.kind == "recursion":
         raise UsageError(
             "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "

@@ -77,7 +77,11 @@ class Model(Protocol):
         """Pure output layer, for a loss in slices: (parameters, [N, D]) -> logits [N, V]."""
 
     def specs(self):
-        """The layers of the stack: `routing`, `blocks`, `capacity`; `stack.names` are theirs."""
+        """The layers of the stack that may be scanned; `stack.names` are theirs."""
+
+    def blocks(self):
+        """{path in the tree of parameters of the unrolled model: spec} of all that is routed, or
+        not, by itself, such as a `LayerSpec`: `routing`, `blocks`, `capacity`."""
 
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence of so many tokens, a `flops.Ledger`.
@@ -85,7 +89,7 @@ class Model(Protocol):
         Args:
           selection: "train" counts the capacity of routed blocks, "causal" the room that the
             causal decision has.
-          shares: {index in `specs()` of a routed layer: (share of the tokens, share of the causal
+          shares: {path in `blocks()` of what is routed: (share of the tokens, share of the causal
             pairs) that it was measured to route}, which are counted then.
         """
 

@@ -88,7 +88,7 @@ class Decoder(LanguageModel):
         c = self.config
         pairs = flops.causal_pairs(length, c.attention.window)
         parts = [
-            stack_specs.stack_flops(self.specs(), length, selection, shares),
+            stack_specs.stack_flops(self.blocks(), length, selection, shares),
             costs.embedding_mask_flops(self.block(), length, pairs),
             self.head_flops(length, c.width),
         ]

@@ -48,7 +48,7 @@ class DecoderConfig(ModelConfig):
         preset = PRESETS[self.preset]
         given = {name: getattr(self, name) for name in preset if getattr(self, name) is not None}
         filled = preset | given
-        check_stack(self)
+        check_stack(self, self.depth)
         return dataclasses.replace(
             self,
             **filled,

@@ -12,6 +12,7 @@ from efx.layers import attend
 from efx.layers.config import say_if_documents_compete
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
+from efx.layers.stack import by_path
 from efx.sharding import constrain
 
 
@@ -81,6 +82,10 @@ class LanguageModel(nn.Module):
         """Raise UsageError if the model cannot compute rows of several documents; say so where its
         settings let what one document holds change what is computed of another."""
         say_if_documents_compete(self.config.depth_routing)
+
+    @nn.nowrap
+    def blocks(self):
+        return by_path("layers", self.specs())
 
     @property
     def context(self):

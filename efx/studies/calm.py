@@ -1,15 +1,15 @@
-"""A model that reads others through bridges, against what else one could do with them.
+"""A model that reads others through bridges, against other ways to use them.
 
     python -m efx.studies.calm --config configs/calm.py --workdir runs/calm
 
 For each seed: an anchor, trained on the source --base; a smaller model for each domain, trained on
 nothing else; then, on a mixture of the base's and the domains' training parts, the bridges between
-the frozen anchor and all of these, and as the control the anchor itself, trained on for as many
-steps. Each run is a `python -m efx.main` of its own, so an interrupted study goes on where it was.
-Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "best single"
-is for each domain the best of the anchor and the domains' models. Arguments after `--` go to every
-run, those that begin with a name, as in `bridge:--config.steps=50`, to the runs whose name begins
-so (anchor, augment, finetune, bridge).
+the frozen anchor and all of these, and as the control the anchor itself, trained for as many more
+steps. Each run is a separate `python -m efx.main`, so an interrupted study continues where it
+stopped. Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "best
+single" is for each domain the best of the anchor and the domains' models. Arguments after `--` go
+to every run; those that begin with a name, as in `bridge:--config.steps=50`, go to the runs whose
+name begins with it (anchor, augment, finetune, bridge).
 """
 
 import sys
@@ -24,22 +24,22 @@ def run(study):
     """{row: {column: held-out loss}} of one seed."""
     if BASE in study.domains:
         raise UsageError(f"--domain={BASE}=...: that is what the anchor's own domain is called")
-    own = dict(study.domains)
+    domains = dict(study.domains)
     anchor = study.run("anchor", "", study.base)
     singles = {
-        name: study.run(f"augment_{name}", "augment", source) for name, source in own.items()
+        name: study.run(f"augment_{name}", "augment", source) for name, source in domains.items()
     }
-    runs = {BASE: "anchor", **{name: f"augment_{name}" for name in own}}
-    study.domains = {BASE: study.base, **own}
+    runs = {BASE: "anchor", **{name: f"augment_{name}" for name in domains}}
+    study.domains = {BASE: study.base, **domains}
     mixture = study.mixture(runs)
     study.run("finetune", "finetune", mixture, **{"init.run": anchor})
     members = {"model.anchor": anchor, "model.augment": tuple(singles.values())}
     study.run("bridge", "bridge", mixture, **members)
     rows = {"anchor": study.row("anchor")}
-    for name in own:
+    for name in domains:
         rows[f"model of {name}"] = study.row(f"augment_{name}")
-    best = {name: min(row[name] for row in rows.values()) for name in study.domains}
-    rows["best single"] = composition.losses(best)
+    best_losses = {name: min(row[name] for row in rows.values()) for name in study.domains}
+    rows["best single"] = composition.losses(best_losses)
     rows["anchor, trained on with the mixture"] = study.row("finetune")
     rows["bridges on the mixture (CALM)"] = study.row("bridge")
     return rows

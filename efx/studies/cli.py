@@ -1,4 +1,4 @@
-"""What the command lines of all studies share."""
+"""The command line of a study."""
 
 import argparse
 import re
@@ -25,9 +25,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_runs(self, jobs=""):
-        """The flags of a study that starts runs, and arguments for these after `--`.
+        """The flags of a study that starts runs, and arguments for the runs after `--`.
 
-        jobs: what it starts several of at a time, "runs" or "experts"; "": one after another.
+        jobs: the name of what it starts several of at a time, "runs" or "experts"; "": no --jobs.
         """
         self.set_defaults(extra=[])
         self.add_argument("--workdir", required=True, help="folder of all runs and the table")
@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
 
     def run(self, study, argv=None):
         """The exit status of `study(arguments)`: 0, 2 after the line of a UsageError, 130 when
-        interrupted. The arguments have two more: `command`, all of it as one types it, and with
-        `add_runs` the list `extra`, what follows `--`."""
+        interrupted. `arguments` also has the text `command`, the whole command line, and the list
+        `extra`, with `add_runs` the arguments after `--`."""
         argv = list(sys.argv[1:] if argv is None else argv)
         takes_extra = self.get_default("extra") is not None and "--" in argv
         end = argv.index("--") if takes_extra else len(argv)
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         argv = sys.argv[1:] if argv is None else argv
         flags = re.findall(r"--[a-z][a-z-]*", self.format_usage())
         for flag in (arg.partition("=")[0] for arg in argv):
-            # First: argparse would speak of what is missing without it.
+            # Checked first: argparse would complain about required flags instead.
             if flag.startswith("--") and flag not in (*flags, "--help", "--"):
                 self.error(f"{flag} is not a flag{nearest(flag, flags)}")
         return super().parse_args(argv)
@@ -72,15 +72,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_extra(extra):
-    """UsageError if what goes to every run sets what a study of several seeds sets itself."""
+    """UsageError if the arguments for every run set what a study sets for each run."""
     for argument in extra:
         if re.match(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)", argument):
             raise UsageError(f"{argument}: the study gives each of its runs its own")
 
 
 def numbers(flag, text):
-    """(0, 1, 2) of an argument "0,1,2"; UsageError for anything else, or one of them twice."""
-    parts = text.split(",")
-    if not all(part.isdigit() for part in parts) or len({*map(int, parts)}) < len(parts):
+    """(0, 1, 2) of an argument "0,1,2"; UsageError for anything else, or a repeated number."""
+    texts = text.split(",")
+    if not all(number.isdigit() for number in texts) or len({*map(int, texts)}) < len(texts):
         raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
-    return tuple(map(int, parts))
+    return tuple(map(int, texts))

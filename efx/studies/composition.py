@@ -1,6 +1,6 @@
-"""What the studies of composition share: domains, runs of `efx.main`, evaluations, a table.
+"""Shared by the studies of composition: domains, runs of `efx.main`, evaluations, a table.
 
-Nothing here is drawn anew when it is there already: a study that was interrupted goes on.
+Finished runs and evaluations are not repeated, so an interrupted study continues.
 """
 
 import json
@@ -16,14 +16,14 @@ from efx.studies import cli, jobs
 from efx.tables import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
-# Of Python's own library, so that they are on every machine: code for the base, and what it is not.
+# Parts of Python's library, which every machine has: code for the base, other text for the domains.
 BASE = f"text:{_LIBRARY}/*.py"
 DOMAINS = {
     "prose": f"text:{_LIBRARY}/pydoc_data/topics.py",
     "tables": f"text:{_LIBRARY}/encodings/cp*.py",
     "network": f"text:{_LIBRARY}/asyncio/*.py",
 }
-_PIECE = 4096  # bytes of a domain before the next one follows, in a mixture
+_PIECE = 4096  # bytes of one domain in a mixture before the next domain follows
 
 
 def main(name, description, run, argv=None):
@@ -52,7 +52,7 @@ def _all_seeds(flags, run):
     rehearsal.check(flags.extra)
     results, fractions = {}, []
     for seed in seeds:
-        study = Study(flags, domains, seed)
+        study = SeedStudy(flags, domains, seed)
         for row, values in run(study).items():
             results.setdefault(row, []).append(values)
         fractions += study.fractions
@@ -60,26 +60,26 @@ def _all_seeds(flags, run):
     tables.save(flags.workdir, "table", text, results)
 
 
-def _domains(given):
+def _domains(flags):
     """{name: config.data.source} of the flags --domain, NAME=SOURCE; the default ones without."""
-    pairs = [text.partition("=") for text in given]
-    for text, (key, _, source) in zip(given, pairs, strict=True):
+    parsed = [text.partition("=") for text in flags]
+    for text, (key, _, source) in zip(flags, parsed, strict=True):
         if not (key.isidentifier() and source):
             raise UsageError(f"--domain={text}: expected NAME=SOURCE, e.g. plays=text:a.txt")
-    domains = {key: source for key, _, source in pairs} or dict(DOMAINS)
-    if len(domains) < len(pairs):
-        raise UsageError(f"--domain={given}: a name is given twice")
+    domains = {key: source for key, _, source in parsed} or dict(DOMAINS)
+    if len(domains) < len(parsed):
+        raise UsageError(f"--domain={flags}: a name is given twice")
     if len(domains) < 2:
         raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
     return domains
 
 
-class Study:
-    """One seed: its runs lie in WORKDIR/seed<n>/<name>.
+class SeedStudy:
+    """A study of one seed: its runs are in WORKDIR/seed<n>/<name>.
 
     Attributes:
       domains: {name: config.data.source}. base: source of the base model.
-      fractions: of the held-out splits, how much of each was scored, where that was recorded.
+      fractions: the scored fractions of the held-out splits; None where it was not recorded.
     """
 
     def __init__(self, flags, domains, seed):
@@ -91,9 +91,9 @@ class Study:
         return self.folder / name
 
     def command(self, name, variant, source, mode="train", **changes):
-        """Arguments of `efx.main` for a run; those of `run`."""
-        file, _, given = self._config.partition(":")
-        variants = ",".join(filter(None, (variant, given)))
+        """Arguments of `efx.main` for a run, from the arguments of `run`."""
+        file, _, more_variants = self._config.partition(":")
+        variants = ",".join(filter(None, (variant, more_variants)))
         command = [
             f"--config={file}:{variants}" if variants else f"--config={file}",
             f"--mode={mode}",
@@ -103,27 +103,27 @@ class Study:
             *(f"--config.{key}={value}" for key, value in changes.items()),
         ]
         for argument in self._extra:
-            stage, colon, rest = argument.partition(":--")
+            stage, colon, setting = argument.partition(":--")
             if not colon:
                 command.append(argument)
             elif name.startswith(stage):
-                command.append(f"--{rest}")
+                command.append(f"--{setting}")
         return command
 
     def run(self, name, *arguments, **changes):
-        """A run of the config's variant. `--` arguments "stage:--config.x=1" go to the runs whose
-        name begins so, the others to all. Returns its folder, as text.
+        """Makes a run of the config's variant; returns its folder, as text. Extra arguments
+        "stage:--config.x=1" go to the runs whose name begins with the stage, the others to all.
 
         Args:
-          name: of its folder. Then the variant, the source, and by its name the mode of `efx.main`.
+          name: of its folder. arguments: variant and source; `mode` of `efx.main` by keyword.
           changes: dotted keys of the config.
         """
         command = self.command(name, *arguments, **changes)
-        status, where = jobs.run_main(f"seed {self.seed}, {name}", command, self.path(name))
+        status, log_name = jobs.run_main(f"seed {self.seed}, {name}", command, self.path(name))
         if status:
             raise UsageError(
-                f"the run {name!r} with seed {self.seed} ended with status {status}; {where} says "
-                "why. Start the study again to go on from here"
+                f"the run {name!r} with seed {self.seed} ended with status {status}; {log_name} "
+                "says why. Start the study again to go on from here"
             )
         return str(self.path(name))
 
@@ -137,36 +137,40 @@ class Study:
         from efx.runfolder import CHECKPOINTS
 
         store = self.folder / "evaluations.json"
-        known = json.loads(store.read_text()) if store.exists() else {}
-        root, found = files.as_root(self.path(name) / CHECKPOINTS), {}
+        stored = json.loads(store.read_text()) if store.exists() else {}
+        root, evaluations = files.as_root(self.path(name) / CHECKPOINTS), {}
         newest = files.finished_steps(root)[-1]
         weights = content_key(files.read_manifest(root / str(newest))["files"])
         for domain, source in self.domains.items():
             config = config_of_run(self.path(name))
             config.data.source = source
-            # By contents: a run or a text that was replaced under its name is evaluated anew.
+            # Keyed by contents: a run or a text that was replaced is evaluated again.
             key = f"{name} step {newest} on {domain}: {weights} {OpenedTexts(config.data).key()}"
-            if key not in known:
-                known[key] = use.evaluate(config, self.path(name))
-                write_atomic(store, json.dumps(known, indent=1) + "\n")
-            found[domain] = known[key]
-        return found
+            if key not in stored:
+                stored[key] = use.evaluate(config, self.path(name))
+                write_atomic(store, json.dumps(stored, indent=1) + "\n")
+            evaluations[domain] = stored[key]
+        return evaluations
 
     def row(self, name):
         """One row of the table: held-out loss of each domain, their mean, experts a token."""
-        found = self.evaluate(name)
-        self.fractions += [each.get("eval/split_fraction") for each in found.values()]
-        row = losses({domain: found[domain]["eval/loss"] for domain in self.domains})
-        used = [each.get("eval/adapter/experts_per_token") for each in found.values()]
-        if None not in used:
-            row["experts a token"] = statistics.fmean(used)
+        evaluations = self.evaluate(name)
+        self.fractions += [
+            evaluation.get("eval/split_fraction") for evaluation in evaluations.values()
+        ]
+        row = losses({domain: evaluations[domain]["eval/loss"] for domain in self.domains})
+        experts_per_token = [
+            evaluation.get("eval/adapter/experts_per_token") for evaluation in evaluations.values()
+        ]
+        if None not in experts_per_token:
+            row["experts a token"] = statistics.fmean(experts_per_token)
         return row
 
     def mixture(self, runs):
-        """Source with the training parts of all domains, in turns, as a text file of the study.
+        """The source of a text file that has the training splits of all domains, in turns.
 
         Args:
-          runs: {domain: name of a run on it}, which says how much is read and what is held out.
+          runs: {domain: name of a run on it}, whose config decides what is read and held out.
         """
         from efx.config import config_of_run
         from efx.data.opened import OpenedTexts
@@ -174,16 +178,16 @@ class Study:
         path, texts = self.folder / "mixture.txt", []
         for name in self.domains:
             opened = OpenedTexts(config_of_run(self.path(runs[name])).data)
-            texts.append(b"".join(text for part, _, text in opened.pieces() if part == "train"))
+            texts.append(b"".join(text for split, _, text in opened.pieces() if split == "train"))
         text = interleaved(texts).decode(errors="replace")
-        # Drawn up each time: a file of other domains, or of what they once were, is not taken.
+        # Computed every time, so that a file of other domains or of older texts is replaced.
         if not path.exists() or path.read_bytes() != text.encode():
             write_atomic(path, text)
         return f"text:{path}"
 
 
-class Rehearsal(Study):
-    """A study that starts nothing: it checks the command line of every run, and all stages."""
+class Rehearsal(SeedStudy):
+    """A study that starts no run: it checks the command line of every run, and all stages."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -206,7 +210,7 @@ class Rehearsal(Study):
         return losses(dict.fromkeys(self.domains, 0.0))
 
     def check(self, extra):
-        """UsageError for an argument whose stage is that of no run."""
+        """UsageError for an argument whose stage no run has."""
         stages = [*self.names, *(name.partition("_")[0] for name in self.names)]
         for argument in extra:
             stage, colon, _ = argument.partition(":--")
@@ -216,15 +220,15 @@ class Rehearsal(Study):
                 )
 
 
-def interleaved(texts, piece=_PIECE):
+def interleaved(texts, piece_bytes=_PIECE):
     """Pieces of the texts in turns, cut at line ends, as long as the shortest lasts."""
-    found, starts = [], [0] * len(texts)
+    pieces, starts = [], [0] * len(texts)
     while all(start < len(text) for start, text in zip(starts, texts, strict=True)):
         for i, text in enumerate(texts):
-            end = text.find(b"\n", starts[i] + piece) + 1 or len(text)
-            found.append(text[starts[i] : end])
+            end = text.find(b"\n", starts[i] + piece_bytes) + 1 or len(text)
+            pieces.append(text[starts[i] : end])
             starts[i] = end
-    return b"".join(found)
+    return b"".join(pieces)
 
 
 def losses(by_domain):
@@ -233,16 +237,16 @@ def losses(by_domain):
 
 
 def markdown(results, seeds, config, command, split):
-    """The table; {row: [{column: value} of each seed]}. split: what was scored, in words."""
+    """The table of {row: [{column: value} of each seed]}. split: the scored text, in words."""
     titles = list(dict.fromkeys(title for rows in results.values() for title in rows[0]))
-    lines = []
+    table_rows = []
     for name, rows in results.items():
         cells = [
             mean_and_spread([row[title] for row in rows]) if title in rows[0] else ""
             for title in titles
         ]
-        lines.append([name, *cells])
+        table_rows.append([name, *cells])
     spread = "mean ± standard deviation" if len(seeds) > 1 else "one seed"
-    named = ", ".join(map(str, seeds))
-    table = tables.markdown(["held-out loss (nats)", *titles], lines)
-    return f"{table}\n\n`{config}`; seeds {named}: {spread}; {split}. Command: `{command}`\n"
+    seed_list = ", ".join(map(str, seeds))
+    table = tables.markdown(["held-out loss (nats)", *titles], table_rows)
+    return f"{table}\n\n`{config}`; seeds {seed_list}: {spread}; {split}. Command: `{command}`\n"

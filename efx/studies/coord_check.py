@@ -6,13 +6,13 @@
 The same model is built at several widths and trained for a few steps, on one batch of random
 tokens, at a constant rate; then the mean |x| of every block's output, of the scores of every
 router, predictor and gate, and of the logits is printed, and drawn over the width (Yang et al.
-2022, arXiv 2203.03466, appendix D.1). Where these lines are flat, the learning rate of one width
-serves another. The smallest width is the base width of muP.
+2022, arXiv 2203.03466, appendix D.1). If these lines are flat, all widths can use the learning rate
+of one. The smallest width is the base width of muP.
 
-`--set` changes any key of the config, in Python's notation: `--set model.depth=2`. Heads stay as
-many as the config has: they grow wider. Levels of the latent family keep their share of the width
-(a level left as it is would be flat whatever the parametrisation); what goes from one level to
-the next is measured too.
+`--set` changes any key of the config, in Python's notation: `--set model.depth=2`. The number of
+heads stays that of the config, so heads grow wider. Levels of the latent family keep their fraction
+of the width (a level of constant width would be flat under any parametrisation); the compression
+and upsampling between levels are measured too.
 """
 
 import ast
@@ -53,15 +53,15 @@ def main(argv=None):
 
 
 def study(args):
-    """The measurement, then table and figure."""
+    """Measures, then writes table and figure."""
     args.widths = sorted(cli.numbers("--widths", args.widths))
-    table = check(args)
+    table = measure(args)
     tables.save(args.out, "coord_check", markdown(table, args) + "\n", table)
     draw(table, args.widths, pathlib.Path(args.out) / "coord_check.png")
 
 
-def check(args):
-    """{"muP" or "standard": {place: [mean |x| after the steps, one for each width]}}."""
+def measure(args):
+    """{"muP" or "standard": {module: [mean |x| after the steps, one for each width]}}."""
     if min(args.widths) < 1 or len(args.widths) < 2:
         raise UsageError(f"--widths={args.widths}: give two or more different widths")
     if args.steps < 1:
@@ -71,19 +71,19 @@ def check(args):
             f"--batch={args.batch} does not divide over the {jax.device_count()} devices"
         )
     bases = {"muP": min(args.widths), "standard": 0}
-    # All configs first: what is wrong with one is said before anything trains.
+    # All configs are made first, so that an error in one comes before anything trains.
     configs = {
         name: [_config(args, width, base) for width in args.widths] for name, base in bases.items()
     }
     table = {}
     for name, widths in configs.items():
         rows = [activations(config, args) for config in widths]
-        table[name] = {place: [row[place] for row in rows] for place in rows[0]}
+        table[name] = {module: [row[module] for row in rows] for module in rows[0]}
     return table
 
 
 def activations(config, args):
-    """{place: mean |x|} of a model of this config after the steps."""
+    """{module: mean |x|} of a model of this config after the steps."""
     step = Stepper(config, args.vocab)
     batch = random_tokens(config, args.vocab, 1)[0]
     for _ in range(args.steps):
@@ -100,12 +100,12 @@ def activations(config, args):
             ),
             mutable=["intermediates"],
         )
-        found = jax.tree_util.tree_leaves_with_path(state["intermediates"])
-        sizes = {_place(path): abs(x).mean() for path, x in found}
+        leaves = jax.tree_util.tree_leaves_with_path(state["intermediates"])
+        sizes = {_module_name(path): abs(x).mean() for path, x in leaves}
         return sizes | {LOGITS: abs(logits_BTV).mean()}
 
     sizes = run({"params": step.state.params, **step.state.variables}, batch[:, :-1])
-    return {place: float(size) for place, size in sizes.items()}
+    return {module: float(size) for module, size in sizes.items()}
 
 
 def growth(values):
@@ -114,28 +114,28 @@ def growth(values):
 
 
 def markdown(table, args):
-    """The table: a row for each place, a column for each width and parametrisation."""
+    """The table: a row for each module, a column for each width and parametrisation."""
     head = [f"{name} {width}" for name in table for width in args.widths]
     titles = ["mean of absolute values", *head, *(f"{name}: last / first" for name in table)]
     rows = []
-    for place in next(iter(table.values())):
-        values = [table[name][place] for name in table]
+    for module in next(iter(table.values())):
+        values = [table[name][module] for name in table]
         cells = [f"{value:.4g}" for row in values for value in row]
-        rows.append([place, *cells, *(f"{growth(row):.2f}" for row in values)])
+        rows.append([module, *cells, *(f"{growth(row):.2f}" for row in values)])
     return tables.markdown(titles, rows)
 
 
 def draw(table, widths, path):
-    """A PNG: one panel a parametrisation, one line a place."""
+    """A PNG: one panel a parametrisation, one line a module."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(table), figsize=(9, 4), sharey=True)
-    for axes, (name, places) in zip(panels, table.items(), strict=True):
-        for place, values in places.items():
-            axes.plot(widths, values, marker="o", label=place)
+    for axes, (name, modules) in zip(panels, table.items(), strict=True):
+        for module, values in modules.items():
+            axes.plot(widths, values, marker="o", label=module)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(widths, [str(width) for width in widths])
@@ -148,8 +148,8 @@ def draw(table, widths, path):
     plt.close(figure)
 
 
-def _place(path):
-    """layers/block_1/__call__/0 -> layers/block_1; what a router sows keeps its name."""
+def _module_name(path):
+    """layers/block_1/__call__/0 -> layers/block_1; a value that a router sows keeps its name."""
     *keys, _ = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     return "/".join(key for key in keys if key != "__call__")
 
@@ -185,7 +185,7 @@ def _config(args, width, base):
 
 
 def _level_widths(model, width):
-    """`config.model.level_widths` where `config.model.width` is this one in place of its own."""
+    """`config.model.level_widths`, scaled to another `config.model.width`."""
     if model.width < 1 or any(level * width % model.width for level in model.level_widths):
         raise UsageError(
             f"--widths: at {width}, config.model.level_widths={model.level_widths} of a model "

@@ -1,10 +1,10 @@
-"""A picture of which experts each token of a text gets, layer by layer.
+"""A picture of the experts that each token of a text uses, layer by layer.
 
     python -m efx.studies.expert_map --workdir runs/both [--text "def f(x):"] [--out map.png]
 
 For a run of composed experts (configs/phatgoose.py: compose, joint, inclusion). Without --text, the
-text is the beginning of the held-out part. Above: how many experts a token gets at each adapted
-linear layer; below: which has the largest weight, blank where there is none. Written to
+text is the beginning of the held-out split. Above: the number of experts that a token uses at each
+adapted linear layer; below: the expert of the largest weight, blank without any. Written to
 WORKDIR/report/experts.png.
 """
 
@@ -27,17 +27,17 @@ def weights_of(model, variables, tokens_BT, keys=None):
     variables = models.unroll_variables(model, variables)
     model = models.unrolled(model)
     _, sown = model.apply(variables, tokens_BT, method="features", rngs=keys, mutable=["choices"])
-    found = {}
+    weights = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(sown.get("choices", {})):
         names = [str(key.key) for key in path if hasattr(key, "key")]
-        if leaf.shape[1] == tokens_BT.shape[1]:  # not the places of a routed block
-            found["/".join(names[:-2])] = np.asarray(leaf)
-    order = [s.path for s in model.sites(tokens_BT.shape[1], "causal")]
-    return {path: found[path] for path in dict.fromkeys(order) if path in found}
+        if leaf.shape[1] == tokens_BT.shape[1]:  # not the slots of a routed block
+            weights["/".join(names[:-2])] = np.asarray(leaf)
+    order = [site.path for site in model.sites(tokens_BT.shape[1], "causal")]
+    return {path: weights[path] for path in dict.fromkeys(order) if path in weights}
 
 
 def draw(weights, labels, path):
-    """The picture of one sequence; weights: {site: [T, E]}, labels: text of each token."""
+    """Draws one sequence; weights: {site: [T, E]}, labels: text of each token."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,7 +66,7 @@ def draw(weights, labels, path):
     pyplot.close(figure)
 
 
-def expert_map(workdir, text=None, out=None, tokens=96):
+def expert_map(workdir, text=None, picture=None, tokens=96):
     """Draws the picture; returns its path and {site: weights [T, E]}."""
     from efx import build, sharding
     from efx.config import config_of_run
@@ -78,21 +78,23 @@ def expert_map(workdir, text=None, out=None, tokens=96):
             f"--workdir={workdir}: its experts choose nothing (config.adapter.experts="
             f"{config.adapter.experts!r}, routing={config.adapter.routing!r})"
         )
-    e, _, params, variables = build.finished(
-        config, workdir, parts=("eval",) if text is None else ()
+    experiment, _, params, variables = build.finished(
+        config, workdir, splits=("eval",) if text is None else ()
     )
     if text is None:
-        ids = next(iter(e.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
+        ids = next(iter(experiment.data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
     else:
-        ids = e.tokenizer.encode(text)
-    ids = np.asarray(ids, np.int32)[: min(tokens, e.model.context)]
+        ids = experiment.tokenizer.encode(text)
+    ids = np.asarray(ids, np.int32)[: min(tokens, experiment.model.context)]
     if not len(ids):
         raise UsageError("--text is empty: there is nothing to draw")
     variables = sharding.local({"params": params, **variables})
-    found = weights_of(e.model, variables, ids[None], evaluation_keys(config.seed, 0))
-    labels = [repr(e.tokenizer.decode([int(i)]))[1:-1] for i in ids]
-    path = pathlib.Path(out or pathlib.Path(workdir) / "report" / "experts.png")
-    weights = {site: weights_BTE[0] for site, weights_BTE in found.items()}
+    weights_of_site = weights_of(
+        experiment.model, variables, ids[None], evaluation_keys(config.seed, 0)
+    )
+    labels = [repr(experiment.tokenizer.decode([int(i)]))[1:-1] for i in ids]
+    path = pathlib.Path(picture or pathlib.Path(workdir) / "report" / "experts.png")
+    weights = {site: weights_BTE[0] for site, weights_BTE in weights_of_site.items()}
     draw(weights, labels, path)
     return path, weights
 

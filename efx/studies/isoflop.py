@@ -2,15 +2,15 @@
 
     python -m efx.studies.isoflop --grid configs/sweeps/isoflop.py --workdir runs/isoflop --jobs 2
 
-One model against another at equal FLOPs says little if one of the two is far from the size that the
-budget asks for. So every family gets every size at every budget, and a parabola in the logarithm of
-the number of parameters,
+Comparing two models at equal FLOPs says little if one of them is far from the best size for the
+budget. So every family is trained at every size and budget, and a parabola in the logarithm of the
+number of parameters,
 
     loss = a + b (log N - c)^2,
 
 fitted for each family, budget and seed, gives its best size, exp(c), and its loss there, a
 (Hoffmann et al. 2022, arXiv 2203.15556, approach 2; Raposo et al. 2024, arXiv 2404.02258, figure
-4). Where the sizes do not enclose a minimum there is no such number, and the table says so.
+4). If the sizes do not enclose a minimum there is no such number, and the table says so.
 
 A grid file is plain data: `get_grid()` returns
 
@@ -20,9 +20,9 @@ A grid file is plain data: `get_grid()` returns
          families={"dense": {"model.depth_routing.kind": "none"}, ...},  # the first: the baseline
          sizes={"4 blocks": {"model.depth": 4}, ...})                    # three or more
 
-Each run is a `python -m efx.main` of its own in WORKDIR; an interrupted study goes on where it was.
-Arguments after `--` go to every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves and
-isoflop.json every number.
+Each run is a separate `python -m efx.main` in WORKDIR; an interrupted study continues where it
+stopped. Arguments after `--` go to every run. WORKDIR/isoflop.md has the tables, isoflop.png the
+curves and isoflop.json every number.
 """
 
 import dataclasses
@@ -59,12 +59,12 @@ class Curve:
     losses: np.ndarray
 
     def optima(self):
-        """[the Optimum of each seed, or None where the sizes enclose no minimum]"""
-        return [fit(self.parameters, self.flops, losses) for losses in self.losses.T]
+        """[the Optimum of each seed, or None if the sizes enclose no minimum]"""
+        return [fit_parabola(self.parameters, self.flops, losses) for losses in self.losses.T]
 
     def of_means(self):
         """The Optimum of the mean losses, or None."""
-        return fit(self.parameters, self.flops, self.losses.mean(1))
+        return fit_parabola(self.parameters, self.flops, self.losses.mean(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Optimum:
     """The vertex of a fitted parabola.
 
     Attributes:
-      parameters, loss: where it is, exp(c), and how high, a.
+      parameters, loss: its coordinates, exp(c) and a.
       flops: training FLOPs a token there, interpolated between the sizes.
-      residual: root mean square of what the parabola leaves, in nats.
+      residual: root mean square deviation of the losses from the parabola, in nats.
     """
 
     parameters: float
@@ -83,7 +83,7 @@ class Optimum:
     residual: float
 
 
-def fit(parameters, flops, losses):
+def fit_parabola(parameters, flops, losses):
     """The Optimum of loss = a + b (log N - c)^2; None if it lies outside the sizes given.
 
     parameters, flops, losses: one of each size, three sizes or more.
@@ -119,7 +119,7 @@ def load_grid(path):
 
 
 def run_name(family, size, budget):
-    """Of one point of the grid, whatever its seed."""
+    """The name of the runs of one point of the grid, without the seed."""
     return f"{family}, {size}, {quantity(budget, 'FLOPs')}"
 
 
@@ -129,7 +129,7 @@ def as_sweep(grid):
     return {
         "config": grid["config"],
         "seeds": grid["seeds"],
-        "equal": "",  # each has a budget of its own
+        "equal": "",  # each run sets its budget
         "runs": {
             run_name(family, size, budget): {
                 **grid["sizes"][size],
@@ -143,13 +143,13 @@ def as_sweep(grid):
     }
 
 
-def collect(grid, workdir):
+def collect_curves(grid, workdir):
     """{(budget, family): Curve} of finished runs, budgets in their order."""
     curves = {}
     for budget, family in itertools.product(sorted(grid["budgets"]), grid["families"]):
         rows = [
             [
-                _last(sweep_lib.folder(workdir, run_name(family, size, budget), seed), budget)
+                _final_row(sweep_lib.folder(workdir, run_name(family, size, budget), seed), budget)
                 for seed in grid["seeds"]
             ]
             for size in grid["sizes"]
@@ -162,21 +162,21 @@ def collect(grid, workdir):
     return curves
 
 
-def _last(run, budget):
+def _final_row(run, budget):
     """The last values of a run's metrics; UsageError unless it used its budget and was evaluated.
 
-    The last step is the one that reaches the budget, or comes closest: no run is far from it.
+    The last step is the one that reaches the budget or comes closest to it.
     """
-    last = sweep_lib.final_row(run)
-    if not 0.9 <= last.get("flops", 0) / budget <= 1.1:
-        used = quantity(last.get("flops", 0), "FLOPs")
+    final_row = sweep_lib.final_row(run)
+    if not 0.9 <= final_row.get("flops", 0) / budget <= 1.1:
+        used = quantity(final_row.get("flops", 0), "FLOPs")
         raise UsageError(f"{run}: {used} of training, its budget is {quantity(budget, 'FLOPs')}")
-    if last.get("eval/loss") is None:
+    if final_row.get("eval/loss") is None:
         raise UsageError(f"{run}: no held-out loss; the run has not finished, or its loss is NaN")
-    return last
+    return final_row
 
 
-# Columns of the table of optima, and how their numbers are written.
+# Columns of the table of optima, and the formats of their numbers.
 FORMS = {
     "least measured at": "text",
     "least measured": ".4f",
@@ -190,65 +190,72 @@ FORMS = {
 }
 
 
-def optimum(sizes, curve, base):
-    """{column: cell} of a row of the table of optima: the fit, and the fit over the baseline's.
+def optimum_cells(sizes, curve, base):
+    """{column: cell} of a row of the table of optima: the fit, and the fit against the baseline's.
 
-    Where not every seed encloses a minimum, both are of the losses' means over seeds, and say so.
+    If the sizes do not enclose a minimum for every seed, both are fits of the mean losses over
+    seeds, with a note.
     """
     best = int(curve.losses.mean(1).argmin())
-    found, bases, note = curve.optima(), base.optima(), ""
+    optima, base_optima, note = curve.optima(), base.optima(), ""
     cells = {
         "least measured at": list(sizes)[best],
         "least measured": summary(curve.losses[best].tolist()),
     }
-    if None in found:
-        note = f"enclosed in {len(found) - found.count(None)} of {len(found)} seeds"
-        found = [curve.of_means()]
-        if None in found:
+    if None in optima:
+        note = f"enclosed in {len(optima) - optima.count(None)} of {len(optima)} seeds"
+        optima = [curve.of_means()]
+        if None in optima:
             return cells | {"loss at the best size": note}
         note = f"fit of the means; {note}"
     cells |= {
-        "loss at the best size": summary([one.loss for one in found])
+        "loss at the best size": summary([optimum.loss for optimum in optima])
         | ({"note": note} if note else {}),
-        "its parameters": statistics.geometric_mean([one.parameters for one in found]),
-        "its FLOPs a token": statistics.geometric_mean([one.flops for one in found]),
-        "residual": statistics.fmean([one.residual for one in found]),
+        "its parameters": statistics.geometric_mean([optimum.parameters for optimum in optima]),
+        "its FLOPs a token": statistics.geometric_mean([optimum.flops for optimum in optima]),
+        "residual": statistics.fmean([optimum.residual for optimum in optima]),
     }
-    if None in bases or len(found) < len(bases):
-        found, bases = [curve.of_means()], [base.of_means()]
-    if curve is base or None in found or None in bases:
+    if None in base_optima or len(optima) < len(base_optima):
+        optima, base_optima = [curve.of_means()], [base.of_means()]
+    if curve is base or None in optima or None in base_optima:
         return cells
-    pairs = list(zip(found, bases, strict=True))
-    sizes = statistics.geometric_mean([one.parameters / other.parameters for one, other in pairs])
-    flops = statistics.geometric_mean([one.flops / other.flops for one, other in pairs])
+    pairs = list(zip(optima, base_optima, strict=True))
+    sizes = statistics.geometric_mean(
+        [optimum.parameters / baseline.parameters for optimum, baseline in pairs]
+    )
+    flops = statistics.geometric_mean(
+        [optimum.flops / baseline.flops for optimum, baseline in pairs]
+    )
     return cells | {
-        "loss over the baseline's": summary([one.loss - other.loss for one, other in pairs]),
+        "loss over the baseline's": summary(
+            [optimum.loss - baseline.loss for optimum, baseline in pairs]
+        ),
         "parameters / the baseline's": sizes,
         "FLOPs a token / the baseline's": flops,
     }
 
 
-def optima(sizes, curves):
+def optima_table(sizes, curves):
     """{(budget, family): {column: cell}}; the baseline is the first family of each budget."""
     base = next(family for _, family in curves)
     return {
-        (budget, family): optimum(sizes, curve, curves[budget, base])
+        (budget, family): optimum_cells(sizes, curve, curves[budget, base])
         for (budget, family), curve in curves.items()
     }
 
 
-def markdown(grid, curves, how, split):
-    """Both tables as Markdown, with config, seeds, what was scored and command under them."""
+def markdown(grid, curves, command, split):
+    """Both tables as Markdown, with config, seeds, scored text and command below them."""
     budgets, families, sizes = sorted(grid["budgets"]), list(grid["families"]), list(grid["sizes"])
     points = []
     for size, (number, family) in itertools.product(range(len(sizes)), enumerate(families)):
-        first = curves[budgets[0], family]
+        smallest_budget = curves[budgets[0], family]
         points.append(
             [
                 sizes[size] if not number else "",
                 family,
-                quantity(first.parameters[size]),
-                quantity(first.flops[size], "FLOPs"),
+                quantity(smallest_budget.parameters[size]),
+                quantity(smallest_budget.flops[size], "FLOPs"),
                 *(mean_and_spread(list(curves[budget, family].losses[size])) for budget in budgets),
             ]
         )
@@ -260,7 +267,7 @@ def markdown(grid, curves, how, split):
             family,
             *(text(cells.get(title), form) for title, form in FORMS.items()),
         ]
-        for (budget, family), cells in optima(sizes, curves).items()
+        for (budget, family), cells in optima_table(sizes, curves).items()
     ]
     seeds = ", ".join(str(seed) for seed in grid["seeds"])
     return (
@@ -269,11 +276,11 @@ def markdown(grid, curves, how, split):
         f"{tables.markdown(['budget', 'family', *FORMS], rows)}\n\n"
         f"`{grid['config']}`; seeds {seeds}: mean ± standard deviation, differences and ratios by "
         f"pairs of seeds, without a spread of fits of the means; {split}; FLOPs of "
-        f"training. Command: `{how}`\n"
+        f"training. Command: `{command}`\n"
     )
 
 
-def numbers(grid, curves):
+def as_data(grid, curves):
     """Everything as plain data: [{budget, family, sizes, parameters, ..., optima}]."""
     return [
         {
@@ -283,28 +290,28 @@ def numbers(grid, curves):
             "parameters": curve.parameters.tolist(),
             "training_flops_per_token": curve.flops.tolist(),
             "losses": curve.losses.tolist(),
-            "optima": [one and dataclasses.asdict(one) for one in curve.optima()],
+            "optima": [optimum and dataclasses.asdict(optimum) for optimum in curve.optima()],
         }
         for (budget, family), curve in curves.items()
     ]
 
 
-def from_numbers(found):
-    """(sizes, curves) of what `numbers` has given."""
+def from_data(data):
+    """(sizes, curves) of the data of `as_data`."""
     curves = {
-        (one["budget"], one["family"]): Curve(
-            parameters=np.array(one["parameters"]),
-            flops=np.array(one["training_flops_per_token"]),
-            losses=np.array(one["losses"]),
+        (curve["budget"], curve["family"]): Curve(
+            parameters=np.array(curve["parameters"]),
+            flops=np.array(curve["training_flops_per_token"]),
+            losses=np.array(curve["losses"]),
         )
-        for one in found
+        for curve in data
     }
-    return found[0]["sizes"], curves
+    return data[0]["sizes"], curves
 
 
 def draw(curves, path):
     """The curves: a colour a budget, a line style a family, optima as stars."""
-    import matplotlib.figure  # takes half a second: only who draws pays
+    import matplotlib.figure  # takes half a second
     from matplotlib import colormaps
 
     figure = matplotlib.figure.Figure((8, 5), layout="constrained")
@@ -314,7 +321,7 @@ def draw(curves, path):
     colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(budgets)))
     styles = dict(zip(families, itertools.cycle(STYLES)))
     for (budget, family), curve in curves.items():
-        colour, (line, marker) = colours[budgets.index(budget)], styles[family]
+        colour, (line_style, marker) = colours[budgets.index(budget)], styles[family]
         means, spreads = curve.losses.mean(1), curve.losses.std(1, ddof=curve.losses.shape[1] > 1)
         axis.errorbar(
             curve.parameters, means, spreads, color=colour, linestyle="", marker=marker, capsize=2
@@ -323,7 +330,9 @@ def draw(curves, path):
         fine = np.linspace(x.min(), x.max(), 100)
         parabola = np.polyval(np.polyfit(x - x.mean(), means, 2), fine - x.mean())
         label = f"{family}, {quantity(budget, 'FLOPs')}"
-        axis.plot(np.exp(fine), parabola, color=colour, linestyle=line, marker="", label=label)
+        axis.plot(
+            np.exp(fine), parabola, color=colour, linestyle=line_style, marker="", label=label
+        )
         if best := curve.of_means():
             star = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
             axis.plot(best.parameters, best.loss, color=colour, **star)
@@ -346,13 +355,13 @@ def main(argv=None):
 
 
 def study(arguments):
-    """The runs, then tables, curves and numbers."""
+    """Makes the runs, then tables, curves and numbers."""
     grid, top = load_grid(arguments.grid), pathlib.Path(arguments.workdir)
     if not arguments.table_only:
-        sweep_lib.run_all(as_sweep(grid), top, arguments.extra, arguments.jobs)
-    curves = collect(grid, top)
-    text = markdown(grid, curves, arguments.command, sweep_lib.scored(as_sweep(grid), top))
-    tables.save(top, "isoflop", text, numbers(grid, curves))
+        sweep_lib.run_sweep(as_sweep(grid), top, arguments.extra, arguments.jobs)
+    curves = collect_curves(grid, top)
+    text = markdown(grid, curves, arguments.command, sweep_lib.scored_text(as_sweep(grid), top))
+    tables.save(top, "isoflop", text, as_data(grid, curves))
     with writing(top):
         draw(curves, top / "isoflop.png")
 

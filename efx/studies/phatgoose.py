@@ -1,14 +1,14 @@
-"""Adapters trained apart and composed by their gates, against what else one could do with them.
+"""Adapters trained apart and composed by their gates, against other ways to use them.
 
     python -m efx.studies.phatgoose --config configs/phatgoose.py --workdir runs/phatgoose
 
 For each seed: a base model; for each domain an adapter and its gates; then, without training, the
-composition by top-k and the uniform merge; and, trained on a mixture of the domains, gates that
-know of each other, entrances that may leave an expert out, and one adapter for everything as the
-control. Each run is a `python -m efx.main` of its own, so an interrupted study goes on where it
-was. Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "oracle"
-is each domain's own adapter. Arguments after `--` go to every run, those that begin with a name, as
-in `adapter:--config.steps=50`, to the runs whose name begins so (base, adapter, gate, compose,
+composition by top-k and the uniform merge; and, trained on a mixture of the domains, gates trained
+together, entrances that may leave an expert out, and one adapter for everything as the control.
+Each run is a separate `python -m efx.main`, so an interrupted study continues where it stopped.
+Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "oracle" is
+each domain's own adapter. Arguments after `--` go to every run; those that begin with a name, as in
+`adapter:--config.steps=50`, go to the runs whose name begins with it (base, adapter, gate, compose,
 uniform, joint, inclusion).
 """
 
@@ -35,8 +35,8 @@ def run(study):
     rows = {"base": study.row("base")}
     for name in study.domains:
         rows[f"adapter {name}"] = study.row(f"adapter_{name}")
-    own = {name: rows[f"adapter {name}"][name] for name in study.domains}
-    rows["oracle: the domain's own adapter"] = composition.losses(own)
+    losses_of_own_adapters = {name: rows[f"adapter {name}"][name] for name in study.domains}
+    rows["oracle: the domain's own adapter"] = composition.losses(losses_of_own_adapters)
     rows["one adapter on the mixture"] = study.row("adapter_of_all")
     rows["uniform merge"] = study.row("uniform")
     rows["gates, each trained alone (PHATGOOSE)"] = study.row("compose")

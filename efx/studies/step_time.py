@@ -14,33 +14,34 @@ from efx.runfolder import TOKENIZER_FILE
 
 
 class Stepper:
-    """The real training step of a config, ready to be called: same mesh, donation, optimiser.
+    """The compiled training step of a config, with the mesh, donation and optimiser of training.
 
-    Starts from initial parameters. Called without tokens it trains on random ones: what a step
-    costs depends on shapes alone.
+    Starts from initial parameters. Called without tokens it trains on random ones: the cost of a
+    step depends on shapes alone.
 
     Attributes:
-      config, model: as given, and built from it. state: TrainState.
+      config: as given. model: built from it. state: TrainState.
       compile_seconds: tracing and compiling.
       memory: bytes that the compiled step needs: its arguments and its temporary arrays.
     """
 
     def __init__(self, config, vocab_size):
         keep_freed_memory()
-        e = build.without_text(config, vocab_size)
-        training, self.config, self.model = build.Training(e), e.config, e.model
-        self._placement = sharding.Placement(e.mesh, e.rules, e.config.data.batch_size)
+        experiment = build.without_text(config, vocab_size)
+        self.config, self.model = experiment.config, experiment.model
+        training, mesh, rules = build.Training(experiment), experiment.mesh, experiment.rules
+        self._placement = sharding.Placement(mesh, rules, self.config.data.batch_size)
         function = step_lib.make_train_step(
-            e.model,
+            self.model,
             training.optimizer,
             training.schedule,
-            e.config,
-            total_steps=e.steps,
-            groups=sharding.batch_shards(e.mesh, e.rules),
+            self.config,
+            total_steps=experiment.steps,
+            groups=sharding.batch_shards(mesh, rules),
         )
         self._seed = np.uint32(config.seed)
-        self._batch = self._place(random_tokens(config, vocab_size, 1)[0])
-        with sharding.use(e.mesh, e.rules):
+        self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
+        with sharding.use(mesh, rules):
             self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
             begin = time.perf_counter()
             self._step = (
@@ -58,13 +59,13 @@ class Stepper:
         return {path: np.array(leaf) for path, leaf in optim.param_paths(self.state.params).items()}
 
     def __call__(self, tokens_BT1=None):
-        """One step on rows of context + 1 tokens, waited for; the loss before it, in nats."""
-        batch = self._batch if tokens_BT1 is None else self._place(tokens_BT1)
+        """Waits for one step on rows of context + 1 tokens; returns the loss before it, in nats."""
+        batch = self._batch if tokens_BT1 is None else self._put_batch(tokens_BT1)
         self.state, metrics = self._step(self.state, batch, self._seed)
         jax.block_until_ready((self.state, metrics))
         return float(metrics["train/loss"])
 
-    def _place(self, tokens_BT1):
+    def _put_batch(self, tokens_BT1):
         batch = {
             "inputs": tokens_BT1[:, :-1],
             "targets": tokens_BT1[:, 1:],
@@ -74,14 +75,14 @@ class Stepper:
 
 
 def random_tokens(config, vocab_size, count):
-    """[count, B, T + 1] random tokens: the time of a step does not depend on what they are."""
+    """[count, B, T + 1] random tokens: the time of a step does not depend on their values."""
     shape = (count, config.data.batch_size, config.data.seq_len + 1)
     return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
 
 
 @dataclasses.dataclass
 class Times:
-    """Of one function's turns: seconds on the clock, and of all its threads on a CPU, [rounds]."""
+    """Seconds of each call of a function, on the clock and on the CPUs by all threads: [rounds]."""
 
     wall: np.ndarray
     cpu: np.ndarray
@@ -93,19 +94,19 @@ class Times:
 
 
 def take_turns(runs, rounds, warmup=2):
-    """Time functions against each other: whatever else the machine does slows all of them alike.
+    """Times functions against each other: other work on the machine slows all of them alike.
 
     Args:
       runs: {name: function of the number of the turn, which returns when its work is done}.
-      rounds: how often each is timed.
-      warmup: how often each is called before that.
+      rounds: timed calls of each.
+      warmup: untimed calls of each before these.
 
     Returns: {name: Times}.
     """
     names, records = list(runs), {name: [] for name in runs}
     for turn in range(warmup + rounds):
-        first = turn % len(names)  # everyone goes first equally often
-        for name in names[first:] + names[:first]:
+        first_index = turn % len(names)  # each goes first equally often
+        for name in names[first_index:] + names[:first_index]:
             wall, cpu = time.perf_counter(), time.process_time()
             runs[name](turn)
             record = time.perf_counter() - wall, time.process_time() - cpu
@@ -122,7 +123,9 @@ def step_times(folders, steps):
         name: Stepper(config_of_run(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size)
         for name, folder in folders.items()
     }
-    turns = take_turns({name: lambda turn, s=s: s() for name, s in steppers.items()}, steps)
+    turns = take_turns(
+        {name: lambda turn, stepper=stepper: stepper() for name, stepper in steppers.items()}, steps
+    )
     return {
         name: (1e3 * times.median, steppers[name].config.data.batch_size / times.median)
         for name, times in turns.items()

@@ -6,17 +6,17 @@ A sweep file is plain data: `get_sweep()` returns
 
     dict(config="configs/mod.py",          # the config every run starts from
          seeds=(0, 1, 2),
-         equal="flops" | "tokens" | "",    # what every run gets as much of as the first one
+         equal="flops" | "tokens" | "",    # every run gets as many of these as the first one
          runs={"name": {"model.depth": 8}, ...},   # dotted keys that each run changes; with
                                                    # "config", it starts from another file
-         columns={"title": "metric|other", ...})   # more columns: the first of these metrics, or
-                                                   # the least value of one, "min:metric", or the
-                                                   # mean of all, "mean:metric"
+         columns={"title": "metric|other", ...})   # more columns: the first metric that a run has;
+                                                   # "min:metric" is the least value of a metric,
+                                                   # "mean:metric" the mean of all its values
 
-Each run is a `python -m efx.main` of its own in WORKDIR/<name>-seed<n>, one after another, so an
-interrupted sweep goes on where it was. Arguments after `--` go to every run, to scale a sweep up
-or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/table.json; making it
-needs no JAX.
+Each run is a separate `python -m efx.main` in WORKDIR/<name>-seed<n>, one after another, so an
+interrupted sweep continues where it stopped. Arguments after `--` go to every run, to scale a sweep
+up or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/table.json; making
+it needs no JAX.
 """
 
 import pathlib
@@ -32,21 +32,21 @@ from efx.studies import cli
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
-NOT_FINITE = 3  # exit status of a run that came to its end: a result too, if not a number
+NOT_FINITE = 3  # exit status of a finished run whose loss is not finite, which is a result too
 STEP_TIME = "step time over the first's"
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
 
 
 def load_file(path, kind, keys):
-    """What `get_<kind>()` of the file `--<kind>` returns: a dict with just these keys."""
-    found = run_file(kind, str(path), folder="sweeps")
-    for key in found:
+    """The result of `get_<kind>()` of the file `--<kind>`: a dict with exactly these keys."""
+    contents = run_file(kind, str(path), folder="sweeps")
+    for key in contents:
         if key not in keys:
             raise UsageError(f"{path}: {key!r} is not a key of a {kind}{nearest(key, keys)}")
     for key in keys:
-        if key not in found:
+        if key not in contents:
             raise UsageError(f"{path}: the {kind} lacks {key!r}")
-    return found
+    return contents
 
 
 def load_sweep(path):
@@ -59,33 +59,33 @@ def load_sweep(path):
 
 
 def check_folders(path, sweep):
-    """UsageError where two runs would share a folder, or there are none."""
+    """UsageError if two runs would share a folder, or there are none."""
     for key in ("runs", "seeds"):
         if not sweep[key]:
             raise UsageError(f"{path}: {key} is empty")
     if len(set(sweep["seeds"])) < len(sweep["seeds"]):
         raise UsageError(f"{path}: seeds={sweep['seeds']} has one of them twice")
-    owners = {}
+    run_of_folder = {}
     for name in sweep["runs"]:
         # Some file systems do not tell capitals from small letters.
-        own = folder("", name, 0).name.lower()
-        if own in owners:
+        folder_name = folder("", name, 0).name.lower()
+        if folder_name in run_of_folder:
             raise UsageError(
-                f"{path}: the runs {owners[own]!r} and {name!r} would share the folder "
-                f"{folder('', name, 0)}: letters, digits and dots count; rename one of them"
+                f"{path}: the runs {run_of_folder[folder_name]!r} and {name!r} would share the "
+                f"folder {folder('', name, 0)}: letters, digits and dots count; rename one of them"
             )
-        owners[own] = name
+        run_of_folder[folder_name] = name
 
 
 def folder(workdir, name, seed):
-    """WORKDIR/<name>-seed<n>, the name made fit for a file system."""
+    """WORKDIR/<name>-seed<n>, other characters than letters, digits and dots replaced by "_"."""
     return pathlib.Path(workdir) / f"{re.sub(r'[^A-Za-z0-9.]+', '_', name).strip('_')}-seed{seed}"
 
 
 def command(sweep, workdir, name, seed, budget, extra):
     """Arguments of `python -m efx.main` for one run.
 
-    budget: {} or {"flops": ...} or {"tokens": ...} that the run is to use.
+    budget: {} or {"flops": ...} or {"tokens": ...}, which the run has to use.
     """
     changes = dict(sweep["runs"][name])
     arguments = [
@@ -100,30 +100,30 @@ def command(sweep, workdir, name, seed, budget, extra):
     return arguments
 
 
-def run_all(sweep, workdir, extra=(), jobs=1):
+def run_sweep(sweep, workdir, extra=(), jobs=1):
     """Every run of the sweep, `jobs` at a time; the very first one sets the budget of the others.
 
-    Several at a time share the machine's CPUs, and each writes what it would print to a file.
+    Several at a time share the machine's CPUs, and each writes its output to a file.
     """
     check_commands(sweep, workdir, extra)
-    first = next(iter(sweep["runs"]))
-    todo = [(name, seed) for seed in sweep["seeds"] for name in sweep["runs"]]
+    first_name = next(iter(sweep["runs"]))
+    remaining = [(name, seed) for seed in sweep["seeds"] for name in sweep["runs"]]
     budget = {}
     if sweep["equal"]:
-        name, seed = todo.pop(0)
-        _run(sweep, workdir, name, seed, {}, extra)
-        last = final_row(folder(workdir, name, seed))
-        budget = {sweep["equal"]: last[sweep["equal"]]}
+        name, seed = remaining.pop(0)
+        _run_one(sweep, workdir, name, seed, {}, extra)
+        first_row = final_row(folder(workdir, name, seed))
+        budget = {sweep["equal"]: first_row[sweep["equal"]]}
 
-    def one(item, cpus):
+    def run_item(item, cpus):
         name, seed = item
-        _run(sweep, workdir, name, seed, {} if name == first else budget, extra, cpus)
+        _run_one(sweep, workdir, name, seed, {} if name == first_name else budget, extra, cpus)
 
-    jobs_lib.run_all(one, todo, jobs)
+    jobs_lib.run_all(run_item, remaining, jobs)
 
 
 def check_commands(sweep, workdir, extra):
-    """UsageError for a run whose command line `efx.main` would refuse, before anything trains."""
+    """UsageError, before anything trains, for a run whose command line `efx.main` would refuse."""
     from efx import command_line
 
     cli.check_extra(extra)
@@ -134,52 +134,52 @@ def check_commands(sweep, workdir, extra):
             raise UsageError(f"the run {name!r}: {error}") from error
 
 
-def _run(sweep, workdir, name, seed, budget, extra, cpus=None):
+def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):
     arguments = command(sweep, workdir, name, seed, budget, extra)
-    status, where = jobs_lib.run_main(
+    status, log_name = jobs_lib.run_main(
         f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
     )
     if status == NOT_FINITE:
-        print(f"-- {name}, seed {seed}: not finite at its end; {where} says why", flush=True)
+        print(f"-- {name}, seed {seed}: not finite at its end; {log_name} says why", flush=True)
     elif status:
         raise UsageError(
             f"the run {name!r} with seed {seed} ended with status {status}; "
-            f"{where} says why. Start the sweep again to go on from here"
+            f"{log_name} says why. Start the sweep again to go on from here"
         )
 
 
 def final_row(run):
-    """All the last values of a run's metrics in one dict; the least ones by "min:<metric>", their
-    means by "mean:<metric>".
+    """The last value of every metric of a run; "min:<metric>" is the least value and
+    "mean:<metric>" the mean, both over finite values.
 
-    None for a last value that was not finite, and where none was; the others leave it out."""
-    last, finite = {}, {}
+    None for a last value that was not finite, and for the others if no value was."""
+    last_values, finite = {}, {}
     for row in read_metrics(run):
         for name, value in row.items():
-            last[name] = value
+            last_values[name] = value
             if value is not None:
                 finite.setdefault(name, []).append(value)
-    for name in list(last):
+    for name in list(last_values):
         values = finite.get(name)
-        last[f"min:{name}"] = min(values) if values else None
-        last[f"mean:{name}"] = statistics.fmean(values) if values else None
-    return last
+        last_values[f"min:{name}"] = min(values) if values else None
+        last_values[f"mean:{name}"] = statistics.fmean(values) if values else None
+    return last_values
 
 
-def timed(sweep, workdir, steps):
+def measure_step_times(sweep, workdir, steps):
     """{name: (milliseconds of a training step, sequences/s)}, the runs' models taking turns.
 
-    The logs of the runs have times too, but those were made one after another, on a machine whose
-    speed may have drifted in between.
+    The logs of the runs have times too, but those runs came one after another, and the speed of the
+    machine may have changed in between.
     """
     from efx.studies.step_time import step_times
 
-    first = sweep["seeds"][0]
-    folders = {name: folder(workdir, name, first) for name in sweep["runs"]}
+    first_seed = sweep["seeds"][0]
+    folders = {name: folder(workdir, name, first_seed) for name in sweep["runs"]}
     return step_times(folders, steps)
 
 
-def collect(sweep, workdir, times):
+def collect_table(sweep, workdir, times):
     """{name: {column: [value of each seed]}} of the finished runs; step times once a name."""
     columns = LOSSES | dict(sweep["columns"])
     table = {}
@@ -188,22 +188,22 @@ def collect(sweep, workdir, times):
         values |= {"training FLOPs": [], "tokens": [], "steps": []}
         for seed in sweep["seeds"]:
             run = folder(workdir, name, seed)
-            last = final_row(run)
+            last_values = final_row(run)
             for title, metric in columns.items():
-                named = [last[name] for name in metric.split("|") if name in last]
-                values[title].append(named[0] if named else None)
-            values["training FLOPs"].append(last["flops"])
-            values["tokens"].append(last["tokens"])
-            values["steps"].append(last["step"])
+                recorded = [last_values[name] for name in metric.split("|") if name in last_values]
+                values[title].append(recorded[0] if recorded else None)
+            values["training FLOPs"].append(last_values["flops"])
+            values["tokens"].append(last_values["tokens"])
+            values["steps"].append(last_values["step"])
         if times:
-            first = times[next(iter(times))]
+            first_times = times[next(iter(times))]
             values["ms a step"], values["sequences/s"] = [times[name][0]], [times[name][1]]
-            values[STEP_TIME] = [times[name][0] / first[0]]
+            values[STEP_TIME] = [times[name][0] / first_times[0]]
         table[name] = values
     return table
 
 
-# How the numbers of a column are written, where it is not with four digits and a spread.
+# The format of the numbers of a column that does not have four digits and a spread.
 FORMS = {
     "training FLOPs": "FLOPs",
     "tokens": "quantity",
@@ -216,26 +216,26 @@ FORMS = {
 
 
 def form(title):
-    """How the numbers of the column `title` are written: the second argument of `tables.number`."""
+    """The format of the numbers of the column `title`: the second argument of `tables.number`."""
     return FORMS.get(title, ".4f")
 
 
 def cell(title, values):
-    """What a table holds of a column's values, one of each seed: their mean, with spread and the
-    values themselves where the column shows a spread; None where one was not finite."""
+    """The cell of a column's values, one of each seed: their mean, with spread and the values
+    themselves if the column shows a spread; None if one was not finite."""
     if any(value is None for value in values):
         return None
     return statistics.fmean(values) if title in FORMS else tables.summary(values)
 
 
-def scored(sweep, workdir):
-    """What the held-out losses of the finished runs are of, in words."""
+def scored_text(sweep, workdir):
+    """The text that the held-out losses of the finished runs are taken over, in words."""
     runs = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
     return portion([final_row(run).get("eval/split_fraction") for run in runs])
 
 
-def markdown(sweep, table, how, split):
-    """The table as Markdown, with config, seeds, what was scored and command under it."""
+def markdown(sweep, table, command, split):
+    """The table as Markdown, with config, seeds, scored text and command below it."""
     titles = list(next(iter(table.values())))
     rows = [
         [name, *(tables.text(cell(title, values[title]), form(title)) for title in titles)]
@@ -246,7 +246,7 @@ def markdown(sweep, table, how, split):
     return (
         f"{tables.markdown(['run', *titles], rows)}\n\n"
         f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; {split}. "
-        f"Step times: medians of alternating steps. Command: `{how}`\n"
+        f"Step times: medians of alternating steps. Command: `{command}`\n"
     )
 
 
@@ -266,13 +266,13 @@ def main(argv=None):
 
 
 def study(arguments):
-    """The runs, then the table."""
+    """Makes the runs, then the table."""
     sweep, workdir = load_sweep(arguments.sweep), arguments.workdir
     if not arguments.table_only:
-        run_all(sweep, workdir, arguments.extra, arguments.jobs)
-    times = arguments.time_steps and timed(sweep, workdir, arguments.time_steps)
-    table = collect(sweep, workdir, times)
-    text = markdown(sweep, table, arguments.command, scored(sweep, workdir))
+        run_sweep(sweep, workdir, arguments.extra, arguments.jobs)
+    times = arguments.time_steps and measure_step_times(sweep, workdir, arguments.time_steps)
+    table = collect_table(sweep, workdir, times)
+    text = markdown(sweep, table, arguments.command, scored_text(sweep, workdir))
     tables.save(workdir, "table", text, table)
 
 

@@ -1,10 +1,10 @@
-"""What a model decides for each token of a text, as a picture: tokens across, layers down.
+"""A picture of a model's decisions for each token of a text: tokens across, layers down.
 
     python -m efx.studies.token_map --workdir runs/learned_dropout --text 'def f(x):' --out map.png
 
-A row for each mask of learned dropout, whose value is the share of the token that the mask keeps,
-and one for each routed block: 1 where it computes the token under the causal decision, else 0. The
-same numbers go to a CSV file beside the picture, a line for each token.
+A row for each mask of learned dropout, whose value is the fraction of the token that the mask
+keeps, and one for each routed block: 1 if it computes the token under the causal decision, else 0.
+The same numbers go to a CSV file next to the picture, a line for each token.
 """
 
 import csv
@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models
-from efx.build import finished as restore
+from efx import build, models
 from efx.config import config_of_run
 from efx.errors import UsageError
 from efx.layers.routing.depth import DepthRouted
-from efx.layers.stack import names
+from efx.layers.stack import RecursionStep
 from efx.step import evaluation_keys
 from efx.studies import cli
 
@@ -34,7 +33,7 @@ def token_map(model, variables, ids, keys=None):
       variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
       keys: `rngs` of the model, which a stochastic control needs.
 
-    Raises UsageError if the model decides nothing.
+    Raises UsageError if the model has neither learned masks nor routed blocks.
     """
     model, variables = (
         models.unroll(model, variables["params"])[0],
@@ -50,14 +49,13 @@ def token_map(model, variables, ids, keys=None):
         ),
     )
     rows = {}
-    dense = _dense_layers(model)
-    for path, kept in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
-        keys = [getattr(key, "key", None) for key in path]
-        if keys[0] != "layers" or keys[1] in dense:
-            rows[_name(path)] = _mask_row(np.asarray(kept), len(ids))
+    routed = _routed(model)
+    for path, mask in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
+        if not jax.tree_util.keystr(path, simple=True, separator="/").startswith(routed):
+            rows[_row_name(path)] = _mask_row(np.asarray(mask), len(ids))
     for path, value in jax.tree_util.tree_leaves_with_path(state.get("intermediates", {})):
         if value.dtype == bool:
-            rows[_name(path)] = np.asarray(value)[0].astype(np.float64)
+            rows[_row_name(path)] = np.asarray(value)[0].astype(np.float64)
     if not rows:
         raise UsageError(
             "this model decides nothing token by token: config.model.dropout.kind is not learned "
@@ -66,22 +64,22 @@ def token_map(model, variables, ids, keys=None):
     return dict(sorted(rows.items(), key=lambda item: _order(item[0])))
 
 
-def _dense_layers(model):
-    """Names of the layers that compute every token: masks of the others have places, not tokens."""
-    specs = model.specs()
-    if not all(hasattr(spec, "block") for spec in specs if spec.routing is not None):
-        return ()  # steps of a recursion
-    return [name for name, spec in zip(names(specs), specs, strict=True) if spec.routing is None]
+def _routed(model):
+    """Paths of the blocks that do not compute every token: their masks have slots, not tokens."""
+    routed = {path: spec for path, spec in model.blocks().items() if spec.routing is not None}
+    if any(isinstance(spec, RecursionStep) for spec in routed.values()):
+        return ("layers/",)  # the blocks that recursion steps share
+    return tuple(f"{path}/" for path in routed)
 
 
-def _mask_row(kept, length):
-    """Share of what counts (0 or 1, not -1) that is 1, by token."""
-    axis = 1 if kept.ndim == 3 else 3  # [B, T, D] or, of probabilities, [B, K, G, T, S]
-    kept_TX = np.moveaxis(kept, axis, 0).reshape(length, -1)
-    return (kept_TX == 1).sum(axis=1) / np.maximum((kept_TX >= 0).sum(axis=1), 1)
+def _mask_row(mask, length):
+    """The fraction of each token's entries of a mask that are 1, of those that count (0 or 1)."""
+    axis = 1 if mask.ndim == 3 else 3  # [B, T, D] or, of probabilities, [B, K, G, T, S]
+    mask_TX = np.moveaxis(mask, axis, 0).reshape(length, -1)
+    return (mask_TX == 1).sum(axis=1) / np.maximum((mask_TX >= 0).sum(axis=1), 1)
 
 
-def _name(path):
+def _row_name(path):
     """`block_3 mlp_output`, `embedding`, `block_1 routed`."""
     keys = [str(key.key) for key in path if hasattr(key, "key")]
     keys = [key for key in keys if key not in ("layers", "attention", "dropout/changed")]
@@ -91,13 +89,14 @@ def _name(path):
 
 
 def _order(name):
-    """Layers in their order, the embedding before them."""
-    return [int(part) if part.isdigit() else part for part in name.replace("_", " ").split()[1:]]
+    """A sort key: layers in their order, the embedding first and what is no number last."""
+    words = name.replace("_", " ").split()[1:]
+    return [(0, int(word)) if word.isdigit() else (1, word) for word in words]
 
 
 def draw(rows, tokens, path):
     """A picture of `token_map`'s rows over the tokens' texts."""
-    import matplotlib.figure  # takes half a second: only who draws pays
+    import matplotlib.figure  # takes half a second
 
     lines = [slice(start, start + LINE) for start in range(0, len(tokens), LINE)]
     height = 0.22 * len(rows) + 0.5
@@ -129,10 +128,12 @@ def main(argv=None):
 
 
 def run(arguments):
-    out = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
+    picture = pathlib.Path(arguments.out or f"{arguments.workdir}/token_map.png")
     config = config_of_run(arguments.workdir)
-    parts = ("eval",) if arguments.text is None else ()
-    experiment, step, params, variables = restore(config, arguments.workdir, arguments.step, parts)
+    splits = ("eval",) if arguments.text is None else ()
+    experiment, step, params, variables = build.finished(
+        config, arguments.workdir, arguments.step, splits
+    )
     tokenizer = experiment.tokenizer
     if arguments.text is None:
         ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
@@ -146,16 +147,16 @@ def run(arguments):
     rows = token_map(experiment.model, {"params": params, **variables}, ids, keys)
     tokens = [tokenizer.decode([token]) for token in ids]
     try:
-        with open(out.with_suffix(".csv"), "w", newline="") as file:
+        with open(picture.with_suffix(".csv"), "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["token", *rows])
             values = zip(*rows.values(), strict=True)
             for token, row in zip(tokens, values, strict=True):
                 writer.writerow([token, *(f"{value:.4f}" for value in row)])
-        draw(rows, tokens, out)
+        draw(rows, tokens, picture)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--out={out}: {error}") from error
-    print(f"step {step}, {len(ids)} tokens: {out} and {out.with_suffix('.csv')}")
+        raise UsageError(f"--out={picture}: {error}") from error
+    print(f"step {step}, {len(ids)} tokens: {picture} and {picture.with_suffix('.csv')}")
     for name, row in rows.items():
         print(f"  {name:<32} {row.mean():.1%}")
 

@@ -69,14 +69,14 @@ def run_here(title, arguments, log, cpus=None):
 
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory):
-    """(folder, Plan) after the driver, each of whose commands ran for real, in this process."""
+    """(folder, Stages) after the driver, each of whose commands ran for real, in this process."""
     from efx.cbtm import run as cbtm
 
     folder = tmp_path_factory.mktemp("cbtm") / "all"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cbtm.jobs_lib, "run_main", run_here)
         assert cbtm.main(["--config", recipe, "--workdir", str(folder)]) == 0
-    return folder, cbtm.make_plan(recipe, folder)
+    return folder, cbtm.make_stages(recipe, folder)
 
 
 def moved(trained, copy, name):
@@ -144,7 +144,7 @@ def test_the_ensemble_of_one_is_the_single_model(trained, recipe, tmp_path):
     from efx.cbtm import run as cbtm
 
     extra = ["--config.cluster.count=1", "--config.ensemble.top_k=1"]
-    plan = cbtm.make_plan(recipe, tmp_path / "one", extra, trained[0] / "seed")
+    plan = cbtm.make_stages(recipe, tmp_path / "one", extra, trained[0] / "seed")
     for job in plan.jobs():
         assert run(job) == 0, job.title
     result = evaluation(tmp_path / "one")
@@ -177,7 +177,7 @@ def test_no_probability_depends_on_later_text(trained, tmp_path):
     rng = np.random.default_rng(0)
     data, place = (b"import os\ndef parse(self, argument): return self.argument\n" * 6)[:300], 201
     later = bytes(rng.choice(list(b"the expression is evaluated "), len(data) - place).tolist())
-    restored = [ensemble.restore(j) for j in range(2)]
+    restored = [ensemble.load_expert(j) for j in range(2)]
 
     def log_probs(data):
         held = held_out_of([data], config, tmp_path)
@@ -206,14 +206,14 @@ def test_an_interrupted_expert_goes_on_to_the_same_parameters(trained, copy, rec
     from efx.cbtm import run as cbtm
 
     folder, _ = trained
-    plan = cbtm.make_plan(recipe, copy)
+    plan = cbtm.make_stages(recipe, copy)
     shutil.rmtree(copy / "expert_0")
     shutil.rmtree(copy / "expert_1/checkpoints/6")
     moved(trained, copy, "expert_1/config.json")
     for job in reversed(plan.experts):
-        assert not cbtm.finished(job)
+        assert not cbtm.is_finished(job)
         assert run(job) == 0
-        assert cbtm.finished(job)
+        assert cbtm.is_finished(job)
         same_tree(last_params(job.folder), last_params(folder / job.folder.name))
     assert run(plan.evaluate[0]) == 0
     assert evaluation(copy) == evaluation(folder)
@@ -424,7 +424,7 @@ def test_any_number_of_experts_costs_the_same(tmp_path, root, steps, fraction, c
 
     extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
     extra += [f"--config.cluster.seed_fraction={fraction}"]
-    plan = cbtm.make_plan(f"{root}/configs/cbtm.py:smoke", tmp_path, extra)
+    plan = cbtm.make_stages(f"{root}/configs/cbtm.py:smoke", tmp_path, extra)
     assert (plan.seed[0].steps, plan.experts[0].steps) == expected
     assert plan.seed[0].steps + sum(job.steps for job in plan.experts) <= steps
     # What the driver decides comes after what the user says: the last one wins.

@@ -41,7 +41,7 @@ def settings(**changes):
 
 def test_topics_are_found_without_labels():
     pairs = texts_of()
-    found, labels = lib.fit([text for _, text in pairs], settings(), seed=0)
+    found, labels = lib.fit_clustering([text for _, text in pairs], settings(), seed=0)
     assert lib.purity(labels, [topic for topic, _ in pairs]) == 1.0
     assert np.bincount(labels).tolist() == [30, 30, 30]
     # A text that was not there, and the beginning of one, go where their topic is.
@@ -54,7 +54,7 @@ def test_topics_are_found_without_labels():
 @pytest.mark.parametrize("count, sizes", [(2, [10, 10]), (3, [6, 7, 7]), (4, [5] * 4), (7, None)])
 def test_clusters_are_balanced(count, sizes):
     texts = [text for topic, text in texts_of(20) if topic == "sea"]
-    _, labels = lib.fit(texts, settings(count=count), seed=1)
+    _, labels = lib.fit_clustering(texts, settings(count=count), seed=1)
     found = sorted(np.bincount(labels, minlength=count).tolist())
     assert found == (sizes or found) and max(found) - min(found) <= 1
 
@@ -62,25 +62,25 @@ def test_clusters_are_balanced(count, sizes):
 def test_unbalanced_topics_are_cut_to_one_size():
     pairs = [p for p in texts_of(24) if p[0] != "code"]
     pairs = [p for i, p in enumerate(pairs) if p[0] == "sea" or i % 3 == 0]
-    _, labels = lib.fit([text for _, text in pairs], settings(count=2), seed=0)
+    _, labels = lib.fit_clustering([text for _, text in pairs], settings(count=2), seed=0)
     assert abs(np.diff(np.bincount(labels))[0]) <= 1
 
 
 def test_one_cluster_and_random_clusters():
     texts = [text for _, text in texts_of()]
-    found, labels = lib.fit(texts, settings(count=1), seed=0)
+    found, labels = lib.fit_clustering(texts, settings(count=1), seed=0)
     assert not labels.any() and found.count == 1
-    found, labels = lib.fit(texts, settings(method="random"), seed=0)
+    found, labels = lib.fit_clustering(texts, settings(method="random"), seed=0)
     assert np.bincount(labels).tolist() == [30, 30, 30]
     assert lib.purity(labels, [topic for topic, _ in texts_of()]) < 0.6
-    other = lib.fit(texts, settings(method="random"), seed=1)[1]
+    other = lib.fit_clustering(texts, settings(method="random"), seed=1)[1]
     assert (labels != other).any()
 
 
 def test_documents_beyond_those_fitted_on_go_to_the_nearest():
     pairs = texts_of()
     texts = [text for _, text in pairs]
-    found, labels = lib.fit(texts, settings(fit_documents=40), seed=0)
+    found, labels = lib.fit_clustering(texts, settings(fit_documents=40), seed=0)
     assert len(labels) == 90
     assert lib.purity(labels, [topic for topic, _ in pairs]) > 0.95
     assert (labels == found.distances(texts).argmin(1)).mean() > 0.9
@@ -88,10 +88,10 @@ def test_documents_beyond_those_fitted_on_go_to_the_nearest():
 
 def test_the_same_every_time_and_after_saving(tmp_path):
     texts = [text for _, text in texts_of()]
-    first, labels = lib.fit(texts, settings(), seed=3)
-    again, same = lib.fit(texts, settings(), seed=3)
+    first, labels = lib.fit_clustering(texts, settings(), seed=3)
+    again, same = lib.fit_clustering(texts, settings(), seed=3)
     assert first.fingerprint == again.fingerprint and (labels == same).all()
-    other, _ = lib.fit(texts, settings(method="random"), seed=4)
+    other, _ = lib.fit_clustering(texts, settings(method="random"), seed=4)
     assert other.fingerprint != first.fingerprint
     first.save(tmp_path)
     loaded = lib.Clustering.load(tmp_path)
@@ -102,7 +102,7 @@ def test_the_same_every_time_and_after_saving(tmp_path):
 
 def test_embeddings_have_length_one_and_unknown_texts_are_at_the_origin():
     texts = [text for _, text in texts_of()]
-    found, _ = lib.fit(texts, settings(), seed=0)
+    found, _ = lib.fit_clustering(texts, settings(), seed=0)
     embedded = found.embed([texts[0], "", "zebra 12 of the"])
     np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), [1, 0, 0], atol=1e-6)
     expected = np.square(found.centres).sum(1)
@@ -134,17 +134,17 @@ def test_purity_by_hand():
 )
 def test_bad_settings_are_one_line(changes, words):
     with pytest.raises(UsageError, match=words) as error:
-        lib.fit([text for _, text in texts_of()], settings(**changes), seed=0)
+        lib.fit_clustering([text for _, text in texts_of()], settings(**changes), seed=0)
     assert "\n" not in str(error.value)
 
 
 def test_documents_without_a_word_in_common():
     with pytest.raises(UsageError, match="config.cluster.min_documents=2: no word occurs"):
-        lib.fit(["apple", "pear", "plum", "quince"], settings(), seed=0)
+        lib.fit_clustering(["apple", "pear", "plum", "quince"], settings(), seed=0)
 
 
 def test_damage_is_noticed(tmp_path):
-    found, _ = lib.fit([text for _, text in texts_of()], settings(), seed=0)
+    found, _ = lib.fit_clustering([text for _, text in texts_of()], settings(), seed=0)
     found.save(tmp_path)
     path = tmp_path / lib.ABOUT
     about = json.loads(path.read_text())

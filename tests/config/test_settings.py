@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 from efx import models, run_settings, settings
 from efx.errors import UsageError
 from efx.models.families import FAMILIES
-from efx.settings import Count, Natural, Share, block
+from efx.settings import Count, Fraction, Natural, block
 
 
 @block("config.inner")
 class Inner:
     size: Count = 4
-    share: Share | tuple[Share, ...] = 0.5
+    share: Fraction | tuple[Fraction, ...] = 0.5
 
 
 @block("config.outer")

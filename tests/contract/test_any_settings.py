@@ -54,7 +54,8 @@ def places(draw, share, count):
 SHARE = st.sampled_from([0.15, 0.3, 0.5, 0.8, 1.0])
 
 
-def routing(draw, depth, recursion, stochastic):
+def routing(draw, depth, recursion, stochastic, further=0):
+    """`further`: blocks that are numbered after the `depth` ones, of another stream."""
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
@@ -70,9 +71,9 @@ def routing(draw, depth, recursion, stochastic):
     if kind == "mod":
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
-            count = depth // every
+            count = depth // every + further // every
         else:
-            numbers = st.lists(st.integers(0, depth - 1), min_size=1, unique=True)
+            numbers = st.lists(st.integers(0, depth + further - 1), min_size=1, unique=True)
             blocks = tuple(sorted(draw(numbers)))
             changes["depth_routing.blocks"], count = blocks, len(blocks)
         changes["depth_routing.capacity"] = places(draw, SHARE, count)
@@ -130,9 +131,9 @@ def soft(draw, depth):
     )  # fmt: skip
 
 
-def stack(draw, depth, recursion=True, stochastic=True):
+def stack(draw, depth, recursion=True, stochastic=True, further=0):
     """Of a decoder's stack and of the latent one: what its blocks are, and what wraps them."""
-    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic)}
+    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic, further)}
     kind = draw(st.sampled_from(["dense", "moe", "soft"]))
     if kind == "moe":
         changes |= experts(draw, depth)
@@ -177,15 +178,21 @@ def encoder_decoder(draw):
         cross_source=["same_layer", "previous_layer", "final"],
         serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
         decoder_input_positions=[False, True],
-        output_positions=["none", "subtract", "subtract_norm"],
+        output_positions=[None, "none", "subtract", "subtract_norm"], positions=["learned", "rope"],
+        cross_kv_heads=[0, 1], initialisation=["gpt2", "spike_no_more"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
         embedding_loss_gains=[False, True], norm=["layernorm", "rmsnorm"],
     ) | pick(draw, "attention.", window=[0, 4])  # fmt: skip
     if changes["depth"] == 1:
         changes["encoder_depth"] = 0
-    if draw(st.booleans()):
-        changes |= experts(draw, min(changes["depth"], changes["encoder_depth"] or 9))
-    return changes | (masks(draw) if draw(st.booleans()) else {})
+    if changes["positions"] == "rope":
+        changes |= {"decoder_input_positions": False, "output_positions": None}
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
+    changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
+    depth = changes["depth"]
+    parallel = changes["cross_source"] == "previous_layer"
+    encoder_depth = changes["encoder_depth"] or depth - parallel
+    return changes | stack(draw, depth, recursion=False, further=encoder_depth)
 
 
 @st.composite
@@ -201,7 +208,7 @@ def latent(draw):
         skip_joins=["after", "before"], positions=["level", "rope", "both"],
         memory_local=[0, 0, 2], memory_global=[0, 0, 1, 2], tied=[True, False],
         initialisation=["gpt2", "spike_no_more"],
-    )  # fmt: skip
+    ) | pick(draw, "attention.", window=[0, 0, 3], head_dim=[0, 0, 6])  # fmt: skip
     for name in ("encoder_local", "encoder_global", "decoder_local", "decoder_global"):
         counts = st.lists(st.integers(0, 2), min_size=levels, max_size=levels)
         changes[name] = tuple(draw(counts))
@@ -210,9 +217,13 @@ def latent(draw):
         "level_heads": (2, 2)[:levels], "mlp.activation": draw(st.sampled_from([None, "swiglu"])),
         "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
     }  # fmt: skip
+    changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     # Random places are drawn for what a whole pass computes: with global memory tokens, and where
     # the context ends inside a group, decoding draws others.
-    return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    if "soft_experts.num" in changes:
+        changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
+    return changes
 
 
 @st.composite

@@ -32,8 +32,8 @@ def test_a_family_keeps_it(name):
     model = bridged(*case) if name == "bridged" else families.build(name)
     assert isinstance(model.config, Settings) and isinstance(model, Model)
     assert model.config.family in models.FAMILIES
-    for method in ("__call__", "features", "logits", "head_params", "head_fn", "specs", "ledger",
-                   "check_packing"):  # fmt: skip
+    for method in ("__call__", "features", "logits", "head_params", "head_fn", "specs", "blocks",
+                   "ledger", "check_packing"):  # fmt: skip
         wanted = inspect.signature(getattr(Model, method)).parameters
         given = inspect.signature(getattr(type(model), method)).parameters
         kinds = {parameter.kind for parameter in given.values()}
@@ -69,7 +69,7 @@ def test_the_rest_of_efx_asks_nothing_else(root, monkeypatch):
     monkeypatch.chdir(root)
     assert len(SPINE) > 25
     asks = [asked(path) for path in SPINE]
-    assert {"ledger", "specs", "context"} <= {name for found in asks for name in found}
+    assert {"ledger", "blocks", "context"} <= {name for found in asks for name in found}
     beyond = {where: name for found in asks for name, where in found.items()
               if name not in MEMBERS | LINEN}  # fmt: skip
     assert not beyond

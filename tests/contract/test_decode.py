@@ -288,7 +288,7 @@ def test_experts_fill_up(name):
         block, size = cache["layers"][f"block_{i}"], CONTEXT
         if spec.routing is not None:
             size = plans.capacity(spec.capacity * spec.routing.slack, CONTEXT)
-        room = spec.block.moe.places(size, "causal")
+        room = spec.block.moe.slots(size, "causal")
         taken_BE, dropped_B = (np.asarray(block["mlp"][key]) for key in ("taken", "dropped"))
         assert taken_BE.max() <= room
         dropped += dropped_B.sum()

@@ -448,7 +448,7 @@ def test_eight_devices_are_one(name, mesh):
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
     params = jax.device_put(params, params_sharding)
     block = params["layers"]["block_0"]
-    mlp = block.get("encoder_0", block)["mlp"]
+    mlp = next((block[part] for part in ("encoder_0", "decoder") if part in block), block)["mlp"]
     kernel = mlp.get("experts", mlp)["up"]["kernel"]
     assert len(kernel.sharding.device_set) == 8
     assert kernel.is_fully_replicated == (mesh == "data")
@@ -480,10 +480,10 @@ def hidden_scores(model, selection):
     """FLOPs of scores that the causal mask hides and that are computed all the same, however few
     queries a chunk has: where queries attend to other places than their own. Of SHORT tokens."""
     hidden = 0
-    for spec in model.specs():
-        if spec.routing is not None and spec.routing.kv_for_skipped:
-            tokens = spec.routing.places(spec.capacity, SHORT, selection)
-            for b in spec.blocks:
+    for spec in model.blocks().values():
+        for b, whole in spec.attentions if spec.routing is not None else ():
+            if whole:
+                tokens = spec.routing.slots(spec.capacity, SHORT, selection)
                 a, channels = b.attention, b.soft.num if b.soft else 1
                 pairs = tokens * SHORT - flops.causal_pairs(SHORT, a.window) * tokens / SHORT
                 hidden += flops.attention_scores(pairs, channels * a.num_heads, a.head_dim)
@@ -491,7 +491,9 @@ def hidden_scores(model, selection):
     for level in model.levels(encoder=True) if c.family == "latent" else ():
         if c.compression == "perceiver":  # whose queries are the last places of a group
             a, groups = level.block.attention, -(-SHORT // c.group_size)
-            pairs = groups * level.places * (level.places - 1) // 2
+            seen = flops.causal_pairs(level.inner, a.window)
+            seen -= flops.causal_pairs(level.inner - level.places, a.window)
+            pairs = groups * (level.places * level.inner - seen)
             hidden += flops.attention_scores(pairs, a.num_heads, a.head_dim)
     return hidden
 
@@ -536,7 +538,7 @@ def test_training_costs_three_times_the_forward_pass(name):
     if FAMILIES[name].changes.get("depth_routing.bce_reaches_input") is False:
         # The scores for the loss alone pass no gradient on to what they are made of.
         extra -= BATCH * model.ledger(LENGTH).nominal["router"]
-    for spec in model.specs():
+    for spec in model.blocks().values():
         if spec.routing is not None and "predictor" in spec.routing.trained:
             # The predictor passes no gradient on to what it reads.
             extra -= BATCH * flops.matmul(LENGTH, model.config.width, spec.routing.predictor_hidden)
@@ -559,13 +561,14 @@ def test_sown_values_are_scalars(name):
         families.params_of(name),
         tokens_BT,
     )
-    routed = sum(spec.routing is not None for spec in model.specs())
+    specs = model.blocks().values()
+    routed = sum(spec.routing is not None for spec in specs)
     # Every mask has exactly one of these.
     masks = sum(
         path[-1].key in ("mask_shift", "mask_phase")
         for path, _ in jax.tree_util.tree_leaves_with_path(families.params_of(name))
     )
-    experts = sum(b.moe is not None for spec in model.specs() for b in spec.blocks)
+    experts = sum(b.moe is not None for spec in specs for b in spec.blocks)
     entrances = sum(
         path[-1].key == "entrance"
         for path, _ in jax.tree_util.tree_leaves_with_path(families.params_of(name))

@@ -415,7 +415,7 @@ def written(tmp_path):
     inside = re.compile(f"(?<={results.START}\n).*?(?={results.END})", re.S)
     assert inside.search(start)
     (tmp_path / "README.md").write_text(inside.sub("", start))
-    results.write(tmp_path)
+    results.publish(tmp_path)
     return tmp_path
 
 
@@ -429,13 +429,13 @@ def test_results_are_written_from_their_data(written):
     for name in first:  # another version of the library may draw a line's edge otherwise
         new, kept = imread(written / "docs" / name), imread(ROOT / "docs" / name)
         assert new.shape == kept.shape and abs(new - kept).mean() < 1e-3, name
-    results.write(written)
+    results.publish(written)
     again = {path.name: path.read_bytes() for path in (written / "docs").glob("*.png")}
     assert first == again and "mod_table.png" in first
 
 
 def test_numbers_of_a_result_are_what_they_are_called():
-    for name, result in results.load_all(ROOT / "results").items():
+    for name, result in results.read_results(ROOT / "results").items():
         assert result["revision"] and result["commands"] and result["machine"], name
         for row in result["rows"]:
             for cell in row["cells"].values():

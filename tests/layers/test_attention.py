@@ -69,7 +69,7 @@ CASES = {
 
 
 @functools.cache
-def ours(case, chunk):
+def ours(case, chunk, block=256):
     """Compiled (q, k, v) -> (values, gradients of a weighted sum of them)."""
     options = dict(CASES[case])
     options.pop("kv_heads", None)
@@ -92,6 +92,42 @@ def ours(case, chunk):
     return families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))
 
 
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 6), st.booleans(), st.booleans())
+def test_what_is_visible_is_an_interval(seed, window, packed, routed):
+    """From the place that is said up to the query, in packed rows and routed subsequences."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, 4) if packed else [20]
+    segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    padding = rng.integers(0, 4) if packed else 0
+    segments = np.append(segments, np.zeros(padding, int))
+    positions = np.append(positions, np.arange(padding))
+    if routed:
+        picked = np.flatnonzero(rng.uniform(size=len(segments)) < 0.6)
+        empty = np.zeros(rng.integers(0, 3), int)
+        segments, positions = (
+            np.append(segments[picked], empty),
+            np.append(positions[picked], empty - 1),
+        )
+    if not len(positions):
+        return
+    segments = segments if packed else None
+    first = attend.first_visible(
+        len(positions), window, jnp.asarray(positions)[None],
+        None if segments is None else jnp.asarray(segments)[None],
+    )  # fmt: skip
+    first = np.zeros(len(positions), int) if first is None else np.asarray(first)[0]
+    place = np.arange(len(positions))
+    got = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
+    expected = visible(
+        len(positions), window, None if segments is None else segments[None], positions[None]
+    )[0]
+    # Empty slots come last, or before the next document, and what they see is nobody's.
+    real = positions >= 0
+    np.testing.assert_array_equal(got[real], expected[real])
+
+
 def weights():
     return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
 
@@ -112,11 +148,12 @@ def expected_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [0, 4])
-def test_attend_is_full_attention(case, chunk):
-    """Values and gradients; chunks of 4 do not divide 11."""
+@pytest.mark.parametrize("chunk, block", [(0, 256), (4, 256), (0, 3), (6, 2)])
+def test_attend_is_full_attention(case, chunk, block, monkeypatch):
+    """Values and gradients; neither chunks of 4 nor blocks of 3 divide 11."""
+    monkeypatch.setattr(attend, "_BLOCK", block)
     args, expected = expected_of(case)
-    got = ours(case, chunk)(*args)
+    got = ours(case, chunk, block)(*args)
     assert got[0][1].shape == (B, T, N, H) and got[0][1].dtype == jnp.float32
     families.assert_trees_close(expected, got, rtol=1e-5)
 
@@ -167,12 +204,15 @@ def test_masks_as_tables():
 @pytest.mark.parametrize(
     "length, chunk, window, expected",
     [
-        (10, 4, 0, [(0, 4, 0, 4), (4, 8, 0, 8), (8, 10, 0, 10)]),
-        (10, 4, 3, [(0, 4, 0, 4), (4, 8, 2, 8), (8, 10, 6, 10)]),
-        (10, 4, 1, [(0, 4, 0, 4), (4, 8, 4, 8), (8, 10, 8, 10)]),
-        (10, 16, 0, [(0, 10, 0, 10)]),
+        (10, 4, 0, [(0, 4, 4, 4, False), (4, 8, 4, 8, False), (8, 10, 2, 10, False)]),
+        (10, 4, 3, [(0, 4, 4, 4, True), (4, 8, 4, 6, True), (8, 10, 2, 4, True)]),
+        (10, 4, 1, [(0, 4, 4, 4, True), (4, 8, 4, 4, True), (8, 10, 2, 2, True)]),
+        (10, 16, 0, [(0, 10, 10, 10, False)]),
+        (700, 600, 0, [(0, 512, 256, 600, False), (512, 600, 88, 600, False),
+                       (600, 700, 100, 700, False)]),
+        (4000, 0, 9, [(0, 3840, 256, 264, True), (3840, 4000, 160, 168, True)]),
     ],
-)
+)  # fmt: skip
 def test_spans_by_hand(length, chunk, window, expected):
     assert attend.spans(length, chunk, window) == expected
 
@@ -182,6 +222,8 @@ def test_chosen_chunks():
     assert attend.chunk_size(1024) == 128 and len(attend.spans(1024)) == 8  # at most 8
     assert attend.chunk_size(1025) == 129
     assert attend.chunk_size(1024, 100) == 100
+    assert max(span.block for span in attend.spans(100_000)) == 256
+    assert max(span.block for span in attend.spans(100_000, window=7)) == 256
 
 
 @settings(deadline=None, max_examples=100)
@@ -189,8 +231,13 @@ def test_chosen_chunks():
 def test_spans_cover_what_may_be_seen(length, chunk, window):
     """Every allowed pair is visited, and none twice."""
     visits = np.zeros((length, length), int)
-    for q0, q1, k0, k1 in attend.spans(length, chunk, window):
-        visits[q0:q1, k0:k1] += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "_BLOCK", 7)
+        for span in attend.spans(length, chunk, window):
+            for q0 in range(span.q_start, span.q_stop, span.block):
+                k0 = attend._first_key(span, q0)
+                visits[q0 : q0 + span.block, k0 : k0 + span.keys] += 1
+            assert (span.q_stop - span.q_start) % span.block == 0
     assert visits.max() == 1
     time = np.arange(length)
     gap = time[:, None] - time[None]
@@ -199,8 +246,9 @@ def test_spans_cover_what_may_be_seen(length, chunk, window):
     assert allowed.sum() == flops.causal_pairs(length, window)
 
 
-@pytest.mark.parametrize("chunk, window", [(0, 0), (4, 0), (4, 3)])
-def test_visited_pairs_are_what_is_multiplied(chunk, window):
+@pytest.mark.parametrize("chunk, window, block", [(0, 0, 256), (4, 0, 256), (4, 3, 256), (6, 0, 2)])
+def test_visited_pairs_are_what_is_multiplied(chunk, window, block, monkeypatch):
+    monkeypatch.setattr(attend, "_BLOCK", block)
     q, k, v = inputs()
 
     def run(q, k, v):
@@ -208,7 +256,7 @@ def test_visited_pairs_are_what_is_multiplied(chunk, window):
             q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
         )
 
-    pairs = sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in attend.spans(T, chunk, window))
+    pairs = sum(span.pairs for span in attend.spans(T, chunk, window))
     assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
 
 

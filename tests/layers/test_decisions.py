@@ -305,7 +305,9 @@ def test_realised_flops_follow_what_was_routed():
     full = families.make({**changes, "depth_routing.capacity": 1.0}).ledger(16).nominal_per_token
     none = families.make({"depth": 1}).ledger(16)
     router = 2 * model.config.width  # of the one routed block
-    assert model.ledger(16, shares={1: (1.0, 1.0)}).nominal_per_token == pytest.approx(full)
-    assert model.ledger(16, shares={1: (0.0, 0.0)}).nominal_per_token == pytest.approx(
-        none.nominal_per_token + router
-    )
+    assert model.ledger(
+        16, shares={"layers/block_1": (1.0, 1.0)}
+    ).nominal_per_token == pytest.approx(full)
+    assert model.ledger(
+        16, shares={"layers/block_1": (0.0, 0.0)}
+    ).nominal_per_token == pytest.approx(none.nominal_per_token + router)

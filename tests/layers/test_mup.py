@@ -61,6 +61,32 @@ def test_logits_and_scores_follow_the_width():
     assert (scaled.block().attention.scale, plain.block().attention.scale) == ("mup", "sqrt")
 
 
+def test_both_streams_of_an_encoder_decoder_follow_the_width():
+    """Starts, learning rates and logits; cross-attention and what makes d_0 included."""
+    routed = {"depth_routing.kind": "mod", "depth_routing.every": 1}
+    small = {key: value for key, value in SMALL.items() if key != "preset"} | routed
+    small |= {"family": "encoder_decoder", "depth": 3, "encoder_depth": 2}
+    mup = families.make({**small, "mup.base_width": 16}, vocab_size=500)
+    shapes = nn.unbox(models.init(mup, jax.random.key(0)))["params"]
+    groups = optim.parameter_groups(common.base().optim, shapes, 16)
+    for path, value in optim.param_paths(shapes).items():
+        place, leaf = path.rsplit("/", 1)
+        if leaf in ("scale", "bias"):
+            continue
+        expected = {"embedding": 0.02, "kernel": 0.01, "router": 0.02 / 4}[leaf]
+        if place.endswith(("/out", "/down")):
+            expected /= (2 * 2 if "encoder" in path else 3 * 3) ** 0.5
+        assert np.std(value) == pytest.approx(expected, rel=0.25 if leaf == "router" else 0.06), (
+            path
+        )
+        fan_in = {"embedding": 16, "router": 64, "kernel": value.shape[0]}[leaf]
+        assert groups[path].mup == 16 / fan_in, path
+    params = families.random_params(mup)
+    plain = families.make({**small, "attention.scale": "mup"}, vocab_size=500)
+    logits = [families.jit(m.apply)({"params": params}, families.tokens()) for m in (mup, plain)]
+    np.testing.assert_allclose(logits[0], logits[1] / 4.0, atol=1e-5)
+
+
 def updates(changes, base, value=0.25):
     """{path: update of the first step, divided by the rate} of gradients of 1."""
     model = families.make({**SMALL, "mup.base_width": base, "tied": False})
@@ -302,6 +328,12 @@ STUDIES = {  # config, learning rate, changes, what is measured
             "logits",
         ],
     ),
+    "encoder_decoder": (
+        "configs/encoder_decoder.py:smoke",
+        1e-2,
+        ("attention.num_heads=2", "cross_source=same_layer"),
+        ["layers/block_0/decoder", "layers/block_0/encoder_0", "logits"],
+    ),
 }
 
 
@@ -323,7 +355,7 @@ def arguments(root, study="gpt2", **changes):
     ]
 
 
-@pytest.mark.parametrize("study", ["gpt2", "latent"])
+@pytest.mark.parametrize("study", STUDIES)
 def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
     argv = [*arguments(root, study), "--out", str(tmp_path)]
     assert coord_check.main(argv) == 0
@@ -346,7 +378,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
         ({"steps": "0"}, "--steps=0"),
         ({"batch": "3"}, "8 devices"),
         ({"config": "configs/nowhere.py"}, "there is no such file"),
-        ({"config": "configs/encoder_decoder.py"}, "mup is not a setting"),
+        ({"config": "configs/calm.py:bridge"}, "mup is not a setting"),
         (
             {"config": "configs/latent.py:smoke", "widths": "32,33"},
             "at 33, config.model.level_widths",

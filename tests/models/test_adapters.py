@@ -372,7 +372,7 @@ def test_resume_is_exact(runs, tmp_path):
 def test_picture(runs, tmp_path):
     from efx.studies.expert_map import expert_map, main
 
-    path, weights = expert_map(runs["inclusion"], text="abcde vwxyz", out=tmp_path / "map.png")
+    path, weights = expert_map(runs["inclusion"], text="abcde vwxyz", picture=tmp_path / "map.png")
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert "layers/block_0/mlp/up" in weights
     assert all(w.shape == (11, 2) for w in weights.values())

@@ -13,11 +13,13 @@ import optax
 import pytest
 from families import BATCH, LENGTH, VOCAB
 from flax import linen as nn
+from test_controls import Held
 
-from efx import flops, losses, models, optim, sharding
+from efx import build, flops, losses, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
+from efx.evaluate import Evaluator
 from efx.models.encoder_decoder.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
 from efx.step import by_layer, init_state_params, make_eval_step
@@ -41,19 +43,31 @@ def linear(x, p):
     return x @ p["kernel"] + p.get("bias", 0)
 
 
-def attention(q_TD, kv_TD, p, heads):
-    """Causal, of one sequence: a query at t sees keys at <= t."""
-    length, width = q_TD.shape
-    q, k, v = (
-        linear(x, p[n]).reshape(length, heads, -1)
-        for x, n in ((q_TD, "query"), (kv_TD, "key"), (kv_TD, "value"))
-    )
+def turned(x_TNH, places_T, theta):
+    """Rotary positions: element i of the first half turns with element i of the second."""
+    half = x_TNH.shape[-1] // 2
+    angle_TI = places_T[:, None] * theta ** (-np.arange(half) / half)
+    z_TNI = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * np.exp(1j * angle_TI)[:, None]
+    return np.concatenate([z_TNI.real, z_TNI.imag], axis=-1)
+
+
+def attention(q_TD, kv_SD, p, c, heads, kv_heads, q_at=None, k_at=None):
+    """Causal: a query at place t sees keys at places <= t, of one sequence."""
+    q_at = np.arange(len(q_TD)) if q_at is None else q_at
+    k_at = np.arange(len(kv_SD)) if k_at is None else k_at
+    width = q_TD.shape[1] // heads
+    q = linear(q_TD, p["query"]).reshape(len(q_TD), heads, width)
+    k, v = (linear(kv_SD, p[n]).reshape(len(kv_SD), kv_heads, width) for n in ("key", "value"))
+    if c["positions"] == "rope":
+        theta = c["attention"]["rope_theta"]
+        q, k = turned(q, q_at, theta), turned(k, k_at, theta)
     out = np.zeros_like(q)
-    for h, t in itertools.product(range(heads), range(length)):
-        scores = k[: t + 1, h] @ q[t, h] / np.sqrt(width / heads)
+    for h, t in itertools.product(range(heads), range(len(q))):
+        seen, kv = k_at <= q_at[t], h // (heads // kv_heads)
+        scores = k[seen, kv] @ q[t, h] / np.sqrt(width)
         weights = np.exp(scores - scores.max())
-        out[t, h] = weights @ v[: t + 1, h] / weights.sum()
-    return linear(out.reshape(length, width), p["out"])
+        out[t, h] = weights @ v[seen, kv] / weights.sum()
+    return linear(out.reshape(q_TD.shape), p["out"])
 
 
 def mlp(x, p):
@@ -61,45 +75,128 @@ def mlp(x, p):
     return linear(h * (1 + np.vectorize(math.erf)(h / np.sqrt(2))) / 2, p["down"])
 
 
-def encoder_block(e, p, heads):
-    n = norm(e, p["norm_attention"])
-    e = e + attention(n, n, p["attention"], heads)
-    return e + mlp(norm(e, p["norm_mlp"]), p["mlp"])
+def heads_of(c, cross):
+    """(heads, of keys and values)."""
+    own = c["attention"]["num_heads"]
+    if not cross:
+        return own, c["attention"]["num_kv_heads"] or own
+    heads = c["cross_heads"] or own
+    return heads, c["cross_kv_heads"] or heads
 
 
-def decoder_block(d, e, p, heads, cross_heads, order):
-    for sublayer in {"self_first": "sc", "cross_first": "cs", "cross_only": "c"}[order]:
+def channels(x_TD, read_SD, p, c, cross, **at):
+    """Soft experts: of each channel attention and MLP, merged by a softmax over channels."""
+    num = c["soft_experts"]["num"]
+    n_TD, m_SD = norm(x_TD, p["norm_attention"]), read_SD
+    m_SD = norm(read_SD, p["norm_encoder" if cross else "norm_attention"])
+    deltas = []
+    for i in range(num):
+        part = {
+            name: {"kernel": np.split(p["attention"][name]["kernel"], num, axis=1)[i]}
+            for name in ("query", "key", "value")
+        }
+        part["out"] = {"kernel": p["attention"]["out"]["kernel"][i]}
+        a_TD = attention(n_TD, m_SD, part, c, *heads_of(c, cross), **at)
+        h_TD = norm(x_TD + a_TD, p["norm_mlp"])
+        expert = jax.tree.map(lambda kernel, i=i: kernel[i], p["mlp"]["experts"])
+        z_TF = mlp(h_TD, expert) + mlp(h_TD, p["mlp"]["shared"])
+        deltas.append(a_TD + linear(z_TF, p["mlp"]["out"]))
+    weights = np.exp(deltas) / np.exp(deltas).sum(0)
+    return (weights * np.stack(deltas)).sum(0)
+
+
+def self_attention(x_TD, all_SD, p, c, **at):
+    return attention(
+        norm(x_TD, p["norm_attention"]),
+        norm(all_SD, p["norm_attention"]),
+        p["attention"],
+        c,
+        *heads_of(c, False),
+        **at,
+    )
+
+
+def encoder_block(x_TD, all_SD, p, c, **at):
+    """The increment of the tokens x, at places q_at, whose keys are of those at k_at."""
+    if "shared" in p["mlp"]:
+        return channels(x_TD, all_SD, p, c, False, **at)
+    a_TD = self_attention(x_TD, all_SD, p, c, **at)
+    return a_TD + mlp(norm(x_TD + a_TD, p["norm_mlp"]), p["mlp"])
+
+
+def decoder_block(x_TD, all_SD, p, c, e_TD, **at):
+    """The same; cross-attention reads all of e."""
+    delta_TD = np.zeros_like(x_TD)
+    order = {"self_first": "sc", "cross_first": "cs", "cross_only": "c"}[c["order"]]
+    for i, sublayer in enumerate(order):
+        d_TD, q_at = x_TD + delta_TD, at["q_at"]
+        if "soft" in p and i == len(order) - 1:
+            cross = sublayer == "c"
+            read_SD = e_TD if cross else d_TD
+            soft_at = dict(q_at=q_at) if cross else at
+            return delta_TD + channels(d_TD, read_SD, p["soft"], c, cross, **soft_at)
         if sublayer == "s":
-            n = norm(d, p["norm_attention"])
-            d = d + attention(n, n, p["attention"], heads)
+            # Keys of the computed tokens are of what they are here, those of all tokens of what
+            # enters the block.
+            whole = len(all_SD) > len(x_TD)
+            delta_TD = delta_TD + self_attention(d_TD, all_SD if whole else d_TD, p, c, **at)
         else:
-            d = d + attention(
-                norm(d, p["norm_cross"]),
-                norm(e, p["norm_encoder"]),
-                p["cross_attention"],
-                cross_heads,
-            )
-    return d + mlp(norm(d, p["norm_mlp"]), p["mlp"])
+            q_TD, kv_SD = norm(d_TD, p["norm_cross"]), norm(e_TD, p["norm_encoder"])
+            heads = heads_of(c, True)
+            y_TD = attention(q_TD, kv_SD, p["cross_attention"], c, *heads, q_at=q_at)
+            delta_TD = delta_TD + y_TD
+    return delta_TD + mlp(norm(x_TD + delta_TD, p["norm_mlp"]), p["mlp"])
+
+
+def through(x_TD, p, c, block, *rest):
+    """The state after a block, of which the causal decision routes a share of the tokens."""
+    places = np.arange(len(x_TD))
+    if "router" not in p:
+        return x_TD + block(x_TD, x_TD, p, c, *rest, q_at=places, k_at=places)
+    score_T = x_TD @ p["router"]
+    room = round(c["depth_routing"]["capacity"] * c["depth_routing"]["slack"] * len(x_TD))
+    routed = np.flatnonzero(score_T > 0)[:room]
+    assert 0 < len(routed) < len(x_TD)
+    keys = places if c["depth_routing"]["kv_for_skipped"] else routed
+    delta = block(x_TD[routed], x_TD[keys], p, c, *rest, q_at=routed, k_at=keys)
+    out_TD = x_TD.copy()
+    out_TD[routed] += delta / (1 + np.exp(-score_T[routed]))[:, None]
+    return out_TD
 
 
 def blocks_of(params):
-    """(encoder blocks, decoder blocks) in order, wherever the layers put them."""
-    layers = [params["layers"][f"block_{i}"] for i in range(len(params.get("layers", ())))]
-    layers += [params["last"]["block_0"]] if "last" in params else []
+    """(encoder blocks, decoder blocks) in order, wherever the layers put them, each with the
+    weights of the average after it, or None."""
+    stack = params.get("layers", {})
+    count = sum(name.startswith("block") for name in stack)
+    layers = [(stack[f"block_{i}"], stack.get(f"average_{i + 1}")) for i in range(count)]
+    layers += [(params["last"]["block_0"], None)] if "last" in params else []
     encoder = [
-        layer[f"encoder_{i}"] for layer in layers for i in range(9) if f"encoder_{i}" in layer
+        (layer[f"encoder_{i}"], average)
+        for layer, average in layers
+        for i in range(9)
+        if f"encoder_{i}" in layer
     ]
-    return encoder, [layer["decoder"] for layer in layers if "decoder" in layer]
+    return encoder, [(layer["decoder"], average) for layer, average in layers if "decoder" in layer]
+
+
+def averaged(states, average):
+    if average is None:
+        return states[-1]
+    return sum(a * x for a, x in zip(average["alpha"], states, strict=True))
 
 
 def reference(tokens_T, params, config, reads):
-    """Logits [T, V], and the encoder's states e_0 ... e_E."""
-    positions = params["positions_embed"]["embedding"]
+    """Logits [T, V], and the encoder's states e_0 ... e_E as they are read."""
     table, length = params["embed"]["embedding"], len(tokens_T)
+    learned = config["positions"] == "learned"
+    positions = params["positions_embed"]["embedding"] if learned else np.zeros((length + 1, 1))
     states = [table[tokens_T] + positions[:length]]
     encoder, decoder = blocks_of(params)
-    for p in encoder:
-        states.append(encoder_block(states[-1], p, config["attention"]["num_heads"]))
+    plain = states[:]
+    for p, average in encoder:
+        plain.append(through(states[-1], p, config, encoder_block))
+        states.append(averaged(plain, average))
     serial = config["cross_source"] == "final" and config["serial_start"] == "encoder"
     x = states[-1] if serial else states[0]
     if config["decoder_input_norm"]:
@@ -108,19 +205,15 @@ def reference(tokens_T, params, config, reads):
     if config["decoder_input_positions"]:
         d = d + positions[1 : length + 1]
     assert len(decoder) == len(reads)
-    for p, read in zip(decoder, reads, strict=True):
-        d = decoder_block(
-            d,
-            states[read],
-            p,
-            config["attention"]["num_heads"],
-            config["cross_heads"] or config["attention"]["num_heads"],
-            config["order"],
-        )
+    plain = [d]
+    for (p, average), read in zip(decoder, reads, strict=True):
+        plain.append(through(d, p, config, decoder_block, states[read]))
+        d = averaged(plain, average)
     x = norm(d, params["norm_final"])
-    if config["output_positions"] != "none":
+    subtracted = config["output_positions"] or ("subtract" if learned else "none")
+    if subtracted != "none":
         x = x - positions[1 : length + 1]
-    if config["output_positions"] == "subtract_norm":
+    if subtracted == "subtract_norm":
         x = norm(x, params["norm_output"])
     return (x @ table.T)[:, :VOCAB], states
 
@@ -150,6 +243,21 @@ OPTIONS = [
 ]
 
 
+def check_forward(changes, reads, seed=0):
+    """The model is the formulas above."""
+    model = make(changes)
+    assert model.config.reads == reads
+    params = families.random_params(model, seed)
+    tokens_BT = families.tokens(batch=2, length=10)
+    logits_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    config = families.model_config({**STREAMS, **changes}).to_dict()
+    for b in range(2):
+        expected_TV, states = reference(np.asarray(tokens_BT[b]), wide, config, reads)
+        assert max(reads) == len(states) - 1, "a block of the encoder is read by nothing"
+        np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=2e-4)
+
+
 @pytest.mark.parametrize("case", range(len(READS)))
 def test_forward_is_the_formulas(case):
     """All sources, orders and ends, with equal and with unequal depths."""
@@ -162,17 +270,53 @@ def test_forward_is_the_formulas(case):
         "serial_start": start or "encoder",
         **OPTIONS[case % len(OPTIONS)],
     }
-    model = make(changes)
-    assert model.config.reads == reads
-    params = families.random_params(model, seed=case)
-    tokens_BT = families.tokens(batch=2, length=10)
-    logits_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    config = {**families.model_config({**STREAMS, **changes}).to_dict()}
-    for b in range(2):
-        expected_TV, states = reference(np.asarray(tokens_BT[b]), wide, config, reads)
-        assert max(reads) == len(states) - 1, "a block of the encoder is read by nothing"
-        np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=2e-4)
+    check_forward(changes, reads, case)
+
+
+ROUTED = {
+    "depth_routing.kind": "mod",
+    "depth_routing.every": 1,
+    "depth_routing.capacity": 0.4,
+    "depth_routing.slack": 1.5,
+}
+SOFT = {"soft_experts.num": 3, "soft_experts.shared": 1, "soft_experts.hidden_multiple": 1.0}
+AVERAGES = {"dense_former.on": True}
+ROPE = {
+    "positions": "rope",
+    "attention.rope_theta": 50.0,
+    "attention.num_kv_heads": 2,
+    "cross_heads": 8,
+    "cross_kv_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**ROPE, "cross_source": "previous_layer"},
+        {"cross_heads": 8, "cross_kv_heads": 1, "cross_source": "same_layer"},
+        {**AVERAGES, "cross_source": "previous_layer", "encoder_depth": 5},
+        {**AVERAGES, "cross_source": "same_layer", "encoder_depth": 2},
+        {**AVERAGES, "cross_source": "final", "encoder_depth": 4},
+        {**SOFT, "cross_source": "previous_layer", "order": "self_first"},
+        {**SOFT, "cross_source": "same_layer", "order": "cross_first"},
+        {**SOFT, "cross_source": "final", "order": "cross_only", "cross_heads": 8},
+        {**ROUTED, "cross_source": "previous_layer", "order": "self_first"},
+        {**ROUTED, **ROPE, "cross_source": "same_layer", "order": "cross_first"},
+        {
+            **ROUTED,
+            "cross_source": "same_layer",
+            "order": "cross_first",
+            "depth_routing.kv_for_skipped": True,
+        },
+        {**ROUTED, **SOFT, "cross_source": "final", "order": "cross_only", "depth": 2},
+    ],
+    ids=lambda changes: "-".join(str(value) for value in changes.values()),
+)
+def test_parts_of_the_decoder_family_are_the_formulas(changes):
+    """Rotary positions, fewer keys, averages, soft experts and routing, in both streams."""
+    changes = {"depth": 3, **changes}
+    check_forward(changes, make(changes).config.reads, seed=1)
 
 
 def test_orders_and_sources_differ():
@@ -180,7 +324,7 @@ def test_orders_and_sources_differ():
     base = make({"cross_source": "same_layer", "depth": 2})
     params, tokens_BT = families.random_params(base), families.tokens(batch=1)
     encoder, decoder = blocks_of(params)
-    alone = [{"encoder_0": p} for p in encoder] + [{"decoder": p} for p in decoder]
+    alone = [{"encoder_0": p} for p, _ in encoder] + [{"decoder": p} for p, _ in decoder]
     final = {**params, "layers": {f"block_{i}": layer for i, layer in enumerate(alone)}}
     results = [
         models.changed(base, **changes).apply({"params": given}, tokens_BT)
@@ -428,6 +572,103 @@ def test_a_sampler_takes_the_model():
         assert ids == best_T[len(prompt) - 1 : len(text) - 1].tolist()
 
 
+def test_a_routed_decoder_block_keeps_what_all_tokens_of_the_encoder_are():
+    """Keys and values of cross-attention; of self-attention those of the tokens it computes."""
+    size = 20
+    model = make({**ROUTED, "cross_source": "same_layer", "depth_routing.capacity": 0.3})
+    params, tokens_BT = families.random_params(model), families.tokens(batch=2, length=9)
+    cache = models.init_cache(model, 2, size)
+    state = families.jit(
+        lambda cache: model.apply(
+            {"params": params, "cache": cache},
+            tokens_BT,
+            jnp.tile(jnp.arange(9), (2, 1)),
+            decode=True,
+            cache_size=size,
+            mutable=["cache"],
+        )
+    )(cache)[1]["cache"]
+    block = state["layers"]["block_1"]["decoder"]
+    assert block["cross_attention"]["cached_key"].shape[-1] == size
+    assert block["attention"]["cached_key"].shape[-1] == 9  # ceil(0.3 * 1.5 * 20)
+    assert list(block["cross_attention"]["used"]) == [9, 9]
+    assert list(block["attention"]["used"]) == list(block["routed"])
+    assert 0 < block["routed"].max() < 9
+
+
+PLACES = ("block_0/encoder_0", "block_0/decoder", "last/block_0/decoder")
+
+
+def routed_model(**changes):
+    return make({**ROUTED, "cross_source": "previous_layer", "depth": 2, **changes})
+
+
+def test_evaluation_has_a_row_for_each_routed_block():
+    """Also of the layer that lies after the stack; FLOPs by what each computed."""
+    model = routed_model(**{"depth_routing.also_train": ("threshold",)})
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    changes = {"data.seq_len": LENGTH, "evaluate.batch_size": 2}
+    config = common.apply(common.base("encoder_decoder"), changes)
+    evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        rows = evaluator(families.random_params(model), families.random_state(model))
+    for prefix in ("router", "threshold"):
+        fractions = [rows[f"eval/{prefix}/routed_fraction/{place}"] for place in PLACES]
+        assert all(0 <= fraction <= 0.7 for fraction in fractions)
+        assert rows[f"eval/{prefix}/routed_fraction"] == pytest.approx(np.mean(fractions))
+        assert f"eval/{prefix}/accuracy/{PLACES[-1]}" in rows
+        cost = rows[f"eval/{prefix}/flops_per_token"]
+        none, whole = (
+            model.ledger(LENGTH, shares={path: (x, x) for path in model.blocks()})
+            for x in (0.0, 1.0)
+        )
+        assert none.nominal_per_token < cost < whole.nominal_per_token
+    assert {"eval/loss_topk", "eval/loss_threshold"} <= rows.keys()
+
+
+def test_realised_flops_follow_what_was_routed():
+    """A ledger told that routed blocks compute everything is that of the dense model; keys and
+    values of cross-attention are computed for all tokens in any case."""
+    model = routed_model(**{"depth_routing.kv_for_skipped": True})
+    dense = routed_model(**{"depth_routing.kind": "none"}).ledger(16).nominal
+    none, whole = (
+        model.ledger(16, shares={path: (x, x) for path in model.blocks()}).nominal
+        for x in (0.0, 1.0)
+    )
+    routers = 3 * 2 * 16 * 32
+    assert whole == pytest.approx({**dense, "router": routers})
+    keys = 5 * 2 * 16 * 32 * 2 * 32  # one encoder block, two decoder blocks with two attentions
+    assert none["attention_projections"] == keys and none["mlp"] == none["attention_scores"] == 0
+
+
+def test_adapters_of_what_all_tokens_pass_are_counted_so():
+    """Of a routed block the adapters of cross-attention's keys see every token."""
+    model = routed_model(**{"adapter.kind": "lora", "adapter.rank": 2, "adapter.sites": ".*/key"})
+    none, whole = (
+        model.ledger(16, shares={path: (x, x) for path in model.blocks()}).nominal["adapters"]
+        for x in (0.0, 1.0)
+    )
+    one = 2 * 16 * 2 * (32 + 32)
+    assert whole == 5 * one and none == 2 * one
+
+
+def test_capacities_may_rise_and_fall_while_it_trains():
+    model = routed_model(**{"depth_routing.capacity_stages": ((0.5, 1.0),)})
+    (_, whole, most), (start, _, least) = build._capacity_stages(model, LENGTH)
+    assert start == 0.5 and {spec.capacity for spec in whole.blocks().values()} == {1.0}
+    assert least.nominal["mlp"] == 0.4 * most.nominal["mlp"] * 13 / 12.8  # ceil(0.4 * 32)
+
+
+def test_sampling_counts_each_routed_block():
+    model = routed_model()
+    sampler = Sampler(model, batch_size=2, temperature=0.0)
+    variables = {"params": families.random_params(model)}
+    list(sampler.tokens(variables, [[3, 1, 4], [1]], max_new_tokens=9, seeds=[0, 1]))
+    fractions = sampler.stats["routed_fraction_by_block"]
+    assert fractions.keys() == set(PLACES)
+    assert all(0 <= fraction <= 1 for fraction in fractions.values())
+
+
 def test_evaluation_with_experts_in_the_last_layer_alone():
     """They report like those of the stack, though the stack itself has nothing to report."""
     model = make({"mlp.kind": "moe", "mlp.moe.every": 2})
@@ -453,6 +694,47 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
         ),
         ({"depth": 1, "encoder_depth": 2}, r"config\.model\.encoder_depth=2: .*set it to 0"),
         (
+            {"cross_kv_heads": 3},
+            r"cross_heads=4 does not divide by config\.model\.cross_kv_heads=3",
+        ),
+        (
+            {"positions": "rope", "cross_heads": 32},
+            r"config\.model\.cross_heads=32: rope needs an even head width, not 32 / 32 = 1",
+        ),
+        (
+            {"positions": "rope", "attention.head_dim": 5},
+            r"config\.model\.attention\.head_dim=5: rope needs an even head width",
+        ),
+        (
+            {"positions": "rope", "decoder_input_positions": True},
+            r"decoder_input_positions=True: positions='rope' has no .*; set it to False, or",
+        ),
+        (
+            {"positions": "rope", "output_positions": "subtract"},
+            r"output_positions='subtract': positions='rope' has no .*; set it to 'none', or",
+        ),
+        (
+            {"depth_routing.kind": "recursion", "depth": 4},
+            r"config\.model\.depth_routing\.kind='recursion': not in the encoder-decoder, .*'mod'",
+        ),
+        (
+            {"depth_routing.kind": "mod", "depth": 4, "depth_routing.every": 5},
+            r"config\.model\.depth_routing\.every=5: the stack has 4 blocks",
+        ),
+        (
+            {"depth_routing.kind": "mod", "depth": 4, "depth_routing.blocks": (2, 7)},
+            r"depth_routing\.blocks=\(2, 7\): expected ascending .* between 0 and 6",
+        ),
+        (
+            {"depth_routing.kind": "mod", "depth": 4, "depth_routing.capacity": (0.5, 0.2)},
+            r"depth_routing\.capacity=\(0\.5, 0\.2\): give one value, or one for each routed",
+        ),
+        ({"soft_experts.num": 2, "mlp.kind": "moe"}, r"block 0 would have both soft experts and"),
+        (
+            {"dense_former.on": True, "scan_layers": True},
+            r"scan_layers=True: not with config\.model\.dense_former\.on=True",
+        ),
+        (
             {"scan_layers": True, "cross_source": "final"},
             r"scan_layers=True: the \d+ layers",
         ),
@@ -466,6 +748,62 @@ def test_bad_settings_are_named(changes, message):
     with pytest.raises(UsageError, match=message) as error:
         make(changes)
     assert "\n" not in str(error.value)
+
+
+def test_blocks_are_numbered_through_both_streams():
+    """`every` counts in each stream; `blocks` and capacities go through both, encoder first."""
+
+    def routed(**changes):
+        changes = {f"depth_routing.{key}": value for key, value in changes.items()}
+        model = make({"depth_routing.kind": "mod", "depth": 4, **changes})  # 3 encoder blocks
+        specs = model.blocks().items()
+        return {path: spec.capacity for path, spec in specs if spec.routing is not None}
+
+    assert routed(capacity=(0.1, 0.2, 0.3)) == {
+        "layers/block_1/encoder_0": 0.1,
+        "layers/block_1/decoder": 0.2,
+        "last/block_0/decoder": 0.3,
+    }
+    assert routed(blocks=(0, 2), capacity=0.5) == {
+        "layers/block_0/encoder_0": 0.5,
+        "layers/block_2/encoder_0": 0.5,
+    }
+    assert routed(blocks=(3, 6), capacity=(0.5, 0.25)) == {
+        "layers/block_0/decoder": 0.5,
+        "last/block_0/decoder": 0.25,
+    }
+
+
+def test_rotary_positions_have_no_table_and_no_end():
+    """Nor anything that needs one by default; longer texts than in training have logits."""
+    model = make({"positions": "rope"}, context=8)
+    assert model.config.output_positions == "none"
+    assert make({}).config.output_positions == "subtract"
+    params = families.random_params(model)
+    assert "positions_embed" not in params
+    assert np.isfinite(model.apply({"params": params}, families.tokens(batch=1))).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"cross_source": "final"}, {"depth_routing.kind": "mod"}])
+def test_averages_are_the_plain_streams_at_first(changes):
+    """Bit for bit, of the same blocks, which lie in layers of their own."""
+    plain, dense = (make({"depth": 3, **changes, "dense_former.on": on}) for on in (False, True))
+    params = nn.unbox(models.init(dense, jax.random.key(3)))["params"]
+    encoder, decoder = (iter(blocks) for blocks in blocks_of(params))
+    sizes = [average["alpha"].size for blocks in blocks_of(params) for _, average in blocks]
+    count = plain.config.encoder_blocks
+    assert sizes == [*range(2, count + 2), 2, 3, 4]  # the streams count by themselves
+    tree = {}
+    for path in plain.blocks():
+        stack, layer, part = path.split("/")
+        block, _ = next(decoder if part == "decoder" else encoder)
+        tree.setdefault(stack, {}).setdefault(layer, {})[part] = block
+    alike = {**params, **tree}
+    tokens_BT = families.tokens(batch=2)
+    np.testing.assert_array_equal(
+        families.jit(dense.apply)({"params": params}, tokens_BT),
+        families.jit(plain.apply)({"params": alike}, tokens_BT),
+    )
 
 
 def test_dropout_is_on_in_training_only():

@@ -16,7 +16,9 @@ from latent_helpers import FEW, LEVELS, MEMORY, apply, make
 from efx import models
 from efx.errors import UsageError
 from efx.layers.info import CallInfo, Tokens
-from efx.models.latent import groups
+from efx.layers.mask_dropout.modules import make_mask_input
+from efx.layers.stack import LayerSpec, Stack
+from efx.models.latent import group_views, groups
 from efx.sample import Sampler
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
@@ -35,17 +37,19 @@ def turn(x_TNH, positions_T, theta=10000.0):
     )
 
 
-def attention(q_TD, kv_SD, p, heads, rope, q_positions_T):
+def attention(q_TD, kv_SD, p, heads, c, q_positions_T):
     """Of one sequence: a query sees keys up to its own position; keys have positions 0, 1..."""
-    k_positions = np.arange(len(kv_SD))
+    k_positions, window = np.arange(len(kv_SD)), c.attention.window
     q = norm(q_TD @ p["query"]["kernel"], p["norm_query"]).reshape(len(q_TD), heads, -1)
     k = norm(kv_SD @ p["key"]["kernel"], p["norm_key"]).reshape(len(kv_SD), heads, -1)
     v = (kv_SD @ p["value"]["kernel"]).reshape(len(kv_SD), heads, -1)
-    if rope:
+    if c.positions in ("rope", "both"):
         q, k = turn(q, q_positions_T), turn(k, k_positions)
     out = np.zeros_like(q)
     for h, t in itertools.product(range(heads), range(len(q))):
         seen = k_positions <= q_positions_T[t]
+        if window:
+            seen &= k_positions > q_positions_T[t] - window
         scores = k[seen, h] @ q[t, h] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
         out[t, h] = weights @ v[seen, h] / weights.sum()
@@ -58,16 +62,16 @@ def mlp(x, p):
     return h * (1 + np.vectorize(math.erf)(h / np.sqrt(2))) / 2 @ p["down"]["kernel"]
 
 
-def block(x_TD, p, heads, rope, keep=None, residual=lambda x: x):
+def block(x_TD, p, heads, c, keep=None, residual=lambda x: x):
     """A block of the last `keep` places (None: all), which attend to all up to their own."""
     first = 0 if keep is None else len(x_TD) - keep
     n = norm(x_TD, p["norm_attention"])
     places = np.arange(first, len(x_TD))
-    h = residual(x_TD[first:]) + attention(n[first:], n, p["attention"], heads, rope, places)
+    h = residual(x_TD[first:]) + attention(n[first:], n, p["attention"], heads, c, places)
     return h + mlp(norm(h, p["norm_mlp"]), p["mlp"])
 
 
-def level_blocks(x, p, order, heads, rope):
+def level_blocks(x, p, order, heads, c):
     """x: list of groups [P, D]. p: parameters by name; order: ("local", "global", ...)."""
     states = {
         kind: p.get(f"memory_{kind}", np.zeros((0, x[0].shape[-1]))) for kind in ("local", "global")
@@ -83,11 +87,11 @@ def level_blocks(x, p, order, heads, rope):
     for kind, q in blocks:
         memory, size = states[kind], len(x[0])
         if kind == "local":
-            after = [block(np.concatenate([memory, g]), q, heads, rope) for g in x]
+            after = [block(np.concatenate([memory, g]), q, heads, c) for g in x]
             x = [y[len(memory) :] for y in after]
             states[kind] = after[0][: len(memory)]
         else:
-            y = block(np.concatenate([memory, *x]), q, heads, rope)
+            y = block(np.concatenate([memory, *x]), q, heads, c)
             states[kind], y = y[: len(memory)], y[len(memory) :]
             x = [y[i : i + size] for i in range(0, len(y), size)]
     return x
@@ -106,7 +110,7 @@ def early_latents(before_PD, count, repeat):
 
 def reference(tokens_T, params, model):
     """Logits [T, V]."""
-    c, rope = model.config, model.config.positions in ("rope", "both")
+    c = model.config
     sizes, count = c.sizes, -(-len(tokens_T) // c.group_size)
     padded = np.concatenate([tokens_T, np.zeros(count * c.group_size - len(tokens_T), int)])
     tables = [
@@ -127,15 +131,15 @@ def reference(tokens_T, params, model):
         skips.append(x)
         q = p["compress"]
         keep = sizes[i] if c.compression == "perceiver" else None
-        x = [block(g, q, heads, rope, keep, lambda y, q=q: y @ q["residual"]["kernel"]) for g in x]
+        x = [block(g, q, heads, c, keep, lambda y, q=q: y @ q["residual"]["kernel"]) for g in x]
         for j in range(c.compression_blocks - 1 if c.compression == "transformer" else 0):
-            x = [block(g, q["blocks"][f"block_{j}"], heads, rope) for g in x]
+            x = [block(g, q["blocks"][f"block_{j}"], heads, c) for g in x]
         x = [g[len(g) - sizes[i] :] + tables[i] for g in x]
-        x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "encoder"), heads, rope)
+        x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "encoder"), heads, c)
     memory = params.get("memory", {}).get("memory_global", np.zeros((0, c.width)))
     y = np.concatenate([memory, *x])
     for i in range(c.depth):
-        y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, rope)
+        y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, c)
     x = [y[len(memory) + i * sizes[-1] :][: sizes[-1]] for i in range(count)]
     for i in reversed(range(1, len(sizes))):
         p, heads = params[f"decoder_{i - 1}"], c.level_heads[i - 1]
@@ -166,14 +170,14 @@ def reference(tokens_T, params, model):
                     normed(g, "norm_latents"),
                     p["attention"],
                     heads,
-                    rope,
+                    c,
                     places,
                 )
                 for h, g in zip(both, x, strict=True)
             ]
         elif before:
             x = both
-        x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, rope)
+        x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, c)
         x = x if before else joined(x)
     x_TD = norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
     head = params["embed"]["embedding"].T if c.tied else params["head"]["kernel"]
@@ -229,6 +233,17 @@ FORWARD = [
     (2, {"skip_joins": "before", "positions": "absolute"}),
     (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention", **MEMORY["both"]}),
     (2, {"upsampling": "attention", "upsampling_norm": False, "positions": "absolute"}),
+    (
+        2,
+        {
+            "attention.window": 3,
+            "attention.head_dim": 6,
+            "upsampling": "attention",
+            "decoder_local": 2,
+            **MEMORY["both"],
+        },
+    ),
+    (1, {"attention.window": 2, "compression": "transformer", "compression_blocks": 2, "depth": 2}),
 ]
 
 
@@ -244,6 +259,77 @@ def test_forward_is_the_formulas(case):
     for b in range(2):
         expected_TV = reference(np.asarray(tokens_BT[b]), wide, model)
         np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=2e-4)
+
+
+def test_masks_of_a_level_read_what_enters_its_blocks():
+    """Of global blocks over all places of the sequence, of local ones over those of each group
+    alone; memory tokens come before them in both."""
+    changes = {
+        "dropout.kind": "attention",
+        "dropout.sites": ("attention_output", "mlp_output"),
+        "dropout.attention.input": "embedding",
+        "dropout.attention.rounding": "none",
+        "decoder_local": 2,
+        **MEMORY["both"],
+    }
+    model = make(changes, levels=1)
+    (level,) = model.levels(encoder=False)
+    p, x = families.random_params(model)["decoder_0"]["blocks"], np.random.default_rng(0)
+    x = jnp.asarray(x.normal(size=(2, 3, 6, 8)), jnp.float32)
+    (view, _) = group_views.views(CallInfo(Tokens(jnp.arange(18)[None])), 3, (6, 3), 1, 2)
+    got = families.jit(groups.LevelBlocks(level).apply)({"params": p}, x, view)
+
+    def run(kind, memory_BCD, x_BTD, info, first):
+        """The state after blocks that read what the first of them reads."""
+        block = {"local": level.local_block, "global": level.global_block}[kind]
+        both_BTD = jnp.concatenate([memory_BCD, x_BTD], axis=1)
+        if first is None:
+            first = make_mask_input(block).apply(
+                {"params": p[f"mask_input_{kind}"]}, both_BTD, info
+            )
+        info = info.with_tokens(mask_input_BTD=first)
+        i = {"local": 0, "global": 1}[kind] if memory_BCD is memory[kind] else 2
+        stack = Stack((LayerSpec(block),), False, "none")
+        both_BTD = stack.apply({"params": p[f"{kind}_{i}"]}, both_BTD, info)
+        count = memory_BCD.shape[1]
+        return both_BTD[:, :count], both_BTD[:, count:], first
+
+    memory = {
+        "local": jnp.tile(p["memory_local"][None], (2, 1, 1)),
+        "global": jnp.tile(p["memory_global"][None], (2, 1, 1)),
+    }
+    inside, whole = (CallInfo(Tokens(jnp.arange(length)[None])) for length in (1 + 6, 2 + 18))
+    local = [run("local", memory["local"], x[:, m], inside, None) for m in range(3)]
+    after = jnp.concatenate([y for _, y, _ in local], axis=1)
+    # What the global blocks read enters with the level's state, before the local block.
+    first = jnp.concatenate([memory["global"], x.reshape(2, 18, 8)], axis=1)
+    first = make_mask_input(level.global_block).apply(
+        {"params": p["mask_input_global"]}, first, whole
+    )
+    _, after, _ = run("global", memory["global"], after, whole, first)
+    after = after.reshape(2, 3, 6, 8)
+    after = [run("local", local[m][0], after[:, m], inside, local[m][2])[1] for m in range(3)]
+    np.testing.assert_allclose(got, jnp.stack(after, axis=1), atol=2e-5)
+
+
+def test_masks_do_not_count_the_padding_of_a_row():
+    """Of 13 tokens in groups of 6, of which the last 3 have latents: 6 latents."""
+    changes = {"dropout.kind": "elementwise", "dropout.sites": ("mlp_output",)}
+    model = make({**changes, **MEMORY["both"]}, levels=1)
+    _, sown = families.jit(functools.partial(model.apply, mutable=["masks"]))(
+        {"params": families.random_params(model)}, families.tokens(batch=1, length=13)
+    )
+    # By scope: places that count, memory tokens (1 a group, 2 a row) among them.
+    wanted = {"local": {"encoder_0": 6 + 3, "decoder_0": 13 + 3}}
+    wanted["global"] = {"encoder_0": 6 + 2, "decoder_0": 13 + 2}
+    wanted["compress"], counted = {"encoder_0": 6}, set()
+    for path, kept in jax.tree_util.tree_leaves_with_path(sown["masks"]):
+        level, scope = path[0].key, path[1].key if path[1].key == "compress" else path[2].key
+        scope = scope.partition("_")[0]
+        if level != "layers":
+            assert np.sum(kept >= 0) == wanted[scope][level] * kept.shape[-1], path
+            counted.add((level, scope))
+    assert len(counted) == 5
 
 
 def test_repeated_latents_by_hand():
@@ -303,11 +389,12 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     compress = groups.Compress(level)
     info = CallInfo(Tokens(jnp.arange(7)[None]))
     x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, 8)), jnp.float32)
-    variables = compress.init(jax.random.key(0), x_BTD, info)
-    base = compress.apply(variables, x_BTD, info)
+    kept_info = CallInfo(Tokens(jnp.arange(3)[None]))
+    variables = compress.init(jax.random.key(0), x_BTD, info, kept_info)
+    base = compress.apply(variables, x_BTD, info, kept_info)
     assert base.shape == (1, 3, 16)
     for p in range(7):
-        moved = compress.apply(variables, x_BTD.at[0, p].add(1.0), info) - base
+        moved = compress.apply(variables, x_BTD.at[0, p].add(1.0), info, kept_info) - base
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 

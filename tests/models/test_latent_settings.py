@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import LENGTH
+from flax import linen as nn
 from latent_helpers import FEW, MEMORY, MOD, apply, make
 
 from efx import build, models
@@ -33,7 +34,7 @@ def test_routed_latents_are_counted_as_the_decoders():
     for i in range(3):
         assert 0 <= stats[f"router/decided_fraction/block_{i}"] <= 1
     none, whole = (
-        model.ledger(32, shares={i: (share, share) for i in range(3)}).nominal
+        model.ledger(32, shares={path: (share, share) for path in model.blocks()}).nominal
         for share in (0.0, 1.0)
     )
     dense = make({"depth": 3}).ledger(32).nominal
@@ -81,6 +82,20 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
         ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
         ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),
         ({"scan_layers": True, "depth": 3, "depth_routing.kind": "recursion"}, r"scan_layers=True"),
+        (
+            {"soft_experts_in": "encoder"},
+            r"soft_experts_in='encoder': .*config\.model\.soft_exp.*num",
+        ),
+        (
+            {
+                "dropout.kind": "attention",
+                "dropout.sites": ("mlp_output",),
+                "dropout.attention.num_heads": 4,
+                "level_widths": (8, 18),
+                "level_heads": (2, 1),
+            },
+            r"level_widths=\(8, 18\): 18 does not divide by .*dropout\.attention\.num_heads=4",
+        ),
     ],
 )
 def test_bad_settings_are_named(changes, message):
@@ -185,8 +200,34 @@ def test_recursion_and_experts_come_by_the_decoders_settings():
 
 
 def test_places_of_the_learned_dropout_are_enough():
-    """Masks of attention probabilities have an entry for each place of the stack."""
-    model = make({"dropout.kind": "elementwise", **MEMORY["global"]}, context=30)
-    shapes = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
-    leaf = shapes["layers"]["block_0"]["attention"]["probs_dropout"]["mask_phase"]
-    assert jax.tree.leaves(leaf)[0].shape == (1 + 4 * 2,)
+    """Masks of attention probabilities have an entry for each place that there may be: of 4 groups
+    in the stack and in global blocks, of one group elsewhere."""
+    changes = {"dropout.kind": "elementwise", "upsampling": "attention", **MEMORY["both"]}
+    model = make(changes, context=30)
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    shapes = nn.unbox(boxed)
+
+    def places(block):
+        return block["attention"]["probs_dropout"]["mask_phase"].shape[0]
+
+    encoder, decoder = shapes["encoder_0"], shapes["decoder_0"]
+    assert places(shapes["layers"]["block_0"]) == 2 + 4 * 2
+    assert places(encoder["compress"]) == places(decoder) == 8
+    assert places(encoder["blocks"]["local_0"]["block_0"]) == 1 + 4
+    assert places(encoder["blocks"]["global_1"]["block_0"]) == 2 + 4 * 4
+    assert places(decoder["blocks"]["global_1"]["block_0"]) == 2 + 4 * 8
+
+
+@pytest.mark.parametrize(
+    "where, encoder, decoder", [("stack", 0, 0), ("encoder", 2, 0), ("levels", 2, 2)]
+)
+def test_soft_experts_are_where_they_are_asked_for(where, encoder, decoder):
+    """In all blocks of a level, and in every second one of the stack."""
+    soft = {"soft_experts.num": 2, "soft_experts.every": 2, "depth": 2}
+    model = make({**soft, "soft_experts_in": where})
+    assert [spec.block.soft is not None for spec in model.specs()] == [False, True]
+    for side, count in ((True, encoder), (False, decoder)):
+        for level in model.levels(encoder=side):
+            blocks = level.local_block, level.global_block
+            assert sum(block.soft is not None for block in blocks) == count
+            assert level.block.soft is None and all(b.hidden == 4 * b.width for b in blocks)

@@ -194,7 +194,7 @@ def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
     (tmp_path / "run/samples/step_9.txt").write_text("of the other run")
     config = tiny(trained / "a.txt", **{"seed": 1, "steps": 1})
     train.train_and_evaluate(config, tmp_path / "run")
-    assert runfolder.load_config(tmp_path / "run")["seed"] == 1
+    assert runfolder.recorded_config(tmp_path / "run")["seed"] == 1
     assert json.loads((tmp_path / "run/tokenizer.json").read_text())["kind"] == "bytes"
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
     assert len(runfolder.run_record(tmp_path / "run")["launches"]) == 1

@@ -52,7 +52,7 @@ def test_a_new_run_and_its_records(tmp_path):
     path = tmp_path / "runs" / "a"
     run = open_run(path)
     assert run.is_new and run.path == path
-    config = runfolder.load_config(path)
+    config = runfolder.recorded_config(path)
     assert config == json.loads(json.dumps(CONFIG)) and list(config) == sorted(config)
     record = json.loads((path / "run.json").read_text())["launches"][0]
     assert record["command_line"] == ["efx", "--x"]
@@ -67,7 +67,7 @@ def test_a_new_run_and_its_records(tmp_path):
 def test_permitted_changes_are_recorded(tmp_path):
     open_run(tmp_path)
     open_run(tmp_path, changed(steps=200, log__every=5))
-    assert runfolder.load_config(tmp_path)["steps"] == 200
+    assert runfolder.recorded_config(tmp_path)["steps"] == 200
     launches = json.loads((tmp_path / "run.json").read_text())["launches"]
     assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
 
@@ -115,7 +115,7 @@ def test_bad_run_folders(tmp_path):
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
     for name, message in cases.items():
         with pytest.raises(UsageError) as error:
-            runfolder.load_config(tmp_path / name)
+            runfolder.recorded_config(tmp_path / name)
         assert message in str(error.value) and name in str(error.value)
     (tmp_path / "broken" / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(UsageError, match="config.json is damaged"):
@@ -185,7 +185,7 @@ def test_a_folder_without_a_checkpoint_is_blocked(tmp_path):
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()  # killed in its first save
     run = look(tmp_path, other)
     run.commit({"tokenizer.json": "new", "held_out.json": None})
-    assert runfolder.load_config(tmp_path)["model"]["depth"] == 6
+    assert runfolder.recorded_config(tmp_path)["model"]["depth"] == 6
     assert (tmp_path / "tokenizer.json").read_text() == "new"
     assert not (tmp_path / "held_out.json").exists()
     record = runfolder.run_record(tmp_path)
@@ -339,8 +339,8 @@ def test_reading_a_run_needs_no_jax(tmp_path):
         import sys
         sys.modules["jax"] = sys.modules["numpy"] = None
         from efx.metrics import read_metrics, mean_of
-        from efx.runfolder import load_config
-        print(load_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
+        from efx.runfolder import recorded_config
+        print(recorded_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
     """
     done = run_script(script, tmp_path)
     assert done.stdout == "100 [{'step': 1, 'loss': 1.0}]\n", done.stderr

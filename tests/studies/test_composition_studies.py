@@ -10,13 +10,13 @@ from efx.studies import calm, composition, phatgoose
 
 def test_a_mixture_takes_turns_and_cuts_at_lines():
     a, b = (b"".join(b"%c%04d\n" % (c, i) for i in range(300)) for c in (b"a", b"b"))
-    mixed = composition.interleaved([a, b], piece=60)
+    mixed = composition.interleaved([a, b], piece_bytes=60)
     lines = mixed.split(b"\n")[:-1]
     assert sorted(lines) == sorted((a + b).split(b"\n")[:-1])  # whole lines, all of both
     owners = bytes(line[0] for line in lines)
     assert owners[:44] == b"a" * 11 + b"b" * 11 + b"a" * 11 + b"b" * 11
     # The shorter one ends it: no domain gets more than its share.
-    mixed = composition.interleaved([a, b[:600]], piece=60)
+    mixed = composition.interleaved([a, b[:600]], piece_bytes=60)
     assert abs(mixed.count(b"a") - mixed.count(b"b")) <= 11
 
 
@@ -38,9 +38,9 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(composition.Study, "mixture", lambda self, runs: "text:mixture.txt")
+    monkeypatch.setattr(composition.SeedStudy, "mixture", lambda self, runs: "text:mixture.txt")
     monkeypatch.setattr(
-        composition.Study,
+        composition.SeedStudy,
         "evaluate",
         lambda self, name: dict.fromkeys(
             self.domains, {"eval/loss": 1.0, "eval/split_fraction": 0.5}

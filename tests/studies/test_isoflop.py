@@ -54,19 +54,19 @@ def fake_runs(grid, workdir, best):
 def test_a_fit_finds_the_vertex_whatever_the_order():
     losses = parabola(SIZES, a=1.7, b=0.3, best=4e3)
     for order in ([0, 1, 2, 3], [3, 0, 2, 1]):
-        best = isoflop.fit(SIZES[order], 6 * SIZES[order], losses[order])
+        best = isoflop.fit_parabola(SIZES[order], 6 * SIZES[order], losses[order])
         assert best.parameters == pytest.approx(4e3)
         assert best.loss == pytest.approx(1.7)
         assert best.flops == pytest.approx(6 * 4e3)  # proportional: interpolated in logarithms
         assert best.residual == pytest.approx(0, abs=1e-9)
-    best = isoflop.fit(SIZES, 6 * SIZES, losses + np.array([0.1, -0.1, 0.1, -0.1]))
+    best = isoflop.fit_parabola(SIZES, 6 * SIZES, losses + np.array([0.1, -0.1, 0.1, -0.1]))
     assert 0.02 < best.residual < 0.1
 
 
 @pytest.mark.parametrize("best", [900.0, 6e4])
 def test_no_minimum_among_the_sizes_is_no_optimum(best):
-    assert isoflop.fit(SIZES, SIZES, parabola(SIZES, 1.7, 0.3, best)) is None
-    assert isoflop.fit(SIZES, SIZES, parabola(SIZES, 1.7, -0.3, 4e3)) is None  # a maximum
+    assert isoflop.fit_parabola(SIZES, SIZES, parabola(SIZES, 1.7, 0.3, best)) is None
+    assert isoflop.fit_parabola(SIZES, SIZES, parabola(SIZES, 1.7, -0.3, 4e3)) is None  # a maximum
 
 
 def test_the_grid_as_runs(grid, tmp_path):
@@ -138,7 +138,7 @@ def test_where_only_some_seeds_enclose_a_minimum_the_means_are_fitted():
     mean = base.of_means()
 
     def cells(curve):
-        found = isoflop.optimum(["a", "b", "c"], curve, base)
+        found = isoflop.optimum_cells(["a", "b", "c"], curve, base)
         return [tables.text(found.get(title), form) for title, form in isoflop.FORMS.items()][2:]
 
     own = cells(base)

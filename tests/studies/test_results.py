@@ -28,7 +28,7 @@ def top(tmp_path):
         "columns": {"step time": ".2f"},
         "rows": [{"name": "MoD", "cells": {"step time": 0.5}}],
     }
-    results.save(tmp_path / "results/step.json", result)
+    results.write_result(tmp_path / "results/step.json", result)
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def study(workdir, losses, **said):
             accuracy = 0.9 + loss / 1000 if name.startswith("MoD") else None
             fake_run(spec, workdir, name, seed, loss, accuracy=accuracy)
             ran(sweep.folder(workdir, name, seed), seed, **said)
-    table = sweep.collect(spec, workdir, None)
+    table = sweep.collect_table(spec, workdir, None)
     (workdir / "table.json").write_text(json.dumps(table))
     return str(workdir)
 
@@ -71,7 +71,7 @@ def test_a_finished_sweep_becomes_a_result(top, tmp_path):
     workdir = study(tmp_path / "w", losses)
     call = [f"--root={top}", f"--from={workdir}", "--name=mod", *NEW]
     assert results.main(call) == 0
-    result = results.load(top / "results/mod.json")
+    result = results.read_result(top / "results/mod.json")
     assert result["seeds"] == [0, 1, 2] and result["machine"] == "3 CPU cores"
     assert result["config"] == "configs/mod.py" and result["revision"] == "c0ffee" * 6
     cell = result["rows"][0]["cells"]["held-out loss (nats)"]
@@ -95,8 +95,8 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     path = top / "results/mod.json"
     study(tmp_path / "w", {"MoD, 12.5%": [1.0, 1.2, 1.7], "dense twin": [2.0, 2.1, 2.2]})
     new = {"title": "t", "section": "Speed", "commands": ["c"]}
-    results.take(path, tmp_path / "w", new)
-    said = results.load(path) | {
+    results.import_study(path, tmp_path / "w", new)
+    said = results.read_result(path) | {
         "about": "What it is.",
         "stale": "Of other settings.",
         "columns": {"held-out loss (nats)": ".2f"},
@@ -105,8 +105,8 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     }
     for row in said["rows"]:
         row["cells"] = {"held-out loss (nats)": row["cells"]["held-out loss (nats)"]}
-    results.save(path, said)
-    results.write(top)
+    results.write_result(path, said)
+    results.publish(top)
     assert "**Not as efx is today.** Of other settings." in page(top)
     readme = (top / "README.md").read_text()
     assert readme.startswith(f"a\n{results.START}\n![t](docs/mod.png)\n\n| measured")
@@ -118,7 +118,7 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     # One row anew, of other code; with --add the other one stays, and keeps its revision.
     other = study(tmp_path / "v", {"MoD, 12.5%": [3.0, 3.0, 3.0]}, revision="beef" * 10, dirty=True)
     assert results.main([f"--root={top}", f"--from={other}", "--name=mod", "--add"]) == 0
-    result = results.load(path)
+    result = results.read_result(path)
     assert (result["about"], result["stale"]) == ("What it is.", "Of other settings.")
     assert result["columns"] == said["columns"] and result["headline"] == said["headline"]
     assert [row["name"] for row in result["rows"]] == ["MoD, 12.5%", "dense twin"]
@@ -127,10 +127,10 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     assert result["revision"] == "beef" * 10 + " with changes"
     assert "revision c0ffeec0f for dense twin" in text
     with pytest.raises(UsageError, match="headline names 'dense twin', no row"):
-        results.take(path, other, {})
-    results.save(path, results.load(path) | {"headline": []})
-    results.take(path, other, {})
-    assert not results.load(path)["stale"] and len(results.load(path)["rows"]) == 1
+        results.import_study(path, other, {})
+    results.write_result(path, results.read_result(path) | {"headline": []})
+    results.import_study(path, other, {})
+    assert not results.read_result(path)["stale"] and len(results.read_result(path)["rows"]) == 1
 
 
 def test_an_isoflop_study_keeps_its_points_and_draws_them(top, tmp_path):
@@ -142,15 +142,15 @@ def test_an_isoflop_study_keeps_its_points_and_draws_them(top, tmp_path):
     fake_runs(grid, workdir, best)
     for path in workdir.glob("*-seed*"):
         ran(path, int(path.name[-1]))
-    curves = isoflop.collect(grid, workdir)
-    (workdir / "isoflop.json").write_text(json.dumps(isoflop.numbers(grid, curves)))
+    curves = isoflop.collect_curves(grid, workdir)
+    (workdir / "isoflop.json").write_text(json.dumps(isoflop.as_data(grid, curves)))
     assert results.main([f"--root={top}", f"--from={workdir}", "--name=iso", *NEW]) == 0
     text = page(top)
     assert "![MoD and its twin](iso.png)" in text
     assert "| dense, 1.00 GFLOPs | 4 blocks | " in text and "| MoD, 2.00 GFLOPs | " in text
     shutil.rmtree(workdir)  # the picture is drawn from the result alone
     (top / "docs/iso.png").unlink()
-    results.write(top)
+    results.publish(top)
     assert (top / "docs/iso.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -198,10 +198,10 @@ def test_a_file_that_is_no_result_is_one_line(change, words, top):
     path = top / "results/step.json"
     path.write_text(path.read_text().replace(*change))
     with pytest.raises(UsageError, match=words):
-        results.write(top)
+        results.publish(top)
 
 
 def test_a_readme_without_a_place_for_results_is_refused(top):
     (top / "README.md").write_text("nothing")
     with pytest.raises(UsageError, match="expected one line <!-- results -->"):
-        results.write(top)
+        results.publish(top)

@@ -79,7 +79,7 @@ def test_table(spec, tmp_path, capsys):
     numbers = json.loads((tmp_path / "table.json").read_text())
     assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
     times = {"MoD, 12.5%": (20.0, 800.0), "dense twin": (30.0, 533.3)}
-    timed = sweep.markdown(spec, sweep.collect(spec, tmp_path, times), "how", "split")
+    timed = sweep.markdown(spec, sweep.collect_table(spec, tmp_path, times), "how", "split")
     titles = timed.splitlines()[0]
     assert titles.endswith(f"| ms a step | sequences/s | {sweep.STEP_TIME} |")
     dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
@@ -196,9 +196,9 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
         with lock:
             running.remove((name, seed))
 
-    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "_run_one", run)
     monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
-    sweep.run_all(loaded, tmp_path, jobs=2)
+    sweep.run_sweep(loaded, tmp_path, jobs=2)
     names = list(loaded["runs"])
     assert sorted((n, s) for n, s, *_ in seen) == sorted(
         (n, s) for n in names for s in loaded["seeds"]
@@ -213,7 +213,7 @@ def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
     source = {"data.source": "text:nowhere.txt"}
     loaded = spec | {"equal": "", "runs": {name: source for name in spec["runs"]}}
     with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
-        sweep.run_all(loaded, tmp_path, jobs=2)
+        sweep.run_sweep(loaded, tmp_path, jobs=2)
     assert "nowhere.txt" in next(tmp_path.glob("*.log")).read_text()
 
 

@@ -67,6 +67,24 @@ def test_rows_are_the_routes():
     np.testing.assert_array_equal(rows["block_1 routed"], wanted_T)
 
 
+def test_rows_of_two_streams():
+    """Blocks by themselves, also the one after the stack; those that are routed have no masks."""
+    sites = {**MASKS, "dropout.sites": ("embedding", "mlp_output")}
+    changes = {"family": "encoder_decoder", "mlp.hidden": 48, **sites}
+    rows, _ = rows_of(changes)
+    masked = ("block_0 decoder", "block_0 encoder_0", "last block_0 decoder")
+    assert list(rows) == ["embedding", *(f"{name} mlp_output" for name in masked)]
+    routing = {"depth_routing.kind": "mod", "depth_routing.blocks": (0, 2)}
+    rows, _ = rows_of({**changes, **routing})
+    assert list(rows) == [
+        "embedding",
+        "block_0 decoder mlp_output",
+        "block_0 encoder_0 routed",
+        "last block_0 decoder routed",
+    ]
+    assert all(set(row) <= {0.0, 1.0} for name, row in rows.items() if name.endswith("routed"))
+
+
 def test_scanned_layers_are_named_as_unrolled_ones():
     rows, (model, params, ids) = rows_of(MASKS)
     stacked = {**params, "layers": scan_params(params["layers"], model.specs())}

@@ -21,8 +21,8 @@ def compute(module, x_BTD, open_BT, tile):
     x_1ND, open_1N = x_BTD.reshape(1, -1, width), open_BT.reshape(1, -1)
     tile = min(tile, batch * length)
 
-    def some(module, plan, out_1ND):
+    def compute_tile(module, plan, out_1ND):
         return plans.scatter_add(out_1ND, module(plans.gather(x_1ND, plan)), plan)
 
     start_1ND = jnp.zeros_like(x_1ND)
-    return plans.in_rounds(module, open_1N, tile, start_1ND, some).reshape(x_BTD.shape)
+    return plans.in_rounds(module, open_1N, tile, start_1ND, compute_tile).reshape(x_BTD.shape)

@@ -224,7 +224,7 @@ class DepthRouted(nn.Module):
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         if self.is_initializing():
             return start_BTD + self.block(x_BTD, inside), run_BT
-        if c.kv_for_skipped:
+        if c.kv_for_skipped or info.encoder is not None:
             written = inside.with_cache(access="write")
             if self.shared is None:
                 inside = inside.with_cache(access="read")

@@ -96,9 +96,9 @@ class MoE(nn.Module):
     """x [B, T, D] -> [B, T, D], zero for a token that no expert serves.
 
     Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
-    averaged over valid tokens, and diagnostics `moe/...` into `stats`. Padding, and empty places
+    averaged over valid tokens, and diagnostics `moe/...` into `stats`. Padding, and empty slots
     of a depth-routed block, take no room and count in nothing. Each document of a packed row has
-    its own share of an expert's places.
+    its own share of an expert's slots.
 
     Attributes:
       hidden: F of one expert; the others as in `MLP`.
@@ -232,18 +232,18 @@ class MoE(nn.Module):
         """New tokens of each row, served or not by what the cache says about the earlier ones."""
         c = self.config
         rows, length, width = x_BTD.shape
-        room = c.places(info.cache.size, "causal")
+        room = c.slots(info.cache.size, "causal")
         run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
         if self.is_initializing():
             return x_BTD
         if length > 1:
 
-            def some(experts, plan, y_BTD):
+            def add_round(experts, plan, y_BTD):
                 return y_BTD + _compute(x_BTD, weight_BTE, plan, experts)
 
-            places = min(c.places(length, "causal"), room)
+            slots = min(c.slots(length, "causal"), room)
             start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
-            return plans.in_rounds(experts, run_BTE, places, start_BTD, some)
+            return plans.in_rounds(experts, run_BTE, slots, start_BTD, add_round)
         x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
         if best is None or rows * c.top_k >= c.num_experts:
             # All experts on all rows reads every weight once, which is what a step costs.
@@ -262,15 +262,15 @@ class MoE(nn.Module):
 
 
 def _compute(x_BTD, weight_BTE, plan, experts):
-    """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
+    """Sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
     batch, length, width = x_BTD.shape
-    num_experts, _, places = plan.indices_BC.shape
+    num_experts, _, slots = plan.indices_BC.shape
     x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
     weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
     x_EBCD = constrain(x_EBCD, "act_expert", "batch", None, "act_embed")
-    # The places of all rows are the rows of one matrix an expert.
-    y_ECD = experts(x_EBCD.reshape(num_experts, batch * places, width))
-    y_EBCD = y_ECD.reshape(num_experts, batch, places, width)
+    # The slots of all rows are the rows of one matrix an expert.
+    y_ECD = experts(x_EBCD.reshape(num_experts, batch * slots, width))
+    y_EBCD = y_ECD.reshape(num_experts, batch, slots, width)
     y_EBCD = y_EBCD * weight_EBC[..., None].astype(y_EBCD.dtype)
     y_EBCD = constrain(y_EBCD, "act_expert", "batch", None, "act_embed")
     y_BTD = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)

@@ -61,6 +61,7 @@ class Plan:
         mask_input = tokens.mask_input_BTD
         tokens = tokens.replace(
             positions_BT=self.take(tokens.positions_BT, fill=-1),
+            gaps=True,
             alive_BT=None,
             mask_input_BTD=None if mask_input is None else self.take(mask_input),
         )
@@ -116,7 +117,7 @@ class Documents:
     Attributes:
       first_BT: where it begins in the sequence at hand. count_BT: how many tokens it has there.
       begin_BT, end_BT: the part [begin, end) of the sequence's places that it has to itself: of a
-        whole row where it lies, with the padding after it, of a routed subsequence the places that
+        whole row where it lies, with the padding after it, of a routed subsequence the slots that
         its share comes to. They follow from the lengths of documents, and never from what a router
         does with another one.
     """
@@ -155,7 +156,7 @@ def _at(values_BT, places_BT):
 class Budget:
     """Room for a fraction f of a sequence, or of each document of a packed one.
 
-    A document that has the places [s, e) of its row to itself gets the places [ceil(f s),
+    A document that has the places [s, e) of its row to itself gets the slots [ceil(f s),
     ceil(f e)) of the buffer: its share up to rounding, ceil(f T) in all, and the same ones whatever
     the documents beside it hold. What it leaves empty is not given to others.
 
@@ -169,7 +170,7 @@ class Budget:
 
     @property
     def size(self):
-        """C, the places of a row."""
+        """C, the slots of a row."""
         return capacity(self.fraction, self.length)
 
     def shares(self, place_BT):
@@ -207,7 +208,7 @@ class Budget:
         place_BT = self.shares(d.begin_BT) + before_BT[:, :-1] - _at(before_BT, d.first_BT)
         run_BT = selected_BT & (place_BT < self.shares(d.end_BT))
         place_BT = jnp.where(run_BT, place_BT, self.size)
-        return _at_places(place_BT, self.size, ascending=False), run_BT
+        return _at_slots(place_BT, self.size, ascending=False), run_BT
 
 
 def capacity(fraction, length):
@@ -217,14 +218,14 @@ def capacity(fraction, length):
 
 def share(fraction, length):
     """ceil(fraction * length), at most length."""
-    # Rounding first: 0.07 * 100 must be 7 places, not 8.
+    # Rounding first: 0.07 * 100 must be 7 slots, not 8.
     return min(length, math.ceil(round(fraction * length, 6)))
 
 
 def topk_plan(scores_BT, size, valid_BT=None):
     """The `size` largest scores of each row, in time order (looks ahead: not causal).
 
-    Invalid tokens are taken only when fewer than `size` are valid, and then as empty places.
+    Invalid tokens are taken only when fewer than `size` are valid, and then as empty slots.
     """
     length = scores_BT.shape[1]
     if valid_BT is not None:
@@ -247,26 +248,26 @@ def best(scores, count):
 
     A few passes of argmax, which split over the rows of a mesh; a sort does not everywhere.
     """
-    found = []
+    indices = []
     for _ in range(count):
         index = jnp.argmax(scores, axis=-1)
-        found.append(index)
+        indices.append(index)
         scores = jnp.where(jax.nn.one_hot(index, scores.shape[-1], dtype=bool), -jnp.inf, scores)
-    return jnp.stack(found, axis=-1)
+    return jnp.stack(indices, axis=-1)
 
 
 def first_plan(selected_BT, size):
     """The first `size` selected tokens of each row (causal: depends on earlier tokens only)."""
     rank_BT = jnp.cumsum(selected_BT, axis=1) - 1
-    return _at_places(jnp.where(selected_BT & (rank_BT < size), rank_BT, size), size)
+    return _at_slots(jnp.where(selected_BT & (rank_BT < size), rank_BT, size), size)
 
 
-def _at_places(place_BT, size, ascending=True):
-    """Plan of the tokens at their places; those at place `size` are left out."""
+def _at_slots(place_BT, size, ascending=True):
+    """Plan of the tokens at their slots; those at slot `size` are left out."""
     length = place_BT.shape[1]
     empty_C = length + jnp.arange(size, dtype=jnp.int32)
     indices_BC = jax.vmap(
-        lambda place: empty_C.at[place].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+        lambda slot: empty_C.at[slot].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
     )(place_BT)
     return Plan(indices_BC, indices_BC < length, ascending)
 
@@ -279,7 +280,7 @@ def selected(plan, length):
 
 
 def gather(x_BT, plan, fill=0):
-    """Rows of x [B, T, ...] at the plan's places -> [B, C, ...]; empty places get `fill`."""
+    """Rows of x [B, T, ...] at the plan's slots -> [B, C, ...]; empty slots get `fill`."""
     return jax.vmap(
         lambda x, index: x.at[index].get(
             mode="fill",
@@ -291,14 +292,14 @@ def gather(x_BT, plan, fill=0):
 
 
 def scatter_add(x_BT, y_BC, plan):
-    """x with y [B, C, ...] added at the plan's places; the other rows are untouched."""
+    """x with y [B, C, ...] added at the plan's slots; the other rows are untouched."""
     return jax.vmap(lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_scattered(plan)))(
         x_BT, plan.indices_BC, y_BC
     )
 
 
 def scatter(x_BT, y_BC, plan):
-    """x with y [B, C, ...] at the plan's places; the other rows are untouched."""
+    """x with y [B, C, ...] at the plan's slots; the other rows are untouched."""
     return jax.vmap(lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_scattered(plan)))(
         x_BT, plan.indices_BC, y_BC
     )
@@ -335,10 +336,10 @@ def in_rounds(module, selected_BT, size, start, body, carries=False):
     rank_BT = jnp.cumsum(selected_BT, axis=1)
     most = jnp.max(rank_BT)
 
-    def more(module, carry):
+    def any_left(module, carry):
         return carry[0] < most
 
-    def some(module, carry):
+    def round_of(module, carry):
         done, out = carry
         left_BT = selected_BT & (rank_BT > done)
         if left_BT.ndim == 3:
@@ -348,7 +349,7 @@ def in_rounds(module, selected_BT, size, start, body, carries=False):
         return done + size, body(module, plan, out)
 
     start = (jnp.int32(0), start)
-    return nn.while_loop(more, some, module, start, carry_variables=carries)[1]
+    return nn.while_loop(any_left, round_of, module, start, carry_variables=carries)[1]
 
 
 def quantile(scores_BT, fraction, valid_BT=None):

@@ -6,7 +6,7 @@ that costs, of the pass in which it decides itself.
 """
 
 from efx.layers.report import Report
-from efx.layers.stack import names
+from efx.layers.stack import label
 from efx.settings import replaced
 
 # How well a decision agrees with training's selection.
@@ -15,12 +15,12 @@ AGREEMENT = ("accuracy", "precision", "recall")
 
 def routing_of(model):
     """The `DepthRoutingConfig` of a model some of whose layers are routed, else None."""
-    routings = (spec.routing for spec in model.specs() if spec.routing is not None)
-    return next(routings, None)
+    routings = (spec.routing for spec in model.blocks().values())
+    return next((routing for routing in routings if routing is not None), None)
 
 
 def _moe_of(model):
-    moes = (block.moe for spec in model.specs() for block in spec.blocks)
+    moes = (block.moe for spec in model.blocks().values() for block in spec.blocks)
     return next((moe for moe in moes if moe is not None), None)
 
 
@@ -65,11 +65,11 @@ def _routed(model, length, prefix, means):
         overflow = means[f"{prefix}/overflow_fraction{tail}"]
         rows[f"eval/{prefix}/routed_fraction{tail}"] = means[key + tail] - overflow
         rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
-    shares, specs = {}, model.specs()
-    for i, (name, spec) in enumerate(zip(names(specs), specs, strict=True)):
+    shares = {}
+    for path, spec in model.blocks().items():
         if spec.routing is not None:
-            routed = rows[f"eval/{prefix}/routed_fraction/{name}"]
-            shares[i] = (routed, means[f"{prefix}/pairs_fraction/{name}"])
+            routed = rows[f"eval/{prefix}/routed_fraction/{label(path)}"]
+            shares[path] = (routed, means[f"{prefix}/pairs_fraction/{label(path)}"])
     ledger = _as_measured(model, means).ledger(length, shares=shares)
     return rows | {f"eval/{prefix}/flops_per_token": ledger.nominal_per_token}
 

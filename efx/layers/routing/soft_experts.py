@@ -166,16 +166,23 @@ class SoftMLP(nn.Module):
 
 
 class SoftBlock(nn.Module):
-    """A block with soft experts; like `Block`, it returns the increment out - x."""
+    """A block with soft experts; like `Block`, it returns the increment out - x.
+
+    Attributes:
+      norm_context: name of the norm of a context; one of its own where that is another stream.
+    """
 
     config: BlockConfig
+    norm_context: str = "norm_attention"
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
         c, norm_attention = self.config, make_norm(self.config, "norm_attention")
         if context is not None:
-            context = norm_attention(context[0]), context[1]
+            shared = self.norm_context == "norm_attention"
+            norm_context = norm_attention if shared else make_norm(c, self.norm_context)
+            context = norm_context(context[0]), context[1]
         a_XBTD = _attention(c)(norm_attention(x_BTD), info, context)
         if info.access == "write":
             return None

@@ -5,7 +5,7 @@ from typing import Literal
 
 from efx.errors import UsageError
 from efx.layers.routing import plans
-from efx.settings import AtLeastOne, Count, Number, Share, block
+from efx.settings import AtLeastOne, Count, Fraction, Number, block
 
 
 @block("config.adapter")
@@ -24,7 +24,7 @@ class AdapterConfig:
     # of all; "inclusion": an entrance of each expert may leave it out.
     routing: Literal["topk", "uniform", "inclusion"] = "topk"
     top_k: Count = 2
-    capacity: Share = 0.5  # inclusion: share of a sequence that an expert takes
+    capacity: Fraction = 0.5  # inclusion: fraction of a sequence that an expert takes
     slack: AtLeastOne = 1.5  # inclusion: room of the causal decision, as a multiple of the capacity
 
     def check(self):
@@ -60,6 +60,6 @@ class AdapterConfig:
         fraction = self.capacity if selection == "train" else self.capacity * self.slack
         return plans.Budget(min(1.0, fraction), length, documents)
 
-    def places(self, length, selection):
+    def slots(self, length, selection):
         """Inclusion: tokens of a sequence that an expert has room for."""
         return self.budget(length, selection).size

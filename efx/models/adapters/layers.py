@@ -77,7 +77,7 @@ class Adapter(nn.Module):
         a sequence with the largest r in training, and those with r > 0, at most `slack` times as
         many in order of time, in evaluation and sampling; w_e = sigmoid(r). The loss
         `inclusion_bce` makes the two agree. Each document of a packed row has its own share of the
-        places.
+        slots.
 
     Sows into `stats`: experts_per_token, usage of each expert (share of the tokens), and for
     `topk` effective_experts = exp(entropy of w), for `inclusion` dropped_fraction, the choices of
@@ -174,7 +174,7 @@ class Adapter(nn.Module):
         wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         weight_BTE = jax.nn.sigmoid(logits_BTE)
         if info.decode:
-            room = c.places(info.cache.size, "causal")
+            room = c.slots(info.cache.size, "causal")
             run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
             weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             weight_CE = weight_BTE.reshape(-1, c.choices)
@@ -203,16 +203,16 @@ class Adapter(nn.Module):
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
     def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
-        """Sum over experts of weight * expert(x) at the places of a plan [E, B, C]."""
+        """Sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
         length, width = x_BTD.shape[1:]
-        experts, batch, places = plan.indices_BC.shape
+        experts, batch, slots = plan.indices_BC.shape
         x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
         weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
-        x_ECD = x_EBCD.reshape(experts, batch * places, width)
+        x_ECD = x_EBCD.reshape(experts, batch * slots, width)
         h_ECR = self._inner(jnp.einsum("ECD,EDR->ECR", x_ECD, down_EDR))
         h_ECR = h_ECR * weight_EBC.reshape(experts, -1, 1).astype(h_ECR.dtype)
         y_ECF = jnp.einsum("ECR,ERF->ECF", h_ECR, up_ERF)
-        y_EBCF = y_ECF.reshape(experts, batch, places, self.features)
+        y_EBCF = y_ECF.reshape(experts, batch, slots, self.features)
         sum_over = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))
         return sum_over(plan.indices_BC, y_EBCF, length)
 
@@ -282,7 +282,7 @@ class Interceptor:
 
 
 def _is_context(value):
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], CallInfo)
+    return isinstance(value, tuple) and len(value) > 1 and isinstance(value[1], CallInfo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Site:
     def flops(self, c, selection, rows=None):
         """Of the adapters of a sequence; `rows` in place of the site's own."""
         experts = c.choices or 1
-        tokens = c.places(self.rows, selection) if c.looks_ahead else self.rows
+        tokens = c.slots(self.rows, selection) if c.looks_ahead else self.rows
         total = experts * flops.matmul(tokens, c.rank, self.width + self.features)
         if c.routing != "uniform" if c.experts else c.gate:
             total += flops.matmul(self.rows, self.width, experts)

@@ -16,7 +16,6 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers.linear import Linear
-from efx.layers.stack import names
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site
 from efx.models.language_model import unrolled
@@ -89,14 +88,12 @@ def adapted_family(cls):
         @nn.nowrap
         def ledger(self, length, selection="train", shares=None):
             """That of the family, and what the adapters add."""
-            base, routed = super().ledger(length, selection, shares), {}
-            if shares:
-                blocks = names(self.specs())
-                routed = {blocks[i]: share[0] * length for i, share in shares.items()}
+            base, routed = super().ledger(length, selection, shares), shares or {}
             added = 0
             for s in self.sites(length, selection):
-                inside = [rows for block, rows in routed.items() if f"/{block}/" in s.path]
-                added += s.flops(self.adapter, selection, *inside)
+                # Keys and values of a routed block may be those of all tokens.
+                inside = [p for p in routed if s.path.startswith(f"{p}/") and s.rows < length]
+                added += s.flops(self.adapter, selection, *(length * routed[p][0] for p in inside))
             return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
@@ -132,12 +129,12 @@ def _sites(model, length):
 
 
 def _linears(model):
-    found = []
+    paths = []
 
     def watch(next_fun, args, kwargs, context):
         if isinstance(context.module, Linear) and context.method_name == "__call__":
-            found.append("/".join(context.module.path))
+            paths.append("/".join(context.module.path))
         return next_fun(*args, **kwargs)
 
     _trace(model, 1, watch)
-    return sorted(set(found) - {"head"})
+    return sorted(set(paths) - {"head"})

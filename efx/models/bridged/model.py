@@ -106,12 +106,12 @@ class Bridged(LanguageModel):
     ):
         """The anchor's normalised state [B, T, D]; see `Model.features`, but that
         `train` changes nothing: the members are what they are in evaluation."""
-        given = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
+        arguments = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
         read = []  # [augmenting model][pair]
         for model in self.augment_models:
             states = {}
             with nn.intercept_methods(_AtLayers(model.path, states.__setitem__)):
-                model.features(*given)
+                model.features(*arguments)
             read.append([states[i][0] for i in spaced(self.config.pairs, depth_of(model))])
         places = spaced(self.config.pairs, depth_of(self.anchor_model))
 
@@ -127,7 +127,7 @@ class Bridged(LanguageModel):
             return h_BTD + delta_BTD
 
         with nn.intercept_methods(_AtLayers(self.anchor_model.path, add)):
-            return self.anchor_model.features(*given)
+            return self.anchor_model.features(*arguments)
 
     def logits(self, x):
         """The anchor's."""
@@ -185,9 +185,9 @@ class _AtLayers:
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         path, size = context.module.path, len(self._start)
-        here = path[size:]
+        below = path[size:]
         # A layer shares its scope with the block in it: the outer call is the layer's.
-        layer = len(here) == 2 and here[0] == "layers" and here[1].startswith("block_")
+        layer = len(below) == 2 and below[0] == "layers" and below[1].startswith("block_")
         if path[:size] != self._start or not layer or self._inside:
             return next_fun(*args, **kwargs)
         self._inside = True
@@ -197,7 +197,7 @@ class _AtLayers:
             self._inside = False
         info = next(value for value in args if isinstance(value, CallInfo))
         streams = out if isinstance(out, tuple) else (out,)
-        new = self._visit(int(here[1].removeprefix("block_")), (streams[-1], info))
+        new = self._visit(int(below[1].removeprefix("block_")), (streams[-1], info))
         if new is None:
             return out
         return (*streams[:-1], new) if isinstance(out, tuple) else new
@@ -205,13 +205,16 @@ class _AtLayers:
 
 def check(c, anchor_model, augment_models):
     """UsageError unless a resolved `BridgedConfig` and the models of its runs go together."""
+    members = [("anchor", c.anchor, anchor_model)]
+    members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
+    for key, run, model in members:
+        if model.members:
+            raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     width = anchor_model.config.width
     if width % c.num_heads:
         raise UsageError(
             f"config.model.num_heads={c.num_heads} does not divide the anchor's width of {width}"
         )
-    members = [("anchor", c.anchor, anchor_model)]
-    members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
     for key, run, model in members:
         if model.context < c.context:
             raise UsageError(

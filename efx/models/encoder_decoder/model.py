@@ -11,43 +11,44 @@ Layer j is decoder block j and those encoder blocks that run beside it: up to r(
 after r(j) and up to r(j + 1) in `previous_layer`. There decoder and encoder blocks of a layer do
 not depend on each other: with E = L - 1 the critical path is L blocks. What an L-th encoder block
 would give is read by nothing, hence the default E = L - 1 there, and E = L elsewhere; the last
-layer of `previous_layer` is a decoder block alone.
+layer of `previous_layer` is a decoder block alone. With averages of earlier states (DenseFormer),
+of each stream by itself, every block is a layer alone, in the order in which they are computed.
 """
 
-import dataclasses
+import itertools
 
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import costs, norms
-from efx.layers.config import with_experts
+from efx.layers import costs, norms, stack_specs
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
-from efx.layers.stack import Stack
-from efx.models.encoder_decoder.streams import EmbeddingLoss, PairSpec
+from efx.layers.parametrisation import deviations
+from efx.layers.stack import Stack, by_path
+from efx.models.encoder_decoder.streams import DecoderSpec, EmbeddingLoss, PairSpec
 from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
-
-# The sites of dropout of an attention, self or cross, and of an MLP.
-ATTENTION_SITES, MLP_SITES = ("attention_probs", "attention_output"), ("mlp_output",)
 
 
 class EncoderDecoder(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `EncoderDecoderConfig` for each knob.
 
-    e_0 = tok + pos; d_0 = Linear(s), optionally of LN(s), optionally + the position embedding of
-    the next position. s is e_0; in the serial encoder-decoder it is the encoder's output e_E, or
-    e_0 with serial_start="embedding". Output: LN(d_L), optionally minus the position embedding of
-    the next position, optionally LN of that; logits by the token embedding.
+    e_0 = tok + pos, or tok where positions are rotary; d_0 = Linear(s), optionally of LN(s),
+    optionally + the position embedding of the next position. s is e_0; in the serial
+    encoder-decoder it is the encoder's output e_E, or e_0 with serial_start="embedding". Output:
+    LN(d_L), optionally minus the position embedding of the next position, optionally LN of that;
+    logits by the token embedding.
     """
 
     def setup(self):
-        c = self.config
-        self.embed = self.token_table(c.width, c.init_std)
-        self.positions_embed = Embedding(
-            c.num_positions, c.width, c.init_std, self.dtype, axes=("position", "table")
-        )
+        c, std = self.config, self.deviations
+        self.embed = self.token_table(c.width, std.table)
+        self.positions_embed = None
+        if c.positions == "learned":
+            self.positions_embed = Embedding(
+                c.num_positions, c.width, std.table, self.dtype, axes=("position", "table")
+            )
         block = self.block()
         self.dropout_embedding = make_dropout(block, "embedding")
         self.mask_input = make_mask_input(block)
@@ -55,10 +56,10 @@ class EncoderDecoder(LanguageModel):
         if c.decoder_input_norm:
             self.norm_input = norms.make_norm(c.norm, **norm)
         self.decoder_input = Linear(
-            c.width, ("embed", "table"), c.init_std, c.use_bias, dtype=self.dtype
+            c.width, ("embed", "table"), std.hidden, c.use_bias, dtype=self.dtype
         )
         specs, last = self.all_specs()
-        self.layers = Stack(specs, c.scan_layers, c.remat)
+        self.layers = Stack(specs, c.scan_layers, c.remat, c.dense_former)
         self.last = last and Stack((last,), False, c.remat)
         self.norm_final = norms.make_norm(c.norm, **norm)
         if c.output_positions == "subtract_norm":
@@ -80,9 +81,12 @@ class EncoderDecoder(LanguageModel):
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
-        self.check_context(cache_size if decode else tokens_BT.shape[1])
+        if c.dropout.by_position or self.positions_embed is not None:
+            self.check_context(cache_size if decode else tokens_BT.shape[1])
         here_BT = jnp.maximum(positions_BT, 0)
-        embedded_BTD = self.embed(tokens_BT) + self.positions_embed(here_BT)
+        embedded_BTD = self.embed(tokens_BT)
+        if self.positions_embed is not None:
+            embedded_BTD = embedded_BTD + self.positions_embed(here_BT)
         if self.mask_input is not None:
             info = info.with_tokens(mask_input_BTD=self.mask_input(embedded_BTD, info))
         e_BTD = embedded_BTD
@@ -115,64 +119,67 @@ class EncoderDecoder(LanguageModel):
             d_BTD = d_BTD + self.positions_embed(next_BT)
         return s_BTD, constrain(d_BTD, "batch", "length", "act_embed")
 
+    @property
+    def logit_scale(self):
+        return self.config.mup.logit_scale(self.config.width)
+
+    @property
+    def deviations(self):
+        c = self.config
+        return deviations(c.initialisation, c.init_std, c.mup, c.width)
+
     def specs(self):
         """The layers of the stack; without the lone decoder block that ends `previous_layer`."""
         return self.all_specs()[0]
 
     @nn.nowrap
+    def blocks(self):
+        specs, last = self.all_specs()
+        return by_path("layers", specs) | by_path("last", (last,) if last else ())
+
+    @nn.nowrap
     def all_specs(self):
         """(the layers of the stack, the layer after these or None)."""
-        c, reads = self.config, self.config.reads
+        c, count = self.config, self.config.encoder_blocks
+        routed = c.depth_routing.routed_blocks(count, c.depth)
+        encoder = tuple(stack_specs.stream(self.block(count * 2), c, count, routed))
+        block = self.block(c.depth * (2 if c.order == "cross_only" else 3))
+        routed = {i - count: capacity for i, capacity in routed.items()}
+        fields = dict(cross=c.cross_attention, order=c.order)
+        decoder = tuple(stack_specs.stream(block, c, c.depth, routed, DecoderSpec, **fields))
         parallel = c.cross_source == "previous_layer"
-        encoder = self.block(c.encoder_blocks * 2)
-        decoder = self.block(c.depth * (2 if c.order == "cross_only" else 3))
-        cross = dataclasses.replace(decoder, attention=c.cross_attention)
-
-        def layer(first, last, j):
-            blocks = tuple(with_experts(encoder, c.mlp, i) for i in range(first, last))
-            block = None if j is None else with_experts(decoder, c.mlp, j)
-            return PairSpec(blocks, block, cross, c.order, parallel)
-
         if c.cross_source == "final":
-            alone = [layer(i, i + 1, None) for i in range(c.encoder_blocks)]
-            return (*alone, *(layer(0, 0, j) for j in range(c.depth))), None
-        bounds = reads if parallel else (0, *reads)
-        pairs = tuple(layer(*bounds[j : j + 2], j) for j in range(len(bounds) - 1))
-        return pairs, layer(0, 0, c.depth - 1) if parallel else None
+            layers = [(spec,) for spec in (*encoder, *decoder)]
+        else:
+            # What the last decoder block reads is there before its layer in `previous_layer`.
+            bounds = itertools.pairwise((*c.reads, c.reads[-1]) if parallel else (0, *c.reads))
+            layers = [(*encoder[a:b], d) for (a, b), d in zip(bounds, decoder, strict=True)]
+        if c.dense_former.on:
+            # Decoder blocks come before encoder blocks whose output they do not read.
+            layers = [(*layer[-1:], *layer[:-1]) if parallel else layer for layer in layers]
+            return tuple(PairSpec((spec,)) for layer in layers for spec in layer), None
+        pairs = tuple(PairSpec(layer, parallel) for layer in layers)
+        return (pairs[:-1], pairs[-1]) if parallel else (pairs, None)
 
     @nn.nowrap
     def block(self, additions=1):
         """A block of a stream to whose state so many sublayers add."""
-        std = self.config.init_std
-        return self.config.block(std=std, std_out=std / max(1, additions) ** 0.5, dtype=self.dtype)
-
-    @nn.nowrap
-    def _parts(self):
-        """(blocks with an MLP, blocks whose self-attention there is, cross-attentions)."""
-        specs, last = self.all_specs()
-        specs = (*specs, *([last] if last else []))
-        crosses = [spec.cross for spec in specs if spec.decoder]
-        blocks = [block for spec in specs for block in spec.blocks]
-        selves = [block for spec in specs for block in spec.encoder]
-        if self.config.order != "cross_only":
-            selves += [spec.decoder for spec in specs if spec.decoder]
-        return blocks, selves, crosses
+        c, std = self.config, self.deviations.hidden
+        return c.block(
+            std=std,
+            std_out=std / max(1, additions) ** 0.5,
+            dtype=self.dtype,
+            router_scale=self.logit_scale,
+        )
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """Nominal FLOPs of one sequence, see `flops.Ledger`; `selection` matters with experts."""
         c = self.config
-        blocks, selves, crosses = self._parts()
         pairs = flops.causal_pairs(length, c.attention.window)
         parts = [
             {"decoder_input": flops.matmul(length, c.width, c.width)},
-            self.head_flops(length, c.width),
+            stack_specs.stack_flops(self.blocks(), length, selection, shares),
             costs.embedding_mask_flops(self.block(), length, pairs),
+            self.head_flops(length, c.width),
         ]
-        for b in (*selves, *crosses):
-            parts.append(costs.attention_flops(b, length, pairs))
-            parts.append(costs.mask_flops(b, length, pairs, ATTENTION_SITES))
-        for b in blocks:
-            parts.append(costs.mlp_flops(b, length, selection))
-            parts.append(costs.mask_flops(b, length, pairs, MLP_SITES))
         return flops.Ledger(length, flops.add(parts))

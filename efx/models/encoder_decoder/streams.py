@@ -1,23 +1,57 @@
 """Layers of two streams, the second of which reads the first; see `EncoderDecoder`."""
 
 import dataclasses
-from typing import ClassVar
+import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers.blocks import (
-    Block,
-    apply_dropout,
-    make_attention,
-    make_norm,
-    masked_mlp,
-)
-from efx.layers.config import BlockConfig
+from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp
+from efx.layers.config import AttentionConfig
 from efx.layers.norms import LayerNorm
-from efx.sharding import constrain
+from efx.layers.routing.soft_experts import SoftBlock
+from efx.layers.stack import Layer, LayerSpec
+
+# The attentions of a decoder block, in order.
+ATTENTIONS = {
+    "self_first": ("self", "cross"),
+    "cross_first": ("cross", "self"),
+    "cross_only": ("cross",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec(LayerSpec):
+    """One layer of the stream that reads the other.
+
+    Attributes:
+      cross: its cross-attention. order: a key of `ATTENTIONS`.
+    """
+
+    cross: AttentionConfig
+    order: str
+
+    @property
+    def make_block(self):
+        return partial(DecoderBlock, self)
+
+    @property
+    def kinds(self):
+        """{kind of attention: the block that has it}, in order. With soft experts each channel has
+        the last attention and the MLP for itself; an attention before that is one for all."""
+        crossing = dataclasses.replace(self.block, attention=self.cross)
+        *first, last = ATTENTIONS[self.order]
+        blocks = {"self": self.block, "cross": crossing}
+        kinds = {kind: dataclasses.replace(blocks[kind], soft=None) for kind in first}
+        return {**kinds, last: blocks[last]}
+
+    @property
+    def attentions(self):
+        skipped = self.routing is not None and self.routing.kv_for_skipped
+        return tuple((block, kind == "cross" or skipped) for kind, block in self.kinds.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,65 +59,85 @@ class PairSpec:
     """One layer of the two streams.
 
     Attributes:
-      encoder: its encoder blocks. decoder: its decoder block, or None.
-      cross: the cross-attention of that, as a block whose MLP is not used.
+      specs: its encoder blocks, then its decoder block, or either alone.
       parallel: the decoder block reads the encoder state that enters the layer, not the one that
         leaves it.
     """
 
-    encoder: tuple[BlockConfig, ...]
-    decoder: BlockConfig | None
-    cross: BlockConfig
-    order: str
-    parallel: bool
-    routing: ClassVar[None] = None
-
-    @property
-    def blocks(self):
-        return (*self.encoder, *([self.decoder] if self.decoder else []))
-
-    new_blocks = blocks
+    specs: tuple[LayerSpec, ...]
+    parallel: bool = False
 
     @property
     def module(self):
         return Pair
+
+    @property
+    def parts(self):
+        encoder = (f"encoder_{i}" for i in itertools.count())
+        return {
+            "decoder" if isinstance(spec, DecoderSpec) else next(encoder): spec
+            for spec in self.specs
+        }
+
+    @property
+    def stream(self):
+        """Which of the two streams it computes, if it is one block."""
+        return int(isinstance(self.specs[0], DecoderSpec))
 
 
 class DecoderBlock(nn.Module):
     """Pre-norm self-attention, cross-attention and MLP; returns the increment of d.
 
     In `self_first`: a = SA(LN d); c = CA(q = LN(d + a), kv = LN e); a + c + MLP(LN(d + a + c)).
+    With soft experts the last attention and the MLP are those of a `SoftBlock`: here a is one for
+    all channels, and each of them reads e with queries, keys and values of its own.
     """
 
-    spec: PairSpec
+    spec: DecoderSpec
+
+    @property
+    def config(self):
+        return self.spec.block
 
     @nn.compact
-    def __call__(self, d_BTD, e_BTD, info):
-        c = self.spec.decoder
-
-        def attention(x_BTD):
-            y_BTD = make_attention(c, "attention")(make_norm(c, "norm_attention")(x_BTD), info)
-            return apply_dropout(c, "attention_output", y_BTD, info)
-
-        def cross(x_BTD):
-            context = make_norm(c, "norm_encoder")(e_BTD), info
-            y_BTD = make_attention(self.spec.cross, "cross_attention")(
-                make_norm(c, "norm_cross")(x_BTD), info, context
-            )
-            return apply_dropout(c, "attention_output", y_BTD, info, name="dropout_cross_output")
-
-        def mlp(x_BTD):
-            return masked_mlp(self, c, x_BTD, info)
-
-        sublayers = {
-            "self_first": (attention, cross, mlp),
-            "cross_first": (cross, attention, mlp),
-            "cross_only": (cross, mlp),
-        }
+    def __call__(self, d_BTD, info, context=None):
+        """`context` = (tokens [B, S, D], their info): what self-attention attends over instead."""
+        told, read = {"self": info, "cross": info}, {"self": context, "cross": info.encoder}
+        if info.decode:
+            # Cross-attention keeps keys and values of all tokens. Self-attention, unless it does so
+            # too, keeps those of the computed tokens, as they are computed.
+            told["cross"] = info.with_cache(kv_size=info.encoder[1].cache.size)
+            if not info.cache.kv_size:
+                told["self"] = info.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
-        for sublayer in sublayers[self.spec.order]:
-            delta_BTD = delta_BTD + sublayer(d_BTD + delta_BTD)
-        return delta_BTD
+        for kind, block in self.spec.kinds.items():
+            if info.access != "write":
+                y_BTD = self._attend(kind, block, d_BTD + delta_BTD, told[kind], read[kind])
+                delta_BTD = delta_BTD + y_BTD
+            elif told[kind].access == "write":
+                self._attend(kind, block, d_BTD, told[kind], read[kind])
+        if info.access == "write":
+            return None
+        if self.config.soft is not None:
+            return delta_BTD
+        return delta_BTD + masked_mlp(self, self.config, d_BTD + delta_BTD, info)
+
+    def _attend(self, kind, block, x_BTD, info, read):
+        """The increment of an attention, or of the channels that have it for themselves."""
+        cross = kind == "cross"
+        if block.soft is not None:
+            norm_context = "norm_encoder" if cross else "norm_attention"
+            return SoftBlock(block, norm_context, name="soft")(x_BTD, info, read)
+        norm = make_norm(block, "norm_cross" if cross else "norm_attention")
+        if read is not None:
+            norm_read = make_norm(block, "norm_encoder") if cross else norm
+            read = norm_read(read[0]), read[1]
+        attention = make_attention(block, "cross_attention" if cross else "attention")
+        y_BTD = attention(norm(x_BTD), info, read)
+        if info.access == "write":
+            return None
+        name = "dropout_cross_output" if cross else "dropout_attention_output"
+        return apply_dropout(block, "attention_output", y_BTD, info, name=name)
 
 
 class Pair(nn.Module):
@@ -95,14 +149,15 @@ class Pair(nn.Module):
     @nn.compact
     def __call__(self, streams, info):
         e_BTD, *d = streams
-        read_BTD = e_BTD
-        for i, config in enumerate(self.spec.encoder):
-            e_BTD = e_BTD + Block(config, name=f"encoder_{i}")(e_BTD, info)
-        if not self.spec.parallel:
-            read_BTD = e_BTD
-        if self.spec.decoder is not None:
-            d = [d[0] + DecoderBlock(self.spec, name="decoder")(d[0], read_BTD, info)]
-        return tuple(constrain(x, "batch", "length", "act_embed") for x in (e_BTD, *d))
+        entering_BTD = e_BTD
+        for name, spec in self.spec.parts.items():
+            layer = Layer(spec, name=name)
+            if name == "decoder":
+                read_BTD = entering_BTD if self.spec.parallel else e_BTD
+                d = [layer(d[0], info.replace(encoder=(read_BTD, info)))]
+            else:
+                e_BTD = layer(e_BTD, info)
+        return (e_BTD, *d)
 
 
 class EmbeddingLoss(nn.Module):

@@ -127,7 +127,7 @@ class LatentConfig(ModelConfig):
                 bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
             bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
-        check_stack(self)
+        check_stack(self, self.depth)
         if self.context % self.group_size:
             _say_padded(self.context, self.group_size)
         return dataclasses.replace(

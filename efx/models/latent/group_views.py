@@ -102,7 +102,7 @@ def decoding_views(info, sizes, memory_local, memory_global):
 
         def in_group(position_BT, room, group_BT=group_BT):
             info = at(position_BT, room).with_cache(grouped=True)
-            return info.with_tokens(segment_ids_BT=group_BT + 1)
+            return info.with_tokens(segment_ids_BT=kv_cache.ALL_GROUPS + 1 + group_BT)
 
         def memory(count, like, group=None):
             if not count:

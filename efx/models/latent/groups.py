@@ -70,7 +70,7 @@ def if_any(wanted, stack, x_BTD, info):
     if stack.is_initializing():
         return stack(x_BTD, info)
 
-    def more(stack, carry):
+    def pending(stack, carry):
         return carry[0]
 
     def once(stack, carry):
@@ -78,7 +78,7 @@ def if_any(wanted, stack, x_BTD, info):
 
     # The key of a stochastic control too: it draws its places in here.
     return nn.while_loop(
-        more,
+        pending,
         once,
         stack,
         (wanted, x_BTD),
@@ -177,7 +177,8 @@ class LevelBlocks(nn.Module):
 
 class Compress(nn.Module):
     """[B*M, P_{i-1}, D_{i-1}] -> [B*M, P_i, D_i] (decoding: [B, C, D_{i-1}] of the new tokens that
-    level i - 1 has, to those that level i has: `plan`).
+    level i - 1 has, to those that level i has: `plan`). `info` is of the former, `kept_info` of the
+    latter.
 
     The first block is h = x W + Attention(norm x), then h + MLP(norm h). `perceiver` computes it
     for the last P_i places of a group only, whose queries attend to all places up to their own:
@@ -188,23 +189,22 @@ class Compress(nn.Module):
     config: LevelConfig
 
     @nn.compact
-    def __call__(self, x_BTD, info, plan=None):
+    def __call__(self, x_BTD, info, kept_info, plan=None):
         c, b = self.config, self.config.block
+        first = c.inner - c.places
 
-        def kept(y_BTD, fill=0):
-            if y_BTD is None or plan is None:
-                return None if y_BTD is None else y_BTD[:, c.inner - c.places :]
-            return plan.take(y_BTD, fill)
+        def kept(y_BTD):
+            return y_BTD[:, first:] if plan is None else plan.take(y_BTD)
 
         attention = make_attention(b, "attention")
         n_BTD = make_norm(b, "norm_attention")(x_BTD)
         if c.model.compression == "perceiver":
-            last = info.with_tokens(
-                positions_BT=kept(info.tokens.positions_BT, fill=-1),
-                segment_ids_BT=kept(info.tokens.segment_ids_BT),
-            )
-            a_BTD = attention(kept(n_BTD), last, (n_BTD, info))
-            x_BTD, info = kept(x_BTD), last
+            # Queries stand where the places that they read do.
+            place_BT = kept_info.tokens.positions_BT
+            place_BT = jnp.where(place_BT >= 0, first + place_BT, -1)
+            queries_info = kept_info.with_tokens(positions_BT=place_BT)
+            a_BTD = attention(kept(n_BTD), queries_info, (n_BTD, info))
+            x_BTD, info = kept(x_BTD), kept_info
         else:
             a_BTD = attention(n_BTD, info)
         h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
@@ -214,9 +214,9 @@ class Compress(nn.Module):
         h_BTD = h_BTD + masked_mlp(self, b, h_BTD, info)
         if c.model.compression == "perceiver":
             return h_BTD
-        more = (LayerSpec(b),) * (c.model.compression_blocks - 1)
-        if more:
-            h_BTD = Stack(more, False, c.model.remat, name="blocks")(h_BTD, info)
+        others = (LayerSpec(b),) * (c.model.compression_blocks - 1)
+        if others:
+            h_BTD = Stack(others, False, c.model.remat, name="blocks")(h_BTD, info)
         return kept(h_BTD)
 
 
@@ -242,10 +242,10 @@ class EncoderLevel(nn.Module):
         c = self.config
         compress = _remat(Compress, c.model.remat)(c, name="compress")
         if view.inside.decode:
-            x = compress(x, inner.inside, view.plan)
+            x = compress(x, inner.inside, view.inside, view.plan)
         else:
             batch, groups = x.shape[:2]
-            x = compress(x.reshape(batch * groups, *x.shape[2:]), inner.inside)
+            x = compress(x.reshape(batch * groups, *x.shape[2:]), inner.inside, view.inside)
             x = x.reshape(batch, groups, c.places, c.block.width)
         if positions is not None:
             x = x + positions(view.place_BT, c.places)

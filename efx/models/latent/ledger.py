@@ -18,7 +18,7 @@ def ledger(model, length, selection, shares):
     places, block = c.memory_global + latents, model.stack_block()
     parts = [
         model.head_flops(length, c.level_widths[0]),
-        stack_specs.stack_flops(model.specs(), places, selection, shares),
+        stack_specs.stack_flops(model.blocks(), places, selection, shares),
         costs.embedding_mask_flops(block, places, _pairs(block, places)),
         latent_loss.loss_flops(c.latent_loss, c.width, latents),
     ]
@@ -60,7 +60,7 @@ def _dense(b, component, number, places, pairs):
     parts = {
         component: attention["attention_projections"] + costs.mlp_flops(b, places)["mlp"],
         "level_scores": attention["attention_scores"],
-        **costs.mask_flops(b, places, pairs),
+        **costs.mask_flops(b, places, pairs, "attention_output", "mlp_output"),
     }
     return {name: number * value for name, value in parts.items()}
 
@@ -84,7 +84,7 @@ def _compression(level, groups):
     seen = flops.attention_scores(pairs, b.attention.num_heads, b.attention.head_dim)
     parts = [
         {"compression": work, scores: seen},
-        costs.mask_flops(b, computed, mask_pairs),
+        costs.mask_flops(b, computed, mask_pairs, "attention_output", "mlp_output"),
         costs.mask_input_flops(b, computed, mask_pairs),
     ]
     if level.model.compression == "transformer":
@@ -106,6 +106,6 @@ def _upsampling(level, groups):
     scores = attention["attention_scores"]
     parts = [part, {"upsampling": projections, "level_scores": scores}]
     if b.dropout.active("attention_output"):
-        parts.append(costs.mask_flops(b, computed, pairs, ("attention_output",)))
+        parts.append(costs.mask_flops(b, computed, pairs, "attention_output"))
         parts.append(costs.mask_input_flops(b, computed, pairs))
     return flops.add(parts)

@@ -1,0 +1,126 @@
+"""Attention kernels for accelerators: against the one in plain XLA by interpretation, and which of
+them is chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from efx.errors import UsageError
+from efx.layers import attend, attention_kernels
+from efx.layers.attention_kernels import KERNELS, Case
+
+LENGTH = 200  # no multiple of 128
+SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 2]], [90, 80, 30], axis=1)
+CASES = {
+    ("splash", "causal"): {},
+    ("splash", "window"): dict(window=33),
+    ("splash", "softcap"): dict(softcap=3.0),
+    ("splash", "documents"): dict(segments=SEGMENTS),
+    ("splash", "documents_window"): dict(segments=SEGMENTS, window=20),
+    ("splash", "grouped"): dict(kv_heads=1),
+    ("triton", "causal"): {},
+    ("triton", "documents"): dict(segments=SEGMENTS),
+    ("triton", "grouped"): dict(kv_heads=1),
+}
+
+
+def positions(segments):
+    return np.concatenate([np.arange(n) for n in np.unique(segments, return_counts=True)[1]])
+
+
+@pytest.mark.parametrize("name, case", CASES)
+def test_a_kernel_is_attention_in_plain_xla(name, case):
+    """Values and gradients of everything that is no padding."""
+    options = dict(CASES[name, case])
+    segments, kv_heads = options.pop("segments", None), options.pop("kv_heads", 2)
+    rng, width = np.random.default_rng(0), 64 if name == "splash" else 16
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, LENGTH, heads, width)), jnp.float32)
+        for heads in (2, kv_heads, kv_heads)
+    )
+    weight = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+    if segments is not None:
+        weight = weight * (segments > 0)[..., None, None]
+        segments = jnp.asarray(segments, jnp.int32)
+    asked = Case(LENGTH, 2, kv_heads, width, q.dtype, documents=segments is not None, **options)
+    assert KERNELS[name].refuses(asked) is None
+
+    def loss(function):
+        def value(q, k, v):
+            out = function(q, k, v)
+            return jnp.sum(out * weight), out * (weight != 0)
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    def plain(q, k, v):
+        place = jnp.arange(LENGTH)[None]
+        return attend.attend(
+            q, k, v, scale=0.2, kernel="xla", positions_BT=place, segment_ids_BT=segments, **options
+        )
+
+    got = loss(lambda *qkv: KERNELS[name].run(asked, *qkv, segments, 0.2, interpret=True))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-3), got, loss(plain)
+    )
+
+
+def on(monkeypatch, platform):
+    monkeypatch.setattr(attention_kernels, "platform", lambda: platform)
+
+
+HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "platform, case, expected",
+    [
+        ("cpu", HALF, None),
+        ("tpu", HALF, "splash"),
+        ("tpu", HALF._replace(window=8), "splash"),
+        ("tpu", HALF._replace(window=8, gaps=True), None),
+        ("tpu", HALF._replace(gaps=True), "splash"),
+        ("tpu", HALF._replace(head_dim=32), None),
+        ("tpu", HALF._replace(probs=True), None),
+        ("cuda", HALF, "cudnn"),
+        ("cuda", HALF._replace(documents=True), "triton"),
+        ("cuda", HALF._replace(dtype=jnp.float32), "triton"),
+        ("cuda", HALF._replace(softcap=5.0), None),
+    ],
+)
+def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
+    on(monkeypatch, platform)
+    chosen = attention_kernels.choose("auto", case)
+    assert chosen == (expected and KERNELS[expected])
+    assert attention_kernels.choose("xla", case) is None
+
+
+def test_falling_back_is_said_once(monkeypatch, caplog):
+    on(monkeypatch, "tpu")
+    attention_kernels._say_why.cache_clear()
+    for _ in range(3):
+        attention_kernels.choose("auto", HALF._replace(head_dim=40))
+    (record,) = caplog.records
+    assert "splash wants a head width that is a multiple of 64, not 40" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "platform, name, case, line",
+    [
+        ("cpu", "splash", HALF, "runs on a tpu only, and the devices here are of kind 'cpu'"),
+        ("cuda", "cudnn", HALF._replace(softcap=1.0), "has no softcap"),
+        ("tpu", "splash", HALF._replace(gaps=True, window=4), "no window by position"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_one_line(platform, name, case, line, monkeypatch):
+    on(monkeypatch, platform)
+    with pytest.raises(UsageError, match=rf"config\.model\.attention\.kernel='{name}': .*{line}"):
+        attention_kernels.choose(name, case)
+
+
+def test_the_platform_is_the_mesh_it_is_traced_under():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        seen = []
+        jax.eval_shape(lambda x: seen.append(attention_kernels.platform()) or x, 1.0)
+    assert seen == ["cpu"]
