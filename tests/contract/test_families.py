@@ -23,9 +23,13 @@ from flax import linen as nn
 
 from efx import flops, models, settings, sharding
 from efx.layers import attend
+from efx.layers.attention import Attention
 from efx.layers.config import DepthRoutingConfig, DropoutConfig, MLPConfig, MoEConfig
+from efx.layers.mlp import MLP
 from efx.layers.routing import plans
-from efx.layers.stack import period, scan_params
+from efx.layers.routing.moe import MoE
+from efx.layers.routing.soft_experts import SoftMLP
+from efx.layers.stack import Layer, period, scan_params
 from efx.models.adapters.config import AdapterConfig
 from efx.settings import is_block
 
@@ -359,11 +363,28 @@ def test_remat_recomputes(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REPRESENTATIVES])
 def test_other_rows_train_by_their_shapes(name):
-    """In bfloat16, recomputed: loss and gradients have the types and shapes that they should."""
+    """In bfloat16, recomputed: parts compute in bfloat16, logits and gradients are float32."""
     model = models.changed(families.build(name, "bfloat16"), remat="full")
-    params, tokens_BT = families.params_of(name), families.tokens()
-    loss, grads = jax.eval_shape(jax.value_and_grad(families.loss_fn(model)), params, tokens_BT)
-    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+    model = model.clone(selection="train")
+    params, parts = families.params_of(name), (Layer, Attention, MLP, MoE, SoftMLP)
+
+    def loss(params, tokens_BT):
+        logits_BTV, state = model.apply(
+            {"params": params, **families.state_of(name)},
+            tokens_BT,
+            mutable=["intermediates"],
+            capture_intermediates=lambda m, method: isinstance(m, parts) and method == "__call__",
+            rngs=families.keys(),
+        )
+        return jnp.sum(logits_BTV), (logits_BTV, state["intermediates"])
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    (_, (logits_BTV, states)), grads = jax.eval_shape(step, params, families.tokens())
+    assert (logits_BTV.shape, logits_BTV.dtype) == ((BATCH, LENGTH, VOCAB), jnp.float32)
+    states = jax.tree_util.tree_leaves_with_path(states)
+    outputs = [leaf for path, leaf in states if jax.tree_util.DictKey("__call__") in path]
+    assert {leaf.dtype for leaf in outputs} == {jnp.dtype(jnp.bfloat16)}
+    assert len(outputs) >= 2 * model.config.depth
     same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), grads, params)
     assert all(jax.tree.leaves(same))
 
