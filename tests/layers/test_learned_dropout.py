@@ -144,7 +144,7 @@ def test_detach(detach):
 
 
 # Two heads, three tokens of four features: against the formulas with plain numpy.
-ATTENTION = ld.MaskAttention(2, False, 0, 0, 0.02, jnp.float32, parent=None)
+ATTENTION = ld.MaskAttention(2, False, 0, 0, "auto", 0.02, jnp.float32, parent=None)
 MATRICES = ("mask_query", "mask_key", "mask_value")
 
 

@@ -168,6 +168,7 @@ class MaskAttention(nn.Module):
     mup: bool
     window: int
     chunk: int
+    kernel: str
     std: float
     dtype: jnp.dtype
 
@@ -200,6 +201,8 @@ class MaskAttention(nn.Module):
                 chunk=self.chunk,
                 positions_BT=info.tokens.positions_BT,
                 segment_ids_BT=info.tokens.segment_ids_BT,
+                gaps=info.tokens.gaps,
+                kernel=self.kernel,
                 **options,
             )
         return u_BTNH.reshape(batch, length, width)
@@ -292,7 +295,9 @@ def _mask_attention(b):
     """The attention of one mask of a block `b` (`BlockConfig`), not yet bound."""
     heads = b.dropout.attention.num_heads
     a = b.attention
-    return MaskAttention(heads, a.scale == "mup", a.window, a.chunk, b.std, b.dtype, parent=None)
+    return MaskAttention(
+        heads, a.scale == "mup", a.window, a.chunk, a.kernel, b.std, b.dtype, parent=None
+    )
 
 
 def make_mask_input(b, name=None):
