@@ -1,10 +1,14 @@
 """Causal decisions and the options of the depth routing wrapper, against plain numpy."""
 
+import math
+import re
+
 import families
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from test_routing import (
     LENGTH,
     ROWS,
@@ -40,6 +44,42 @@ def test_quantile_by_hand():
     valid_BT = jnp.array([[1, 1, 1, 1], [0, 0, 0, 0]], bool)
     assert plans.quantile(scores_BT, 0.5, valid_BT) == 2.5
     assert plans.quantile(scores_BT, 0.5, jnp.zeros_like(valid_BT)) == 0
+
+
+def sorted_quantile(values, fraction):
+    falling = np.sort(values)[::-1]
+    above = int(np.clip(np.floor((1 - fraction) * len(values) + 1e-3), 1, max(len(values) - 1, 1)))
+    return np.float32(0.5) * (falling[above - 1] + falling[min(above, len(values) - 1)])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.875, 0.99])
+@pytest.mark.parametrize("decimals", [0, 1, 8], ids="decimals={}".format)
+def test_quantile_is_that_of_sorted_scores(fraction, decimals):
+    """Of any sign and size, with few or many that are equal."""
+    rng = np.random.default_rng(decimals)
+    scores_BT = np.round(rng.normal(size=(6, 32)) * 10.0 ** rng.integers(-3, 4, (6, 1)), decimals)
+    scores_BT = scores_BT.astype(np.float32)
+    valid_BT = rng.random((6, 32)) < 0.7
+    quantile = jax.jit(plans.quantile)
+    assert quantile(scores_BT, fraction) == sorted_quantile(scores_BT.ravel(), fraction)
+    expected = sorted_quantile(scores_BT[valid_BT], fraction)
+    assert quantile(scores_BT, fraction, valid_BT) == expected
+    one = jnp.zeros_like(valid_BT).at[2, 5].set(True)
+    assert quantile(scores_BT, fraction, one) == scores_BT[2, 5]
+
+
+def test_devices_exchange_counts_and_no_scores():
+    mesh = jax.make_mesh((8,), ("data",))
+    by_row = NamedSharding(mesh, PartitionSpec("data"))
+    scores_BT = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    quantile = jax.jit(lambda scores: plans.quantile(scores, 0.875), in_shardings=by_row)
+    compiled = quantile.lower(scores_BT).compile()
+    kinds = r"\b(all-gather|all-to-all|collective-permute|sort)\("
+    assert not re.search(kinds, compiled.as_text())
+    sizes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-reduce\(", compiled.as_text())
+    assert sizes and max(math.prod(map(int, filter(None, s.split(",")))) for s in sizes) == 15
+    result = compiled(jax.device_put(scores_BT, by_row))
+    assert result == sorted_quantile(scores_BT.ravel(), 0.875)
 
 
 def by_document(fraction, segments_BT):
