@@ -32,6 +32,7 @@ PARAMETER_AXES = (
 )
 ACTIVATION_AXES = (
     "batch",
+    "expert_batch",
     "length",
     "act_embed",
     "act_heads",
@@ -41,27 +42,31 @@ ACTIVATION_AXES = (
     "act_expert",
 )
 
+# The first rule of a name whose mesh axes no other dimension of the array has yet is taken.
 DEFAULT_RULES = (
-    ("batch", ("data", "fsdp")),
+    # Outside of experts the axis `expert` is one more that splits the batch and the parameters.
+    ("batch", ("data", "fsdp", "expert")),
+    ("expert_batch", ("data", "fsdp")),
+    ("expert", "expert"),
+    ("act_expert", "expert"),
     ("length", "sequence"),
-    # The embedding table is split by rows over both axes: a table split by columns makes the
+    # The embedding table is split by rows over all axes: a table split by columns makes the
     # partitioner rematerialise the whole lookup.
-    ("vocab", ("tensor", "fsdp")),
+    ("vocab", ("tensor", "fsdp", "expert")),
     ("table", None),
+    ("embed", ("fsdp", "expert")),
     ("embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
     ("norm", None),
     ("position", None),
-    ("expert", "expert"),
     ("layers", None),
     ("act_embed", None),
     ("act_heads", "tensor"),
     ("act_kv_heads", "tensor"),
     ("act_mlp", "tensor"),
     ("act_vocab", "tensor"),
-    ("act_expert", "expert"),
 )
 
 
@@ -130,6 +135,42 @@ def constrain(x, *axes):
     if mesh.empty or mesh.size == 1:
         return x
     return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
+
+
+def exchange(x, before, after):
+    """x laid out by the logical axes `after`, where it was by `before`.
+
+    Where they differ in one mesh axis, the last of those of a dimension, which goes to another
+    dimension, devices exchange what the others need. The partitioner does not always see this and
+    then keeps all of x on every device.
+    """
+    x = constrain(x, *before)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    old, new = (_axes_of_dimensions(names) for names in (before, after))
+    changed = [i for i in range(x.ndim) if old[i] != new[i]]
+    giving = [i for i in changed if old[i][:-1] == new[i]]
+    taking = [i for i in changed if old[i] == new[i][:-1]]
+    if len(changed) == 2 and giving and taking and old[giving[0]][-1] == new[taking[0]][-1]:
+        ways = [int(np.prod([mesh.shape[axis] for axis in max(o, n, key=len)], initial=1))
+                for o, n in zip(old, new, strict=True)]  # fmt: skip
+        if all(size % n == 0 for size, n in zip(x.shape, ways, strict=True)):
+            x = jax.shard_map(
+                lambda x: jax.lax.all_to_all(
+                    x, old[giving[0]][-1], split_axis=taking[0], concat_axis=giving[0], tiled=True
+                ),
+                in_specs=PartitionSpec(*old),
+                out_specs=PartitionSpec(*new),
+                check_vma=False,
+            )(x)
+    return constrain(x, *after)
+
+
+def _axes_of_dimensions(names):
+    """The mesh axes, as tuples, over which the rules split dimensions of these logical names."""
+    axes = nn.logical_to_mesh_axes(names)
+    return [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in axes]
 
 
 def tree_shardings(boxed, mesh, rules):

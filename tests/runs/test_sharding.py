@@ -138,11 +138,11 @@ def test_tree_shardings():
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     shardings = sharding.tree_shardings(boxed_of("mod"), mesh, DEFAULT_RULES)
     block = shardings["layers"]["block_1"]
-    assert block["mlp"]["up"]["kernel"].spec == P("fsdp", "tensor")
-    assert block["mlp"]["down"]["kernel"].spec == P("tensor", "fsdp")
-    assert block["attention"]["query"]["kernel"].spec == P("fsdp", "tensor")
-    assert block["attention"]["out"]["kernel"].spec == P("tensor", "fsdp")
-    assert shardings["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+    assert block["mlp"]["up"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
+    assert block["mlp"]["down"]["kernel"].spec == P("tensor", ("fsdp", "expert"))
+    assert block["attention"]["query"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
+    assert block["attention"]["out"]["kernel"].spec == P("tensor", ("fsdp", "expert"))
+    assert shardings["embed"]["embedding"].spec == P(("tensor", "fsdp", "expert"), None)
     assert all(axis is None for axis in block["router"].spec)
     # Plain arrays, without names, are replicated: counters of an optimiser.
     mixed = {"params": boxed_of("mod")["norm_final"], "count": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -196,7 +196,7 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
     assert model.padded_vocab == 260
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
-    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp", "expert"), None)
 
 
 @pytest.mark.parametrize("family", ["decoder", "latent", "encoder_decoder"])
