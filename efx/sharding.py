@@ -10,6 +10,7 @@ import contextlib
 import jax
 import numpy as np
 from flax import linen as nn
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.errors import UsageError
@@ -71,10 +72,16 @@ DEFAULT_RULES = (
 
 
 def make_mesh(mesh_config, devices=None):
-    """Mesh with the axes of `MESH_AXES`; one size may be -1: all devices that the others leave."""
+    """Mesh with the axes of `MESH_AXES`; one size may be -1: all devices that the others leave.
+
+    Devices are laid out so that the later axes, which communicate most, lie near each other.
+
+    Args:
+      mesh_config: the block `config.mesh`, or a dict of the axes' sizes.
+    """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = as_dict(mesh_config)
-    sizes = {name: sizes[name] for name in MESH_AXES}
+    settings = as_dict(mesh_config)
+    sizes = {name: settings[name] for name in MESH_AXES}
     inferred = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad or len(inferred) > 1:
@@ -90,12 +97,50 @@ def make_mesh(mesh_config, devices=None):
     if inferred:
         sizes[inferred[0]] = len(devices) // fixed
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
-    return jax.make_mesh(
-        tuple(sizes.values()),
+    return jax.sharding.Mesh(
+        _laid_out(sizes, settings.get("dcn_data", 0), devices),
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
     )
+
+
+def _laid_out(sizes, groups, devices):
+    """The devices as an array of these sizes; `groups`: as in `config.mesh.dcn_data`."""
+    if devices[0].platform != "tpu" and groups <= 1:
+        # In the order of processes: the later axes lie within a host. Nothing is known of GPUs and
+        # CPUs that would tell of a better one.
+        return np.array(devices).reshape(tuple(sizes.values()))
+    slices = 1
+    if devices[0].platform == "tpu":  # devices of a single slice may have no number of it
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    hosts = len({device.process_index for device in devices})
+    groups = groups or slices
+    if groups not in ({slices} if slices > 1 else {1, hosts}):
+        joined = f"{slices} slices" if slices > 1 else f"{hosts} hosts"
+        raise UsageError(
+            f"config.mesh.dcn_data={groups}, but there are {joined} of devices; 0 is always right"
+        )
+    if sizes["data"] % groups:
+        raise UsageError(
+            f"config.mesh={sizes}: data={sizes['data']} is not a multiple of the {groups} groups "
+            "of devices that a slower network joins (config.mesh.dcn_data; of TPUs the slices), "
+            "over which no other axis may go"
+        )
+    inner = (sizes["data"] // groups, *list(sizes.values())[1:])
+    options = dict(devices=devices, allow_split_physical_axes=True)
+    try:
+        if groups == 1:
+            return mesh_utils.create_device_mesh(inner, **options)
+        outer = (groups, *(1,) * (len(sizes) - 1))
+        by_host = slices == 1
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, process_is_granule=by_host, **options
+        )
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise UsageError(
+            f"config.mesh={sizes} has no place on these {len(devices)} devices: "
+            + (" ".join(str(error).split()) or type(error).__name__)
+        ) from error
 
 
 def check_rules(rules):

@@ -42,8 +42,8 @@ def merge(kind, delta_XBTD):
     return merged_BTD.astype(delta_XBTD.dtype)
 
 
-# Where the logical axes of [X, B, T, D] lie: attention computes all channels of a device's own rows,
-# the experts those of their channel.
+# How [X, B, T, D] lies: attention computes all channels of a device's own rows, experts those of
+# their channel.
 BY_ROW = (None, "batch", "length", "act_embed")
 BY_CHANNEL = ("act_expert", "expert_batch", "length", "act_embed")
 
