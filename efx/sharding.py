@@ -212,6 +212,14 @@ def exchange(x, before, after):
     return constrain(x, *after)
 
 
+def ways(name):
+    """Over how many devices the rules split the logical axis, under the mesh that is traced for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    return int(np.prod([mesh.shape[axis] for axis in _axes_of_dimensions((name,))[0]], initial=1))
+
+
 def _axes_of_dimensions(names):
     """The mesh axes, as tuples, over which the rules split dimensions of these logical names."""
     axes = nn.logical_to_mesh_axes(names)
