@@ -102,6 +102,8 @@ if [ -z "$version" ]; then
     *) version=tpu-ubuntu2204-base ;;
   esac
 fi
+# A machine that is gone does not close a connection; asked every 30 seconds, ssh notices.
+alive=(--ssh-flag=-oServerAliveInterval=30)
 where=(--zone="$zone")
 [ -z "$project" ] || where+=(--project="$project")
 
@@ -148,7 +150,7 @@ show() {
 }
 
 run() {
-  if [ -n "$dry" ]; then show "$@"; else "$@"; fi
+  if [ -n "$dry" ]; then show "$@"; else "$@" 3>&-; fi
 }
 
 gcloud_tpus() {
@@ -225,7 +227,7 @@ each_slice() {
 
 # A step of tpu_worker.sh on all workers of a slice.
 on_workers() {
-  gcloud_tpus tpu-vm ssh "$1" --worker=all --command="$(worker_step "${@:2}")"
+  gcloud_tpus tpu-vm ssh "$1" --worker=all --command="$(worker_step "${@:2}")" "${alive[@]}"
 }
 
 # What has become of training: none (never started), running, lost (cut off on some worker), or its
@@ -235,7 +237,7 @@ training() {
   list="$(slices)" || return
   while read -r slice _; do
     said+=" $(ask 'efx-state 0' tpu-vm ssh "$slice" --worker=all \
-      --command="$(worker_step state) 2>/dev/null || echo efx-state none" |
+      --command="$(worker_step state) 2>/dev/null || echo efx-state none" "${alive[@]}" |
       sed -n 's/^efx-state //p')" || return
   done <<<"$list"
   for word in $said; do
@@ -307,7 +309,7 @@ copy() {
 copy_to() {
   gcloud_tpus tpu-vm scp "$2" "$1:efx.tar.gz" --worker=all &&
     gcloud_tpus tpu-vm ssh "$1" --worker=all \
-      --command='mkdir -p efx && tar -xzf efx.tar.gz -C efx' &&
+      --command='mkdir -p efx && tar -xzf efx.tar.gz -C efx' "${alive[@]}" &&
     on_workers "$1" install ${setup:+"$setup"}
 }
 
@@ -320,7 +322,7 @@ follow() {
     *) [ "$slice" != "$name" ] || label='' ;;
   esac
   gcloud_tpus tpu-vm ssh "$slice" --worker="$number" \
-    --command="$(worker_step follow "$2" ${label:+"$label"})"
+    --command="$(worker_step follow "$2" ${label:+"$label"})" "${alive[@]}"
 }
 
 # Follows the logs until training has ended or has been cut off. Then `verdict` is its exit status
@@ -363,7 +365,8 @@ delete() {
     while read -r slice condition; do
       case "$condition" in '' | PREEMPTED | TERMINATED) continue ;; esac
       said="$(ask "${save:+efx-run 0 /home/me/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
-        --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }")" ||
+        --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }" \
+        "${alive[@]}")" ||
         fail "cannot see the disks of TPU $slice; --discard deletes it all the same"
       case "$said" in
         *'efx-state running'*) fail "efx runs on TPU $slice: the step stop ends it (or --discard)" ;;
