@@ -1,5 +1,5 @@
-"""The launch scripts, run for real: against a stub Python where only their logic matters, against a
-stub gcloud that plays the TPU's workers, and against pip for the environment they build."""
+"""The launch scripts for one machine, run for real: against a stub Python where only their logic
+matters, and against pip for the environment they build. What all scripts have to be."""
 
 import os
 import re
@@ -10,11 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / ".ci" / "run"])
+STAND_INS = Path(__file__).parent / "stand_ins"
+SCRIPTS = sorted(
+    [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), *STAND_INS.iterdir(), ROOT / ".ci" / "run"]
+)
 BASH = shutil.which("bash")
 
 # Stands for an environment's Python: finds itself ready, then shows what it was asked to run.

@@ -1,4 +1,4 @@
-"""tpu_pod.sh: its dry run, and the whole of it against a stand-in for gcloud that plays the cloud."""
+"""tpu_pod.sh: its dry run, and all of it against a stand-in for gcloud that plays the cloud."""
 
 import os
 import shutil
