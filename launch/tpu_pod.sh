@@ -364,7 +364,7 @@ delete() {
       fail "cannot see the disks of TPU $name; --discard deletes it all the same"
     while read -r slice condition; do
       case "$condition" in '' | PREEMPTED | TERMINATED) continue ;; esac
-      said="$(ask "${save:+efx-run 0 /home/me/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
+      said="$(ask "${save:+efx-run 0 /disk/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
         --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }" \
         "${alive[@]}")" ||
         fail "cannot see the disks of TPU $slice; --discard deletes it all the same"
