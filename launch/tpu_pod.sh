@@ -16,7 +16,9 @@
 # --name, --zone   which TPU
 # --type           create: its type, as in v5litepod-16 (see
 #                  `gcloud compute tpus accelerator-types list`)
-# --slices         create: how many of that type, joined by the data-centre network (default: 1)
+# --slices         create: how many of that type, joined by the data-centre network (default: 1).
+#                  --distributed finds the processes of all of them; efx's mesh does not span
+#                  slices yet, so that training on several ends when it makes its mesh
 # --version        create: software version of the TPU (default: the one that belongs to the type)
 # --spot           create: a preemptible TPU
 # --setup          copy: a command for every worker, such as one that mounts storage
@@ -357,13 +359,14 @@ logs() {
 }
 
 delete() {
-  local list slice condition said mark number folder held=''
+  local now list slice condition said mark number folder held=''
   if [ -z "$discard" ]; then
     list="$(slices)" || return
-    [ -n "$list" ] || [ "$(state)" != EMPTY ] ||
+    now="$(state)" || return
+    [ "$now" != EMPTY ] ||
       fail "cannot see the disks of TPU $name; --discard deletes it all the same"
     while read -r slice condition; do
-      case "$condition" in '' | PREEMPTED | TERMINATED) continue ;; esac
+      case "$condition" in '' | PREEMPTED | TERMINATED | DELETING) continue ;; esac
       said="$(ask "${save:+efx-run 0 /disk/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
         --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }" \
         "${alive[@]}")" ||

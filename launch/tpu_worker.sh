@@ -96,6 +96,7 @@ stop() {
     echo "efx: ended on worker $(number); its log says at which step it saved"
   else
     kill -KILL "${pids[@]}" 2>/dev/null || true
+    echo 137 >efx.status # ended on request, not lost
     echo "efx: did not end on worker $(number) and was killed; its last checkpoint stands" >&2
   fi
 }

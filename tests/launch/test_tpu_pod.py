@@ -34,6 +34,7 @@ case "$action" in
   rebooted) [ "$WORKER" = 0 ] || kill -TERM 0 ;;
   finished) exit 0 ;;
   failed) exit 3 ;;
+  hangs) trap '' TERM; touch "$me.hangs" ;;
 esac
 while :; do sleep 0.05; done
 """
@@ -79,7 +80,7 @@ class Cloud:
 
     def step(self, name, *arguments, **env):
         command = (BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments)
-        return call(*command, **self.env, **env)
+        return call(*command, **{**self.env, **env})
 
     def background(self, name, *arguments):
         """The step as a process that has not ended."""
@@ -165,10 +166,10 @@ def test_dry_run_of_single_steps():
     assert [each[5] for each in stops if each[4] == "ssh"] == ["pod-0", "pod-1", "pod-2"]
     one = dry_run("logs", *slices, "--worker", "2:5")
     assert [each[5:7] for each in one if "follow" in " ".join(each)] == [["pod-2", "--worker=5"]]
-    assert [each[4] for each in dry_run("delete", *TPU)] == ["list", "ssh", "delete"]
+    assert [each[4] for each in dry_run("delete", *TPU)] == ["list", "list", "ssh", "delete"]
     saved = dry_run("delete", *TPU, "--save", "kept here")
-    assert [each[4] for each in saved if each[0] == "gcloud"] == ["list", "ssh", "scp", "delete"]
-    assert all("kept here" in each[-1 if each[0] == "mkdir" else 7] for each in saved[2:4])
+    assert [each[4] for each in saved if each[0] == "gcloud"][2:] == ["ssh", "scp", "delete"]
+    assert all("kept here" in each[-1 if each[0] == "mkdir" else 7] for each in saved[3:5])
     assert [each[4] for each in dry_run("delete", *TPU, "--discard")] == ["delete"]
 
 
@@ -308,6 +309,18 @@ def test_stop_delete_and_the_runs_on_own_disks(cloud, tmp_path):
     assert saved.returncode == 0, saved.stderr
     assert (tmp_path / f"kept/pod-1{run}/checkpoints/9/state").read_text() == "weights"
     assert not (cloud.folder / "nodes").exists()
+
+
+def test_efx_that_does_not_end_is_killed(cloud):
+    """And that counts as its end: `all` in another terminal does not start it again."""
+    cloud.plan("hangs")
+    for step in (["create", "--type=v5litepod-16"], ["copy"], ["run"]):
+        assert cloud.step(*step).returncode == 0
+    cloud.wait_for("pod.0.hangs")
+    cloud.wait_for("pod.1.hangs")
+    stopped = cloud.step("stop", EFX_STOP_SECONDS=0)
+    assert stopped.returncode == 0 and stopped.stderr.count("was killed") == 2
+    assert cloud.step("logs").returncode == 137
 
 
 def test_discard_deletes_all_the_same(cloud):
