@@ -29,6 +29,7 @@ case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
   told)
     [ "$me" = "$STORAGE/0" ] || exit 0
     trap 'echo saved >>"$me.saved"; exit 0' TERM
+    ps -o args= -p "$PPID" | grep -q scheduled.sh || exit 5
     kill -TERM "$PPID"
     while :; do sleep 0.05; done ;;
   failed) exit 3 ;;
