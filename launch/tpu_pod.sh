@@ -17,8 +17,7 @@
 # --type           create: its type, as in v5litepod-16 (see
 #                  `gcloud compute tpus accelerator-types list`)
 # --slices         create: how many of that type, joined by the data-centre network (default: 1).
-#                  --distributed finds the processes of all of them; efx's mesh does not span
-#                  slices yet, so that training on several ends when it makes its mesh
+#                  Between them only the mesh axis data goes: --config.mesh.data is a multiple of N
 # --version        create: software version of the TPU (default: the one that belongs to the type)
 # --spot           create: a preemptible TPU
 # --setup          copy: a command for every worker, such as one that mounts storage
