@@ -97,7 +97,9 @@ class _Launch:
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
         # Made here, so that a bad prompt or setting is an error before anything is written.
         c = config.sample
-        self.sampler = c.every and TextSampler(e.model, e.tokenizer, c, batch_size=c.num_samples)
+        self.sampler = c.every and TextSampler(
+            e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
+        )
         self._check_subset()
         self.seconds = 0.0
         self.window = []
@@ -266,7 +268,7 @@ class _Launch:
                 self._report_start()
                 is_first = False
             clock = self._log(self.buffer.pop_ready(), clock)
-            stop = self.signals.stop_requested(self.step) or self.step == e.steps
+            stop = self.signals.stop_requested() or self.step == e.steps
             due = [
                 name
                 for name in ("checkpoint", "evaluate", "sample")
@@ -379,10 +381,7 @@ class _Launch:
         return f"the held-out loss is {loss}: {cause}"
 
     def _sample(self, params):
-        variables = sharding.local({"params": params, **self.state.variables})
-        if jax.process_index() != 0:
-            return
-        c = self.config.sample
+        variables, c = {"params": params, **self.state.variables}, self.config.sample
         seeds = [c.seed + i for i in range(c.num_samples)]
         texts = self.sampler.texts(variables, [c.prompt] * c.num_samples, seeds=seeds)
         for i, text in enumerate(texts):
