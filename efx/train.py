@@ -2,21 +2,21 @@
 
 import contextlib
 import math
-import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import build, hints, optim, run_settings, runfolder, settings, sharding
+from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint import start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
-from efx.metrics.writer import WANDB_ID_FILE
+from efx.metrics.progress import is_primary
+from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
 from efx.sample import TextSampler
 from efx.signals import StopSignals
 
@@ -67,6 +67,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     Raises: UsageError for bad input; RunStopped if training cannot go on, NotFinite if it reached
       its last step and the last gradients or the held-out loss are not finite.
     """
+    runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
         return _Launch(config, workdir, command_line, started or time.monotonic(), lock).train()
 
@@ -75,6 +76,7 @@ def compose(config, workdir, *, command_line=(), started=None):
     """Make the run folder of a model that is composed of other runs, at step 0: it can be
     evaluated, sampled from, and trained further. Arguments, result and errors: see
     `train_and_evaluate`."""
+    runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = _Launch(config, workdir, command_line, started or time.monotonic(), lock)
         return launch.train(untrained=True)
@@ -85,7 +87,7 @@ class _Launch:
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
-        self.workdir, config = pathlib.Path(workdir), run_settings.check(config)
+        self.workdir, config = storage.folder(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.opened = self._open_run(config, command_line)
         with self._timed("data and model"):
@@ -133,8 +135,11 @@ class _Launch:
         c, data = self.config.log, self.data
 
         def open_metrics():
+            self.mirror = files.enter_context(
+                storage.Mirror(self.workdir, WRITTEN if is_primary() else ())
+            )
             writer = MetricsWriter(
-                self.workdir,
+                self.mirror.path,
                 tensorboard=c.tensorboard,
                 wandb=c.wandb,
                 run_name=self.workdir.name,
@@ -325,6 +330,7 @@ class _Launch:
                 "tokens_per_second": rate * e.tokens_per_step,
             }
             self.writer.write(step, row)
+            self.mirror.upload(if_due=True)
             self.last_row.update(row, step=step)
             self.progress.update(
                 step,
@@ -359,6 +365,7 @@ class _Launch:
         if "sample" in due or (at_end and self.config.sample.every):
             self._sample(params)
         if stop or "checkpoint" in due:
+            self.mirror.upload()  # before the checkpoint, which the rows then reach up to
             meta = {"seconds": self.seconds, "ending": self.ending}
             self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
 
@@ -391,7 +398,7 @@ class _Launch:
     def _profile(self):
         start_step, count = self.config.log.profile_at, self.config.log.profile_steps
         if start_step and self.step == start_step:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
+            jax.profiler.start_trace(str(self.mirror.path / "profile"))
         if start_step and self.step == start_step + count:
             jax.block_until_ready(self.state)
             jax.profiler.stop_trace()

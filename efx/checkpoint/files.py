@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from efx import atomic
+from efx import atomic, storage
 from efx.errors import UsageError
 from efx.runfolder import reason
 
@@ -47,7 +47,7 @@ def warn(line):
 
 def as_root(root):
     """An absolute path object for a local folder or an address such as gs://bucket/folder."""
-    return epath.Path(root if "://" in str(root) else os.path.abspath(root))
+    return epath.Path(root if storage.is_remote(root) else os.path.abspath(root))
 
 
 def numbered(root):
@@ -61,10 +61,14 @@ def numbered(root):
 
 
 def is_finished(folder):
-    """Whether a step was written to the end (it may have been damaged since)."""
-    return (folder / MANIFEST).exists() or all(
-        (folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS
-    )
+    """Whether a step was written to the end (it may have been damaged since).
+
+    On a disk it has its name from then on. In an object store it has it from the beginning, and the
+    manifest comes last.
+    """
+    if (folder / MANIFEST).exists() or storage.is_remote(folder):
+        return (folder / MANIFEST).exists()
+    return all((folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS)
 
 
 def finished_steps(root):
@@ -101,8 +105,7 @@ def write_manifest(folder, step, metrics):
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "files": dict(zip(file_names, digests, strict=True)),
     }
-    with atomic.replacing(folder / MANIFEST) as temporary:  # of any storage that orbax writes to
-        temporary.write_text(json.dumps(manifest, indent=1))
+    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def read_manifest(folder):
