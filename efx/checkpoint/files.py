@@ -22,6 +22,7 @@ from efx.errors import UsageError
 from efx.runfolder import reason
 
 MANIFEST = "efx_manifest.json"
+_OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
 # Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.
 _UNCHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST}
@@ -95,17 +96,34 @@ def listed(steps):
 
 
 def write_manifest(folder, step, metrics):
-    """Writes the size and SHA-256 of every file under `folder`, in one rename."""
-    file_names = sorted(_files(folder))
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(lambda name: _digest(folder / name), file_names))
+    """Writes the size and SHA-256 of every file under `folder`, in one rename.
+
+    Those that processes have left by `write_own_digests` are taken from there.
+    """
+    digests, file_names = {}, sorted(_files(folder))
+    for name in file_names:
+        if _OF_A_PROCESS in name:
+            digests |= json.loads((folder / name).read_text())
+            (folder / name).unlink()
+    file_names = [name for name in file_names if _OF_A_PROCESS not in name]
+    digests |= _digests(folder, [name for name in file_names if name not in digests])
     manifest = {
         "format": 1,
         "step": step,
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
-        "files": dict(zip(file_names, digests, strict=True)),
+        "files": {name: digests[name] for name in file_names},
     }
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def write_own_digests(item_folder, item):
+    """Writes the sizes and SHA-256 of the files that this process has written into the folder of
+    an item, so that process 0 need not read those of all."""
+    own = f"ocdbt.process_{jax.process_index()}"
+    names = sorted(_files(item_folder / own, f"{own}/"))
+    digests = {f"{item}/{name}": digest for name, digest in _digests(item_folder, names).items()}
+    path = item_folder / f"{_OF_A_PROCESS}{jax.process_index()}.json"
+    atomic.write_text(path, json.dumps(digests))
 
 
 def read_manifest(folder):
@@ -151,6 +169,11 @@ def verify(folder):
         item, _, file = file_names[first_bad].partition("/")
         # Only the process that read this file knows the details.
         raise Damage(f"item {item}, file {file} {problems.get(first_bad) or 'is damaged'}")
+
+
+def _digests(folder, names):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(lambda name: _digest(folder / name), names), strict=True))
 
 
 def _digest(path):
