@@ -85,6 +85,12 @@ def writing(path):
             f"cannot write {error.filename or path}: {reason(error)}; free or fix it, or pass"
             " another --workdir"
         ) from error
+    except UsageError:
+        raise
+    except Exception as error:
+        if storage.is_remote(path):  # whose client has errors of its own
+            raise storage.unreachable(path, error) from error
+        raise
 
 
 def write_atomic(path, text):

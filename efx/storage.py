@@ -10,6 +10,7 @@ import functools
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import time
 
@@ -53,7 +54,7 @@ def _opened(address, setting):
     except FileNotFoundError:
         pass  # it may be made
     except Exception as error:  # of the store's client: no credentials, no bucket, no network
-        raise _unreachable(f"{setting}={address}", error) from error
+        raise unreachable(f"{setting}={address}", error) from error
     from etils import epath
 
     return epath.Path(address)
@@ -86,7 +87,8 @@ def _store(address, named):
         raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
 
 
-def _unreachable(named, error):
+def unreachable(named, error):
+    """The UsageError for what the client of a store has raised. named: what, for the message."""
     first_line = (str(error).splitlines() or [""])[0][:200]
     return UsageError(
         f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
@@ -110,7 +112,7 @@ def remote_files(pattern, named):
     except FileNotFoundError:
         files = {}
     except Exception as error:  # see `_opened`
-        raise _unreachable(named, error) from error
+        raise unreachable(named, error) from error
     if not files:
         raise UsageError(f"{named}: no such file or folder, or nothing matches")
     listed = [
@@ -122,7 +124,7 @@ def remote_files(pattern, named):
         try:
             store.get_file(address, str(path))
         except Exception as error:  # see `_opened`
-            raise _unreachable(named, error) from error
+            raise unreachable(named, error) from error
 
     return listed, fetch
 
@@ -159,9 +161,19 @@ class Mirror:
             self._uploaded[name] = _identity(target)
 
     def upload(self, if_due=False):
-        """if_due: only if the last upload is a minute ago."""
+        """if_due: only if the last upload is a minute ago, and the next one will do if it fails."""
         if self.path == self._run_folder or (if_due and time.monotonic() < self._next):
             return
+        self._next = time.monotonic() + _UPLOAD_SECONDS
+        try:
+            self._upload()
+        except Exception as error:  # see `_opened`
+            problem = unreachable(self._run_folder, error)
+            if not if_due:
+                raise problem from error
+            print(f"efx: warning: {problem}", file=sys.stderr, flush=True)
+
+    def _upload(self):
         present = {
             path.relative_to(self.path).as_posix(): path
             for path in self.path.rglob("*")
@@ -175,7 +187,6 @@ class Mirror:
         for name in self._uploaded.keys() - present.keys():
             (self._run_folder / name).unlink(missing_ok=True)
             del self._uploaded[name]
-        self._next = time.monotonic() + _UPLOAD_SECONDS
 
     def __exit__(self, kind, error, trace):
         if self.path == self._run_folder:

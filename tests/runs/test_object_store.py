@@ -171,6 +171,38 @@ def test_data_in_a_bucket(objects, tmp_path):
         first_inputs(tmp_path, "text:gs://texts/no")
 
 
+def test_an_upload_that_fails(objects, monkeypatch, capsys):
+    """While training goes on it is tried again, with what was missed; at the end it is an error."""
+    run_folder = storage.folder("gs://bucket/runs/mirrored")
+    object_store.put("bucket/runs/mirrored/samples/step_1.txt", b"old")
+    object_store.put("bucket/runs/mirrored/samples/step_2.txt", b"old")
+    with storage.Mirror(run_folder, ("samples", "absent")) as mirror:
+        assert sorted(path.name for path in mirror.path.rglob("*.txt")) == [
+            "step_1.txt",
+            "step_2.txt",
+        ]
+        (mirror.path / "samples/step_2.txt").unlink()
+        (mirror.path / "metrics.jsonl").write_text("rows")
+        with monkeypatch.context() as patch:
+            patch.setattr(object_store, "put", None)
+            mirror.upload(if_due=True)
+            said = capsys.readouterr().err
+            assert said.startswith(
+                "efx: warning: gs://bucket/runs/mirrored cannot be reached: Type"
+            )
+            mirror.upload(if_due=True)  # not due for a minute
+            assert capsys.readouterr().err == ""
+            with pytest.raises(UsageError, match="runs/mirrored cannot be reached"):
+                mirror.upload()
+        local = mirror.path
+    assert not local.exists()
+    kept = {name: data for name, (data, _) in objects.items() if "mirrored" in name}
+    assert kept == {
+        "bucket/runs/mirrored/samples/step_1.txt": b"old",
+        "bucket/runs/mirrored/metrics.jsonl": b"rows",
+    }
+
+
 # ---- addresses that are refused -----------------------------------------------------------------
 
 
