@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from efx import models, sharding
 from efx.errors import UsageError
@@ -41,6 +42,9 @@ class Sampler:
         it, its last half is read again, from position 0, and sampling goes on from there.
       temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
       stop_ids: tokens that end a sequence (the end of a document).
+      rules: logical to mesh axes, for variables that are split over a mesh. They stay so: every
+        device of the mesh computes with its parts, for all sequences, and every process of the run
+        has to sample, and gets the same tokens. Other variables are used on one device.
     Attributes:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
@@ -50,7 +54,16 @@ class Sampler:
     """
 
     def __init__(
-        self, model, *, batch_size=1, cache_size=0, temperature=1.0, top_k=0, top_p=1.0, stop_ids=()
+        self,
+        model,
+        *,
+        batch_size=1,
+        cache_size=0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(),
+        rules=sharding.DEFAULT_RULES,
     ):
         _check(temperature, top_k, top_p)
         self.model, self.batch_size = model, batch_size
@@ -58,7 +71,9 @@ class Sampler:
         if self.cache_size > model.context:
             raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
         unrolled = models.unrolled(model) if model.config.scan_layers else model
-        self._program = _Program(unrolled, batch_size, self.cache_size)
+        # The few sequences that are made together, of one token at a time, are not split.
+        rules = sharding.unsplit(rules, "batch", "length")
+        self._program = _Program(unrolled, batch_size, self.cache_size, rules)
         self._options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -119,13 +134,14 @@ class _Program:
     model: object
     batch_size: int
     cache_size: int
+    rules: tuple  # not a part of jit's own cache key
 
     def start(self):
         """Room for the cache, not empty yet, and for the features of each row's last token."""
         shapes = models.decoding_shapes(self.model, self.batch_size, self.cache_size)
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3), out_shardings=PartitionSpec())
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
         row's last token; a row that has none among them keeps its own."""
@@ -148,7 +164,7 @@ class _Program:
 
         return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3), out_shardings=PartitionSpec())
     def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
         """Up to `limit` tokens for every row that is not done.
 
@@ -203,9 +219,11 @@ class _Run:
 
     def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
-        axes = dict.fromkeys(sharding.MESH_AXES, 1)
-        self.mesh = sharding.make_mesh(axes, jax.local_devices()[:1])
         self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
+        self.mesh = sharding.mesh_that_splits(variables) if self.source.every == math.inf else None
+        self.is_split = self.mesh is not None
+        axes = dict.fromkeys(sharding.MESH_AXES, 1)
+        self.mesh = self.mesh or sharding.make_mesh(axes, jax.local_devices()[:1])
         self.due, self.variables = 0, {}  # the token before which variables are asked for
         self.take_variables(texts)
         self.stale = True  # whether all rows have to be read with the variables of now
@@ -225,8 +243,9 @@ class _Run:
     def take_variables(self, texts):
         """The variables for these texts, from now on."""
         variables, again = self._call(self.source.at, texts, self.variables)
-        variables = self._call(models.unroll_variables, self.sampler.model, variables)
-        self.variables = jax.device_put(variables, sharding.replicated(self.mesh))
+        if not self.is_split:
+            variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
+        self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
         self.stale, self.due = again, self.due + self.source.every
 
     def prepare(self, texts, done_B, made):
@@ -272,7 +291,7 @@ class _Run:
 
     def _call(self, function, *arguments):
         # Also inside a mesh of many devices. Not for the whole run: in between, the caller's runs.
-        with jax.set_mesh(self.mesh):
+        with sharding.use(self.mesh, self.program.rules):
             return function(*arguments)
 
     @contextlib.contextmanager
@@ -361,7 +380,7 @@ def filter_logits(logits_BV, top_k, top_p):
 class TextSampler:
     """A sampler of text, by a `config.sample` block, all of which is checked here."""
 
-    def __init__(self, model, tokenizer, config, *, batch_size=1):
+    def __init__(self, model, tokenizer, config, *, batch_size=1, rules=sharding.DEFAULT_RULES):
         config = make(SampleConfig, config)
         self.tokenizer, self.config = tokenizer, config
         self.sampler = Sampler(
@@ -371,6 +390,7 @@ class TextSampler:
             top_k=config.top_k,
             top_p=config.top_p,
             stop_ids=() if tokenizer.eot is None else (tokenizer.eot,),
+            rules=rules,
         )
         try:
             self.sampler.check_prompt(self.encode(config.prompt))

@@ -310,6 +310,29 @@ class Placement:
         return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, local_block)
 
 
+def whole(tree):
+    """Arrays of a tree that no mesh splits, on one device of this host; nothing is sent."""
+
+    def one(x):
+        on_mesh = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return x.addressable_data(0) if on_mesh else x
+
+    return jax.device_put(jax.tree.map(one, tree), jax.local_devices()[0])
+
+
+def mesh_that_splits(tree):
+    """The mesh over which an array of a tree is split; None if every device has the whole of it."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not x.is_fully_replicated:
+            return x.sharding.mesh
+    return None
+
+
+def unsplit(rules, *names):
+    """The rules with these logical axes on no mesh axis."""
+    return tuple((name, None if name in names else axes) for name, axes in rules)
+
+
 def local(tree):
     """Arrays on one device of this host, gathered from all devices that hold shards of them."""
     if jax.process_count() > 1:
