@@ -9,18 +9,18 @@ text reaches the terminal while it is made.
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import models, sharding
+from efx import models, programs, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
@@ -73,7 +73,9 @@ class Sampler:
         unrolled = models.unrolled(model) if model.config.scan_layers else model
         # The few sequences that are made together, of one token at a time, are not split.
         rules = sharding.unsplit(rules, "batch", "length")
-        self._program = _Program(unrolled, batch_size, self.cache_size, rules)
+        self._program = _Program(
+            unrolled, batch_size, self.cache_size, PREFILL, len(stop_ids), rules
+        )
         self._options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -129,19 +131,19 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The compiled functions; equal programs share them."""
+    """The functions that are compiled.
+
+    Attributes:
+      chunk: tokens of a prompt that a call reads. stops: how many tokens end a sequence.
+    """
 
     model: object
     batch_size: int
     cache_size: int
-    rules: tuple  # not a part of jit's own cache key
+    chunk: int
+    stops: int
+    rules: tuple
 
-    def start(self):
-        """Room for the cache, not empty yet, and for the features of each row's last token."""
-        shapes = models.decoding_shapes(self.model, self.batch_size, self.cache_size)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3), out_shardings=PartitionSpec())
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
         row's last token; a row that has none among them keeps its own."""
@@ -164,7 +166,6 @@ class _Program:
 
         return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3), out_shardings=PartitionSpec())
     def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
         """Up to `limit` tokens for every row that is not done.
 
@@ -214,6 +215,53 @@ class _Program:
         return logits_BV[..., : self.model.vocab_size]
 
 
+@functools.cache
+def _compiled(program, shapes, is_split):
+    """(prefill, decode, what they work on at first: room for the cache, not empty yet, and for the
+    features of each row's last token). Equal programs share them.
+
+    Args:
+      shapes: of the variables, as (leaves, structure).
+      is_split: whether these are split over devices, for which traced programs are not kept.
+    """
+    options = dict(donate_argnums=(1, 2), out_shardings=PartitionSpec())
+
+    def room():
+        return models.decoding_shapes(program.model, program.batch_size, program.cache_size)
+
+    def empty(shapes):
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+    if is_split:
+        functions = program.prefill, program.decode
+        return *(jax.jit(function, **options) for function in functions), empty(room())
+
+    variables = jax.tree.unflatten(shapes[1], shapes[0])
+    rows, chunk = (program.batch_size,), (program.batch_size, program.chunk)
+    shape = jax.ShapeDtypeStruct
+
+    def of_prefill():
+        tokens = [shape(chunk, np.int32)] * 2
+        return variables, *room(), shape(rows, bool), *tokens, shape((), np.uint32)
+
+    def of_decode():
+        numbers = [shape((), np.int32)] * 2
+        settings = dict(
+            temperature=shape((), np.float32),
+            top_k=shape((), np.int32),
+            top_p=shape((), np.float32),
+            stop_ids=shape((program.stops,), np.int32),
+        )
+        each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
+        return variables, *room(), *each, *numbers, settings
+
+    prefill = programs.kept(program.prefill, f"prefill {program} {shapes}", of_prefill)
+    decode = programs.kept(program.decode, f"decode {program} {shapes}", of_decode)
+    arguments, _ = jax.tree.unflatten(prefill.in_tree, prefill.in_avals)
+    calls = (jax.jit(exported.call, **options) for exported in (prefill, decode))
+    return *calls, empty(arguments[1:3])
+
+
 class _Run:
     """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
 
@@ -235,7 +283,11 @@ class _Run:
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
         self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            room = self._call(self.program.start)
+            leaves, structure = jax.tree.flatten(self.variables)
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
+            self.prefill, self.decode_loop, room = self._call(
+                _compiled, self.program, shapes, self.is_split
+            )
             self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
             self.read({})
             self.decode(np.ones(sampler.batch_size, bool), 0, 0)
@@ -275,7 +327,7 @@ class _Run:
         for t in range(0, tokens_BT.shape[1], PREFILL):
             part = slice(t, t + PREFILL)
             self.cache, self.last_BD = self._call(
-                self.program.prefill, self.variables, self.cache, self.last_BD,
+                self.prefill, self.variables, self.cache, self.last_BD,
                 rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)
@@ -283,7 +335,7 @@ class _Run:
     def decode(self, done_B, made, limit):
         """(tokens [B, STREAM], how many of each row count, rows done, steps)."""
         self.cache, self.last_BD, *rest = self._call(
-            self.program.decode, self.variables, self.cache, self.last_BD, self.length_B, done_B,
+            self.decode_loop, self.variables, self.cache, self.last_BD, self.length_B, done_B,
             self.seed_B, np.int32(made), np.int32(limit), self.sampler._options,
         )  # fmt: skip
         self.length_B, *rest = map(np.array, jax.device_get(rest))

@@ -373,12 +373,12 @@ def test_split_parameters_stay_split():
             sampler, prompts, n=30, params=params
         )
     run, tokens_BT = sample._Run(sampler, split_variables(), prompts, [0, 1]), np.zeros((2, 64))
-    program, tokens_BT = sampler._program, tokens_BT.astype(np.int32)
-    with sharding.use(run.mesh, program.rules):
-        given = program, run.variables, run.cache, run.last_BD
+    tokens_BT = tokens_BT.astype(np.int32)
+    with sharding.use(run.mesh, sampler._program.rules):
+        given = run.variables, run.cache, run.last_BD
         rows_B, step = np.ones(2, bool), np.int32(1)
-        prefill = program.prefill.lower(*given, rows_B, tokens_BT, tokens_BT, run.seed_B[0])
-        decode = program.decode.lower(
+        prefill = run.prefill.lower(*given, rows_B, tokens_BT, tokens_BT, run.seed_B[0])
+        decode = run.decode_loop.lower(
             *given, run.length_B, ~rows_B, run.seed_B, step, step, sampler._options
         )
         compiled_text = prefill.compile().as_text() + decode.compile().as_text()
