@@ -6,6 +6,7 @@ cannot mean "replicated".
 """
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
@@ -180,6 +181,27 @@ def constrain(x, *axes):
     if mesh.empty or mesh.size == 1:
         return x
     return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def used_as(x, stored, used):
+    """A parameter, which lies by the logical axes `stored`, laid out by `used`.
+
+    Its gradient lies as it does. The gradient of a constraint alone would have to lie by `used`:
+    all of it on every device, summed over all, where each needs its part of the sum.
+    """
+    return constrain(x, *used)
+
+
+def _used_as_forward(x, stored, used):
+    return used_as(x, stored, used), None
+
+
+def _used_as_backward(stored, used, _, gradient):
+    return (constrain(gradient, *stored),)
+
+
+used_as.defvjp(_used_as_forward, _used_as_backward)
 
 
 def exchange(x, before, after):

@@ -13,7 +13,10 @@ from efx.layers.config import say_if_documents_compete
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
-from efx.sharding import constrain
+from efx.sharding import used_as
+
+# Logical axes of the token embedding and of an output layer of its own.
+TABLE_AXES, HEAD_AXES = ("vocab", "table"), ("table", "vocab")
 
 
 class LanguageModel(nn.Module):
@@ -115,9 +118,10 @@ class LanguageModel(nn.Module):
         # A loss that goes over slices of the sequence would otherwise gather it in every slice.
         if self.config.tied:
             table_VD = params["embed"]["embedding"]
-            return {"embed": {"embedding": constrain(table_VD, "act_vocab", "act_embed")}}
+            table_VD = used_as(table_VD, TABLE_AXES, ("act_vocab", "act_embed"))
+            return {"embed": {"embedding": table_VD}}
         kernel_DV = params["head"]["kernel"]
-        return {"head": {"kernel": constrain(kernel_DV, "act_embed", "act_vocab")}}
+        return {"head": {"kernel": used_as(kernel_DV, HEAD_AXES, ("act_embed", "act_vocab"))}}
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):
@@ -133,13 +137,13 @@ class LanguageModel(nn.Module):
         """The token embedding. Its padding, like that of the output layer, is 0 and stays so: no
         token looks it up, and it gets no probability and with that no gradient."""
         padding = self.padded_vocab - self.vocab_size
-        return Embedding(self.padded_vocab, width, std, self.dtype, padding=padding)
+        return Embedding(self.padded_vocab, width, std, self.dtype, TABLE_AXES, padding)
 
     @nn.nowrap
     def output_layer(self, std):
         """That of a model whose token embedding is not tied."""
-        axes, padding = ("table", "vocab"), self.padded_vocab - self.vocab_size
-        return Linear(self.padded_vocab, axes, std, dtype=self.dtype, padding=padding)
+        padding = self.padded_vocab - self.vocab_size
+        return Linear(self.padded_vocab, HEAD_AXES, std, dtype=self.dtype, padding=padding)
 
     @nn.nowrap
     def head_flops(self, length, width):

@@ -169,6 +169,27 @@ def test_every_parameter_names_axes_that_have_rules(name):
     assert all(jax.tree.leaves(ranks))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_the_output_layer_lies_as_it_does(tied):
+    """The loss uses a copy on every device; the gradient of that would be one on every device, too,
+    where each needs the sum of its own part."""
+    model, mesh = families.make({"tied": tied, "vocab_multiple": 8}), mesh_of(fsdp=8)
+    params = nn.unbox(families.random_params(model))
+
+    def loss(params):
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(model.head_params(params)))
+
+    with sharding.use(mesh, DEFAULT_RULES):
+        equations = jax.make_jaxpr(jax.grad(loss))(params).eqns
+    used, gradient = (
+        set(equation.params["sharding"].spec)
+        for equation in equations
+        if equation.primitive.name == "sharding_constraint"
+    )
+    assert used == {"tensor", None}
+    assert gradient == {("tensor", "fsdp", "expert"), None}
+
+
 def test_scanned_parameters_name_the_layer_axis():
     model = models.changed(families.build("llama"), scan_layers=True)
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
