@@ -124,7 +124,6 @@ def _memory(needs, chip):
         temporaries=needs.temp_size_in_bytes,
         outputs=needs.output_size_in_bytes - needs.alias_size_in_bytes,
         code=needs.generated_code_size_in_bytes,
-        live=needs.peak_memory_in_bytes,
         chip=chip.memory,
         fraction=1.0 if chip.kind == "tpu" else topology.GPU_FRACTION,
     )

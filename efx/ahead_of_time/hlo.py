@@ -372,7 +372,7 @@ def _kernel(target, instruction):
         *batch, length, heads, width = operands[0][1]
         pairs = causal_pairs(length, 0)
         return name[0], _PALLAS[name[0]] * 2 * math.prod(batch) * heads * pairs * width
-    return path.rpartition("/")[2] or target, None
+    return path.removesuffix("/pallas_call").rpartition("/")[2] or target, None
 
 
 def _closing(text):

@@ -15,7 +15,7 @@ class Memory:
 
     Attributes:
       arguments: the state of the training, its batch. outputs: what is not written over these.
-      temporaries: activations, gradients. live: the most that XLA sees in use at one time.
+      temporaries: activations, gradients.
       chip: what a program may have. fraction: the part of it that JAX takes by itself.
       refused: what the program would need, if the compiler refused it for that; then nothing else
         is known.
@@ -26,7 +26,6 @@ class Memory:
     temporaries: int = 0
     outputs: int = 0
     code: int = 0
-    live: int = 0
     fraction: float = 1.0
     refused: float = 0.0
 
@@ -157,8 +156,8 @@ class Report:
             return "\n".join(lines)
         memory, estimate = self.memory, self.estimate
         lines.append(
-            f"              arguments {_gib(memory.arguments)}, temporaries"
-            f" {_gib(memory.temporaries)}, live at most {_gib(memory.live)}"
+            f"              state and batch {_gib(memory.arguments)}, temporaries"
+            f" {_gib(memory.temporaries)}"
         )
         lines.append(
             f"FLOPs a step  {quantity(self.ledger_flops, 'FLOPs')} by the ledger,"
