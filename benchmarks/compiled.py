@@ -3,7 +3,8 @@
     python -m benchmarks.compiled                      what is missing, into runs/compiled: hours
     python -m benchmarks.compiled --only 340M,v5e      rows whose name has all of these words
     python -m benchmarks.compiled --list               names of all rows, and which are there
-    python -m benchmarks.compiled --table-only         what is there: tables, targets, results/
+    python -m benchmarks.compiled --table-only         what is there: a table, and which targets
+    python -m benchmarks.compiled --table-only --write results/speed_compiled.json
 
 Each row is one `efx --mode=compile --json` in a process of its own, one after the other, and is
 kept as runs/compiled/NAME.json, so that a benchmark that was cut goes on with the next row. Rows
@@ -20,8 +21,10 @@ import sys
 from typing import NamedTuple
 
 from benchmarks import common
+from efx import tables
 from efx.errors import UsageError
 from efx.runfolder import write_atomic
+from efx.studies import results
 
 # Width, depth, heads of 64 or 128 (a TPU's lanes).
 SIZES = {
@@ -34,6 +37,14 @@ VOCAB = 32_000
 MOD = {"depth_routing.kind": "mod", "depth_routing.causal": "threshold"}
 # The estimate of a dense step of 340M on v5e when attention was plain XLA, seconds: 396M cycles.
 BEFORE = 0.264
+ABOUT = (
+    "Nothing has run: XLA compiled the real training step for chips that are described, and the"
+    " times are estimates that no step can beat, the TPU compiler's cycles or a roofline of each"
+    " kernel on GPUs, with attention kernels counted by their FLOPs at half of the peak. bfloat16,"
+    " a vocabulary of 32,000, scanned layers, recomputation `dots` (7B and 30B: `full`). Every"
+    " second block of MoD routes 12.5% of the tokens, by a threshold. Memory is what a chip needs"
+    " of 15.75 (v5e) or 79.1 GiB (H100); exchanged is all communication at the links' full speed."
+)
 
 
 class Row(NamedTuple):
@@ -113,8 +124,11 @@ def main(argv=None):
     }
     if not found:
         raise UsageError(f"--workdir={folder}: no row has been compiled yet")
-    print(_table(found))
+    listed = [(row.name, *_texts(cells(report))) for row, report in found.items()]
+    print(common.table(("row", *COLUMNS), *listed))
     print("\n".join(_targets(found)))
+    if args.write:
+        _write(args.write, found)
     return 0
 
 
@@ -142,41 +156,65 @@ def _compile(folder, row):
 # ---- what it comes to ---------------------------------------------------------------------------
 
 
+# Formats as in results/*.json.
+COLUMNS = {
+    "parameters": "quantity",
+    "fits": "",
+    "memory, GiB": ".2f",
+    "temporaries, GiB": ".2f",
+    "ms, about": ".0f",
+    "of it kernels": ".0f",
+    "exchanged, ms": ".0f",
+    "MFU, about": ".2f",
+    "exchanges, runs / MB a chip": "",
+}
+
+
 def cells(report):
-    """One row of the table: {column: text}."""
+    """One row of the table: {column: number or text}; a program that does not fit has few."""
     memory, estimate = report["memory"], report["estimate"]
-    text = {
-        "parameters": f"{report['parameters'] / 1e6:.0f}M",
-        "memory, GiB": f"{memory['needed'] / 2**30:.1f} of {memory['chip'] / 2**30:.1f}",
+    row = {
+        "parameters": report["parameters"],
         "fits": "yes" if memory["fits"] else "no",
+        "memory, GiB": memory["needed"] / 2**30,
     }
     if estimate:
-        text |= {
-            "temporaries, GiB": f"{memory['temporaries'] / 2**30:.2f}",
-            "ms, about": f"{1e3 * estimate['step']:.0f}",
-            "of it kernels": f"{1e3 * estimate['kernels']:.0f}",
-            "communication, ms": f"{1e3 * estimate['communication']:.0f}",
-            "MFU, about": f"{estimate['mfu']:.2f}",
-            "exchanges, MB a chip": ", ".join(
+        row |= {
+            "temporaries, GiB": memory["temporaries"] / 2**30,
+            "ms, about": 1e3 * estimate["step"],
+            "of it kernels": 1e3 * estimate["kernels"],
+            "exchanged, ms": 1e3 * estimate["communication"],
+            "MFU, about": estimate["mfu"],
+            "exchanges, runs / MB a chip": ", ".join(
                 f"{kind} {runs}/{size / 1e6:.0f}"
                 for kind, (runs, size) in report["collectives_by_kind"].items()
             ),
         }
-    return text
+    return row
 
 
-COLUMNS = (
-    "parameters", "fits", "memory, GiB", "temporaries, GiB", "ms, about", "of it kernels",
-    "communication, ms", "MFU, about", "exchanges, MB a chip",
-)  # fmt: skip
+def _texts(row):
+    return [tables.text(row[title] if title in row else None, COLUMNS[title]) for title in COLUMNS]
 
 
-def _table(found):
-    lines = []
-    for row, report in found.items():
-        texts = cells(report)
-        lines.append((row.name, *(texts.get(column, "") for column in COLUMNS)))
-    return common.table(("row", *COLUMNS), *lines)
+def _write(path, found):
+    """The rows as a file of results, from which the page is made."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    result = results.checked(
+        path,
+        {
+            "title": "Training steps compiled ahead of time",
+            "section": "Speed",
+            "about": ABOUT,
+            "commands": ["python -m benchmarks.compiled"],
+            "machine": "none: described TPUs and GPUs",
+            "revision": head.stdout.strip(),
+            "revision_of": "the commit that was compiled",
+            "columns": COLUMNS,
+            "rows": [{"name": row.name, "cells": cells(report)} for row, report in found.items()],
+        },
+    )
+    results.write_result(pathlib.Path(path), result)
 
 
 def _targets(found):
@@ -249,6 +287,7 @@ def _arguments(argv):
     parser.add_argument("--only", default="", help="words of names, joined by commas")
     parser.add_argument("--list", action="store_true", help="show the rows")
     parser.add_argument("--table-only", action="store_true", help="compile nothing")
+    parser.add_argument("--write", default="", help="file of results to write, for docs/results.md")
     return parser.parse_args(argv)
 
 

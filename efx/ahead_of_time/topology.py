@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+from importlib.util import find_spec
 
 import jax
 from jax.experimental import topologies
@@ -143,12 +144,10 @@ def describe(name):
 
 
 def _tpus(name):
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
+    if find_spec("libtpu") is None:
         raise UsageError(
             f"--topology={name} needs the compiler for TPUs, which is not installed: {extra('tpu')}"
-        ) from None
+        )
     # Without these libtpu looks for the machine's TPU and for the cloud's description of it, and
     # lets no second process in, as if there were a device to share.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
