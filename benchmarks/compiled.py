@@ -62,7 +62,8 @@ class Row(NamedTuple):
     @property
     def name(self):
         chips = self.topology.replace(":", "-")
-        return f"{self.size}-{self.kind}-{chips}-T{self.length}"
+        name = f"{self.size}-{self.kind}-{chips}-T{self.length}"
+        return name if self.remat == "dots" else f"{name}-{self.remat}"
 
     def command(self):
         """The arguments of `efx.main`."""
@@ -95,6 +96,8 @@ def rows():
         for length, tpu_batch, gpu_batch in ((2048, 512, 64), (8192, 256, 16), (32_768, 256, 8)):
             for kind in ("dense", "MoD"):
                 listed.append(Row(size, kind, "v5e:16x16", length, tpu_batch, tpu_mesh))
+                if length == 32_768:  # one row a chip is too much with what "dots" keeps
+                    listed.append(listed[-1]._replace(remat="full"))
                 listed.append(Row(size, kind, "h100:1x1x8", length, gpu_batch, fsdp))
     for size in ("7B", "30B"):
         for kind in ("dense", "MoD"):

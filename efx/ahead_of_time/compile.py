@@ -138,7 +138,7 @@ def _refused(message, chip):
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)", message) or re.search(
         r"required for .*?\(([\d.]+)([KMGT]?)\) exceeds available .*?\(([\d.]+)([KMGT]?)\)", message
     )
-    if not found or "RESOURCE_EXHAUSTED" not in message:
+    if not found:
         raise UsageError(f"the compiler refuses this program: {' '.join(message.split())[:500]}")
     needed, limit = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
     return Memory(refused=needed, chip=limit)

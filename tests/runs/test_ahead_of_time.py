@@ -379,6 +379,7 @@ def test_bad_command_lines(root, monkeypatch, capsys, arguments, words):
 
 def test_flags_of_compiling_go_with_it_alone(root, monkeypatch, capsys):
     monkeypatch.chdir(root)
+    monkeypatch.delattr(main, "start_jax")  # it must not come that far
     assert main.main(["efx", "--config=mod", "--workdir=x", "--topology=v5e:2x2"]) == 2
     assert "--topology goes with --mode=compile, not train" in capsys.readouterr().err
 
