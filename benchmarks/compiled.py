@@ -234,12 +234,11 @@ def _targets(found):
         if not report["estimate"]:
             continue
         longer = by_name.get(row._replace(length=32_768).name)
-        if row.length == 2048 and longer and longer[1]["estimate"]:
+        if row.length == 2048 and longer:  # what does not fit has a size, too
             per_token = [
-                r["memory"]["temporaries"] / (w.batch * w.length)
-                for w, r in ((row, report), longer)
+                r["memory"]["needed"] / (w.batch * w.length) for w, r in ((row, report), longer)
             ]
-            title = f"{row.name}: temporaries a token at 32k, of those at 2k"
+            title = f"{row.name}: memory a token at 32k, of that at 2k"
             said.append(common.verdict(title, per_token[1] / per_token[0], 1.1, False))
         said += _whole_parameters(row, report)
         dense = by_name.get(row._replace(kind="dense").name)

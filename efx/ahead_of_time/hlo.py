@@ -183,8 +183,10 @@ class Program:
         counter, bound = arguments
         if bound.opcode != "constant" or counter.opcode != "get-tuple-element":
             return None
-        index = int(counter.attribute("index"))
-        start = home.operand(home.operand(loop, 0), index)
+        values = home.operand(loop, 0)
+        if values.opcode != "tuple":
+            return None
+        start = home.operand(values, int(counter.attribute("index")))
         while start.opcode in ("copy", "bitcast"):
             start = home.operand(start, 0)
         if start.opcode != "constant":
@@ -216,7 +218,7 @@ def _parse(text):
             finish()
             current = computations[head[2]] = Computation({})
             entry = head[2] if head[1] else entry
-        elif line == "}":
+        elif line == "}" or line.startswith("}, execution_thread"):
             finish()
             current = None
         elif current is not None:

@@ -87,6 +87,8 @@ ENTRY %main (a: f32[8], /*index=1*/n: s32[]) -> (s32[], f32[8]) {
 }
 """
 
+PAIR = "  %pair = (s32[], f32[8]{0}) parameter(2)"
+
 
 def program(body, *computations):
     """A `Program` of an entry with these lines."""
@@ -104,8 +106,17 @@ def test_what_is_in_a_loop_runs_as_often_as_the_loop():
     assert hlo.estimated_cycles(step) == (100 + 15 * 7, {"sort": 1})
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_told():
-    step = hlo.Program(LOOPS.replace("tuple(%begin, %sorted)", "tuple(%n, %sorted)"))
+@pytest.mark.parametrize(
+    "known, unknown",
+    [
+        ("tuple(%begin, %sorted)", "tuple(%n, %sorted)"),
+        ("while(%init)", "while(%pair)"),
+        ("compare(%k, %bound), direction=LT", "compare(%k, %bound), direction=NE"),
+    ],
+)
+def test_a_loop_of_unknown_length_counts_once_and_is_told(known, unknown):
+    text = LOOPS.replace("%n = s32[] parameter(1)", "%n = s32[] parameter(1)\n" + PAIR)
+    step = hlo.Program(text.replace(known, unknown))
     assert step.unknown_loops == 1
     assert hlo.collectives(step)[0].runs == 5
 
