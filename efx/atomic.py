@@ -25,7 +25,13 @@ def replacing(path):
 
 
 def write_text(path, text):
-    """Writes a file, on the disk (not in the system's memory alone) when this returns."""
+    """Writes a file, on the disk (not in the system's memory alone) when this returns.
+
+    path: see `replacing`. An object store has whole objects only, which need no replacing.
+    """
+    if "://" in str(path):
+        path.write_text(text)
+        return
     with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -9,7 +9,6 @@ Each checks what it needs and writes nothing.
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ import optax
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from efx import flops, models, optim, run_settings, runfolder, sharding
+from efx import flops, models, optim, run_settings, runfolder, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.data import SPLITS, load
@@ -191,11 +190,11 @@ def _devices(config, devices=None):
 def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
-    if config.init.run and not pathlib.Path(config.init.run).is_dir():
+    if config.init.run and not storage.folder(config.init.run, "config.init.run").is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
     runs = _member_runs(config.model)
     first = runs[0][1] if runs else ""
-    folders = [pathlib.Path(folder) for folder in (workdir, config.init.run, first) if folder]
+    folders = [storage.folder(folder) for folder in (workdir, config.init.run, first) if folder]
     saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
     run_origin, same_text = (
         _run_origin(config.data, workdir) if workdir and splits else (None, True)
@@ -275,7 +274,7 @@ def _same_everywhere(data):
 def _member_runs(model_config):
     """((key, run folder), ...) of the models that this one is made of."""
     for key, run in model_config.member_runs:
-        if not run or not pathlib.Path(run).is_dir():
+        if not run or not storage.folder(run, f"config.model.{key}").is_dir():
             raise UsageError(f"config.model.{key}={run!r}: there is no such run folder")
     return model_config.member_runs
 
@@ -285,7 +284,7 @@ def _member(key, run, tokenizer, config, mesh, rules):
     member = ConfigDict(runfolder.recorded_config(run))
     if config_of(member.model).member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
-    of_run = load_tokenizer(pathlib.Path(run) / TOKENIZER_FILE)
+    of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
@@ -390,7 +389,7 @@ def finished(config, workdir, step=None, splits=()):
 def checkpointer(workdir, c):
     """The `Checkpointer` of a run folder, by the block `config.checkpoint`."""
     return Checkpointer(
-        pathlib.Path(workdir) / runfolder.CHECKPOINTS,
+        storage.folder(workdir) / runfolder.CHECKPOINTS,
         every=c.every,
         keep_last=c.keep_last,
         keep_best=c.keep_best,

@@ -1,11 +1,9 @@
 """Flags of the command line: from the arguments of `efx` or `python -m efx.main` to a config."""
 
-import pathlib
-
 from absl import flags
 from ml_collections import config_flags
 
-from efx import run_settings, runfolder
+from efx import run_settings, runfolder, storage
 from efx.config import config_of_run, load_config
 from efx.errors import UsageError, nearest
 
@@ -86,7 +84,7 @@ def _parse(values, argv, known_only=False):
 def _initial_config(source, workdir, mode):
     if source is not None:
         return load_config(source)
-    is_run = workdir is not None and (pathlib.Path(workdir) / runfolder.CONFIG_FILE).is_file()
+    is_run = workdir is not None and (storage.folder(workdir) / runfolder.CONFIG_FILE).is_file()
     if not is_run and mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
             "--config is missing: a config file, e.g. --config configs/mod.py "

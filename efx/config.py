@@ -10,7 +10,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from efx import configs, run_settings, runfolder
+from efx import configs, run_settings, runfolder, storage
 from efx.errors import UsageError, nearest
 
 
@@ -50,7 +50,7 @@ def override(config, changes, where):
 def config_of_run(workdir):
     """The checked config of a run folder; its lists, which were tuples, are tuples again."""
     config = ConfigDict(_tuples(runfolder.recorded_config(workdir)))
-    run_settings.check(config, pathlib.Path(workdir) / runfolder.CONFIG_FILE)
+    run_settings.check(config, storage.folder(workdir) / runfolder.CONFIG_FILE)
     return config
 
 

@@ -27,7 +27,7 @@ import sys
 
 from absl import logging
 
-from efx import runfolder
+from efx import hosts, runfolder
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
@@ -145,11 +145,14 @@ def start_jax(values):
                 "--coordinator_address, --num_processes and --process_id go together: "
                 "give all three, or --distributed"
             )
-        jax.distributed.initialize(
-            values.coordinator_address, values.num_processes, values.process_id
+        hosts.connect(
+            values.coordinator_address,
+            values.num_processes,
+            values.process_id,
+            preemption=values.mode == "train",
         )
     elif values.distributed:
-        jax.distributed.initialize()
+        hosts.connect(preemption=values.mode == "train")
 
 
 def _show_own_log():
@@ -168,7 +171,21 @@ def main(argv=None):
     logging.set_verbosity(logging.WARNING)
     _show_own_log()
     try:
-        run(list(sys.argv if argv is None else argv))
+        status = _status(list(sys.argv if argv is None else argv))
+        if status == 0 and hosts.connected():
+            hosts.disconnect()
+    except Exception as error:
+        if not hosts.connected():
+            raise
+        hosts.fail(error)
+    if hosts.connected():
+        hosts.fail(None, status)
+    return status
+
+
+def _status(argv):
+    try:
+        run(argv)
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr, flush=True)
         return 2

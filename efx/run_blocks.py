@@ -170,6 +170,9 @@ class MeshConfig:
     tensor: Devices = 1
     expert: Devices = 1
     sequence: Devices = 1
+    # Groups of devices that a slower network joins, between which only the axis `data` goes: slices
+    # of TPUs, or hosts. 0: as many as there are slices
+    dcn_data: Natural = 0
 
 
 @block("config.checkpoint")

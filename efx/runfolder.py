@@ -29,8 +29,9 @@ import platform
 import re
 import subprocess
 import sys
+import time
 
-from efx import __version__, atomic
+from efx import __version__, atomic, storage
 from efx.errors import UsageError
 
 CONFIG_FILE = "config.json"
@@ -40,6 +41,8 @@ METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 LOCK_FILE = ".lock"
+_MARK = ".shared_"  # beginning of the file by which processes find out whether they share a folder
+_SHARED_SECONDS = 10  # that a network file system may need to show a new file
 # The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
 
@@ -82,12 +85,18 @@ def writing(path):
             f"cannot write {error.filename or path}: {reason(error)}; free or fix it, or pass"
             " another --workdir"
         ) from error
+    except UsageError:
+        raise
+    except Exception as error:
+        if storage.is_remote(path):  # whose client has errors of its own
+            raise storage.unreachable(path, error) from error
+        raise
 
 
 def write_atomic(path, text):
     """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
     with writing(path):
-        atomic.write_text(pathlib.Path(path), text)
+        atomic.write_text(path, text)
 
 
 def recorded_config(workdir):
@@ -95,7 +104,7 @@ def recorded_config(workdir):
 
     Raises UsageError if `workdir` is not a run folder or its config.json cannot be read.
     """
-    folder = pathlib.Path(workdir)
+    folder = storage.folder(workdir)
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UsageError(f"--workdir={workdir} is not a run folder: there is no such folder")
@@ -171,7 +180,7 @@ def open_run(workdir, config, *, command_line, may_differ=()):
     """
     config = json.loads(json.dumps(config, default=_plain))
     is_new = on_primary(workdir, lambda: int(_is_new(workdir)))
-    folder, changed = pathlib.Path(workdir), {}
+    folder, changed = storage.folder(workdir), {}
     if not is_new:
 
         def check():
@@ -205,7 +214,7 @@ def on_primary(workdir, action):
 
 
 def _is_new(workdir):
-    folder = pathlib.Path(workdir)
+    folder = storage.folder(workdir)
     if not (folder / CONFIG_FILE).exists():
         for name in (CHECKPOINTS, METRICS_FILE):
             if (folder / name).exists():
@@ -218,7 +227,7 @@ def _is_new(workdir):
 
 def holds_result(workdir):
     """Whether a folder holds a result that took work to compute: a checkpoint or a clustering."""
-    folder = pathlib.Path(workdir)
+    folder = storage.folder(workdir)
     try:
         names = [path.name for path in (folder / CHECKPOINTS).iterdir() if path.is_dir()]
     except OSError:  # no such folder, or not one
@@ -229,7 +238,7 @@ def holds_result(workdir):
 
 def kind_of_result(workdir):
     """The kind of result, as in RESULTS, that a folder holds; None without any."""
-    present = (name for name, path in RESULTS.items() if (pathlib.Path(workdir) / path).exists())
+    present = (name for name, path in RESULTS.items() if (storage.folder(workdir) / path).exists())
     return next(present, None)
 
 
@@ -245,7 +254,8 @@ class Lock:
     """
 
     def __init__(self, workdir):
-        self._folder, self._file = pathlib.Path(workdir), None
+        self._folder, self._file = storage.folder(workdir), None
+        self._cannot_lock = False
 
     def __enter__(self):
         on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
@@ -261,7 +271,11 @@ class Lock:
         on_primary(self._folder, self._take)
 
     def _take(self):
-        if self._file is not None:
+        if self._file is not None or self._cannot_lock:
+            return
+        if storage.is_remote(self._folder):
+            self._cannot_lock = True
+            self._warn("an object store")
             return
         path = self._folder / LOCK_FILE
         with writing(path):
@@ -279,17 +293,61 @@ class Lock:
                 " stop it, or use another --workdir"
             ) from None
         except (ImportError, OSError) as error:
-            lacking = "this system" if isinstance(error, ImportError) else "its file system"
-            print(
-                f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): see to it"
-                " that no other launch trains there",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._warn("this system" if isinstance(error, ImportError) else "its file system")
         self._file = file
         with writing(path):
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+
+    def _warn(self, lacking):
+        print(
+            f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): see to it"
+            " that no other launch trains there",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def check_shared(workdir):
+    """Raises UsageError, on all processes, unless all of them see the same run folder.
+
+    Process 0 makes a file there for a moment, and the folder if it is absent.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    folder = storage.folder(workdir)
+
+    def make():
+        number = int.from_bytes(os.urandom(3), "big")
+        with writing(folder):
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            made_by[:] = [folder / f"{_MARK}{number}", *made]
+            made_by[0].write_text("")
+        return number
+
+    made_by = []  # what process 0 made, to be taken away again
+    mark = folder / f"{_MARK}{on_primary(workdir, make)}"
+    end = time.monotonic() + _SHARED_SECONDS
+    while not (is_seen := mark.exists()) and time.monotonic() < end:
+        time.sleep(0.2)
+    seen = multihost_utils.process_allgather(np.int32(is_seen))
+    for path in made_by[:1]:
+        path.unlink()
+    for path in made_by[1:]:
+        if not storage.is_remote(path):
+            path.rmdir()
+    if not np.all(seen):
+        raise UsageError(
+            f"--workdir={workdir} is not one folder for all processes: process"
+            f" {int(np.argmin(seen))} does not see what process 0 writes there; give a folder that"
+            " they share, on a network file system or at gs://BUCKET/FOLDER"
+        )
 
 
 def check_config(workdir, config, may_differ=()):
@@ -300,7 +358,7 @@ def check_config(workdir, config, may_differ=()):
 
 def run_record(workdir):
     """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one."""
-    path = pathlib.Path(workdir) / RUN_FILE
+    path = storage.folder(workdir) / RUN_FILE
     return _read_json(path) if path.is_file() else {}
 
 
@@ -310,7 +368,7 @@ def saved_tokenizer(workdir):
     Raises UsageError if it is not the one that the run recorded: its ids would mean something else
     to the model.
     """
-    path = pathlib.Path(workdir) / TOKENIZER_FILE
+    path = storage.folder(workdir) / TOKENIZER_FILE
     if not holds_result(workdir):
         return None
     entry = run_record(workdir).get("tokenizer")
@@ -340,7 +398,7 @@ def recorded_origin(workdir):
     entry = run_record(workdir).get("text")
     if entry is None:
         return None
-    path = pathlib.Path(workdir) / HELD_OUT_FILE
+    path = storage.folder(workdir) / HELD_OUT_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else None
     if checksum(text) != entry["held_out"]:
         raise UsageError(

@@ -9,17 +9,18 @@ text reaches the terminal while it is made.
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from efx import models, sharding
+from efx import models, programs, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
@@ -41,6 +42,9 @@ class Sampler:
         it, its last half is read again, from position 0, and sampling goes on from there.
       temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
       stop_ids: tokens that end a sequence (the end of a document).
+      rules: logical to mesh axes, for variables that are split over a mesh. They stay so: every
+        device of the mesh computes with its parts, for all sequences, and every process of the run
+        has to sample, and gets the same tokens. Other variables are used on one device.
     Attributes:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
@@ -50,7 +54,16 @@ class Sampler:
     """
 
     def __init__(
-        self, model, *, batch_size=1, cache_size=0, temperature=1.0, top_k=0, top_p=1.0, stop_ids=()
+        self,
+        model,
+        *,
+        batch_size=1,
+        cache_size=0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(),
+        rules=sharding.DEFAULT_RULES,
     ):
         _check(temperature, top_k, top_p)
         self.model, self.batch_size = model, batch_size
@@ -58,7 +71,11 @@ class Sampler:
         if self.cache_size > model.context:
             raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
         unrolled = models.unrolled(model) if model.config.scan_layers else model
-        self._program = _Program(unrolled, batch_size, self.cache_size)
+        # The few sequences that are made together, of one token at a time, are not split.
+        rules = sharding.unsplit(rules, "batch", "length")
+        self._program = _Program(
+            unrolled, batch_size, self.cache_size, PREFILL, len(stop_ids), rules
+        )
         self._options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -114,18 +131,19 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The compiled functions; equal programs share them."""
+    """The functions that are compiled.
+
+    Attributes:
+      chunk: tokens of a prompt that a call reads. stops: how many tokens end a sequence.
+    """
 
     model: object
     batch_size: int
     cache_size: int
+    chunk: int
+    stops: int
+    rules: tuple
 
-    def start(self):
-        """Room for the cache, not empty yet, and for the features of each row's last token."""
-        shapes = models.decoding_shapes(self.model, self.batch_size, self.cache_size)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
         row's last token; a row that has none among them keeps its own."""
@@ -148,7 +166,6 @@ class _Program:
 
         return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
     def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
         """Up to `limit` tokens for every row that is not done.
 
@@ -198,14 +215,63 @@ class _Program:
         return logits_BV[..., : self.model.vocab_size]
 
 
+@functools.cache
+def _compiled(program, shapes, is_split):
+    """(prefill, decode, what they work on at first: room for the cache, not empty yet, and for the
+    features of each row's last token). Equal programs share them.
+
+    Args:
+      shapes: of the variables, as (leaves, structure).
+      is_split: whether these are split over devices, for which traced programs are not kept.
+    """
+    options = dict(donate_argnums=(1, 2), out_shardings=PartitionSpec())
+
+    def room():
+        return models.decoding_shapes(program.model, program.batch_size, program.cache_size)
+
+    def empty(shapes):
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+    if is_split:
+        functions = program.prefill, program.decode
+        return *(jax.jit(function, **options) for function in functions), empty(room())
+
+    variables = jax.tree.unflatten(shapes[1], shapes[0])
+    rows, chunk = (program.batch_size,), (program.batch_size, program.chunk)
+    shape = jax.ShapeDtypeStruct
+
+    def of_prefill():
+        tokens = [shape(chunk, np.int32)] * 2
+        return variables, *room(), shape(rows, bool), *tokens, shape((), np.uint32)
+
+    def of_decode():
+        numbers = [shape((), np.int32)] * 2
+        settings = dict(
+            temperature=shape((), np.float32),
+            top_k=shape((), np.int32),
+            top_p=shape((), np.float32),
+            stop_ids=shape((program.stops,), np.int32),
+        )
+        each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
+        return variables, *room(), *each, *numbers, settings
+
+    prefill = programs.kept(program.prefill, f"prefill {program} {shapes}", of_prefill)
+    decode = programs.kept(program.decode, f"decode {program} {shapes}", of_decode)
+    arguments, _ = jax.tree.unflatten(prefill.in_tree, prefill.in_avals)
+    calls = (jax.jit(exported.call, **options) for exported in (prefill, decode))
+    return *calls, empty(arguments[1:3])
+
+
 class _Run:
     """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
 
     def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
-        axes = dict.fromkeys(sharding.MESH_AXES, 1)
-        self.mesh = sharding.make_mesh(axes, jax.local_devices()[:1])
         self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
+        self.mesh = sharding.mesh_that_splits(variables) if self.source.every == math.inf else None
+        self.is_split = self.mesh is not None
+        axes = dict.fromkeys(sharding.MESH_AXES, 1)
+        self.mesh = self.mesh or sharding.make_mesh(axes, jax.local_devices()[:1])
         self.due, self.variables = 0, {}  # the token before which variables are asked for
         self.take_variables(texts)
         self.stale = True  # whether all rows have to be read with the variables of now
@@ -217,7 +283,11 @@ class _Run:
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
         self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            room = self._call(self.program.start)
+            leaves, structure = jax.tree.flatten(self.variables)
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
+            self.prefill, self.decode_loop, room = self._call(
+                _compiled, self.program, shapes, self.is_split
+            )
             self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
             self.read({})
             self.decode(np.ones(sampler.batch_size, bool), 0, 0)
@@ -225,8 +295,9 @@ class _Run:
     def take_variables(self, texts):
         """The variables for these texts, from now on."""
         variables, again = self._call(self.source.at, texts, self.variables)
-        variables = self._call(models.unroll_variables, self.sampler.model, variables)
-        self.variables = jax.device_put(variables, sharding.replicated(self.mesh))
+        if not self.is_split:
+            variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
+        self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
         self.stale, self.due = again, self.due + self.source.every
 
     def prepare(self, texts, done_B, made):
@@ -256,7 +327,7 @@ class _Run:
         for t in range(0, tokens_BT.shape[1], PREFILL):
             part = slice(t, t + PREFILL)
             self.cache, self.last_BD = self._call(
-                self.program.prefill, self.variables, self.cache, self.last_BD,
+                self.prefill, self.variables, self.cache, self.last_BD,
                 rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)
@@ -264,7 +335,7 @@ class _Run:
     def decode(self, done_B, made, limit):
         """(tokens [B, STREAM], how many of each row count, rows done, steps)."""
         self.cache, self.last_BD, *rest = self._call(
-            self.program.decode, self.variables, self.cache, self.last_BD, self.length_B, done_B,
+            self.decode_loop, self.variables, self.cache, self.last_BD, self.length_B, done_B,
             self.seed_B, np.int32(made), np.int32(limit), self.sampler._options,
         )  # fmt: skip
         self.length_B, *rest = map(np.array, jax.device_get(rest))
@@ -272,7 +343,7 @@ class _Run:
 
     def _call(self, function, *arguments):
         # Also inside a mesh of many devices. Not for the whole run: in between, the caller's runs.
-        with jax.set_mesh(self.mesh):
+        with sharding.use(self.mesh, self.program.rules):
             return function(*arguments)
 
     @contextlib.contextmanager
@@ -361,7 +432,7 @@ def filter_logits(logits_BV, top_k, top_p):
 class TextSampler:
     """A sampler of text, by a `config.sample` block, all of which is checked here."""
 
-    def __init__(self, model, tokenizer, config, *, batch_size=1):
+    def __init__(self, model, tokenizer, config, *, batch_size=1, rules=sharding.DEFAULT_RULES):
         config = make(SampleConfig, config)
         self.tokenizer, self.config = tokenizer, config
         self.sampler = Sampler(
@@ -371,6 +442,7 @@ class TextSampler:
             top_k=config.top_k,
             top_p=config.top_p,
             stop_ids=() if tokenizer.eot is None else (tokenizer.eot,),
+            rules=rules,
         )
         try:
             self.sampler.check_prompt(self.encode(config.prompt))

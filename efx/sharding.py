@@ -10,6 +10,7 @@ import contextlib
 import jax
 import numpy as np
 from flax import linen as nn
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.errors import UsageError
@@ -32,6 +33,7 @@ PARAMETER_AXES = (
 )
 ACTIVATION_AXES = (
     "batch",
+    "expert_batch",
     "length",
     "act_embed",
     "act_heads",
@@ -41,35 +43,45 @@ ACTIVATION_AXES = (
     "act_expert",
 )
 
+# The first rule of a name whose mesh axes no other dimension of the array has yet is taken.
 DEFAULT_RULES = (
-    ("batch", ("data", "fsdp")),
+    # Outside of experts the axis `expert` is one more that splits the batch and the parameters.
+    ("batch", ("data", "fsdp", "expert")),
+    ("expert_batch", ("data", "fsdp")),
+    ("expert", "expert"),
+    ("act_expert", "expert"),
     ("length", "sequence"),
-    # The embedding table is split by rows over both axes: a table split by columns makes the
+    # The embedding table is split by rows over all axes: a table split by columns makes the
     # partitioner rematerialise the whole lookup.
-    ("vocab", ("tensor", "fsdp")),
+    ("vocab", ("tensor", "fsdp", "expert")),
     ("table", None),
+    ("embed", ("fsdp", "expert")),
     ("embed", "fsdp"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
     ("norm", None),
     ("position", None),
-    ("expert", "expert"),
     ("layers", None),
     ("act_embed", None),
     ("act_heads", "tensor"),
     ("act_kv_heads", "tensor"),
     ("act_mlp", "tensor"),
     ("act_vocab", "tensor"),
-    ("act_expert", "expert"),
 )
 
 
 def make_mesh(mesh_config, devices=None):
-    """Mesh with the axes of `MESH_AXES`; one size may be -1: all devices that the others leave."""
+    """Mesh with the axes of `MESH_AXES`; one size may be -1: all devices that the others leave.
+
+    Devices are laid out so that the later axes, which communicate most, lie near each other.
+
+    Args:
+      mesh_config: the block `config.mesh`, or a dict of the axes' sizes.
+    """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = as_dict(mesh_config)
-    sizes = {name: sizes[name] for name in MESH_AXES}
+    settings = as_dict(mesh_config)
+    sizes = {name: settings[name] for name in MESH_AXES}
     inferred = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad or len(inferred) > 1:
@@ -85,12 +97,50 @@ def make_mesh(mesh_config, devices=None):
     if inferred:
         sizes[inferred[0]] = len(devices) // fixed
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
-    return jax.make_mesh(
-        tuple(sizes.values()),
+    return jax.sharding.Mesh(
+        _laid_out(sizes, settings.get("dcn_data", 0), devices),
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
     )
+
+
+def _laid_out(sizes, groups, devices):
+    """The devices as an array of these sizes; `groups`: as in `config.mesh.dcn_data`."""
+    if devices[0].platform != "tpu" and groups <= 1:
+        # In the order of processes: the later axes lie within a host. Nothing is known of GPUs and
+        # CPUs that would tell of a better one.
+        return np.array(devices).reshape(tuple(sizes.values()))
+    slices = 1
+    if devices[0].platform == "tpu":  # devices of a single slice may have no number of it
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    hosts = len({device.process_index for device in devices})
+    groups = groups or slices
+    if groups not in ({slices} if slices > 1 else {1, hosts}):
+        joined = f"{slices} slices" if slices > 1 else f"{hosts} hosts"
+        raise UsageError(
+            f"config.mesh.dcn_data={groups}, but there are {joined} of devices; 0 is always right"
+        )
+    if sizes["data"] % groups:
+        raise UsageError(
+            f"config.mesh={sizes}: data={sizes['data']} is not a multiple of the {groups} groups "
+            "of devices that a slower network joins (config.mesh.dcn_data; of TPUs the slices), "
+            "over which no other axis may go"
+        )
+    inner = (sizes["data"] // groups, *list(sizes.values())[1:])
+    options = dict(devices=devices, allow_split_physical_axes=True)
+    try:
+        if groups == 1:
+            return mesh_utils.create_device_mesh(inner, **options)
+        outer = (groups, *(1,) * (len(sizes) - 1))
+        by_host = slices == 1
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, process_is_granule=by_host, **options
+        )
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise UsageError(
+            f"config.mesh={sizes} has no place on these {len(devices)} devices: "
+            + (" ".join(str(error).split()) or type(error).__name__)
+        ) from error
 
 
 def check_rules(rules):
@@ -130,6 +180,50 @@ def constrain(x, *axes):
     if mesh.empty or mesh.size == 1:
         return x
     return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
+
+
+def exchange(x, before, after):
+    """x laid out by the logical axes `after`, where it was by `before`.
+
+    Where they differ in one mesh axis, the last of those of a dimension, which goes to another
+    dimension, devices exchange what the others need. The partitioner does not always see this and
+    then keeps all of x on every device.
+    """
+    x = constrain(x, *before)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    old, new = (_axes_of_dimensions(names) for names in (before, after))
+    changed = [i for i in range(x.ndim) if old[i] != new[i]]
+    giving = [i for i in changed if old[i][:-1] == new[i]]
+    taking = [i for i in changed if old[i] == new[i][:-1]]
+    if len(changed) == 2 and giving and taking and old[giving[0]][-1] == new[taking[0]][-1]:
+        ways = [int(np.prod([mesh.shape[axis] for axis in max(o, n, key=len)], initial=1))
+                for o, n in zip(old, new, strict=True)]  # fmt: skip
+        if all(size % n == 0 for size, n in zip(x.shape, ways, strict=True)):
+            x = jax.shard_map(
+                lambda x: jax.lax.all_to_all(
+                    x, old[giving[0]][-1], split_axis=taking[0], concat_axis=giving[0], tiled=True
+                ),
+                in_specs=PartitionSpec(*old),
+                out_specs=PartitionSpec(*new),
+                check_vma=False,
+            )(x)
+    return constrain(x, *after)
+
+
+def ways(name):
+    """Over how many devices the rules split the logical axis, under the mesh that is traced for."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    return int(np.prod([mesh.shape[axis] for axis in _axes_of_dimensions((name,))[0]], initial=1))
+
+
+def _axes_of_dimensions(names):
+    """The mesh axes, as tuples, over which the rules split dimensions of these logical names."""
+    axes = nn.logical_to_mesh_axes(names)
+    return [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in axes]
 
 
 def tree_shardings(boxed, mesh, rules):
@@ -214,6 +308,29 @@ class Placement:
             return x[begin : begin + stop - start, *index[1:]]
 
         return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, local_block)
+
+
+def whole(tree):
+    """Arrays of a tree that no mesh splits, on one device of this host; nothing is sent."""
+
+    def one(x):
+        on_mesh = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return x.addressable_data(0) if on_mesh else x
+
+    return jax.device_put(jax.tree.map(one, tree), jax.local_devices()[0])
+
+
+def mesh_that_splits(tree):
+    """The mesh over which an array of a tree is split; None if every device has the whole of it."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not x.is_fully_replicated:
+            return x.sharding.mesh
+    return None
+
+
+def unsplit(rules, *names):
+    """The rules with these logical axes on no mesh axis."""
+    return tuple((name, None if name in names else axes) for name, axes in rules)
 
 
 def local(tree):

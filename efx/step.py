@@ -242,19 +242,20 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
     head = model.head_params(params)
     chunk = config.train.loss_chunk
     if chunk and chunk < x_BTD.shape[1]:
+        # Devices that share a sequence go over their own part of it, as if it were a row.
+        parts = sharding.ways("length")
+        rows = [_as_rows(y, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
         return losses.chunked_cross_entropy(
-            model.head_fn,
-            head,
-            x_BTD,
-            batch["targets"],
-            batch["weights"],
-            chunk=chunk,
-            z_loss=z_loss,
-            groups=groups,
+            model.head_fn, head, *rows, chunk=chunk, z_loss=z_loss, groups=groups * parts
         )
     logits_BTV = model.head_fn(head, x_BTD)
     logits_BTV = sharding.constrain(logits_BTV, "batch", "length", "act_vocab")
     return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], z_loss)
+
+
+def _as_rows(x_BT, parts):
+    """[B, T, ...] -> [B * parts, T / parts, ...]"""
+    return x_BT.reshape(x_BT.shape[0] * parts, x_BT.shape[1] // parts, *x_BT.shape[2:])
 
 
 def evaluation_keys(seed, index):

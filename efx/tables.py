@@ -4,9 +4,9 @@ A cell is a number, a text, None (nothing to show), or the `summary` of several 
 """
 
 import json
-import pathlib
 import statistics
 
+from efx import storage
 from efx.metrics import quantity
 from efx.runfolder import write_atomic, writing
 
@@ -47,7 +47,7 @@ def markdown(titles, rows):
 
 def write(workdir, name, text, numbers):
     """Writes WORKDIR/<name>.md, and its numbers as plain data to <name>.json."""
-    folder = pathlib.Path(workdir)
+    folder = storage.folder(workdir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{name}.md", text)

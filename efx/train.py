@@ -2,21 +2,21 @@
 
 import contextlib
 import math
-import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import build, hints, optim, run_settings, runfolder, settings, sharding
+from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint import start_from
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
-from efx.metrics.writer import WANDB_ID_FILE
+from efx.metrics.progress import is_primary
+from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
 from efx.sample import TextSampler
 from efx.signals import StopSignals
 
@@ -67,6 +67,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     Raises: UsageError for bad input; RunStopped if training cannot go on, NotFinite if it reached
       its last step and the last gradients or the held-out loss are not finite.
     """
+    runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
         return _Launch(config, workdir, command_line, started or time.monotonic(), lock).train()
 
@@ -75,6 +76,7 @@ def compose(config, workdir, *, command_line=(), started=None):
     """Make the run folder of a model that is composed of other runs, at step 0: it can be
     evaluated, sampled from, and trained further. Arguments, result and errors: see
     `train_and_evaluate`."""
+    runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = _Launch(config, workdir, command_line, started or time.monotonic(), lock)
         return launch.train(untrained=True)
@@ -85,7 +87,7 @@ class _Launch:
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
-        self.workdir, config = pathlib.Path(workdir), run_settings.check(config)
+        self.workdir, config = storage.folder(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.opened = self._open_run(config, command_line)
         with self._timed("data and model"):
@@ -97,7 +99,9 @@ class _Launch:
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
         # Made here, so that a bad prompt or setting is an error before anything is written.
         c = config.sample
-        self.sampler = c.every and TextSampler(e.model, e.tokenizer, c, batch_size=c.num_samples)
+        self.sampler = c.every and TextSampler(
+            e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
+        )
         self._check_subset()
         self.seconds = 0.0
         self.window = []
@@ -131,8 +135,11 @@ class _Launch:
         c, data = self.config.log, self.data
 
         def open_metrics():
+            self.mirror = files.enter_context(
+                storage.Mirror(self.workdir, WRITTEN if is_primary() else ())
+            )
             writer = MetricsWriter(
-                self.workdir,
+                self.mirror.path,
                 tensorboard=c.tensorboard,
                 wandb=c.wandb,
                 run_name=self.workdir.name,
@@ -266,7 +273,7 @@ class _Launch:
                 self._report_start()
                 is_first = False
             clock = self._log(self.buffer.pop_ready(), clock)
-            stop = self.signals.stop_requested(self.step) or self.step == e.steps
+            stop = self.signals.stop_requested() or self.step == e.steps
             due = [
                 name
                 for name in ("checkpoint", "evaluate", "sample")
@@ -323,6 +330,7 @@ class _Launch:
                 "tokens_per_second": rate * e.tokens_per_step,
             }
             self.writer.write(step, row)
+            self.mirror.upload(if_due=True)
             self.last_row.update(row, step=step)
             self.progress.update(
                 step,
@@ -357,6 +365,7 @@ class _Launch:
         if "sample" in due or (at_end and self.config.sample.every):
             self._sample(params)
         if stop or "checkpoint" in due:
+            self.mirror.upload()  # before the checkpoint, which the rows then reach up to
             meta = {"seconds": self.seconds, "ending": self.ending}
             self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
 
@@ -379,10 +388,7 @@ class _Launch:
         return f"the held-out loss is {loss}: {cause}"
 
     def _sample(self, params):
-        variables = sharding.local({"params": params, **self.state.variables})
-        if jax.process_index() != 0:
-            return
-        c = self.config.sample
+        variables, c = {"params": params, **self.state.variables}, self.config.sample
         seeds = [c.seed + i for i in range(c.num_samples)]
         texts = self.sampler.texts(variables, [c.prompt] * c.num_samples, seeds=seeds)
         for i, text in enumerate(texts):
@@ -392,7 +398,7 @@ class _Launch:
     def _profile(self):
         start_step, count = self.config.log.profile_at, self.config.log.profile_steps
         if start_step and self.step == start_step:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
+            jax.profiler.start_trace(str(self.mirror.path / "profile"))
         if start_step and self.step == start_step + count:
             jax.block_until_ready(self.state)
             jax.profiler.stop_trace()

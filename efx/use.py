@@ -1,5 +1,6 @@
 """Using a finished (or running) run: evaluate it, or sample from it."""
 
+import io
 import sys
 
 import jax
@@ -32,12 +33,13 @@ def evaluate(config, workdir, step=None):
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
     e, step, params, variables = finished(config, workdir, step)
-    variables = sharding.local({"params": params, **variables})
-    if jax.process_index() != 0:
-        return {}
-    sampler = TextSampler(e.model, e.tokenizer, config.sample)
-    sampler.write(variables, stream)
+    is_primary = jax.process_index() == 0
+    sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)
+    # All processes make the text, since each may hold a part of the parameters.
+    sampler.write({"params": params, **variables}, stream if is_primary else io.StringIO())
     stats = sampler.stats
+    if not is_primary:
+        return stats
     line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"

@@ -1,42 +1,57 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice of any size: one process per worker, JAX's own distributed runtime.
+# Trains on Cloud TPUs, one slice of any size or several: one process per worker, JAX's own
+# distributed runtime.
 #
-#   launch/tpu_pod.sh STEP --name NAME --zone ZONE --type TYPE [options] [-- arguments of efx.main]
+#   launch/tpu_pod.sh STEP --name NAME --zone ZONE [options] [-- arguments of efx.main]
 #
-# STEP     create   make the TPU
+# STEP     create   ask for the TPU (a queued resource) and wait until it is there
 #          copy     copy this tree to every worker and install its requirements there
 #          run      start efx on every worker; goes on when this machine disconnects
-#          logs     follow worker 0's log until training ends; exit status is training's
-#          delete   delete the TPU and its disks
-#          all      create, copy, run, logs; then delete, if --delete-after is given
+#          logs     follow the logs until training ends; exit status is training's
+#          stop     let efx save and end on every worker; the TPU stays
+#          delete   delete the TPU and its disks; not while efx runs or runs are on these disks
+#          all      create, copy, run, logs, and again when the TPU has been preempted; then delete,
+#                   if --delete-after is given. Started again, it goes on where it is
 #
-# --name, --zone   which TPU; --type is needed to create, as in v5litepod-16 (see
+# --name, --zone   which TPU
+# --type           create: its type, as in v5litepod-16 (see
 #                  `gcloud compute tpus accelerator-types list`)
-# --version        software version of the TPU (default: the one that belongs to the type)
+# --slices         create: how many of that type, joined by the data-centre network (default: 1).
+#                  Between them only the mesh axis data goes: --config.mesh.data is a multiple of N
+# --version        create: software version of the TPU (default: the one that belongs to the type)
+# --spot           create: a preemptible TPU
+# --setup          copy: a command for every worker, such as one that mounts storage
+# --worker         logs: one worker, 3, or 1:3 for one of slice 1 (default: all)
+# --tries          all: how often to start after preemptions, the first time included (default: 5)
+# --delete-after   all: delete the TPU when training has ended, well or not
+# --save           delete: copy the runs that are on the TPU's own disks to this folder first
+# --discard        delete: whatever is on its disks, and even while efx runs
 # --project        Google Cloud project (default: gcloud's)
-# --spot           create a preemptible TPU
-# --delete-after   let `all` delete the TPU when training has ended, well or not
 # --dry-run        print each command and run none
 #
-#   launch/tpu_pod.sh all --name efx --zone us-west4-a --type v5litepod-16 -- \
-#     --config configs/mod.py --workdir /mnt/runs/mod
+#   launch/tpu_pod.sh all --name efx --zone us-west4-a --type v5litepod-16 --spot \
+#     --setup 'sudo mount 10.0.0.2:/vol /mnt' -- --config configs/mod.py --workdir /mnt/runs/mod
 #
 # With several workers, --workdir must be storage that all of them see (a mounted bucket, Filestore):
-# each writes its part of a checkpoint. The files of a TPU go when it is deleted.
+# each writes its part of a checkpoint. What is on the TPU's own disks goes when it is preempted or
+# deleted. EFX_POLL sets the seconds between two looks at the TPU (default: 30).
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-name='' zone='' type='' version='' project='' spot='' dry='' delete_after='' archive=''
+name='' zone='' type='' version='' project='' spot='' dry='' delete_after='' setup='' save=''
+discard='' slices=1 worker=all tries=5
+poll="${EFX_POLL:-30}"
+patience=20 # looks without an answer before giving up
 
 fail() {
-  echo "efx: error: $1" >&2
+  echo "efx: error: $*" >&2
   exit 2
 }
 
-steps='create, copy, run, logs, delete, all'
+steps='create, copy, run, logs, stop, delete, all'
 step="${1:-}"
 case "$step" in
-  create | copy | run | logs | delete | all) shift ;;
+  create | copy | run | logs | stop | delete | all) shift ;;
   -h | --help) sed -n '2,/^set -/{s/^# \{0,1\}//;/^set -/d;p;}' "${BASH_SOURCE[0]}" && exit ;;
   *) fail "the first argument is the step, one of $steps; got '$step'" ;;
 esac
@@ -44,7 +59,7 @@ while [ $# -gt 0 ]; do
   option="${1%%=*}"
   case "$option" in
     --) shift && break ;;
-    --name | --zone | --type | --version | --project)
+    --name | --zone | --type | --version | --project | --slices | --setup | --worker | --tries | --save)
       if [ "$option" = "$1" ]; then
         [ $# -gt 1 ] || fail "$option needs a value"
         value="$2" && shift
@@ -57,12 +72,23 @@ while [ $# -gt 0 ]; do
     --spot) spot=yes ;;
     --dry-run) dry=yes ;;
     --delete-after) delete_after=yes ;;
+    --discard) discard=yes ;;
     *) fail "unknown option $1; arguments of efx.main go after --" ;;
   esac
   shift
 done
 [ -n "$name" ] || fail "--name is missing"
 [ -n "$zone" ] || fail "--zone is missing"
+case "$name" in *[!a-z0-9-]*) fail "--name is of a-z, 0-9 and -; got '$name'" ;; esac
+for option in slices tries; do
+  case "${!option}" in
+    *[!0-9]* | 0*) fail "--$option is a number of at least 1; got '${!option}'" ;;
+  esac
+done
+case "$worker" in
+  all) ;;
+  *[!0-9:]* | *:*:* | :* | *:) fail "--worker is all, a number, or SLICE:NUMBER; got '$worker'" ;;
+esac
 case "$step" in
   create | all) [ -n "$type" ] || fail "--type is missing, as in --type v5litepod-16" ;;
 esac
@@ -77,8 +103,35 @@ if [ -z "$version" ]; then
     *) version=tpu-ubuntu2204-base ;;
   esac
 fi
+# A machine that is gone does not close a connection; asked every 30 seconds, ssh notices.
+alive=(--ssh-flag=-oServerAliveInterval=30)
 where=(--zone="$zone")
 [ -z "$project" ] || where+=(--project="$project")
+
+# ---- commands ----------------------------------------------------------------------------------
+
+scratch="$(mktemp -d "${TMPDIR:-/tmp}/efx-tpu.XXXXXX")"
+children=() deleted=''
+
+# Whatever happens: nothing is left behind here, and nobody pays for a TPU unawares.
+finish() {
+  local status=$? child
+  trap - EXIT
+  for child in ${children[@]+"${children[@]}"}; do kill -- "-$child" 2>/dev/null || true; done
+  rm -rf -- "$scratch"
+  if [ -z "$dry" ] && [ -z "$deleted" ]; then
+    say "if TPU $name exists, it costs money until it is deleted:" \
+      "launch/tpu_pod.sh delete --name $name ${where[*]}"
+  fi
+  exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+say() {
+  echo "efx: $*" >&2
+}
 
 # $1 as one word of a shell.
 quote() {
@@ -88,102 +141,298 @@ quote() {
   esac
 }
 
-# Runs a command, or prints it so that it can be pasted.
-run() {
+# A command as one line that can be pasted.
+show() {
   local word separator=''
-  if [ -z "$dry" ]; then
-    "$@"
-    return
-  fi
   for word in "$@"; do
     printf %s "$separator" && quote "$word" && separator=' '
   done
   echo
 }
 
-tpu() {
-  run gcloud compute tpus tpu-vm "$@" "${where[@]}"
+run() {
+  if [ -n "$dry" ]; then show "$@"; else "$@" 3>&-; fi
 }
 
+gcloud_tpus() {
+  run gcloud compute tpus "$@" "${where[@]}"
+}
+
+# What gcloud answers. A dry run shows each question once and takes $1 for the answer.
+exec 3>&1
+ask() {
+  local line
+  if [ -z "$dry" ]; then
+    gcloud_tpus "${@:2}" </dev/null
+    return
+  fi
+  line="$(gcloud_tpus "${@:2}")"
+  if ! grep -qxF -- "$line" "$scratch/asked" 2>/dev/null; then
+    echo "$line" | tee -a "$scratch/asked" >&3
+  fi
+  printf '%b' "$1"
+}
+
+# The shell command of a step of tpu_worker.sh.
+worker_step() {
+  show bash efx/launch/tpu_worker.sh "$@"
+}
+
+# ---- the TPU and what runs on it ---------------------------------------------------------------
+
+# A line for each slice: its name, its state.
+slices() {
+  local assumed="$name\tREADY\n" index
+  if [ "$slices" -gt 1 ]; then
+    assumed=''
+    for ((index = 0; index < slices; index++)); do assumed+="$name-$index\tREADY\n"; done
+  fi
+  ask "$assumed" tpu-vm list --filter="queuedResource~/$name\$" \
+    --format='value(name.basename(),state)'
+}
+
+# ABSENT if the TPU has not been asked for; ACTIVE if all of it is there; else the state of what is
+# in the way: of the request, such as WAITING_FOR_RESOURCES, or of a slice, such as PREEMPTED.
+state() {
+  local request list slice condition
+  request="$(ask ACTIVE queued-resources list --filter="name~/$name\$" \
+    --format='value(state.state)')" || return
+  if [ "$request" = ACTIVE ]; then
+    list="$(slices)" || return
+    while read -r slice condition; do
+      [ "$condition" = READY ] || request="${condition:-EMPTY}"
+    done <<<"$list"
+  fi
+  echo "${request:-ABSENT}"
+}
+
+# Does something for all slices at once: calls $1 with a slice and the other arguments.
+each_slice() {
+  local list slice child status=0
+  list="$(slices)" || return
+  [ -n "$list" ] || fail "there is no TPU $name here; the step create makes it"
+  while read -r slice _; do
+    if [ -n "$dry" ]; then
+      "$1" "$slice" "${@:2}"
+      continue
+    fi
+    set -m # a process group of its own, so that `finish` reaches ssh
+    "$1" "$slice" "${@:2}" </dev/null &
+    set +m
+    children+=($!)
+  done <<<"$list"
+  for child in ${children[@]+"${children[@]}"}; do wait "$child" || status=$?; done
+  children=()
+  return "$status"
+}
+
+# A step of tpu_worker.sh on all workers of a slice.
+on_workers() {
+  gcloud_tpus tpu-vm ssh "$1" --worker=all --command="$(worker_step "${@:2}")" "${alive[@]}"
+}
+
+# What has become of training: none (never started), running, lost (cut off on some worker), or its
+# exit status.
+training() {
+  local list slice said='' word none='' lost='' running='' ended='' status=0
+  list="$(slices)" || return
+  while read -r slice _; do
+    said+=" $(ask 'efx-state 0' tpu-vm ssh "$slice" --worker=all \
+      --command="$(worker_step state) 2>/dev/null || echo efx-state none" "${alive[@]}" |
+      sed -n 's/^efx-state //p')" || return
+  done <<<"$list"
+  for word in $said; do
+    case "$word" in
+      none) none=yes ;;
+      lost) lost=yes ;;
+      running) running=yes ;;
+      *) ended=yes && { [ "$status" -ne 0 ] || status="$word"; } ;;
+    esac
+  done
+  if [ -n "$lost" ] || { [ -n "$none" ] && [ -n "$running$ended" ]; }; then
+    echo lost
+  elif [ -n "$none" ]; then
+    echo none
+  elif [ -n "$running" ]; then
+    echo running
+  elif [ -n "$ended" ]; then
+    echo "$status"
+  else
+    return 1
+  fi
+}
+
+# ---- steps -------------------------------------------------------------------------------------
+
+# Returns 1 if the TPU was preempted before it was used; `verdict` is its state then.
 create() {
-  tpu create "$name" --accelerator-type="$type" --version="$version" ${spot:+--spot}
+  local before='' nodes=(--node-id="$name") asked='' silent=0
+  [ "$slices" -eq 1 ] || nodes=(--node-count="$slices" --node-prefix="$name")
+  while :; do
+    if ! verdict="$(state)"; then
+      # The first question is about the account too; later ones come over hours.
+      [ -n "$before" ] && [ $((silent += 1)) -lt "$patience" ] ||
+        fail "gcloud does not answer; its own lines are above"
+      sleep "$poll"
+      continue
+    fi
+    silent=0
+    [ -z "$dry" ] || [ -n "$asked" ] || verdict=ABSENT
+    [ "$verdict" = "$before" ] || [ -n "$dry" ] || say "TPU $name is $verdict"
+    before="$verdict"
+    case "$asked$verdict" in
+      *ACTIVE) return ;;
+      ABSENT | FAILED | SUSPENDED | PREEMPTED | TERMINATED)
+        [ "$verdict" = ABSENT ] || delete || fail "cannot delete what is left of TPU $name"
+        gcloud_tpus queued-resources create "$name" "${nodes[@]}" --accelerator-type="$type" \
+          --runtime-version="$version" ${spot:+--spot} || fail "cannot ask for TPU $name"
+        asked=asked
+        continue
+        ;;
+      askedFAILED)
+        gcloud_tpus queued-resources describe "$name" >&2
+        fail "TPU $name cannot be had; gcloud's answer is above"
+        ;;
+      askedSUSPENDED | askedPREEMPTED | askedTERMINATED) return 1 ;;
+      *EMPTY | *STOPPED) fail "TPU $name is $verdict; delete it" ;;
+    esac
+    sleep "$poll"
+  done
 }
-
-# Most TPU software versions come with Python 3.10, and efx needs 3.11.
-install='cd efx &&
-{ command -v python3.11 || python3 -c "import sys, ensurepip; sys.exit(sys.version_info < (3, 11))" ||
-  { sudo apt-get -qq update && sudo apt-get -qq install -y python3.11 python3.11-venv; }; } >/dev/null &&
-EFX_EXTRAS=tpu bash launch/environment.sh'
 
 copy() {
-  if [ -n "$dry" ]; then
-    archive=efx.tar.gz
-  else
-    archive="$(mktemp "${TMPDIR:-/tmp}/efx.XXXXXX")"
-  fi
-  run tar -czf "$archive" -C "$root" --exclude=./.venv --exclude=./runs --exclude=__pycache__ .
-  tpu scp "$archive" "$name:efx.tar.gz" --worker=all
-  tpu ssh "$name" --worker=all --command='mkdir -p efx && tar -xzf efx.tar.gz -C efx'
-  tpu ssh "$name" --worker=all --command="$install"
+  local archive="$scratch/efx.tar.gz"
+  [ -z "$dry" ] || archive=efx.tar.gz
+  run tar -czf "$archive" -C "$root" --exclude=./.venv --exclude=./runs --exclude=__pycache__ . &&
+    each_slice copy_to "$archive"
 }
 
-start() {
-  local launch='EFX_EXTRAS=tpu bash launch/local.sh --distributed' argument
-  for argument in "$@"; do launch+=" $(quote "$argument")"; done
-  # A shell in between outlives the connection and notes how training ended.
-  # shellcheck disable=SC2016  # what is in single quotes is for the worker's shell
-  launch='echo $$ >efx.pid; '"$launch"' >efx.log 2>&1; echo $? >efx.status'
-  # shellcheck disable=SC2016
-  tpu ssh "$name" --worker=all --command='cd efx || exit
-if kill -0 "$(cat efx.pid 2>/dev/null)" 2>/dev/null; then echo "efx runs here already" >&2; exit 1; fi
-rm -f efx.pid efx.log efx.status
-setsid nohup bash -c '"$(quote "$launch")"' </dev/null >/dev/null 2>&1 &'
+copy_to() {
+  gcloud_tpus tpu-vm scp "$2" "$1:efx.tar.gz" --worker=all &&
+    gcloud_tpus tpu-vm ssh "$1" --worker=all \
+      --command='mkdir -p efx && tar -xzf efx.tar.gz -C efx' "${alive[@]}" &&
+    on_workers "$1" install ${setup:+"$setup"}
+}
+
+# Follows the log of --worker.
+follow() {
+  local slice="$1" label="$1" number="${worker#*:}"
+  case "$worker" in
+    all) ;;
+    *:*) [ "$slice" = "$name-${worker%:*}" ] || return 0 && label='' ;;
+    *) [ "$slice" != "$name" ] || label='' ;;
+  esac
+  gcloud_tpus tpu-vm ssh "$slice" --worker="$number" \
+    --command="$(worker_step follow "$2" ${label:+"$label"})" "${alive[@]}"
+}
+
+# Follows the logs until training has ended or has been cut off. Then `verdict` is its exit status
+# or what is in the way.
+watch() {
+  local lines=+1 silent=0
+  while :; do
+    each_slice follow "$lines" || true
+    lines=0
+    verdict="$(state)" || verdict=''
+    if [ "$verdict" = ACTIVE ]; then verdict="$(training)" || verdict=''; fi
+    case "$verdict" in
+      running) silent=0 ;;
+      '') [ $((silent += 1)) -lt "$patience" ] || fail "TPU $name does not answer; it may go on" ;;
+      *) return ;;
+    esac
+    sleep "$poll"
+  done
 }
 
 logs() {
-  # shellcheck disable=SC2016
-  tpu ssh "$name" --worker=0 --command='cd efx || exit
-for second in $(seq 30); do [ -f efx.log ] && break; sleep 1; done
-[ -f efx.log ] || { echo "efx: error: no run has been started here" >&2; exit 1; }
-tail --pid="$(cat efx.pid)" -n +1 -F efx.log
-exit "$(cat efx.status 2>/dev/null || echo 1)"'
+  watch
+  case "$verdict" in
+    none) fail "no run has been started on TPU $name" ;;
+    *[!0-9]*)
+      say "training was cut off (TPU $name: $verdict); the step all goes on from its newest" \
+        "checkpoint"
+      exit 1
+      ;;
+  esac
+  exit "$verdict"
 }
 
 delete() {
-  tpu delete "$name" --quiet
+  local now list slice condition said mark number folder held=''
+  if [ -z "$discard" ]; then
+    list="$(slices)" || return
+    now="$(state)" || return
+    [ "$now" != EMPTY ] ||
+      fail "cannot see the disks of TPU $name; --discard deletes it all the same"
+    while read -r slice condition; do
+      case "$condition" in '' | PREEMPTED | TERMINATED | DELETING) continue ;; esac
+      said="$(ask "${save:+efx-run 0 /disk/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
+        --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }" \
+        "${alive[@]}")" ||
+        fail "cannot see the disks of TPU $slice; --discard deletes it all the same"
+      case "$said" in
+        *'efx-state running'*) fail "efx runs on TPU $slice: the step stop ends it (or --discard)" ;;
+      esac
+      while read -r mark number folder; do
+        [ "$mark" = efx-run ] || continue
+        if [ -z "$save" ]; then
+          held+=" $slice:$folder"
+          continue
+        fi
+        run mkdir -p "$save/$slice-$number${folder%/*}"
+        gcloud_tpus tpu-vm scp --recurse "$slice:$folder" "$save/$slice-$number${folder%/*}" \
+          --worker="$number" </dev/null || fail "cannot copy $slice:$folder; nothing is deleted"
+      done <<<"$said"
+    done <<<"$list"
+    [ -z "$held" ] || fail "runs on the TPU's own disks would be lost:$held; --save FOLDER copies" \
+      "them here first, --discard deletes them too"
+  fi
+  gcloud_tpus queued-resources delete "$name" --force --quiet
 }
 
-# Whatever happens: no archive is left behind, and nobody pays for a TPU unawares.
-finish() {
-  local status=$?
-  trap - EXIT
-  if [ -z "$dry" ]; then
-    [ -z "$archive" ] || rm -f -- "$archive"
-    if [ "$step" != delete ] && [ -z "$deleted" ]; then
-      echo "efx: if TPU $name exists, it costs money until it is deleted:" \
-        "launch/tpu_pod.sh delete --name $name ${where[*]}" >&2
+all() {
+  local attempt=0 now
+  while [ $((attempt += 1)) -le "$tries" ]; do
+    [ "$attempt" -eq 1 ] || say "try $attempt of $tries; training goes on from its newest checkpoint"
+    if create; then
+      now="$(training)" || now=lost
+      if [ "$now" = running ]; then
+        say "efx runs on TPU $name already"
+        watch
+      elif prepare "$now" && each_slice on_workers start "$@"; then
+        watch
+      else
+        verdict="$(state)" || verdict=''
+      fi
     fi
-  fi
-  exit "$status"
+    case "$verdict" in
+      '' | ACTIVE) fail "copying or starting failed; the lines above say why" ;;
+      ABSENT | DELETING) fail "TPU $name has been deleted" ;;
+      *[!0-9]*) say "training was cut off (TPU $name: $verdict)" ;;
+      *)
+        if [ -n "$delete_after" ]; then
+          delete
+          deleted=yes
+        fi
+        exit "$verdict"
+        ;;
+    esac
+  done
+  say "error: training was cut off $tries times and is not started again (--tries)"
+  exit 1
 }
-deleted=''
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+
+# Copies the tree; where training was cut off on some workers, the others wait for them in vain.
+prepare() {
+  copy && { [ "$1" != lost ] || each_slice on_workers stop; }
+}
 
 case "$step" in
-  run) start "$@" ;;
-  all)
-    create
-    copy
-    start "$@"
-    status=0
-    logs || status=$?
-    if [ -n "$delete_after" ]; then
-      delete
-      deleted=yes
-    fi
-    exit "$status"
+  run) each_slice on_workers start "$@" ;;
+  stop) each_slice on_workers stop ;;
+  delete)
+    delete
+    deleted=yes
     ;;
-  *) "$step" ;;
+  *) "$step" "$@" ;;
 esac

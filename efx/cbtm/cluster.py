@@ -8,11 +8,10 @@ training documents of each cluster (`cluster_<j>.json`), the table (`table.md`) 
 """
 
 import itertools
-import pathlib
 
 import numpy as np
 
-from efx import atomic, run_settings, runfolder, settings, tables
+from efx import atomic, run_settings, runfolder, settings, storage, tables
 from efx.cbtm import CLUSTERS, documents_file
 from efx.cbtm.clustering import ABOUT, Clustering, fit_clustering, purity
 from efx.cbtm.documents import SplitDocuments
@@ -27,7 +26,7 @@ FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 def run(config, workdir, command_line=()):
     """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
-    config, workdir = run_settings.check(config), pathlib.Path(workdir)
+    config, workdir = run_settings.check(config), storage.local_folder(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = runfolder.open_run(
             workdir,

@@ -14,7 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from efx import build, run_settings, runfolder, settings
+from efx import build, run_settings, runfolder, settings, storage
 from efx import step as step_lib
 from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
 from efx.cbtm.clustering import Clustering
@@ -70,7 +70,7 @@ class Ensemble:
     def __init__(self, config, workdir, step=None):
         if step is not None:
             raise UsageError(f"--step={step}: the experts of {workdir} have steps of their own")
-        self.workdir, self._config = pathlib.Path(workdir), config
+        self.workdir, self._config = storage.local_folder(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
         if config.ensemble.top_k > self.count:

@@ -17,11 +17,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from efx import atomic
+from efx import atomic, storage
 from efx.errors import UsageError
 from efx.runfolder import reason
 
 MANIFEST = "efx_manifest.json"
+_OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
 # Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.
 _UNCHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST}
@@ -47,7 +48,7 @@ def warn(line):
 
 def as_root(root):
     """An absolute path object for a local folder or an address such as gs://bucket/folder."""
-    return epath.Path(root if "://" in str(root) else os.path.abspath(root))
+    return epath.Path(root if storage.is_remote(root) else os.path.abspath(root))
 
 
 def numbered(root):
@@ -61,10 +62,14 @@ def numbered(root):
 
 
 def is_finished(folder):
-    """Whether a step was written to the end (it may have been damaged since)."""
-    return (folder / MANIFEST).exists() or all(
-        (folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS
-    )
+    """Whether a step was written to the end (it may have been damaged since).
+
+    On a disk it has its name from then on. In an object store it has it from the beginning, and the
+    manifest comes last.
+    """
+    if (folder / MANIFEST).exists() or storage.is_remote(folder):
+        return (folder / MANIFEST).exists()
+    return all((folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS)
 
 
 def finished_steps(root):
@@ -91,18 +96,34 @@ def listed(steps):
 
 
 def write_manifest(folder, step, metrics):
-    """Writes the size and SHA-256 of every file under `folder`, in one rename."""
-    file_names = sorted(_files(folder))
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(lambda name: _digest(folder / name), file_names))
+    """Writes the size and SHA-256 of every file under `folder`, in one rename.
+
+    Those that processes have left by `write_own_digests` are taken from there.
+    """
+    digests, file_names = {}, sorted(_files(folder))
+    for name in file_names:
+        if _OF_A_PROCESS in name:
+            digests |= json.loads((folder / name).read_text())
+            (folder / name).unlink()
+    file_names = [name for name in file_names if _OF_A_PROCESS not in name]
+    digests |= _digests(folder, [name for name in file_names if name not in digests])
     manifest = {
         "format": 1,
         "step": step,
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
-        "files": dict(zip(file_names, digests, strict=True)),
+        "files": {name: digests[name] for name in file_names},
     }
-    with atomic.replacing(folder / MANIFEST) as temporary:  # of any storage that orbax writes to
-        temporary.write_text(json.dumps(manifest, indent=1))
+    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def write_own_digests(item_folder, item):
+    """Writes the sizes and SHA-256 of the files that this process has written into the folder of
+    an item, so that process 0 need not read those of all."""
+    own = f"ocdbt.process_{jax.process_index()}"
+    names = sorted(_files(item_folder / own, f"{own}/"))
+    digests = {f"{item}/{name}": digest for name, digest in _digests(item_folder, names).items()}
+    path = item_folder / f"{_OF_A_PROCESS}{jax.process_index()}.json"
+    atomic.write_text(path, json.dumps(digests))
 
 
 def read_manifest(folder):
@@ -148,6 +169,11 @@ def verify(folder):
         item, _, file = file_names[first_bad].partition("/")
         # Only the process that read this file knows the details.
         raise Damage(f"item {item}, file {file} {problems.get(first_bad) or 'is damaged'}")
+
+
+def _digests(folder, names):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(lambda name: _digest(folder / name), names), strict=True))
 
 
 def _digest(path):

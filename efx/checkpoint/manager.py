@@ -9,8 +9,9 @@ step that exists under its number is whole, or was damaged afterwards. Orbax its
 values from flipped bytes without a word, and takes an empty folder for the latest step; both are
 caught here.
 
-With several processes every method is called by all of them, on a shared file system. Process 0
-writes the manifest; each process verifies its share of the files.
+With several processes every method is called by all of them, on a shared file system. Each hashes
+the arrays that it has written, process 0 all else, and writes the manifest; each process verifies
+its share of the files.
 """
 
 import dataclasses
@@ -37,6 +38,27 @@ class Restored:
     state: Any
     data_state: dict
     meta: dict
+
+
+class _StateHandler(ocp.StandardCheckpointHandler):
+    """Orbax's own; each process then hashes what it has written, before process 0 goes on."""
+
+    async def async_save(self, directory, *arguments, **options):
+        futures = await super().async_save(directory, *arguments, **options)
+        return [_OwnDigests(directory, futures or [])]
+
+
+class _OwnDigests:
+    """The future of a save: orbax asks for its result in the background, in every process."""
+
+    def __init__(self, directory, futures):
+        self._directory, self._futures = directory, futures
+
+    def result(self, timeout=None):
+        for future in self._futures:
+            future.result(timeout)
+        is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
+        files.write_own_digests(self._directory if is_path else self._directory.path, "state")
 
 
 class Checkpointer:
@@ -168,8 +190,13 @@ class Checkpointer:
         )
 
     def _open(self):
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        handlers.add("state", ocp.args.StandardSave, _StateHandler())
+        for item in ("data", "meta"):
+            handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
         return ocp.CheckpointManager(
             self._root,
+            handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self,  # see should_preserve
                 cleanup_tmp_directories=True,

@@ -4,14 +4,12 @@ A plain run starts from one run (`config.init`), composed adapters from a base a
 expert, a bridged model from its members.
 """
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import runfolder
+from efx import runfolder, storage
 from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
@@ -96,7 +94,7 @@ def _averages(root, step, variables, config, report):
 
 
 def _checkpoints(run, key):
-    folder = pathlib.Path(run)
+    folder = storage.folder(run, key)
     if not folder.is_dir():
         raise UsageError(f"{key}={run}: there is no such run folder")
     return folder / runfolder.CHECKPOINTS

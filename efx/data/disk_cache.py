@@ -12,10 +12,11 @@ import logging
 import os
 import shutil
 import tempfile
+import urllib.parse
 import zlib
 from pathlib import Path
 
-from efx import atomic
+from efx import atomic, storage
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,23 @@ def content_key(*contents):
     """A 32-digit hexadecimal hash of JSON-able `contents`."""
     text = json.dumps(contents, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def fetched(named, address, root):
+    """The folder in the cache that has copies of the files at an address of an object store.
+
+    They are copied again when one of them has changed. A file of a folder below has the name of its
+    path, quoted as in an address. named: the setting and its value.
+    """
+    listed, fetch = storage.remote_files(address, named)
+
+    def build(folder):
+        top = os.path.commonpath([os.path.dirname(remote) for remote, _ in listed])
+        for remote, _ in listed:
+            name = urllib.parse.quote(os.path.relpath(remote, top), safe="")
+            fetch(remote, folder / (name if name != MANIFEST else f"%6D{name[1:]}"))
+
+    return cached_folder(root, "fetched", content_key(address, listed), build)
 
 
 def cached_folder(root, kind, key, build):

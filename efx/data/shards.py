@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic
-from efx.data.disk_cache import content_key, file_digests, remember, remember_for_file
+from efx import atomic, storage
+from efx.data.disk_cache import content_key, fetched, file_digests, remember, remember_for_file
 from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
@@ -87,7 +87,9 @@ class TokenShards:
     """The shards of a folder, memory-mapped."""
 
     def __init__(self, name, folder, max_bytes, root):
-        self.name, self._folder, self._root = name, Path(folder).expanduser(), root
+        is_remote = storage.is_remote(folder)
+        self.name, self._root = name, root
+        self._folder = fetched(name, folder, root) if is_remote else Path(folder).expanduser()
         if not self._folder.is_dir():
             raise UsageError(f"{name}: no such folder")
         shards, dtype = self._list()

@@ -17,8 +17,10 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
-from efx.data.disk_cache import content_key, file_digests
+from efx import storage
+from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
 from efx.errors import UsageError, extra, nearest
 
 KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
@@ -102,16 +104,21 @@ def _open(config_data, spec, root, key, limit, skip=()):
     if kind == "stdlib":
         return TextFiles(name, _stdlib_files(name, skip), limit, root, skip_binary=True)
     if kind == "text":
-        return TextFiles(name, _text_files(name, argument), limit, root)
+        return TextFiles(name, _text_files(name, argument, root), limit, root)
     if kind == "arrayrecord":
-        return ArrayRecords(name, _glob(name, argument), config_data.text_key, limit, root)
+        return ArrayRecords(name, _glob(name, argument, root), config_data.text_key, limit, root)
     if kind == "hf":
         return HuggingFace(name, argument, config_data.text_key, limit, root)
     raise ValueError(f"{kind} is not a source of documents")
 
 
-def _glob(name, pattern):
-    """Files that match `pattern`, sorted; the name of an existing file matches itself alone."""
+def _glob(name, pattern, root):
+    """Files that match `pattern`, sorted; the name of an existing file matches itself alone.
+
+    Those in an object store are copied into the cache folder `root`.
+    """
+    if storage.is_remote(pattern):
+        return _fetched(name, pattern, root)
     path = os.path.expanduser(pattern)
     if os.path.isfile(path):
         return [path]
@@ -122,10 +129,17 @@ def _glob(name, pattern):
     return paths
 
 
-def _text_files(name, argument):
+def _fetched(name, address, root):
+    paths = [path for path in fetched(name, address, root).iterdir() if path.name != MANIFEST]
+    return [str(path) for path in sorted(paths, key=lambda path: unquote(path.name))]
+
+
+def _text_files(name, argument, root):
+    if storage.is_remote(argument):
+        return _fetched(name, argument, root)
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
-        return _glob(name, argument)
+        return _glob(name, argument, root)
     paths = []
     for folder, folders, files in os.walk(path):
         folders[:] = [f for f in folders if not f.startswith(".")]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic
+from efx import atomic, storage
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
@@ -204,7 +204,7 @@ def load_tokenizer(path):
       UsageError: no such file, or not a tokenizer.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = storage.folder(path, "the tokenizer").read_text(encoding="utf-8")
         fields = json.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
+from efx import sharding
 from efx.layers import attention_kernels
 
 MASKED = -1e30
@@ -139,18 +141,21 @@ def attend(
         softcap,
         gaps,
         documents=segment_ids_BT is not None,
+        split=sharding.ways("length") > 1,
         probs=probs_fn is not None,
     )
     chosen = attention_kernels.choose(kernel, case)
     if chosen is not None:
         return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
+    first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
+    if case.split and probs_fn is None and length % sharding.ways("length") == 0:
+        return _over_devices(q_BTNH * scale, k_BSKH, v_BSKH, first_BT, chunk, softcap)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
     v_BKSH = jnp.transpose(v_BSKH, (0, 2, 1, 3))
-    first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
     static = _Static(tuple(spans(length, chunk, window)), softcap)
     if probs_fn is None:
-        out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT)
+        out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, 0)
     else:
         # Left to automatic differentiation, which keeps the probabilities.
         chunks = []
@@ -172,6 +177,36 @@ def attend(
                 )
         out_BKGTH = jnp.concatenate(chunks, axis=3)
     return _join_heads(out_BKGTH)
+
+
+def _over_devices(q_BTNH, k_BSKH, v_BSKH, first_BT, chunk, softcap):
+    """`attend` where devices share a sequence: each has its own queries and the keys and values of
+    all. A device scores them all, also those that come after its queries."""
+    length, parts = q_BTNH.shape[1], sharding.ways("length")
+    if first_BT is None:
+        first_BT = jnp.zeros((1, length), jnp.int32)
+    own = length // parts
+    every_key = (span._replace(keys=length) for span in spans(own, chunk))
+    static = _Static(tuple(every_key), softcap)
+
+    def local(q_BTNH, k_BSKH, v_BSKH, first_BT, start_1):
+        q_BKGTH = _split_heads(q_BTNH, k_BSKH.shape[2])
+        k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
+        return _join_heads(_attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, start_1[0]))
+
+    kv_names = "batch", None, "act_kv_heads", None
+    names = (
+        ("batch", "length", "act_heads", None),
+        kv_names,
+        kv_names,
+        ("batch" if len(first_BT) > 1 else None, "length"),
+        ("length",),
+    )
+    specs = tuple(map(nn.logical_to_mesh_axes, names))
+    starts = jnp.arange(0, length, own, dtype=jnp.int32)
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        q_BTNH, k_BSKH, v_BSKH, first_BT, starts
+    )
 
 
 def _split_heads(q_BTNH, kv_heads):
@@ -196,20 +231,21 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT):
-    """`attend` on scaled queries, heads before time. Reverse mode only.
+def _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, start):
+    """`attend` on scaled queries, heads before time, of which the first is the place `start` of
+    those of the keys. Reverse mode only.
 
     The backward pass computes the probabilities again, block by block, from the scores and the log
     of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its block.
     """
-    return _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT)[0]
+    return _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, start)[0]
 
 
-def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT):
+def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, start):
     def block(span, q0):
         q_BKRH = _rows(_queries(q_BKGTH, q0, span.block))
         k_BKSH_, v_BKSH_ = (_keys(y, span, q0) for y in (k_BKSH, v_BKSH))
-        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT)
+        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT, start)
         top_BKR = jnp.max(scores_BKRS, axis=-1, keepdims=True)
         weights_BKRS = jnp.exp(scores_BKRS - top_BKR)
         sums_BKR = jnp.sum(weights_BKRS, axis=-1, keepdims=True)
@@ -228,11 +264,12 @@ def _attend_forward(static, q_BKGTH, k_BKSH, v_BKSH, first_BT):
             )
             results.append(tuple(_in_a_row(y) for y in blocks))
     out_BKGTH, log_sums_BKGT = (jnp.concatenate(y, axis=3) for y in zip(*results, strict=True))
-    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, first_BT, out_BKGTH, log_sums_BKGT)
+    saved = q_BKGTH, k_BKSH, v_BKSH, first_BT, start, out_BKGTH, log_sums_BKGT
+    return out_BKGTH, saved
 
 
 def _attend_backward(static, saved, d_out_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, first_BT, out_BKGTH, log_sums_BKGT = saved
+    q_BKGTH, k_BKSH, v_BKSH, first_BT, start, out_BKGTH, log_sums_BKGT = saved
     dtype, groups = q_BKGTH.dtype, q_BKGTH.shape[2]
     # The mean over keys of the gradient of the probabilities, by way of the output.
     mean_BKGT = jnp.sum(
@@ -248,7 +285,7 @@ def _attend_backward(static, saved, d_out_BKGTH):
             for y in (q_BKGTH, d_out_BKGTH, log_sums_BKGT, mean_BKGT)
         )
         k_BKSH_, v_BKSH_ = (_keys(y, span, q0) for y in (k_BKSH, v_BKSH))
-        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT)
+        scores_BKRS = _scores(static, span, q0, q_BKRH, k_BKSH_, first_BT, start)
         probs_BKRS = jnp.exp(scores_BKRS - log_sums_BKR)
         d_probs_BKRS = _dot("BKRH,BKSH->BKRS", d_out_BKRH, v_BKSH_)
         d_scores_BKRS = probs_BKRS * (d_probs_BKRS - mean_BKR)
@@ -280,7 +317,7 @@ def _attend_backward(static, saved, d_out_BKGTH):
             d_q_BKGTH = _in_a_row(d_q_blocks)
         d_q.insert(0, d_q_BKGTH)
     d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in d_kv)
-    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None
+    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -327,19 +364,19 @@ def _in_a_row(blocks):
     return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
 
 
-def _scores(static, span, q0, q_BKRH, k_BKSH, first_BT):
+def _scores(static, span, q0, q_BKRH, k_BKSH, first_BT, start):
     """Masked scores of a block of queries in float32, [B, K, R, S]."""
     scores_BKRS = _dot("BKRH,BKSH->BKRS", q_BKRH, k_BKSH)
     if static.softcap:
         scores_BKRS = static.softcap * jnp.tanh(scores_BKRS / static.softcap)
-    allowed_BTS = _allowed(first_BT, q0, span.block, _first_key(span, q0), span.keys)
+    allowed_BTS = _allowed(first_BT, q0, span.block, _first_key(span, q0), span.keys, start)
     scores_BKGTS = _groups(scores_BKRS, q_BKRH.shape[2] // span.block)
     return _rows(jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED))
 
 
-def _allowed(first_BT, q0, queries, k0, keys):
+def _allowed(first_BT, q0, queries, k0, keys, start=0):
     """Which keys the queries of a block may see: bool [B or 1, T, S]."""
-    q_T1, k_1S = q0 + jnp.arange(queries)[:, None], k0 + jnp.arange(keys)[None]
+    q_T1, k_1S = start + q0 + jnp.arange(queries)[:, None], k0 + jnp.arange(keys)[None]
     allowed_BTS = (k_1S <= q_T1)[None]
     if first_BT is not None:
         first_BT = jax.lax.dynamic_slice_in_dim(first_BT, q0, queries, axis=1)

@@ -28,6 +28,7 @@ class Case(NamedTuple):
       window: positions that a query looks back; 0: all.
       gaps: positions do not ascend one by one, as in a routed subsequence.
       documents: rows hold several.
+      split: devices share a sequence.
       probs: something is done to the probabilities.
     """
 
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     softcap: float = 0.0
     gaps: bool = False
     documents: bool = False
+    split: bool = False
     probs: bool = False
 
 
@@ -73,7 +75,7 @@ def choose(name, case):
     here = {"cuda": "gpu", "rocm": "gpu"}.get(platform(), platform())
     if name != "auto":
         kernel = KERNELS[name]
-        reason = kernel.refuses(case)
+        reason = _refuses(kernel, case)
         if kernel.platform != here:
             reason = f"runs on a {kernel.platform} only, and the devices here are of kind {here!r}"
         if reason:
@@ -84,12 +86,20 @@ def choose(name, case):
     reasons = {}
     for candidate, kernel in KERNELS.items():
         if kernel.platform == here:
-            reasons[candidate] = kernel.refuses(case)
+            reasons[candidate] = _refuses(kernel, case)
             if reasons[candidate] is None:
                 return kernel
     if reasons:
         _say_why(tuple(reasons.items()))
     return None
+
+
+def _refuses(kernel, case):
+    if case.split:
+        return "has no place for a sequence that devices share"
+    if case.probs:
+        return "has no place for dropout or masks of attention probabilities"
+    return kernel.refuses(case)
 
 
 @functools.cache
@@ -138,7 +148,6 @@ def _pad(length, *arrays):
 
 def _splash_refuses(case):
     return _first(
-        (case.probs, "has no place for dropout or masks of attention probabilities"),
         (case.window and case.gaps, "has no window by position in a routed subsequence"),
         (case.head_dim % 64, f"wants a head width that is a multiple of 64, not {case.head_dim}"),
     )
@@ -189,7 +198,6 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
 def _cudnn_refuses(case):
     half = jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
     return _first(
-        (case.probs, "has no place for dropout or masks of attention probabilities"),
         (not half, f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
         (case.documents, "has packed documents only by a dense mask, which takes T x T memory"),
         (case.window and case.gaps, "has no window by position in a routed subsequence"),
@@ -218,7 +226,6 @@ def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
 def _triton_refuses(case):
     power = case.head_dim & (case.head_dim - 1) == 0
     return _first(
-        (case.probs, "has no place for dropout or masks of attention probabilities"),
         (case.window, "has no window"),
         (case.softcap, "has no softcap"),
         (

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 
+from efx import storage
 from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
@@ -15,11 +16,12 @@ from efx.runfolder import METRICS_FILE, reason, write_atomic, writing
 WANDB_ID_FILE = "wandb_id"
 SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
+WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on needs of the last
 
 
 def read_metrics(workdir):
     """The rows of a run's metrics.jsonl as a list of dicts; a torn last line is left out."""
-    path = pathlib.Path(workdir) / METRICS_FILE
+    path = storage.folder(workdir) / METRICS_FILE
     try:
         return [row for row, _, _ in _rows(path)]
     except OSError as error:
@@ -32,7 +34,7 @@ def _rows(path):
     A last line that is no row is the write that was under way when the process died. It may end in
     a newline, because extending a row overwrites a complete line.
     """
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         offset = 0
         for number, line in enumerate(file, 1):
             try:

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 
+from efx import storage
 from efx.errors import UsageError, nearest
 
 
@@ -46,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         arguments.extra = argv[end + 1 :]
         arguments.command = f"{self.prog} {shlex.join(argv)}"
         try:
+            if "workdir" in arguments:
+                storage.local_folder(arguments.workdir or "")
             if getattr(arguments, "jobs", 1) < 1:
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
             study(arguments)

@@ -422,7 +422,10 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
-    drawn = any(member.get("depth_routing.train_selection") == "stochastic" for member in members)
+    # Places that are drawn anew are others, and of fixed ones the last may find no room: the share
+    # of a document in its row is rounded.
+    controls = "stochastic", "random_fixed"
+    drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)

@@ -395,6 +395,7 @@ MESHES = {
     "data": dict(data=8),
     "mixed": dict(data=2, fsdp=2, tensor=2),
     "expert": dict(data=2, fsdp=2, expert=2),
+    "sequence": dict(data=2, sequence=4),
 }
 
 
@@ -409,6 +410,11 @@ GATHERED = {
     "adapter_inclusion": 3,
     "latent_mod": 1,
 }
+
+
+# {row: numbers of each token that devices which share a sequence gather at most: its key of two
+# heads of 6, or 32 numbers of every second, which are the routed ones}.
+KEYS_OF_ALL = {"llama_options": 12, "mod_options": 16, "mode_staged": 16}
 
 
 def compiled_on(mesh, model):
@@ -441,6 +447,7 @@ def gathered(compiled):
         *((name, "expert" if EXPERTS in mechanisms(name) else "mixed") for name in REPRESENTATIVES),
         # Routing included, a device needs no other's tokens.
         *((name, "data") for name in GATHERED),
+        *((name, "sequence") for name in KEYS_OF_ALL),
     ],
 )
 def test_eight_devices_are_one(name, mesh):
@@ -451,11 +458,14 @@ def test_eight_devices_are_one(name, mesh):
     mlp = next((block[part] for part in ("encoder_0", "decoder") if part in block), block)["mlp"]
     kernel = mlp.get("experts", mlp)["up"]["kernel"]
     assert len(kernel.sharding.device_set) == 8
-    assert kernel.is_fully_replicated == (mesh == "data")
+    assert kernel.is_fully_replicated == (mesh in ("data", "sequence"))
     result = step(params, jax.device_put(families.tokens(), tokens_sharding))
     same_loss_and_grads(expected, jax.device_get(result))
     if mesh == "data":
         assert gathered(step) <= BATCH * LENGTH * GATHERED[name]
+    if mesh == "sequence":
+        # A device has a half of the rows and a quarter of each: it gets the keys of the others.
+        assert gathered(step) == BATCH // 2 * LENGTH * KEYS_OF_ALL[name]
 
 
 def test_careless_routing_would_gather_the_batch(monkeypatch):

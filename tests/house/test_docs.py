@@ -102,7 +102,9 @@ def check(command, stub):
     elif program == "pip":
         install(words)
     elif program == "sbatch":
-        assert Path(words[0]).is_file(), command
+        where = next(i for i, word in enumerate(words) if not word.startswith("-"))
+        assert Path(words[where]).is_file(), command
+        efx_main(words[where + 1 :])
     elif program == "kubectl":
         assert words[:2] == ["apply", "-f"] and Path(words[2]).is_file(), command
     elif program == "git":
@@ -287,6 +289,8 @@ def test_every_command_is_one_that_its_program_takes(page, stub):
     ("pip install efx", "efx"),
     ("python - <<'END'\nfrom efx import nothing\nEND", "nothing"),
     ("sbatch launch/nothing.sbatch", "nothing"),
+    ("sbatch --nodes=2 launch/gpu_slurm.sbatch --config configs/mod.py:smok --workdir runs/a",
+     "smok"),
     ("make all", "no rule"),
 ])  # fmt: skip
 def test_what_has_gone_stale_fails(command, words, stub):

@@ -1,5 +1,5 @@
-"""The launch scripts, run for real: against a stub Python where only their logic matters, against a
-stub gcloud that plays the TPU's workers, and against pip for the environment they build."""
+"""The launch scripts for one machine, run for real: against a stub Python where only their logic
+matters, and against pip for the environment they build. What all scripts have to be."""
 
 import os
 import re
@@ -10,13 +10,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / ".ci" / "run"])
+STAND_INS = Path(__file__).parent / "stand_ins"
+SCRIPTS = sorted(
+    [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), *STAND_INS.iterdir(), ROOT / ".ci" / "run"]
+)
 BASH = shutil.which("bash")
-TPU = ["--name", "pod", "--zone", "us-west4-a"]
 
 # Stands for an environment's Python: finds itself ready, then shows what it was asked to run.
 STUB = """#!/bin/sh
@@ -256,124 +257,3 @@ def test_multiprocess_starts_all_and_stops_all(stub, tmp_path):
     assert result.returncode == 7
     assert "broken" in result.stderr and "status 7" in result.stderr.splitlines()[-1]
     assert "number of processes" in one_error(call(BASH, LAUNCH / "multiprocess.sh", "--help"))
-
-
-# ---- tpu_pod.sh --------------------------------------------------------------------------------
-
-
-def dry_run(*arguments):
-    """The commands that tpu_pod.sh would run, as lists of words: its output pasted into a shell."""
-    printed = call(BASH, LAUNCH / "tpu_pod.sh", *arguments, "--dry-run")
-    assert printed.returncode == 0, printed.stderr
-    show = r"""{ printf '%s\0' "$FUNCNAME" "$@"; printf '\n\0'; }"""
-    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}\n{printed.stdout}")
-    assert pasted.returncode == 0 and not pasted.stderr, pasted.stderr
-    return [command.split("\0")[:-1] for command in pasted.stdout.split("\n\0")[:-1]]
-
-
-def test_tpu_dry_run_prints_the_sequence():
-    pod = (*TPU, "--type=v5litepod-16", "--project", "lab", "--spot", "--delete-after")
-    commands = dry_run("all", *pod)
-    gcloud = [command for command in commands if command[0] == "gcloud"]
-    assert all(command[1:4] == ["compute", "tpus", "tpu-vm"] for command in gcloud)
-    assert all({"--zone=us-west4-a", "--project=lab"} <= set(command) for command in gcloud)
-    assert [command[4] for command in gcloud] == ["create", "scp", *["ssh"] * 4, "delete"]
-    assert commands[1][0] == "tar" and commands[1][2] == gcloud[1][5]
-    assert {"pod", "--accelerator-type=v5litepod-16", "--spot"} <= set(gcloud[0])
-    assert "--version=v2-alpha-tpuv5-lite" in gcloud[0]
-    assert all("--worker=all" in command for command in gcloud[1:5])
-    assert "--worker=0" in gcloud[5] and "tail" in gcloud[5][7]
-    assert "--quiet" in gcloud[6]
-    assert [command[4] for command in dry_run("all", *TPU, "--type=v6e-8")][-1] == "ssh"
-    assert [command[4] for command in dry_run("delete", *TPU)] == ["delete"]
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (["fly"], "'fly'"),
-        (["create", *TPU], "--type"),
-        (["run", "--name", "pod"], "--zone"),
-        (["run", *TPU, "--config=x"], "--config=x"),
-        (["run", "--name", "--zone", "z"], "--name needs a value"),
-    ],
-)
-def test_tpu_bad_arguments(arguments, named):
-    assert named in one_error(call(BASH, LAUNCH / "tpu_pod.sh", *arguments))
-
-
-def test_tpu_without_gcloud(bare_path):
-    line = one_error(call(BASH, LAUNCH / "tpu_pod.sh", "run", *TPU, PATH=bare_path))
-    assert "gcloud is not installed" in line
-
-
-def test_tpu_copy_run_and_logs_on_a_stub_worker(stub, tmp_path, bare_path):
-    """gcloud is played by a script for which the one worker is a folder of this machine."""
-    home = tmp_path / "worker"
-    home.mkdir()
-    script(
-        tmp_path / "bin" / "gcloud",
-        f"""#!/usr/bin/env bash
-cd '{home}'
-for word in "$@"; do
-  case "$word" in
-    --command=*) exec bash -c "${{word#*=}}" ;;
-    */efx.*) cp "$word" efx.tar.gz ;;
-  esac
-done
-""",
-    )
-    env = dict(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", EFX_VENV=stub, TMPDIR=tmp_path)
-
-    def step(name, *arguments, **more):
-        return call(BASH, LAUNCH / "tpu_pod.sh", name, *TPU, *arguments, **env, **more)
-
-    copied = step("copy")
-    assert copied.returncode == 0, copied.stderr
-    assert (home / "efx" / "launch" / "local.sh").exists()
-    assert not list(tmp_path.glob("efx.*")), "the archive was left behind"
-    prompt = 'it\'s "a" $HOME `b`'
-    started = step("run", "--", "--config", "c.py", "--prompt", prompt, STUB_STATUS=4)
-    assert started.returncode == 0, started.stderr
-    assert "launch/tpu_pod.sh delete --name pod" in started.stderr
-    logs = step("logs")
-    assert logs.returncode == 4
-    words = logs.stdout.splitlines()
-    assert words[:4] == ["-P", "-m", "efx.main", "--workdir"]
-    assert words[5:] == ["--distributed", "--config", "c.py", "--prompt", prompt, "EFX_EXTRAS=tpu"]
-
-
-# ---- clusters ----------------------------------------------------------------------------------
-
-
-def test_slurm_starts_one_process_per_gpu(stub, tmp_path):
-    path = LAUNCH / "gpu_slurm.sbatch"
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", path.read_text(), flags=re.M))
-    assert options["ntasks-per-node"] == options["gpus-per-node"]
-    script(tmp_path / "bin" / "srun", "#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    env = dict(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", EFX_VENV=stub)
-    result = call(BASH, path, "--config=c.py", **env, SLURM_SUBMIT_DIR=ROOT, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "--gpu-bind=none" in result.stdout
-    assert result.stdout.splitlines()[-3:] == ["launch/local.sh", "--distributed", "--config=c.py"]
-    result = call(BASH, path, **env, SLURM_SUBMIT_DIR=tmp_path)
-    assert "is not the efx repository" in one_error(result)
-
-
-def test_jobset_is_consistent_and_documents_its_placeholders():
-    path = LAUNCH / "gke_jobset.yaml"
-    text = path.read_text()
-    job = yaml.safe_load(text)
-    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    chips = container["resources"]["limits"]["google.com/tpu"] * spec["completions"]
-    rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-    assert spec["completions"] == spec["parallelism"] and chips == int(rows) * int(columns)
-    assert "--distributed" in container["args"][0]
-    mounts = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounts == {volume["name"] for volume in pod["volumes"]}
-    comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
-    used = set(re.findall(r"(?<!\w)[A-Z]{4,}(?!\w)", str(job))) - {"SIGTERM"}
-    assert used == set(re.findall(r"^#   ([A-Z]{4,})  ", comments, flags=re.M))

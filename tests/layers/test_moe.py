@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import families
 import jax
@@ -360,10 +361,36 @@ def test_experts_are_split_over_their_axis():
     experts = specs["layers"]["block_0"]["mlp"]["experts"]
     assert experts["up"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
     assert experts["down"]["kernel"].spec == jax.P("expert", "tensor", "fsdp")
+    # Outside of experts the axis splits what the axis fsdp does.
+    attention = specs["layers"]["block_0"]["attention"]
+    assert attention["query"]["kernel"].spec == jax.P(("fsdp", "expert"), "tensor")
     odd = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 3})
     boxed = jax.eval_shape(lambda: models.init(odd, jax.random.key(0))["params"])
     with pytest.raises(UsageError, match=r"experts/down/kernel.*3 does not divide over"):
         sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_devices_exchange_tokens_of_experts(tensor):
+    """Beside an axis that splits the batch and beside one that does not. Each computes on its own
+    rows outside of the experts, and no device ever has the tokens of all."""
+    mesh = sharding.make_mesh(dict(data=1, fsdp=2, tensor=tensor, expert=4 // tensor, sequence=1))
+    rules, spec = sharding.DEFAULT_RULES, (None, "batch", None, "act_embed")
+    x_EBCD = np.random.default_rng(0).normal(size=(4, 8, 3, 16)).astype(np.float32)
+    laid_out = nn.logical_to_mesh_sharding(jax.P(*spec), mesh, rules)
+
+    def there_and_back(x_EBCD):
+        by_expert = "act_expert", "expert_batch", None, "act_embed"
+        y_EBCD = sharding.exchange(x_EBCD, spec, by_expert)
+        return sharding.exchange(2 * y_EBCD, by_expert, spec)
+
+    with sharding.use(mesh, rules):
+        compiled = jax.jit(there_and_back, in_shardings=laid_out).lower(x_EBCD).compile()
+        y_EBCD = compiled(jax.device_put(x_EBCD, laid_out))
+    text = compiled.as_text()
+    assert len(re.findall(r" all-to-all\(", text)) == 2 and "all-gather" not in text
+    np.testing.assert_array_equal(y_EBCD, 2 * x_EBCD)
+    assert y_EBCD.sharding.shard_shape(y_EBCD.shape)[1] == 8 // (2 * (4 // tensor))
 
 
 @pytest.mark.parametrize("batch, experts", [(1, 2), (3, 6), (4, 8), (8, 8)])

@@ -351,7 +351,8 @@ def test_wrong_types_are_told_at_the_call(tmp_path):
 
 
 def test_two_processes(tmp_path):
-    """Two processes save one sharded array; both restore it; damage is told by both."""
+    """Two processes save one sharded array, each with the checksums of its own part; both restore
+    it; damage is told by both."""
     script = """
         import sys, pathlib, jax, jax.numpy as jnp, numpy as np
         root, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -359,7 +360,9 @@ def test_two_processes(tmp_path):
         jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank,
                                    heartbeat_timeout_seconds=30)
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-        from efx.checkpoint import Checkpointer, CheckpointError
+        from efx.checkpoint import Checkpointer, CheckpointError, files
+        digest, hashed = files._digest, []
+        files._digest = lambda path: hashed.append(str(path)) or digest(path)
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
         sharding = NamedSharding(mesh, P("data"))
         whole = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
@@ -372,6 +375,11 @@ def test_two_processes(tmp_path):
             for step in (1, 2, 3):
                 assert c.save(step, {"x": x * step}, {"next_index": step}, {})
                 assert not c.save(step, {"x": x}, {}, {})
+            c.wait()
+            arrays = [path for path in hashed if "ocdbt.process_" in path]
+            assert arrays and all(f"ocdbt.process_{rank}" in path for path in arrays)
+            assert rank == 0 or arrays == hashed
+            assert not list(pathlib.Path(root).rglob("efx_checksums*"))
             r = c.restore(shape)
             assert r.step == 3 and r.data_state == {"next_index": 3} and c.steps() == [2, 3]
             for shard in r.state["x"].addressable_shards:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx import sample, sharding
+from efx import models, sample, sharding
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
@@ -345,6 +345,53 @@ def test_everything_is_compiled_once(compiled):
             make(sampler, prompts, n=30, seeds=[5, 6])
             make(sampler, prompts, n=7, params=other)
     assert compiled() - before == 2
+
+
+# ---- on a mesh ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def split_variables():
+    """{"params": those of `build()`, over all eight devices}, and the sampler's rules."""
+    model, params = build(vocab_multiple=8)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | dict(data=2, fsdp=2, tensor=2))
+    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    shardings = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+    return {"params": jax.device_put(params, shardings)}
+
+
+def test_split_parameters_stay_split():
+    """The text of one device, and nothing in the compiled programs that is as big as all of a
+    parameter that is split: no device ever holds one. They used to be gathered to one device, so
+    that a model that needs several could be trained but not sampled from."""
+    model, params = build(vocab_multiple=8)
+    prompts = [prompt(3, seed=1), prompt(20, seed=2)]
+    for options in (dict(temperature=0.0), dict(temperature=1.0, top_k=12, top_p=0.9)):
+        sampler = sample.Sampler(model, batch_size=2, **options)
+        split_params = split_variables()["params"]
+        assert make(sampler, prompts, n=30, params=split_params) == make(
+            sampler, prompts, n=30, params=params
+        )
+    run, tokens_BT = sample._Run(sampler, split_variables(), prompts, [0, 1]), np.zeros((2, 64))
+    tokens_BT = tokens_BT.astype(np.int32)
+    with sharding.use(run.mesh, sampler._program.rules):
+        given = run.variables, run.cache, run.last_BD
+        rows_B, step = np.ones(2, bool), np.int32(1)
+        prefill = run.prefill.lower(*given, rows_B, tokens_BT, tokens_BT, run.seed_B[0])
+        decode = run.decode_loop.lower(
+            *given, run.length_B, ~rows_B, run.seed_B, step, step, sampler._options
+        )
+        compiled_text = prefill.compile().as_text() + decode.compile().as_text()
+    split = [x for x in jax.tree.leaves(run.variables) if not x.is_fully_replicated]
+    assert len(split) > 10
+    shapes = {
+        f"f32[{','.join(map(str, shape))}]"
+        for x in split
+        for shape in (x.shape, x.sharding.shard_shape(x.shape))
+    }
+    whole = {f"f32[{','.join(map(str, x.shape))}]" for x in split}
+    assert {shape for shape in whole if shape in compiled_text} == set()
+    assert all(shape in compiled_text for shape in shapes - whole)  # so that this looks right
 
 
 # ---- what is reported --------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Meshes and rules: what they make, and that every mistake in them is named."""
 
+import dataclasses
+import itertools
 import re
 import shlex
 
@@ -63,6 +65,61 @@ def test_mesh_of_given_devices():
 def test_impossible_meshes(sizes, message):
     with pytest.raises(UsageError, match=rf"config\.mesh=.*{message}"):
         mesh_of(**sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a mesh is laid out by, of a TPU."""
+
+    id: int
+    coords: tuple
+    slice_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+    core_on_chip: int = 0
+
+    @property
+    def process_index(self):
+        return self.id // 4
+
+
+def chips(slices, rows, columns):
+    places = itertools.product(range(slices), range(rows), range(columns))
+    return [Chip(i, (x, y, 0), n) for i, (n, y, x) in enumerate(places)]
+
+
+def test_a_mesh_splits_physical_axes():
+    """Four neighbours of a row of 16 are an axis: JAX's own mesh refuses that."""
+    laid_out = sharding.make_mesh(ONE | dict(fsdp=64, tensor=4), chips(1, 16, 16)).devices
+    for row in laid_out.reshape(64, 4):
+        (x, y, _), *others = (chip.coords for chip in row)
+        assert others == [(x + i, y, 0) for i in (1, 2, 3)]
+
+
+def test_only_data_goes_over_slices():
+    laid_out = sharding.make_mesh(ONE | dict(data=-1, fsdp=4, tensor=2), chips(2, 4, 4)).devices
+    assert laid_out.shape == (4, 4, 2, 1, 1)
+    slices = np.vectorize(lambda chip: chip.slice_index)(laid_out)
+    np.testing.assert_array_equal(slices[:, 0, 0, 0, 0], [0, 0, 1, 1])
+    assert np.all(slices == slices[:, :1, :1])
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(fsdp=-1), r"data=1 is not a multiple of the 2 groups .*\(config\.mesh\.dcn_data; .*"),
+        (dict(data=-1, dcn_data=4), r"config\.mesh\.dcn_data=4, but there are 2 slices"),
+    ],
+)
+def test_a_mesh_that_slices_have_no_place_for_is_named(sizes, message):
+    with pytest.raises(UsageError, match=message):
+        sharding.make_mesh(ONE | sizes, chips(2, 4, 4))
+
+
+def test_groups_of_devices_are_hosts_or_slices():
+    assert mesh_of(data=8, dcn_data=1).devices.shape == (8, 1, 1, 1, 1)
+    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=2, but there are 1 hosts"):
+        mesh_of(data=8, dcn_data=2)
 
 
 # ---- rules -------------------------------------------------------------------------------------
@@ -138,11 +195,11 @@ def test_tree_shardings():
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     shardings = sharding.tree_shardings(boxed_of("mod"), mesh, DEFAULT_RULES)
     block = shardings["layers"]["block_1"]
-    assert block["mlp"]["up"]["kernel"].spec == P("fsdp", "tensor")
-    assert block["mlp"]["down"]["kernel"].spec == P("tensor", "fsdp")
-    assert block["attention"]["query"]["kernel"].spec == P("fsdp", "tensor")
-    assert block["attention"]["out"]["kernel"].spec == P("tensor", "fsdp")
-    assert shardings["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+    assert block["mlp"]["up"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
+    assert block["mlp"]["down"]["kernel"].spec == P("tensor", ("fsdp", "expert"))
+    assert block["attention"]["query"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
+    assert block["attention"]["out"]["kernel"].spec == P("tensor", ("fsdp", "expert"))
+    assert shardings["embed"]["embedding"].spec == P(("tensor", "fsdp", "expert"), None)
     assert all(axis is None for axis in block["router"].spec)
     # Plain arrays, without names, are replicated: counters of an optimiser.
     mixed = {"params": boxed_of("mod")["norm_final"], "count": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -196,7 +253,7 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
     assert model.padded_vocab == 260
     boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
     placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
-    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp"), None)
+    assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp", "expert"), None)
 
 
 @pytest.mark.parametrize("family", ["decoder", "latent", "encoder_decoder"])

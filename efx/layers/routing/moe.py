@@ -21,7 +21,7 @@ from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
 from efx.layers.mlp import MLP, activate
 from efx.layers.routing import plans
-from efx.sharding import constrain
+from efx.sharding import constrain, exchange
 
 ROUTER_STD = 0.02
 
@@ -85,7 +85,7 @@ class Experts(nn.Module):
 
         h = activate(self.activation, inward)
         if experts_C is None:
-            h = constrain(h, "act_expert", "batch", "act_mlp")
+            h = constrain(h, "act_expert", "expert_batch", "act_mlp")
         features = self.features or x.shape[-1]
         # A width of its own is not split over devices.
         axes = "mlp", "norm" if self.features else "embed"
@@ -265,14 +265,17 @@ def _compute(x_BTD, weight_BTE, plan, experts):
     """Sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
     batch, length, width = x_BTD.shape
     num_experts, _, slots = plan.indices_BC.shape
+    by_row = None, "batch", None, "act_embed"
+    by_expert = "act_expert", "expert_batch", None, "act_embed"
     x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
     weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
-    x_EBCD = constrain(x_EBCD, "act_expert", "batch", None, "act_embed")
+    # Each device takes the tokens of its own rows, then they go to where their expert is.
+    x_EBCD = exchange(x_EBCD, by_row, by_expert)
     # The slots of all rows are the rows of one matrix an expert.
     y_ECD = experts(x_EBCD.reshape(num_experts, batch * slots, width))
     y_EBCD = y_ECD.reshape(num_experts, batch, slots, width)
+    y_EBCD = exchange(y_EBCD, by_expert, by_row)
     y_EBCD = y_EBCD * weight_EBC[..., None].astype(y_EBCD.dtype)
-    y_EBCD = constrain(y_EBCD, "act_expert", "batch", None, "act_embed")
     y_BTD = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)
     return constrain(y_BTD, "batch", "length", "act_embed")
 

@@ -23,7 +23,7 @@ from efx.layers.blocks import apply_dropout, make_attention, make_norm
 from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
 from efx.layers.routing.moe import ExpertLinear, Experts
-from efx.sharding import constrain
+from efx.sharding import constrain, exchange
 
 
 def merge(kind, delta_XBTD):
@@ -40,6 +40,12 @@ def merge(kind, delta_XBTD):
     else:
         merged_BTD = jnp.max(wide_XBTD, axis=0)
     return merged_BTD.astype(delta_XBTD.dtype)
+
+
+# How [X, B, T, D] lies: attention computes all channels of a device's own rows, experts those of
+# their channel.
+BY_ROW = (None, "batch", "length", "act_embed")
+BY_CHANNEL = ("act_expert", "expert_batch", "length", "act_embed")
 
 
 class ChannelAttention(Attention):
@@ -83,7 +89,8 @@ class ChannelAttention(Attention):
     def _out(self, out_BTNH, width):
         batch, length = out_BTNH.shape[:2]
         y = self._by_channel(out_BTNH.reshape(batch, length, -1), self.config.num_heads)
-        y = jnp.moveaxis(y, 2, 0).reshape(self.channels, batch * length, -1)
+        y = exchange(jnp.moveaxis(y, 2, 0), BY_ROW, BY_CHANNEL)
+        y = y.reshape(self.channels, batch * length, -1)
         axes = ("heads", "embed")
         linear = ExpertLinear(
             self.channels, width, axes, self.std_out, self.use_bias, self.dtype, name="out"
@@ -138,7 +145,9 @@ class SharedMLP(nn.Module):
         def inward(name):
             return linear(name, self.hidden, ("embed", "mlp"), self.std)(x_XCD)
 
-        h_XCF = constrain(activate(self.activation, inward), "act_expert", "batch", "act_mlp")
+        h_XCF = constrain(
+            activate(self.activation, inward), "act_expert", "expert_batch", "act_mlp"
+        )
         return linear("down", self.features, ("mlp", "norm"), self.std_out)(h_XCF)
 
 
@@ -158,7 +167,7 @@ class SoftMLP(nn.Module):
         y_XCD = Experts(channels, c.hidden, *options, name="experts")(h_XCD)
         if soft.shared:
             y_XCD = y_XCD + SharedMLP(soft.shared * c.hidden, *options, name="shared")(h_XCD)
-        y_XCD = constrain(y_XCD, "act_expert", "batch", None)
+        y_XCD = constrain(y_XCD, "act_expert", "expert_batch", None)
         # So few features that the axis is not split over devices.
         axes = ("norm", "embed")
         out = CommonLinear(width, axes, c.std_out, c.use_bias, c.dtype, name="out")
@@ -187,10 +196,10 @@ class SoftBlock(nn.Module):
         if info.access == "write":
             return None
         a_XBTD = _dropout(c, "attention_output", a_XBTD, info)
-        h_XBTD = constrain(x_BTD[None] + a_XBTD, "act_expert", "batch", "length", "act_embed")
+        h_XBTD = constrain(x_BTD[None] + a_XBTD, *BY_CHANNEL)
         m_XBTD = SoftMLP(c, name="mlp")(make_norm(c, "norm_mlp")(h_XBTD))
         m_XBTD = _dropout(c, "mlp_output", m_XBTD, info)
-        return merge(c.soft.merge, a_XBTD + m_XBTD)
+        return merge(c.soft.merge, exchange(a_XBTD + m_XBTD, BY_CHANNEL, BY_ROW))
 
 
 def _attention(c):

@@ -1,0 +1,202 @@
+"""Where folders and files may be: on a disk, or in an object store, through epath and fsspec.
+
+An object store has whole objects: no locks, no renames and nothing that is appended to. A run
+folder there is written through a copy on this machine (`Mirror`); text there is read through one
+(`fetched`).
+"""
+
+import contextlib
+import functools
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+
+from efx.errors import UsageError, extra
+
+# By scheme: fsspec's name of the store, which is that of efx's extra. Orbax writes checkpoints to
+# Google's store only.
+_STORES = {"gs": "gcs", "s3": "s3"}
+_OF_RUNS = "gs"
+_UPLOAD_SECONDS = 60  # between two uploads of what a run logs
+
+
+def is_remote(address):
+    """Whether a path or address is in an object store."""
+    return "://" in str(address)
+
+
+def folder(address, setting="--workdir"):
+    """The path of a run folder: pathlib.Path on a disk, epath.Path at gs://BUCKET/FOLDER.
+
+    setting: the one that the address comes from. Raises UsageError for any other address, and for a
+    store that cannot be reached.
+    """
+    if not is_remote(address):
+        return pathlib.Path(address)
+    scheme = str(address).partition("://")[0]
+    if scheme != _OF_RUNS:
+        raise UsageError(
+            f"{setting}={address}: no run can live at {scheme}://, where checkpoints cannot be"
+            " written; give a folder on a disk (or of a bucket that is mounted as one), or"
+            " gs://BUCKET/FOLDER"
+        )
+    return _opened(str(address), setting)
+
+
+@functools.lru_cache
+def _opened(address, setting):
+    store = _store(address, f"{setting}={address}")
+    try:
+        store.info(address)
+    except FileNotFoundError:
+        pass  # it may be made
+    except Exception as error:  # of the store's client: no credentials, no bucket, no network
+        raise unreachable(f"{setting}={address}", error) from error
+    from etils import epath
+
+    return epath.Path(address)
+
+
+def local_folder(address, setting="--workdir"):
+    """The path of a folder that has to be on a disk."""
+    if is_remote(address):
+        raise UsageError(
+            f"{setting}={address}: this needs a folder on a disk; only runs of their own can live"
+            " at gs://"
+        )
+    return pathlib.Path(address)
+
+
+def _store(address, named):
+    """fsspec's file system of an address; named: the setting and its value."""
+    scheme = str(address).partition("://")[0]
+    if scheme not in _STORES:
+        known = " or ".join(f"{name}://" for name in _STORES)
+        raise UsageError(f"{named}: {scheme}:// is not known; use a path, {known}")
+    import fsspec
+
+    name = _STORES[scheme]
+    # Orbax writes past fsspec, which would not see that in a listing that it remembers.
+    fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+    try:
+        return fsspec.filesystem(name)
+    except ImportError as error:
+        raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
+
+
+def unreachable(named, error):
+    """The UsageError for what the client of a store has raised. named: what, for the message."""
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return UsageError(
+        f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
+        " name, the network and the credentials"
+    )
+
+
+def remote_files(pattern, named):
+    """([(address, what changes with its content)], fetch) of the files at an address: those that
+    match, or all below a folder. `fetch(address, path)` copies one to a local file. named: the
+    setting and its value."""
+    store = _store(pattern, named)
+    try:
+        pattern = pattern.rstrip("/")
+        top = re.split(r"/[^/]*[*?[]", pattern)[0]
+        store.info(top)  # which says why it cannot be read; a search only finds nothing
+        found = [pattern] if top == pattern else store.glob(pattern)
+        files = {}
+        for address in found:
+            files |= store.find(address, detail=True)
+    except FileNotFoundError:
+        files = {}
+    except Exception as error:  # see `_opened`
+        raise unreachable(named, error) from error
+    if not files:
+        raise UsageError(f"{named}: no such file or folder, or nothing matches")
+    listed = [
+        (name, [info["size"], str(info.get("etag") or info.get("mtime") or "")])
+        for name, info in sorted(files.items())
+    ]
+
+    def fetch(address, path):
+        try:
+            store.get_file(address, str(path))
+        except Exception as error:  # see `_opened`
+            raise unreachable(named, error) from error
+
+    return listed, fetch
+
+
+class Mirror:
+    """A local folder whose files are those of a run folder; `path` is the run folder itself where
+    that is on a disk.
+
+    What is there by the given names is copied on entry. `upload` copies what is new or changed, and
+    deletes what is gone.
+    """
+
+    def __init__(self, run_folder, names):
+        self._run_folder, self._names = run_folder, names
+        self.path = run_folder
+        self._uploaded = {}  # relative name: (size, time) of the local file
+        self._next = 0.0
+
+    def __enter__(self):
+        if is_remote(self._run_folder):
+            self.path = pathlib.Path(tempfile.mkdtemp(prefix="efx-run-"))
+            for name in self._names:
+                self._download(self._run_folder / name, name)
+        return self
+
+    def _download(self, source, name):
+        if source.is_dir():
+            for child in source.iterdir():
+                self._download(child, f"{name}/{child.name}")
+        elif source.exists():
+            target = self.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+            self._uploaded[name] = _identity(target)
+
+    def upload(self, if_due=False):
+        """if_due: only if the last upload is a minute ago, and the next one will do if it fails."""
+        if self.path == self._run_folder or (if_due and time.monotonic() < self._next):
+            return
+        self._next = time.monotonic() + _UPLOAD_SECONDS
+        try:
+            self._upload()
+        except Exception as error:  # see `_opened`
+            problem = unreachable(self._run_folder, error)
+            if not if_due:
+                raise problem from error
+            print(f"efx: warning: {problem}", file=sys.stderr, flush=True)
+
+    def _upload(self):
+        present = {
+            path.relative_to(self.path).as_posix(): path
+            for path in self.path.rglob("*")
+            if path.is_file()
+        }
+        for name, path in present.items():
+            identity = _identity(path)
+            if self._uploaded.get(name) != identity:
+                (self._run_folder / name).write_bytes(path.read_bytes())
+                self._uploaded[name] = identity
+        for name in self._uploaded.keys() - present.keys():
+            (self._run_folder / name).unlink(missing_ok=True)
+            del self._uploaded[name]
+
+    def __exit__(self, kind, error, trace):
+        if self.path == self._run_folder:
+            return
+        # An error that is being raised already is the one to report.
+        with contextlib.suppress(*([Exception] if kind else [])):
+            self.upload()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _identity(path):
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,331 @@
+"""tpu_pod.sh: its dry run, and all of it against a stand-in for gcloud that plays the cloud."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import BASH, LAUNCH, call, one_error, script
+
+GCLOUD = Path(__file__).parent / "stand_ins" / "gcloud"
+TPU = ["--name", "pod", "--zone", "us-west4-a"]
+
+# Stands for an environment's Python on a worker. What efx does is the word of $STORAGE/plan that
+# belongs to the number of times it has been started there; the last one counts for all later.
+TRAINER = r"""#!/bin/sh
+case "$*" in
+  -c*) echo 3.11.9; exit ;;
+  *environment.py*) echo "$0"; exit ;;
+esac
+me="$STORAGE/$SLICE.$WORKER"
+printf '%s\n' "$@" >"$me.words"
+echo start >>"$me.starts"
+count=$(wc -l <"$me.starts")
+action=$(tr ' ' '\n' <"$STORAGE/plan" | head -n "$count" | tail -n 1)
+echo "start $count: $action"
+trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
+case "$action" in
+  preempted)
+    echo SUSPENDED >"$CLOUD/request"
+    echo PREEMPTED >"$CLOUD/nodes/$SLICE/state"
+    kill -TERM 0 ;;   # as a machine that shuts down does, to all processes
+  rebooted) [ "$WORKER" = 0 ] || kill -TERM 0 ;;
+  finished) exit 0 ;;
+  failed) exit 3 ;;
+  hangs) trap '' TERM; touch "$me.hangs" ;;
+esac
+for _ in $(seq 2000); do sleep 0.05; done
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_real_cloud(monkeypatch, tmp_path):
+    """Whatever a test does, it never reaches the gcloud of this machine."""
+    script(tmp_path / "no cloud" / "gcloud", "#!/bin/sh\necho called >&2; exit 9\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'no cloud'}:{os.environ['PATH']}")
+
+
+class Cloud:
+    """A cloud in a folder, with `WORKERS` workers a slice, and a tree to launch from."""
+
+    def __init__(self, folder, workers):
+        self.folder, self.storage = folder / "cloud", folder / "storage"
+        self.tree, tools = folder / "tree", folder / "tools"
+        self.folder.mkdir()
+        self.storage.mkdir()
+        shutil.copytree(LAUNCH, self.tree / "launch")
+        tools.mkdir()
+        (tools / "gcloud").symlink_to(GCLOUD)
+        script(tools / "python3.11", "#!/bin/sh\n")
+        script(tools / "hostname", '#!/bin/sh\necho "t1v-n-1a2b-w-$WORKER"\n')
+        self.env = {
+            "CLOUD": self.folder,
+            "STORAGE": self.storage,
+            "WORKERS": workers,
+            "EFX_VENV": script(folder / "venv" / "bin" / "python", TRAINER).parent.parent,
+            "EFX_POLL": "0.1",
+            "TMPDIR": folder,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+        }
+        self.next("ACTIVE")
+
+    def next(self, *states):
+        """The states that the next queued resource goes through."""
+        (self.folder / "next").write_text("\n".join(states) + "\n")
+
+    def plan(self, *actions):
+        (self.storage / "plan").write_text(" ".join(actions))
+
+    def step(self, name, *arguments, **env):
+        command = (BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments)
+        return call(*command, **{**self.env, **env})
+
+    def background(self, name, *arguments):
+        """The step as a process that has not ended."""
+        command = [BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments]
+        env = os.environ | {key: str(value) for key, value in self.env.items()}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def calls(self, *words):
+        """The calls of gcloud that hold all words."""
+        calls = (self.folder / "calls").read_text().splitlines()
+        return [each for each in calls if all(word in each for word in words)]
+
+    def starts(self):
+        """{worker: how often efx was started there}."""
+        found = self.storage.glob("*.starts")
+        return {path.stem: len(path.read_text().splitlines()) for path in found}
+
+    def wait_for(self, path):
+        limit = time.monotonic() + 60
+        while not (self.storage / path).exists():
+            assert time.monotonic() < limit, path
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """One slice of two workers."""
+    made = Cloud(tmp_path, workers=2)
+    yield made
+    if (made.folder / "nodes").exists():
+        made.step("stop")
+    assert not list(tmp_path.glob("efx-tpu.*")), "temporary files were left behind"
+
+
+# ---- dry runs and arguments --------------------------------------------------------------------
+
+
+def dry_run(*arguments):
+    """The commands that tpu_pod.sh would run, as lists of words: its output pasted into a shell."""
+    step, *options = arguments
+    printed = call(BASH, LAUNCH / "tpu_pod.sh", step, "--dry-run", *options)
+    assert printed.returncode == 0, printed.stderr
+    show = r"""{ printf '%s\0' "$FUNCNAME" "$@"; printf '\n\0'; }"""
+    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}; mkdir() {show}\n{printed.stdout}")
+    assert pasted.returncode == 0 and not pasted.stderr, pasted.stderr
+    return [command.split("\0")[:-1] for command in pasted.stdout.split("\n\0")[:-1]]
+
+
+def test_dry_run_prints_the_sequence():
+    pod = (*TPU, "--type=v5litepod-16", "--project", "lab", "--spot", "--delete-after")
+    commands = dry_run("all", *pod, "--setup", "mount it", "--", "--prompt", "it's")
+    gcloud = [command for command in commands if command[0] == "gcloud"]
+    assert all(command[1:3] == ["compute", "tpus"] for command in gcloud)
+    assert all({"--zone=us-west4-a", "--project=lab"} <= set(command) for command in gcloud)
+    steps = [" ".join(command[3:5]) for command in gcloud]
+    asks = ["queued-resources list", "tpu-vm list"]
+    copies = ["tpu-vm scp", "tpu-vm ssh", "tpu-vm ssh"]
+    assert steps == [
+        *asks, "queued-resources create", "tpu-vm ssh", *copies, "tpu-vm ssh", "tpu-vm ssh",
+        "tpu-vm ssh", "queued-resources delete",
+    ]  # fmt: skip
+    create, ssh = gcloud[2], [command[7] for command in gcloud if command[4] == "ssh"]
+    assert {"pod", "--node-id=pod", "--accelerator-type=v5litepod-16", "--spot"} <= set(create)
+    assert "--runtime-version=v2-alpha-tpuv5-lite" in create
+    assert all("--worker=all" in command for command in gcloud if command[4] in ("ssh", "scp"))
+    worker = "bash efx/launch/tpu_worker.sh"
+    assert ssh[2:5] == [
+        f"--command={worker} install 'mount it'",
+        f"--command={worker} start --prompt 'it'\\''s'",
+        f"--command={worker} follow +1 pod",
+    ]
+    tar = next(command for command in commands if command[0] == "tar")
+    assert tar[2] == gcloud[4][5]
+    assert "--quiet" in gcloud[-1] and "--force" in gcloud[-1]
+
+
+def test_dry_run_of_single_steps():
+    slices = (*TPU, "--type=v6e-8", "--slices=3")
+    create = dry_run("create", *slices)[-1]
+    assert {"--node-count=3", "--node-prefix=pod", "--runtime-version=v2-alpha-tpuv6e"} <= {*create}
+    stops = dry_run("stop", *slices)
+    assert [each[5] for each in stops if each[4] == "ssh"] == ["pod-0", "pod-1", "pod-2"]
+    one = dry_run("logs", *slices, "--worker", "2:5")
+    assert [each[5:7] for each in one if "follow" in " ".join(each)] == [["pod-2", "--worker=5"]]
+    assert [each[4] for each in dry_run("delete", *TPU)] == ["list", "list", "ssh", "delete"]
+    saved = dry_run("delete", *TPU, "--save", "kept here")
+    assert [each[4] for each in saved if each[0] == "gcloud"][2:] == ["ssh", "scp", "delete"]
+    assert all("kept here" in each[-1 if each[0] == "mkdir" else 7] for each in saved[3:5])
+    assert [each[4] for each in dry_run("delete", *TPU, "--discard")] == ["delete"]
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["fly"], "'fly'"),
+        (["create", *TPU], "--type"),
+        (["run", "--name", "pod"], "--zone"),
+        (["run", "--name", "my_pod", "--zone", "z"], "'my_pod'"),
+        (["run", *TPU, "--config=x"], "--config=x"),
+        (["run", "--name", "--zone", "z"], "--name needs a value"),
+        (["all", *TPU, "--type=v6e-8", "--tries", "0"], "--tries"),
+        (["all", *TPU, "--type=v6e-8", "--slices=two"], "'two'"),
+        (["logs", *TPU, "--worker", "first"], "'first'"),
+    ],
+)
+def test_bad_arguments(arguments, named):
+    assert named in one_error(call(BASH, LAUNCH / "tpu_pod.sh", *arguments))
+
+
+def test_without_gcloud(tmp_path):
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    line = one_error(call(BASH, LAUNCH / "tpu_pod.sh", "run", *TPU, PATH=tmp_path))
+    assert "gcloud is not installed" in line
+
+
+# ---- the cloud ---------------------------------------------------------------------------------
+
+
+def test_create_waits_and_says_the_state(cloud):
+    cloud.next("CREATING", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE")
+    created = cloud.step("create", "--type=v5litepod-16")
+    assert created.returncode == 0, created.stderr
+    said = [line for line in created.stderr.splitlines() if "is " in line and "TPU pod is" in line]
+    states = ["ABSENT", "CREATING", "WAITING_FOR_RESOURCES", "ACTIVE"]
+    assert said == [f"efx: TPU pod is {state}" for state in states]
+    assert "delete --name pod --zone=us-west4-a" in created.stderr.splitlines()[-1]
+    again = cloud.step("create", "--type=v5litepod-16")
+    assert again.returncode == 0 and len(cloud.calls("queued-resources create")) == 1
+    assert "there is no TPU" not in cloud.step("stop").stderr
+
+    # One that has failed before is asked for anew; one that fails now is not, and it says why.
+    (cloud.folder / "request").write_text("FAILED\n")
+    (cloud.folder / "nodes/pod/state").write_text("PREEMPTED\n")
+    cloud.next("PROVISIONING", "FAILED")
+    failed = cloud.step("create", "--type=v5litepod-16")
+    assert failed.returncode == 2
+    assert len(cloud.calls("queued-resources create")) == 2
+    assert "no quota for you" in failed.stderr and "cannot be had" in failed.stderr
+
+
+def test_preempted_twice_training_goes_on_to_its_end(tmp_path):
+    """Two slices of two workers; the arguments arrive as they were given, every time."""
+    cloud = Cloud(tmp_path, workers=2)
+    cloud.plan("preempted", "preempted", "finished")
+    cloud.next("WAITING_FOR_RESOURCES", "ACTIVE")
+    prompt = 'it\'s "a" $HOME `b`'
+    options = ("--type=v5litepod-16", "--slices=2", "--delete-after", "--setup", "touch mounted")
+    done = cloud.step("all", *options, "--", "--config", "c.py", "--prompt", prompt)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert cloud.starts() == dict.fromkeys(("pod-0.0", "pod-0.1", "pod-1.0", "pod-1.1"), 3)
+    assert len(cloud.calls("queued-resources create", "--node-count=2")) == 3
+    assert len(cloud.calls("queued-resources delete")) == 3  # what was preempted, and at the end
+    assert not (cloud.folder / "nodes").exists() and "costs money" not in done.stderr
+    assert "try 3 of 5" in done.stderr
+    words = (cloud.storage / "pod-1.1.words").read_text().splitlines()
+    assert words[:4] == ["-P", "-m", "efx.main", "--workdir"]
+    assert words[5:] == ["--distributed", "--config", "c.py", "--prompt", prompt]
+    for worker in ("pod-0:0", "pod-0:1", "pod-1:0", "pod-1:1"):
+        assert f"[{worker}] start 3: finished" in done.stdout.splitlines()
+
+
+def test_tries_are_bounded(cloud):
+    cloud.plan("preempted")
+    given_up = cloud.step("all", "--type=v5litepod-16", "--tries=2")
+    assert given_up.returncode == 1
+    assert "cut off 2 times" in given_up.stderr
+    assert set(cloud.starts().values()) == {2}
+
+
+def test_a_failure_of_training_is_final(cloud):
+    cloud.plan("failed", "finished")
+    failed = cloud.step("all", "--type=v5litepod-16")
+    assert failed.returncode == 3
+    assert set(cloud.starts().values()) == {1}
+    assert "costs money until it is deleted" in failed.stderr
+
+
+def test_one_worker_that_rebooted_restarts_all(cloud):
+    """The other one, which waits for its peer, is stopped; the TPU is the same one."""
+    cloud.plan("rebooted", "finished")
+    done = cloud.step("all", "--type=v5litepod-16", "--worker=1")
+    assert done.returncode == 0, done.stderr
+    assert set(cloud.starts().values()) == {2}
+    assert (cloud.storage / "pod.0.saved").exists()
+    assert len(cloud.calls("queued-resources create")) == 1
+
+
+def test_stop_delete_and_the_runs_on_own_disks(cloud, tmp_path):
+    cloud.plan("waits")
+    assert "there is no TPU pod" in cloud.step("logs").stderr
+    for step in (["create", "--type=v5litepod-16"], ["copy"]):
+        assert cloud.step(*step).returncode == 0
+    assert "no run has been started" in cloud.step("logs").stderr
+    assert cloud.step("run").returncode == 0
+    again = cloud.step("run")
+    assert again.returncode == 1 and "runs here already" in again.stderr
+    cloud.wait_for("pod.1.starts")
+    refused = cloud.step("delete")
+    assert refused.returncode == 2 and "efx runs on TPU pod" in refused.stderr
+
+    # Started again, `all` follows what runs; the stop of another terminal ends it.
+    follower = cloud.background("all", "--type=v5litepod-16", "--worker=1")
+    while "start 1" not in (line := follower.stdout.readline()):
+        assert line, "`all` ended"
+    assert line == "start 1: waits\n"
+    stopped = cloud.step("stop")
+    assert stopped.returncode == 0 and stopped.stdout.count("efx: ended on worker") == 2
+    assert follower.communicate(timeout=60)[0].startswith("saved\n")
+    assert follower.returncode == 0 and set(cloud.starts().values()) == {1}
+    assert (cloud.storage / "pod.0.saved").exists() and (cloud.storage / "pod.1.saved").exists()
+
+    home = cloud.folder / "nodes/pod/1"
+    run = home / "efx/runs/my mod"
+    script(run / "run.json", "{}")
+    script(run / "checkpoints/9/state", "weights")
+    refused = cloud.step("delete")
+    assert refused.returncode == 2 and f"pod:{run}" in refused.stderr
+    assert not cloud.calls("queued-resources delete")
+    (cloud.folder / "nodes/pod/state").write_text("REPAIRING\n")  # no answer is no permission
+    unseen = cloud.step("delete")
+    assert unseen.returncode == 2 and "cannot see the disks" in unseen.stderr
+    (cloud.folder / "nodes/pod/state").write_text("READY\n")
+    saved = cloud.step("delete", "--save", tmp_path / "kept")
+    assert saved.returncode == 0, saved.stderr
+    assert (tmp_path / f"kept/pod-1{run}/checkpoints/9/state").read_text() == "weights"
+    assert not (cloud.folder / "nodes").exists()
+
+
+def test_efx_that_does_not_end_is_killed(cloud):
+    """And that counts as its end: `all` in another terminal does not start it again."""
+    cloud.plan("hangs")
+    for step in (["create", "--type=v5litepod-16"], ["copy"], ["run"]):
+        assert cloud.step(*step).returncode == 0
+    cloud.wait_for("pod.0.hangs")
+    cloud.wait_for("pod.1.hangs")
+    stopped = cloud.step("stop", EFX_STOP_SECONDS=0)
+    assert stopped.returncode == 0 and stopped.stderr.count("was killed") == 2
+    assert cloud.step("logs").returncode == 137
+
+
+def test_discard_deletes_all_the_same(cloud):
+    assert cloud.step("create", "--type=v5litepod-8").returncode == 0
+    script(cloud.folder / "nodes/pod/0/efx/runs/mod/run.json", "{}")
+    assert cloud.step("delete").returncode == 2
+    assert cloud.step("delete", "--discard").returncode == 0
+    assert not (cloud.folder / "nodes").exists()

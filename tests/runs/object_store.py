@@ -1,0 +1,198 @@
+"""A stand-in for Google Cloud Storage, on a dictionary: fsspec's file system `gcs` (and `s3`), and
+the HTTP interface by which tensorstore reads and writes arrays."""
+
+import contextlib
+import datetime
+import http.server
+import io
+import json
+import sys
+import threading
+import types
+import urllib.parse
+
+import fsspec
+
+OBJECTS = {}  # "bucket/name": (bytes, generation)
+_lock = threading.RLock()
+_generations = iter(range(1, 1 << 60))
+
+
+def put(name, data):
+    with _lock:
+        OBJECTS[name] = (bytes(data), next(_generations))
+        return OBJECTS[name][1]
+
+
+class Store(fsspec.AbstractFileSystem):
+    """Folders are there as long as an object is in them, as in a bucket."""
+
+    protocol = ("gs", "gcs", "s3")
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return str(path).partition("://")[2].strip("/") or str(path).strip("/")
+
+    def info(self, path, **_):
+        path = self._strip_protocol(path)
+        with _lock:
+            if path in OBJECTS:
+                data, generation = OBJECTS[path]
+                return {"name": path, "size": len(data), "type": "file", "etag": generation,
+                        "mtime": datetime.datetime(2026, 1, 1)}  # fmt: skip
+            if any(name.startswith(f"{path}/") for name in OBJECTS):
+                return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def ls(self, path, detail=True, **_):
+        path = self._strip_protocol(path)
+        with _lock:
+            inside = [name for name in OBJECTS if name.startswith(f"{path}/")]
+            names = sorted({f"{path}/" + name[len(path) + 1 :].split("/")[0] for name in inside})
+            names = names or [self.info(path)["name"]]
+            return [self.info(name) for name in names] if detail else names
+
+    def _open(self, path, mode="rb", **_):
+        path = self._strip_protocol(path)
+        if "r" in mode:
+            self.info(path)
+            return io.BytesIO(OBJECTS[path][0])
+        return _Written(path)
+
+    def mkdir(self, path, create_parents=True, **_):
+        """There are no folders to make."""
+
+    def makedirs(self, path, exist_ok=False):
+        pass
+
+    def rm_file(self, path):
+        with _lock:
+            if self._strip_protocol(path) in OBJECTS:
+                del OBJECTS[self._strip_protocol(path)]
+
+    _rm = rm_file
+
+    def rmdir(self, path):
+        pass
+
+    def cp_file(self, path1, path2, **_):
+        put(self._strip_protocol(path2), OBJECTS[self._strip_protocol(path1)][0])
+
+
+class _Written(io.BytesIO):
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+
+    def close(self):
+        if not self.closed:
+            put(self._path, self.getvalue())
+        super().close()
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    """The requests of tensorstore's driver `gcs`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def _answer(self, status, data=b"", **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(data), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _asked(self):
+        """(bucket, name of the object or None, query)."""
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+        parts = url.path.split("/b/", 1)[1].split("/")
+        name = urllib.parse.unquote("/".join(parts[2:])) if len(parts) > 2 else query.get("name")
+        return parts[0], name, query
+
+    def _matches(self, key, query):
+        generation = OBJECTS[key][1] if key in OBJECTS else 0
+        wanted, unwanted = query.get("ifGenerationMatch"), query.get("ifGenerationNotMatch")
+        return wanted in (None, str(generation)) and unwanted != str(generation)
+
+    def do_GET(self):
+        if "/b/" not in self.path:  # a question for credentials
+            return self._answer(404)
+        bucket, name, query = self._asked()
+        with _lock:
+            if name is None:
+                return self._list(bucket, query)
+            key = f"{bucket}/{name}"
+            if key not in OBJECTS:
+                return self._answer(404)
+            data, generation = OBJECTS[key]
+            if not self._matches(key, query):
+                return self._answer(304)
+        if query.get("alt") != "media":
+            about = {"name": name, "generation": str(generation), "size": str(len(data))}
+            return self._answer(200, json.dumps(about).encode())
+        headers = {"x_goog_generation": generation}
+        if asked := self.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            start = int(first) if first else len(data) - int(last)
+            stop = min(int(last) + 1, len(data)) if first and last else len(data)
+            headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            return self._answer(206, data[start:stop], **headers)
+        return self._answer(200, data, **headers)
+
+    def _list(self, bucket, query):
+        begin = f"{bucket}/{query.get('prefix', '')}"
+        names = sorted(name[len(bucket) + 1 :] for name in OBJECTS if name.startswith(begin))
+        low, high = query.get("startOffset", ""), query.get("endOffset")
+        names = [name for name in names if name >= low and (not high or name < high)]
+        items = [{"name": name, "size": str(len(OBJECTS[f"{bucket}/{name}"][0])),
+                  "generation": str(OBJECTS[f"{bucket}/{name}"][1])} for name in names]  # fmt: skip
+        self._answer(200, json.dumps({"items": items}).encode())
+
+    def do_POST(self):
+        bucket, name, query = self._asked()
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        with _lock:
+            if not self._matches(f"{bucket}/{name}", query):
+                return self._answer(412)
+            generation = put(f"{bucket}/{name}", data)
+        about = {"name": name, "generation": str(generation), "size": str(len(data))}
+        self._answer(200, json.dumps(about).encode())
+
+    def do_DELETE(self):
+        bucket, name, query = self._asked()
+        with _lock:
+            if f"{bucket}/{name}" not in OBJECTS:
+                return self._answer(404)
+            del OBJECTS[f"{bucket}/{name}"]
+        self._answer(204)
+
+
+@contextlib.contextmanager
+def standing_in(monkeypatch):
+    """gs:// and s3:// are this store; nothing is asked of any other machine."""
+    for name in ("gs", "gcs", "s3"):
+        fsspec.register_implementation(name, Store, clobber=True)
+    server = http.server.ThreadingHTTPServer(("localhost", 0), _Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://localhost:{server.server_port}")
+    monkeypatch.setenv("GCE_METADATA_ROOT", f"localhost:{server.server_port}")
+    # What orbax asks before it deletes: whether the bucket has real folders.
+    bucket = types.SimpleNamespace(hierarchical_namespace_enabled=False)
+    client = types.SimpleNamespace(get_bucket=lambda name: bucket)
+    cloud = types.ModuleType("google.cloud.storage")
+    cloud.Client = lambda: client
+    google = types.ModuleType("google.cloud")
+    google.storage = cloud
+    monkeypatch.setitem(sys.modules, "google.cloud", google)
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", cloud)
+    try:
+        yield OBJECTS
+    finally:
+        server.shutdown()
+        OBJECTS.clear()

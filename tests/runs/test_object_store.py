@@ -1,0 +1,264 @@
+"""Runs and data in an object store, against a stand-in; and addresses that are refused."""
+
+import io
+import os
+
+import fsspec
+import numpy as np
+import object_store
+import pytest
+
+from efx import main, storage, train, use
+from efx.configs import common
+from efx.data import load, write_token_shards
+from efx.data.tokenizers import ByteTokenizer
+from efx.errors import UsageError
+from efx.metrics import read_metrics
+from efx.studies import sweep
+
+SMALL = {
+    "data.seq_len": 16, "data.batch_size": 8, "model.width": 16, "model.depth": 1,
+    "optim.schedule.warmup_steps": 1, "optim.schedule.decay_steps": 8, "log.every": 1,
+    "sample.every": 2, "sample.max_new_tokens": 4, "evaluate.every": 0, "evaluate.batch_size": 8,
+    "evaluate.max_batches": 1, "checkpoint.every": 2, "checkpoint.keep_best": 0,
+    "checkpoint.keep_last": 1, "mesh.data": -1,
+}  # fmt: skip
+TEXT = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 6000))
+RUN = "gs://bucket/runs/a"
+
+
+@pytest.fixture(scope="module")
+def objects():
+    with pytest.MonkeyPatch.context() as patch, object_store.standing_in(patch) as objects:
+        object_store.put("texts/one/a.txt", TEXT.encode())
+        yield objects
+
+
+def config(tmp, **changes):
+    made = common.base()
+    common.apply(made, SMALL | {"data.cache_dir": str(tmp / "cache")} | changes)
+    return made
+
+
+def losses(workdir):
+    return {row["step"]: row["train/loss"] for row in read_metrics(workdir) if "train/loss" in row}
+
+
+@pytest.fixture(scope="module")
+def run(objects, tmp_path_factory):
+    """A folder in which nothing is to appear, after a run to step 4 in the bucket, and to 6."""
+    tmp = tmp_path_factory.mktemp("here")
+    with pytest.MonkeyPatch.context() as patch:
+        (tmp / "cwd").mkdir()
+        (tmp / "tmp").mkdir()
+        patch.chdir(tmp / "cwd")
+        patch.setattr("tempfile.tempdir", str(tmp / "tmp"))
+        for steps in (4, 6):
+            source = {"data.source": "text:gs://texts/one", "steps": steps}
+            train.train_and_evaluate(config(tmp, **source), RUN)
+    return tmp
+
+
+def test_a_run_in_a_bucket_is_that_of_a_disk(run, objects):
+    """It used to make a folder of the name `gs:` here."""
+    (run / "text").mkdir()
+    (run / "text/a.txt").write_text(TEXT)
+    for steps in (4, 6):
+        source = {"data.source": f"text:{run / 'text'}", "steps": steps}
+        train.train_and_evaluate(config(run, **source), run / "disk")
+    assert losses(RUN) == losses(run / "disk") and len(losses(RUN)) == 6
+    for name in ("step_2.txt", "step_6.txt"):
+        text = objects[f"bucket/runs/a/samples/{name}"][0].decode()
+        assert text == (run / "disk/samples" / name).read_text()
+    names = {name.removeprefix("bucket/runs/a/") for name in objects if name.startswith("bucket")}
+    on_disk = {p.relative_to(run / "disk").as_posix() for p in (run / "disk").rglob("*")}
+    assert {name for name in names if "/" not in name} == {
+        name for name in on_disk if "/" not in name and name != ".lock"
+    } - {"checkpoints", "samples", "tensorboard"}
+    assert sum(name.startswith("tensorboard/") for name in names) == 2
+    assert {name.split("/")[1] for name in names if name.startswith("checkpoints")} == {"6"}
+    assert list((run / "cwd").iterdir()) == list((run / "tmp").iterdir()) == []
+
+
+def test_use_of_a_run_in_a_bucket(run):
+    recorded, stream = (
+        config(run, **{"data.source": "text:gs://texts/one", "steps": 6}),
+        io.StringIO(),
+    )
+    metrics = use.evaluate(recorded, RUN)
+    assert metrics["eval/loss"] == pytest.approx(read_metrics(RUN)[-1]["eval/loss"])
+    recorded.sample.prompt = "abc"
+    use.sample(recorded, RUN, stream=stream)
+    assert stream.getvalue().startswith("abc") and len(stream.getvalue()) > 3
+    # Another run that starts from it, here.
+    second = {"data.source": "text:gs://texts/one", "steps": 1, "init.run": RUN}
+    train.train_and_evaluate(config(run, **second), run / "second")
+
+
+def test_a_bucket_has_no_locks(objects, tmp_path, capsys):
+    from efx import runfolder
+
+    for _ in range(2):
+        with runfolder.Lock("gs://bucket/runs/locked") as lock:
+            lock.take()
+            lock.take()
+        said = capsys.readouterr().err.splitlines()
+        assert said == [
+            "efx: warning: gs://bucket/runs/locked cannot be locked (an object store has no locks):"
+            " see to it that no other launch trains there"
+        ]
+
+
+def test_damage_in_a_bucket(run, objects, capsys):
+    """A flipped byte is found; a step without its manifest, as of a save that was interrupted, is
+    not taken for one."""
+    begin = "bucket/runs/a/checkpoints/6/"
+    name = max(
+        (n for n in objects if n.startswith(f"{begin}state")), key=lambda n: len(objects[n][0])
+    )
+    before, manifest = objects[name], objects[f"{begin}efx_manifest.json"]
+    data = bytearray(before[0])
+    data[len(data) // 2] ^= 1
+    recorded = config(run, **{"data.source": "text:gs://texts/one", "steps": 6})
+    try:
+        object_store.put(name, data)
+        with pytest.raises(
+            UsageError, match="checkpoint 6 in gs://bucket/.* is damaged: item state"
+        ):
+            use.sample(recorded, RUN)
+        objects[name] = before
+        del objects[f"{begin}efx_manifest.json"]
+        with pytest.raises(UsageError, match="there is no finished checkpoint in gs://bucket"):
+            use.sample(recorded, RUN)
+        assert "6 is not a finished checkpoint; ignored" in capsys.readouterr().err
+    finally:
+        objects[name], objects[f"{begin}efx_manifest.json"] = before, manifest
+
+
+def first_inputs(tmp, source):
+    data = load(config(tmp, **{"data.source": source}).data, seed=0)
+    return next(data.train_iterator())["inputs"], data
+
+
+def test_data_in_a_bucket(objects, tmp_path):
+    """A file, a folder, a pattern and tokens; copied once, and again when they have changed."""
+    object_store.put("texts/two/sub/b.txt", TEXT[:3000].encode())
+    object_store.put("texts/two/manifest.json", TEXT[3000:].encode())
+    (tmp_path / "two/sub").mkdir(parents=True)
+    (tmp_path / "two/sub/b.txt").write_text(TEXT[:3000])
+    (tmp_path / "two/manifest.json").write_text(TEXT[3000:])
+    for remote, local in (
+        ("text:s3://texts/two", f"text:{tmp_path}/two"),
+        ("text:s3://texts/two/sub/*.txt", f"text:{tmp_path}/two/sub/b.txt"),
+    ):
+        (there, data), (here, local_data) = (
+            first_inputs(tmp_path, source) for source in (remote, local)
+        )
+        np.testing.assert_array_equal(there, here)
+        assert data.train_tokens == local_data.train_tokens
+    object_store.put("texts/two/sub/b.txt", TEXT[:2000].encode())
+    assert first_inputs(tmp_path, "text:s3://texts/two")[1].train_tokens < data.train_tokens + 2700
+    tokenizer = ByteTokenizer()
+    write_token_shards(tmp_path / "tokens", tokenizer, [TEXT[:5000]], [TEXT[5000:]])
+    for path in (tmp_path / "tokens").iterdir():
+        object_store.put(f"texts/tokens/{path.name}", path.read_bytes())
+    there, here = (
+        first_inputs(tmp_path, f"tokens:{folder}")[0]
+        for folder in ("gs://texts/tokens", tmp_path / "tokens")
+    )
+    np.testing.assert_array_equal(there, here)
+    with pytest.raises(UsageError, match=r"config.data.source='text:gs://texts/no': no such file"):
+        first_inputs(tmp_path, "text:gs://texts/no")
+
+
+def test_an_upload_that_fails(objects, monkeypatch, capsys):
+    """While training goes on it is tried again, with what was missed; at the end it is an error."""
+    run_folder = storage.folder("gs://bucket/runs/mirrored")
+    object_store.put("bucket/runs/mirrored/samples/step_1.txt", b"old")
+    object_store.put("bucket/runs/mirrored/samples/step_2.txt", b"old")
+    with storage.Mirror(run_folder, ("samples", "absent")) as mirror:
+        assert sorted(path.name for path in mirror.path.rglob("*.txt")) == [
+            "step_1.txt",
+            "step_2.txt",
+        ]
+        (mirror.path / "samples/step_2.txt").unlink()
+        (mirror.path / "metrics.jsonl").write_text("rows")
+        with monkeypatch.context() as patch:
+            patch.setattr(object_store, "put", None)
+            mirror.upload(if_due=True)
+            said = capsys.readouterr().err
+            assert said.startswith(
+                "efx: warning: gs://bucket/runs/mirrored cannot be reached: Type"
+            )
+            mirror.upload(if_due=True)  # not due for a minute
+            assert capsys.readouterr().err == ""
+            with pytest.raises(UsageError, match="runs/mirrored cannot be reached"):
+                mirror.upload()
+        local = mirror.path
+    assert not local.exists()
+    kept = {name: data for name, (data, _) in objects.items() if "mirrored" in name}
+    assert kept == {
+        "bucket/runs/mirrored/samples/step_1.txt": b"old",
+        "bucket/runs/mirrored/metrics.jsonl": b"rows",
+    }
+
+
+# ---- addresses that are refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--workdir=s3://b/run"], "--workdir=s3://b/run: no run can live at s3://, where"),
+        (["--workdir=memory://run"], "--workdir=memory://run: no run can live at memory://"),
+        (["--workdir=gs://b/run"], "--workdir=gs://b/run: gs:// needs the extra `gcs`"),
+        (["--workdir=x", "--config.data.source=text:s3://b/t"],
+         "config.data.source='text:s3://b/t': s3:// needs the extra `s3`"),
+        (["--workdir=x", "--config.data.source=tokens:ftp://b/t"],
+         "config.data.source='tokens:ftp://b/t': ftp:// is not known; use a path, gs:// or s3://"),
+        (["--workdir=x", "--config.init.run=s3://b/run"],
+         "config.init.run=s3://b/run: no run can live at s3://"),
+    ],
+)  # fmt: skip
+def test_refused_addresses(arguments, line, tmp_path, root, monkeypatch, capsys):
+    """In one line, before training or reading, and nothing is made."""
+
+    def missing(name):
+        raise ImportError(f"Please install what {name} needs")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fsspec, "filesystem", missing)  # as without the extras
+    monkeypatch.setenv("EFX_CACHE", str(tmp_path / "cache"))
+    storage._opened.cache_clear()
+    modes = [[f"--config={root}/configs/mod.py", "--config.mesh.data=-1"]]
+    if len(arguments) == 1:
+        modes += [["--mode=evaluate"], ["--mode=sample"]]
+    for mode in modes:
+        assert main.main(["efx", *arguments, *mode]) == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert len(said) == 1 and said[0].startswith(f"efx: error: {line}"), said
+    assert os.listdir(tmp_path) == []
+
+
+def test_studies_want_a_disk(capsys):
+    assert sweep.main(["--sweep=x", "--workdir=gs://b/study"]) == 2
+    line = "efx: error: --workdir=gs://b/study: this needs a folder on a disk"
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_store_that_cannot_be_reached(objects, monkeypatch):
+    def refused(self, path, **_):
+        raise PermissionError("anonymous caller\nand more")
+
+    monkeypatch.setattr(object_store.Store, "info", refused)
+    storage._opened.cache_clear()
+    for call in (
+        lambda: storage.folder("gs://closed/run"),
+        lambda: storage.remote_files("gs://closed/text", "--workdir=gs://closed/run"),
+    ):
+        with pytest.raises(UsageError) as error:
+            call()
+        assert str(error.value) == (
+            "--workdir=gs://closed/run cannot be reached: PermissionError: anonymous caller; check"
+            " the name, the network and the credentials"
+        )
