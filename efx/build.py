@@ -158,22 +158,33 @@ def experiment(config, workdir=None, splits=SPLITS):
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages)
 
 
-def without_text(config, vocab_size):
+def without_text(config, vocab_size, devices=None):
     """An `Experiment` on no text, with so many token ids: what a step costs does not depend on it.
 
     A config without `steps` counts as one of 1000.
+
+    Args:
+      devices: those of the mesh, which may be described ones that are not there; None: JAX's own.
     """
     config = run_settings.check(config)
-    mesh, rules = _devices(config)
-    model = _module(config, config, vocab_size, mesh, rules)
+    mesh, rules = _devices(config, devices)
+    if runs := config.model.member_runs:
+        raise UsageError(
+            f"config.model.{runs[0][0]} names another run, and a model that is made of others"
+            " cannot be built without their text"
+        )
+    model = _module_of_run(config, vocab_size, mesh, rules)
+    if config.data.packing:
+        model.check_packing()
+    _check_batch(config, mesh, rules)
     stages = _capacity_stages(model, config.data.seq_len)
     stages = tuple(Stage(0, *stage) for _, *stage in stages)
     return Experiment(config, None, model, mesh, rules, None, config.steps or 1000, stages)
 
 
-def _devices(config):
+def _devices(config, devices=None):
     """(mesh, rules)"""
-    return sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
+    return sharding.make_mesh(config.mesh, devices), sharding.check_rules(config.rules)
 
 
 def _begin(config, workdir, splits):
@@ -217,7 +228,11 @@ def _model(config, tokenizer, mesh, rules):
     members = [
         _member(key, run, tokenizer, config, mesh, rules) for key, run in _member_runs(config.model)
     ]
-    model = _module(config, config, tokenizer.vocab_size, mesh, rules, members)
+    return _module_of_run(config, tokenizer.vocab_size, mesh, rules, members)
+
+
+def _module_of_run(config, vocab_size, mesh, rules, members=()):
+    model = _module(config, config, vocab_size, mesh, rules, members)
     if model.context < config.data.seq_len:
         raise UsageError(
             f"config.model.context={model.context} is shorter than "

@@ -22,9 +22,19 @@ def _define():
     )
     define(flags.DEFINE_string, "config", None, text)
     define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(flags.DEFINE_string, "mode", "train", "train, compose, evaluate, sample or cluster.")
+    define(
+        flags.DEFINE_string,
+        "mode",
+        "train",
+        "train, compose, evaluate, sample, cluster or compile.",
+    )
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
+    text = "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8."
+    define(flags.DEFINE_string, "topology", None, text)
+    text = "compile: token ids (default: as many as the tokenizer has)."
+    define(flags.DEFINE_integer, "vocab_size", None, text)
+    define(flags.DEFINE_bool, "json", None, "compile: print the report as JSON.")
     define(
         flags.DEFINE_bool,
         "distributed",
@@ -75,7 +85,7 @@ def _initial_config(source, workdir, mode):
     if source is not None:
         return load_config(source)
     is_run = workdir is not None and (storage.folder(workdir) / runfolder.CONFIG_FILE).is_file()
-    if not is_run and mode in ("train", "compose", "cluster"):
+    if not is_run and mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
             "--config is missing: a config file, e.g. --config configs/mod.py "
             "(or --workdir of an existing run)"

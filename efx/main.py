@@ -3,9 +3,13 @@
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
-clusters the documents of the config's corpus, for cBTM. Any setting can be changed with
-`--config.<key>=<value>`. A config is a file, `configs/mod.py`, or the name of one that comes with
-efx, `mod`; `mod:smoke` picks a variant of it, and commas join several.
+clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
+for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
+fits, what it communicates and about how long it takes; it needs no --workdir.
+
+Any setting can be changed with `--config.<key>=<value>`. A config is a file, `configs/mod.py`, or
+the name of one that comes with efx, `mod`; `mod:smoke` picks a variant of it, and commas join
+several.
 """
 
 import gc
@@ -30,8 +34,14 @@ from efx.hostmemory import keep_freed_memory
 
 gc.enable()
 
-MODES = ("train", "compose", "evaluate", "sample", "cluster")
-FLAGS_OF_MODES = {"prompt": ("sample",), "step": ("evaluate", "sample")}
+MODES = ("train", "compose", "evaluate", "sample", "cluster", "compile")
+FLAGS_OF_MODES = {
+    "prompt": ("sample",),
+    "step": ("evaluate", "sample"),
+    "topology": ("compile",),
+    "vocab_size": ("compile",),
+    "json": ("compile",),
+}
 # The module whose `evaluate` or `sample` uses what a folder holds, by `runfolder.RESULTS`.
 USES = {
     ("run", "evaluate"): "efx.use",
@@ -50,12 +60,17 @@ def run(argv):
         raise UsageError(
             f"--mode={values.mode}: expected {', '.join(MODES)}{nearest(values.mode, MODES)}"
         )
-    if not values.workdir:
+    if not values.workdir and values.mode != "compile":
         raise UsageError("--workdir is missing: the folder of the run, e.g. --workdir runs/mod")
     for name, modes in FLAGS_OF_MODES.items():
         if values[name].value is not None and values.mode not in modes:
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
+    if values.mode == "compile":
+        _check_compile(values)
     start_jax(values)
+    if values.mode == "compile":
+        _compile(values)
+        return
     config, kind = values.config, runfolder.kind_of_result(values.workdir)
     if values.prompt is not None:
         config.sample.prompt = values.prompt
@@ -68,6 +83,27 @@ def run(argv):
     else:
         action = verb.compose if values.mode == "compose" else verb.train_and_evaluate
         action(config, values.workdir, command_line=argv, started=_STARTED)
+
+
+def _check_compile(values):
+    if values.topology is None:
+        raise UsageError(
+            "--topology is missing: the accelerators to compile for, e.g. --topology=v5e:16x16"
+        )
+    if values.vocab_size is not None and values.vocab_size < 1:
+        raise UsageError(f"--vocab_size={values.vocab_size}: must be at least 1")
+
+
+def _compile(values):
+    from efx import ahead_of_time
+
+    ahead_of_time.compile_and_report(
+        values.config,
+        values.topology,
+        vocab_size=values.vocab_size,
+        workdir=values.workdir,
+        as_json=bool(values.json),
+    )
 
 
 def _module(values, kind):
@@ -92,6 +128,9 @@ def start_jax(values):
         raise UsageError(f"--cpu_devices={values.cpu_devices}: must be at least 0")
     keep_freed_memory()
     cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/jax"))
+    if values.mode == "compile":  # for devices that are not there, on those that every machine has
+        jax.config.update("jax_platforms", "cpu")
+        return
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if values.cpu_devices:

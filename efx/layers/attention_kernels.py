@@ -6,6 +6,7 @@ program compiled ahead of time for other devices has their kernel. Each says wha
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -114,14 +115,20 @@ def _first(*conditions):
 
 
 def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-    """The function on each device's own rows and heads: what a compiler cannot split."""
+    """The function on each device's own rows and heads: what a compiler cannot split. Rows that do
+    not divide over the devices, such as the one of an initialisation, are computed by each."""
     arrays = (q_BTNH, k_BTKH, v_BTKH)
     if segment_ids_BT is not None:
         arrays += (segment_ids_BT,)
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return function(*arrays)
-    q_spec = nn.logical_to_mesh_axes(("batch", None, "act_heads", None))
-    kv_spec = nn.logical_to_mesh_axes(("batch", None, "act_kv_heads", None))
+    (row_axes,) = nn.logical_to_mesh_axes(("batch",))
+    row_axes = (row_axes,) if isinstance(row_axes, str) else row_axes or ()
+    divides = q_BTNH.shape[0] % math.prod(mesh.shape[axis] for axis in row_axes) == 0
+    rows = "batch" if divides else None
+    q_spec = nn.logical_to_mesh_axes((rows, None, "act_heads", None))
+    kv_spec = nn.logical_to_mesh_axes((rows, None, "act_kv_heads", None))
     specs = (q_spec, kv_spec, kv_spec, PartitionSpec(q_spec[0], None))[: len(arrays)]
     return jax.shard_map(function, in_specs=specs, out_specs=q_spec, check_vma=False)(*arrays)
 

@@ -142,7 +142,7 @@ def efx_main(argv):
             main.run(["efx", *argv])
     values = start.value.args[0]
     build(values.config)
-    if fresh:
+    if fresh and values.workdir:
         leave_run(values.workdir, values)
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from efx.errors import UsageError
 from efx.layers import attend, attention_kernels
@@ -124,3 +125,21 @@ def test_the_platform_is_the_mesh_it_is_traced_under():
         seen = []
         jax.eval_shape(lambda x: seen.append(attention_kernels.platform()) or x, 1.0)
     assert seen == ["cpu"]
+
+
+@pytest.mark.parametrize("rows, of_each_device", [(16, 2), (1, 1), (12, 12)])
+def test_rows_that_do_not_divide_are_on_every_device(rows, of_each_device):
+    """As the one row of an initialisation: a mesh of many TPUs could not start otherwise."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rules = [("batch", "data"), ("act_heads", None), ("act_kv_heads", None)]
+    seen = []
+
+    def local(q_BTNH, k_BTKH, v_BTKH):
+        seen.append(q_BTNH.shape[0])
+        return q_BTNH + k_BTKH + v_BTKH
+
+    x = jnp.arange(rows * 4.0).reshape(rows, 2, 1, 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        out = jax.jit(lambda x: attention_kernels._over_devices(local, x, x, x, None))(x)
+    np.testing.assert_array_equal(out, 3 * x)
+    assert seen == [of_each_device]

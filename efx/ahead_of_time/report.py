@@ -1,0 +1,214 @@
+"""What is known of a compiled training step, as text for people and as plain data."""
+
+import dataclasses
+from collections import Counter, defaultdict
+
+from efx.metrics import quantity
+
+_GIB = 2**30
+_SHOWN = 5  # of the largest exchanges
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: the state of the training, its batch. outputs: what is not written over these.
+      temporaries: activations, gradients.
+      chip: what a program may have. fraction: the part of it that JAX takes by itself.
+      refused: what the program would need, if the compiler refused it for that; then nothing else
+        is known.
+    """
+
+    chip: float
+    arguments: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    code: int = 0
+    fraction: float = 1.0
+    refused: float = 0.0
+
+    @property
+    def needed(self):
+        return self.refused or self.arguments + self.temporaries + self.outputs + self.code
+
+    @property
+    def fits(self):
+        return not self.refused and self.needed <= self.chip
+
+    def verdict(self):
+        need, have = _gib(self.needed), _gib(self.chip)
+        if not self.fits:
+            too_much = _gib(self.needed - self.chip)
+            return f"does not fit: needs {need} of {have} a chip, {too_much} too much"
+        text = f"fits: needs {need} of {have} a chip, {_gib(self.chip - self.needed)} to spare"
+        if self.needed > self.fraction * self.chip:
+            text += (
+                f"; but JAX takes {self.fraction:.0%} of a GPU's memory unless"
+                " XLA_PYTHON_CLIENT_MEM_FRACTION says more, here at least"
+                f" {self.needed / self.chip + 0.01:.2f}"
+            )
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step on each device.
+
+    Attributes:
+      by: what `compute` is estimated by. kernels: of attention, from their FLOPs at half of the
+        peak. communication: of all exchanges, if all links of a chip are busy and nothing else is.
+      useful: of the ledger's FLOPs at the peak.
+      missing: {what: runs} of what is in none of these.
+    """
+
+    by: str
+    compute: float
+    kernels: float
+    communication: float
+    useful: float
+    missing: dict
+
+    @property
+    def step(self):
+        """Communication hidden behind computation as far as it goes."""
+        return max(self.compute + self.kernels, self.communication)
+
+    @property
+    def mfu(self):
+        return self.useful / self.step
+
+    @property
+    def mfu_without_overlap(self):
+        return self.useful / (self.compute + self.kernels + self.communication)
+
+
+@dataclasses.dataclass
+class Report:
+    """A training step on a topology. Of a program that does not fit all after `executed_flops` but
+    `memory` is empty.
+
+    Attributes:
+      tokens, ledger_flops, executed_flops: of a step on all devices together.
+      collectives: `hlo.Collective`s, the largest first. kernels: `hlo.KernelCall`s.
+      unknown_loops: loops of unknown length, counted as one trip.
+    """
+
+    topology: str
+    device: str
+    devices: int
+    mesh: dict
+    parameters: int
+    tokens: int
+    ledger_flops: float
+    executed_flops: float
+    memory: Memory = None
+    estimate: Estimate = None
+    collectives: list = dataclasses.field(default_factory=list)
+    kernels: list = dataclasses.field(default_factory=list)
+    unknown_loops: int = 0
+    compile_seconds: float = 0.0
+
+    def by_kind(self):
+        """{kind of collective: (runs, bytes)} a step and device."""
+        total = defaultdict(lambda: [0, 0])
+        for c in self.collectives:
+            total[c.kind][0] += c.runs
+            total[c.kind][1] += c.bytes
+        return {kind: tuple(total[kind]) for kind in sorted(total)}
+
+    def kernel_runs(self):
+        """{kernel: runs a step}"""
+        runs = Counter()
+        for call in self.kernels:
+            runs[call.name] += call.runs
+        return dict(runs)
+
+    def as_dict(self):
+        """All of it as plain data, with what follows from it."""
+        fields = dataclasses.asdict(self)
+        memory, estimate = self.memory, self.estimate
+        fields["memory"] |= {"needed": memory.needed, "fits": memory.fits}
+        fields["collectives_by_kind"] = self.by_kind()
+        fields["kernel_runs"] = self.kernel_runs()
+        if estimate:
+            fields["estimate"] |= {
+                "step": estimate.step,
+                "mfu": estimate.mfu,
+                "mfu_without_overlap": estimate.mfu_without_overlap,
+            }
+        return fields
+
+    def text(self):
+        mesh = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
+        tokens, per_token = (
+            quantity(self.tokens),
+            quantity(self.ledger_flops / self.tokens, "FLOPs"),
+        )
+        lines = [
+            f"{self.topology}: {self.devices} x {self.device}; mesh {mesh}",
+            f"model         {quantity(self.parameters, 'parameters')}, {tokens} tokens a step,"
+            f" {per_token} a token",
+            f"memory        {self.memory.verdict()}",
+        ]
+        if self.memory.refused:
+            return "\n".join(lines)
+        memory, estimate = self.memory, self.estimate
+        lines.append(
+            f"              state and batch {_gib(memory.arguments)}, temporaries"
+            f" {_gib(memory.temporaries)}"
+        )
+        lines.append(
+            f"FLOPs a step  {quantity(self.ledger_flops, 'FLOPs')} by the ledger,"
+            f" {quantity(self.executed_flops, 'FLOPs')} executed (recomputation not counted)"
+        )
+        runs = ", ".join(f"{name} x {count}" for name, count in self.kernel_runs().items())
+        lines.append(f"attention     {f'kernels: {runs}' if runs else 'plain XLA, no kernel'}")
+        lines += self._communication()
+        parts = f"{_ms(estimate.compute)} by {estimate.by}"
+        if estimate.kernels:
+            parts += f" + {_ms(estimate.kernels)} of kernels, by their FLOPs at half of the peak"
+        lines.append(f"step, about   {parts}")
+        lines.append(
+            f"              communication {_ms(estimate.communication)} at the links' full speed,"
+            " if nothing hides it"
+        )
+        lines.append(
+            f"MFU, about    {estimate.mfu:.0%} with communication hidden,"
+            f" {estimate.mfu_without_overlap:.0%} with none of it hidden"
+        )
+        if estimate.missing:
+            missing = ", ".join(f"{what} x {runs}" for what, runs in estimate.missing.items())
+            lines.append(f"              not in the estimate: {missing}")
+        if self.unknown_loops:
+            lines.append(
+                f"              {self.unknown_loops} loops of unknown length count as one trip"
+            )
+        lines.append("An estimate is a lower bound; nothing has run.")
+        return "\n".join(lines)
+
+    def _communication(self):
+        """Lines on what devices exchange."""
+        if not self.collectives:
+            return ["exchanged     nothing"]
+        lines, title = [], "exchanged"
+        for kind, (runs, size) in self.by_kind().items():
+            lines.append(f"{title:13} {kind} x {runs}, {size / 1e6:,.0f} MB a chip")
+            title = ""
+        lines.append(f"{'':13} the largest:")
+        for c in self.collectives[:_SHOWN]:
+            shapes = c.shapes if len(c.shapes) < 60 else f"{c.shapes[:57]}..."
+            where = c.where.rpartition("body/closed_call/")[2][-70:]
+            lines.append(
+                f"{'':15} {c.kind} x {c.runs}, {c.bytes / 1e6:,.0f} MB: {shapes} {where}".rstrip()
+            )
+        return lines
+
+
+def _gib(count):
+    return f"{count / _GIB:.2f} GiB"
+
+
+def _ms(seconds):
+    return f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,445 @@
+"""`--mode=compile`: what is read off a compiled program, the report, and what cannot be asked.
+
+The programs are written by hand in XLA's format, as it prints them for TPUs and GPUs, or compiled
+here for fake CPU devices. One small model is compiled for a TPU where libtpu is installed.
+"""
+
+# ruff: noqa: E501 -- programs have the lines that XLA gives them
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from efx import main
+from efx.ahead_of_time import compile as compile_lib
+from efx.ahead_of_time import hlo, topology
+from efx.ahead_of_time.report import Estimate, Memory, Report
+from efx.config import load_config
+from efx.data.tokenizers import ByteTokenizer
+from efx.errors import UsageError
+from efx.flops import causal_pairs
+from efx.run_settings import check
+
+# A scan of 5 in a scan of 3 as on a TPU, where trip counts stand in the conditions alone.
+LOOPS = """\
+HloModule jit_step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%compared (p.0: s32[], p.1: s32[]) -> pred[] {
+  %p.0 = s32[] parameter(0)
+  %p.1 = s32[] parameter(1)
+  ROOT %gt = pred[] compare(%p.1, %p.0), direction=GT
+}
+
+%inner_condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]{0}) parameter(0)
+  %five = s32[] constant(5)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[] fusion(%i, %five), kind=kLoop, calls=%compared
+}
+
+%inner_body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %b = (s32[], f32[8]{0:T(128)S(1)}) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %y.1 = f32[8]{0:T(128)} get-tuple-element(%b), index=1
+  %reduced = f32[8]{0:T(128)} all-reduce(%y.1), channel_id=1, to_apply=%add, metadata={op_name="jit(step)/mlp"}
+  %fast = f32[8]{0:T(128)} negate(%reduced), backend_config={"window_config":{"estimated_cycles":"7"}}
+  ROOT %t = (s32[], f32[8]{0}) tuple(%j, %fast)
+}
+
+%outer_condition (d: (s32[], f32[8])) -> pred[] {
+  %bound = s32[] constant(4)
+  %d = (s32[], f32[8]{0}) parameter(0)
+  %k = s32[] get-tuple-element(%d), index=0
+  ROOT %lt.1 = pred[] compare(%k, %bound), direction=LT
+}
+
+%outer_body (e: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %e = (s32[], f32[8]{0}) parameter(0)
+  %zero = s32[] constant(0)
+  %y.2 = f32[8]{0} get-tuple-element(%e), index=1
+  %start = (s32[], f32[8]{0}) tuple(%zero, %y.2)
+  ROOT %inner = (s32[], f32[8]{0}) while(%start), condition=%inner_condition, body=%inner_body
+}
+
+ENTRY %main (a: f32[8], /*index=1*/n: s32[]) -> (s32[], f32[8]) {
+  %a = f32[8]{0} parameter(0)
+  %n = s32[] parameter(1)
+  %one = s32[] constant(1)
+  %begin = s32[] copy(%one), backend_config={"window_config":{"estimated_cycles":"100"}}
+  %sorted = f32[8]{0} sort(%a), dimensions={0}, to_apply=%add
+  %init = (s32[], f32[8]{0}) tuple(%begin, %sorted)
+  ROOT %outer = (s32[], f32[8]{0}) while(%init), condition=%outer_condition, body=%outer_body
+}
+"""
+
+PAIR = "  %pair = (s32[], f32[8]{0}) parameter(2)"
+
+
+def program(body, *computations):
+    """A `Program` of an entry with these lines."""
+    blocks = [*computations, "ENTRY %main () -> f32[] {\n" + body + "\n}"]
+    return hlo.Program("HloModule jit_step\n\n" + "\n\n".join(blocks) + "\n")
+
+
+def test_what_is_in_a_loop_runs_as_often_as_the_loop():
+    """The bound less the start, times that of the loop around it."""
+    step = hlo.Program(LOOPS)
+    assert step.unknown_loops == 0
+    assert hlo.collectives(step) == [
+        hlo.Collective("all-reduce", "f32[8]", "jit(step)/mlp", 15, 480)
+    ]
+    assert hlo.estimated_cycles(step) == (100 + 15 * 7, {"sort": 1})
+
+
+@pytest.mark.parametrize(
+    "known, unknown",
+    [
+        ("tuple(%begin, %sorted)", "tuple(%n, %sorted)"),
+        ("while(%init)", "while(%pair)"),
+        ("compare(%k, %bound), direction=LT", "compare(%k, %bound), direction=NE"),
+    ],
+)
+def test_a_loop_of_unknown_length_counts_once_and_is_told(known, unknown):
+    text = LOOPS.replace("%n = s32[] parameter(1)", "%n = s32[] parameter(1)\n" + PAIR)
+    step = hlo.Program(text.replace(known, unknown))
+    assert step.unknown_loops == 1
+    assert hlo.collectives(step)[0].runs == 5
+
+
+def test_xlas_own_trip_count_is_believed():
+    note = ', backend_config={"known_trip_count":{"n":"11"}}'
+    text = LOOPS.replace("body=%outer_body", f"body=%outer_body{note}")
+    assert hlo.collectives(hlo.Program(text))[0].runs == 55
+
+
+@pytest.mark.parametrize("scanned", [6, 1])
+def test_a_program_of_this_jax(scanned):
+    """Compiled here for eight devices: a sum over devices in a scan, and a gather before it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+
+    def step(w, x):
+        w = jax.lax.with_sharding_constraint(w, whole)
+
+        def body(carry, _):
+            return jnp.tanh(jnp.sum(x, axis=0) @ w + carry), None
+
+        return jax.lax.scan(body, jnp.sum(x, axis=0), length=scanned)[0]
+
+    w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=split)
+    found = hlo.collectives(hlo.Program(jax.jit(step).lower(w, x).compile().as_text()))
+    kinds = {c.kind: c for c in found}
+    assert kinds["all-gather"].runs == 1 and kinds["all-gather"].bytes == 4 * 16 * 16
+    assert kinds["all-reduce"].runs in (1, scanned)
+
+
+def test_loops_of_this_jax():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x):
+        def body(x, _):
+            return jnp.tanh(jax.lax.psum(x, "data")), None
+
+        return jax.lax.scan(body, x, length=6)[0]
+
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )  # fmt: skip
+    text = jax.jit(step).lower(jnp.zeros((8, 32))).compile().as_text()
+    (found,) = hlo.collectives(hlo.Program(text))
+    assert (found.kind, found.runs, found.bytes) == ("all-reduce", 6, 6 * 4 * 32)
+
+
+# As TPUs do it: one gather is in the fusion that starts it, in those that it runs beside, and in
+# the one that waits for it.
+ASYNC = [
+    f"""%part.{i} (p.{i}: bf16[1,64]) -> bf16[4,64] {{
+  %p.{i} = bf16[1,64]{{1,0}} parameter(0)
+  %gather.{i} = bf16[4,64]{{1,0}} all-gather(%p.{i}), channel_id=3, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
+  {last}
+}}"""
+    for i, last in enumerate(
+        [
+            'ROOT %c.0 = (bf16[4,64]) custom-call(%gather.0), custom_call_target="AsyncCollectiveStart"',
+            "ROOT %b.1 = bf16[4,64]{1,0} negate(%gather.1)",
+            'ROOT %c.2 = bf16[4,64] custom-call(%gather.2), custom_call_target="AsyncCollectiveDone"',
+        ]
+    )
+]
+SCATTER = """%all-reduce-scatter.1 (q: f32[8,16]) -> f32[2,16] {
+  %q = f32[8,16]{1,0} parameter(0)
+  %whole = f32[8,16]{1,0} all-reduce(%q), channel_id=4
+  %zero = s32[] constant(0)
+  ROOT %own = f32[2,16]{1,0} dynamic-slice(%whole, %zero, %zero), dynamic_slice_sizes={2,16}
+}"""
+
+
+def test_each_exchange_counts_once():
+    step = program(
+        """  %w = bf16[1,64]{1,0} parameter(0)
+  %g = f32[8,16]{1,0} parameter(1)
+  %async-start = bf16[4,64] fusion(%w), kind=kCustom, calls=%part.0
+  %beside = bf16[4,64] fusion(%w), kind=kOutput, calls=%part.1
+  %async-done = bf16[4,64] fusion(%w), kind=kCustom, calls=%part.2
+  %scattered = f32[2,16] fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+  %sum = f32[8,16]{1,0} all-reduce(%g), channel_id=5
+  %ags = (bf16[1,64]{1,0}, bf16[4,64]{1,0}) all-gather-start(%w), channel_id=6, dimensions={0}
+  %agd = bf16[4,64]{1,0} all-gather-done(%ags)
+  %cps = (bf16[1,64]{1,0}, bf16[1,64]{1,0}, u32[], u32[]) collective-permute-start(%w), channel_id=7
+  ROOT %cpd = bf16[1,64]{1,0} collective-permute-done(%cps)""",
+        *ASYNC,
+        SCATTER,
+    )
+    found = {}
+    for c in hlo.collectives(step):
+        found.setdefault(c.kind, []).append((c.runs, c.bytes))
+    assert found == {
+        "all-gather": [(2, 2 * 2 * 4 * 64)],  # the asynchronous one and the one with a start
+        "all-reduce": [(1, 4 * 8 * 16)],
+        "reduce-scatter": [(1, 4 * 8 * 16)],
+        "collective-permute": [(1, 2 * 64)],
+    }
+
+
+SPLASH = """  %m = s8[1,4,4]{{2,1,0}} parameter(0)
+  %q = bf16[2,3,2048,64]{{3,2,1,0}} parameter(1)
+  ROOT %k.{name} = bf16[2,3,2048,64] custom-call(%m, %m, %q, %q, %q), custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,4,{width}]{{2,1,0}}, s8[1,4,{width}]{{2,1,0}}, bf16[2,3,2048,64]{{3,2,1,0}}, bf16[2,3,2048,64]{{3,2,1,0}}, bf16[2,3,2048,64]{{3,2,1,0}}}}, frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 512}}"
+}}}}, metadata={{op_name="jit(train_step)/attention/{name}/pallas_call"}}, backend_config={{"custom_call_config":{{"body":"AAAA"}}}}"""
+CUDNN = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
+  ROOT %a = (bf16[2,4,512,64], f32[2,4,512]) custom-call(%q, %q, %q), custom_call_target="{target}", operand_layout_constraints={{bf16[2,512,4,64]{{3,2,1,0}}, bf16[2,512,4,64]{{3,2,1,0}}}}, backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "512", "512"], "tuple_shapes": []}}, "mask_type": "{mask}", "sliding_window_length": {window}}}}}"""
+
+
+@pytest.mark.parametrize(
+    "text, name, flops",
+    [
+        # 10 of 16 blocks of 512 x 512 lie on or below the diagonal, 7 in a window of two blocks.
+        (SPLASH.format(name="splash_mha_fwd_residuals", width=4), "splash_mha_fwd",
+         2 * 2 * 2 * 3 * 64 * 10 * 512**2),
+        (SPLASH.format(name="splash_mha_dkv_no_residuals", width=2), "splash_mha_dkv",
+         4 * 2 * 2 * 3 * 64 * 7 * 512**2),
+        (CUDNN.format(target="__cudnn$fmhaSoftmax", mask="CAUSAL", window=0),
+         "__cudnn$fmhaSoftmax", 2 * 2 * 2 * 4 * 64 * causal_pairs(512)),
+        (CUDNN.format(target="__cudnn$fmhaSoftmaxBackward", mask="NO_MASK", window=0),
+         "__cudnn$fmhaSoftmaxBackward", 5 * 2 * 2 * 4 * 64 * 512**2),
+        (CUDNN.format(target="__cudnn$fmhaSoftmax", mask="CAUSAL", window=64),
+         "__cudnn$fmhaSoftmax", 2 * 2 * 2 * 4 * 64 * causal_pairs(512, 64)),
+        (SPLASH.format(name="another", width=4), "another", None),
+    ],
+)  # fmt: skip
+def test_flops_of_kernels(text, name, flops):
+    (call,) = hlo.kernels(program(text))
+    assert (call.name, call.runs) == (name, 1)
+    assert call.flops == flops
+
+
+def test_the_roofline_counts_products_and_memory():
+    """A product is bound by its FLOPs, a sum by its memory; of stacked arrays only the layer that
+    is read or written counts."""
+    gemm = """%gemm (l: bf16[128,256], r: bf16[256,64]) -> bf16[128,64] {
+  %l = bf16[128,256]{1,0} parameter(0)
+  %r = bf16[256,64]{1,0} parameter(1)
+  ROOT %d = bf16[128,64]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+    layer = """%layer (s: f32[10,32], i: s32[]) -> f32[10,32] {
+  %s = f32[10,32]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %row = f32[1,32]{1,0} dynamic-slice(%s, %i, %zero.1), dynamic_slice_sizes={1,32}
+  ROOT %put = f32[10,32]{1,0} dynamic-update-slice(%s, %row, %i, %zero.1)
+}"""
+    step = program(
+        """  %l.1 = bf16[128,256]{1,0} parameter(0)
+  %r.1 = bf16[256,64]{1,0} parameter(1)
+  %s.1 = f32[10,32]{1,0} parameter(2)
+  %i.1 = s32[] parameter(3)
+  %product = bf16[128,64]{1,0} fusion(%l.1, %r.1), kind=kCustom, calls=%gemm
+  %stack = f32[10,32]{1,0} fusion(%s.1, %i.1), kind=kLoop, calls=%layer
+  ROOT %twice = bf16[128,64]{1,0} add(%product, %product)""",
+        gemm,
+        layer,
+    )
+    flops, slow = 2 * 128 * 64 * 256, 1e30
+    bytes_of_product = 2 * (128 * 256 + 256 * 64 + 128 * 64)
+    bytes_of_stack = 4 + 2 * 4 * 32
+    bytes_of_sum = 3 * 2 * 128 * 64
+    assert hlo.roofline(step, 1.0, slow) == flops
+    memory = bytes_of_product + bytes_of_stack + bytes_of_sum
+    assert hlo.roofline(step, slow, 1.0) == memory
+    both = hlo.roofline(step, flops / bytes_of_product / 10, 1.0)
+    assert both == pytest.approx(10 * bytes_of_product + bytes_of_stack + bytes_of_sum)
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+def report(**changes):
+    memory = Memory(chip=16 * GIB, arguments=GIB, temporaries=6 * GIB)
+    estimate = Estimate("the compiler's cycles", 0.08, 0.02, 0.05, 0.04, {"sort": 12})
+    moved = [
+        hlo.Collective(
+            "all-gather", "bf16[8,8]", "jit(f)/while/body/closed_call/mlp/up", 24, 48_000_000
+        ),
+        hlo.Collective("all-gather", "bf16[4,8]", "", 24, 2_000_000),
+        hlo.Collective("all-reduce", "f32[]", "loss", 1, 4),
+    ]
+    kernels = [hlo.KernelCall("splash_mha_fwd", 24, 1e9), hlo.KernelCall("splash_mha_fwd", 2, 1e9)]
+    fields = dict(
+        topology="v5e:2x2", device="TPU v5 lite", devices=4, mesh={"fsdp": 4},
+        parameters=1_000_000, tokens=4096, ledger_flops=4e12, executed_flops=5e12, memory=memory,
+        estimate=estimate, collectives=moved, kernels=kernels,
+    )  # fmt: skip
+    return Report(**(fields | changes))
+
+
+def test_the_report_says_all_of_it():
+    text = report().text()
+    for words in (
+        "v5e:2x2: 4 x TPU v5 lite; mesh fsdp 4",
+        "fits: needs 7.00 GiB of 16.00 GiB a chip, 9.00 GiB to spare",
+        "4.00 TFLOPs by the ledger, 5.00 TFLOPs executed",
+        "kernels: splash_mha_fwd x 26",
+        "all-gather x 48, 50 MB a chip",
+        "all-reduce x 1, 0 MB a chip",
+        "all-gather x 24, 48 MB: bf16[8,8] mlp/up",
+        "80.0 ms by the compiler's cycles + 20.0 ms of kernels",
+        "communication 50.0 ms",
+        "40% with communication hidden, 27% with none of it hidden",
+        "not in the estimate: sort x 12",
+    ):
+        assert words in text, text
+    kept = json.loads(json.dumps(report().as_dict()))
+    assert kept["memory"]["fits"] and kept["collectives_by_kind"]["all-gather"] == [48, 50_000_000]
+    assert kept["estimate"]["step"] == 0.1 and kept["kernel_runs"] == {"splash_mha_fwd": 26}
+    slow = report(estimate=dataclasses.replace(report().estimate, communication=0.2))
+    assert slow.estimate.step == 0.2 and slow.estimate.mfu == pytest.approx(0.2)
+    assert "2 loops of unknown length" in report(unknown_loops=2).text()
+    assert "plain XLA, no kernel" in report(kernels=[]).text()
+
+
+def test_what_does_not_fit():
+    chip = topology.CHIPS["v5e"]
+    refused = compile_lib._refused(
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space"
+        " hbm. Used 17.90G of 15.75G hbm. Exceeded hbm capacity by 2.15G.",
+        chip,
+    )
+    text = report(memory=refused, estimate=None, collectives=[], kernels=[]).text()
+    assert text.endswith("does not fit: needs 17.90 GiB of 15.75 GiB a chip, 2.15 GiB too much")
+    other = compile_lib._refused(
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+        " temporaries (1.5T) exceeds available HBM (15.75G).",
+        chip,
+    )
+    assert other.needed == 1536 * GIB and not other.fits
+    with pytest.raises(UsageError, match="the compiler refuses this program: INTERNAL: no luck"):
+        compile_lib._refused("INTERNAL: no\nluck", chip)
+    gpu = Memory(chip=80 * GIB, arguments=70 * GIB, fraction=0.75)
+    assert gpu.fits and "takes 75% of a GPU's memory" in gpu.verdict() and "0.89" in gpu.verdict()
+    assert not Memory(chip=80 * GIB, arguments=81 * GIB).fits
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+def call(root, monkeypatch, *arguments):
+    monkeypatch.chdir(root)
+    return main.main(["efx", "--mode=compile", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--config=mod"], "--topology is missing"),
+        (["--topology=v5e:2x2"], "--config is missing"),
+        (["--config=mod", "--topology=v5e"], "--topology=v5e: expected CHIP:SIZES"),
+        (["--config=mod", "--topology=v5e:2x0"], "--topology=v5e:2x0: expected CHIP:SIZES"),
+        (["--config=mod", "--topology=h10:1x1x8"], "h10 is not one of v5e, .*did you mean 'h100'"),
+        (["--config=mod", "--topology=h100:8"], "--topology=h100:8: GPUs are counted as slices"),
+        (["--config=mod", "--topology=v5e:2x2", "--vocab_size=0"], "--vocab_size=0: must be"),
+        (["--config=mod", "--topology=v5e:2x2", "--step=3"], "--step goes with --mode=evaluate"),
+        (["--config=mod", "--topology=v5e:2x2", "--config.data.tokenizer=chars"],
+         "config.data.tokenizer='chars' has as many ids .* give --vocab_size"),
+    ],
+)  # fmt: skip
+def test_bad_command_lines(root, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(main, "start_jax", lambda values: None)
+    assert call(root, monkeypatch, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("efx: error: ") and re.search(words, line), line
+
+
+def test_flags_of_compiling_go_with_it_alone(root, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    monkeypatch.delattr(main, "start_jax")  # it must not come that far
+    assert main.main(["efx", "--config=mod", "--workdir=x", "--topology=v5e:2x2"]) == 2
+    assert "--topology goes with --mode=compile, not train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, module, extra", [("v5e:2x2", "libtpu", "tpu"), ("h100:1x1x8", "jax_plugins", "cuda12")]
+)
+def test_a_missing_compiler_names_its_extra(name, module, extra, monkeypatch):
+    if module == "libtpu":
+        monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    elif find_spec(module):
+        pytest.skip("JAX's plugin for GPUs is installed")
+    with pytest.raises(UsageError, match=rf"--topology={name} needs .*the extra `{extra}`"):
+        topology.describe(name)
+
+
+def test_ids_of_tokenizers(root, monkeypatch, tmp_path):
+    monkeypatch.chdir(root)
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    for tokenizer, size in (("bytes", 257), ("bpe:4000", 4000), (tmp_path / "tokenizer.json", 257)):
+        config = check(load_config("mod", {"data.tokenizer": str(tokenizer)}))
+        assert compile_lib._vocab_size(config, None) == size
+    monkeypatch.setattr(
+        compile_lib.runfolder, "saved_tokenizer", lambda folder: folder / "tokenizer.json"
+    )
+    config = check(load_config("mod", {"data.tokenizer": "chars"}))
+    assert compile_lib._vocab_size(config, tmp_path) == 257
+
+
+def test_a_small_model_for_a_tpu(root):
+    """The whole way, where libtpu is installed: a MoD model split over four chips."""
+    if find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu)")
+    small = {
+        "model.width": 128, "model.depth": 4, "model.attention.num_heads": 2, "data.seq_len": 128,
+        "data.batch_size": 8, "evaluate.batch_size": 8, "train.dtype": "bfloat16", "mesh.data": 1,
+        "mesh.fsdp": -1, "model.scan_layers": True,
+    }  # fmt: skip
+    given = [f"--config.{key}={value}" for key, value in small.items()]
+    command = [sys.executable, "-m", "efx.main", "--config=mod", "--mode=compile", "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [*command, "--topology=v5e:2x2", *given],
+        cwd=root, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["devices"] == 4 and found["mesh"] == {"fsdp": 4} and found["memory"]["fits"]
+    assert found["memory"]["arguments"] > 12 * found["parameters"] / 4
+    assert found["kernel_runs"] == {"splash_mha_fwd": 4, "splash_mha_dq": 4, "splash_mha_dkv": 4}
+    assert found["unknown_loops"] == 0 and found["estimate"]["compute"] > 0
+    assert found["collectives_by_kind"]["all-reduce"][0] > 0
