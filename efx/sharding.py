@@ -194,7 +194,7 @@ def used_as(x, stored, used):
 
 
 def _used_as_forward(x, stored, used):
-    return used_as(x, stored, used), None
+    return constrain(x, *used), None
 
 
 def _used_as_backward(stored, used, _, gradient):
