@@ -234,6 +234,13 @@ def exchange(x, before, after):
     return constrain(x, *after)
 
 
+def platform():
+    """Of the mesh that is traced for, "cpu", "gpu" or "tpu"; without one, of JAX's own devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    name = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
 def ways(name):
     """Over how many devices the rules split the logical axis, under the mesh that is traced for."""
     mesh = jax.sharding.get_abstract_mesh()

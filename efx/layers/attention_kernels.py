@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
+from efx import sharding
 from efx.errors import UsageError
 
 LANES = 128  # splash wants lengths that are multiples of this
@@ -58,12 +59,6 @@ class Kernel(NamedTuple):
     run: Callable
 
 
-def platform():
-    """Of the mesh that is traced under; without one, of JAX's own devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.default_backend() if mesh.empty else mesh.abstract_device.platform
-
-
 def choose(name, case):
     """The `Kernel` for a case, or None for plain XLA; UsageError for a choice that cannot be.
 
@@ -72,7 +67,7 @@ def choose(name, case):
     """
     if name == "xla":
         return None
-    here = {"cuda": "gpu", "rocm": "gpu"}.get(platform(), platform())
+    here = sharding.platform()
     if name != "auto":
         kernel = KERNELS[name]
         reason = _refuses(kernel, case)

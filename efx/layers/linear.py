@@ -19,12 +19,19 @@ def padded(init, size, axis):
     return draw
 
 
+def _flattened(x):
+    """x [..., D] as [N, D], where that is faster."""
+    if sharding.platform() != "cpu" or sharding.ways("length") > 1:
+        return x
+    return x.reshape(-1, x.shape[-1])
+
+
 class Linear(nn.Module):
     """y = x W (+ b) over the last axis.
 
-    Leading axes are flattened to one before the product: the weight gradient then contracts a
-    single axis, which on XLA:CPU halves the time of a training step and costs nothing elsewhere,
-    but where devices share a sequence: one axis of both rows and places cannot be split over them.
+    On CPUs leading axes are flattened to one before the product: the weight gradient then contracts
+    a single axis, which halves the time of a training step. On TPUs that would move data about, and
+    where devices share a sequence, an axis of both rows and places cannot be split over them.
 
     Attributes:
       features: size of the last axis of the output.
@@ -52,8 +59,7 @@ class Linear(nn.Module):
             jnp.float32,
         )
         x = x.astype(self.dtype)
-        shape = x.shape if sharding.ways("length") > 1 else (-1, x.shape[-1])
-        y = jnp.dot(x.reshape(shape), kernel.astype(self.dtype))
+        y = jnp.dot(_flattened(x), kernel.astype(self.dtype))
         if self.use_bias:
             bias = self.param(
                 "bias",
@@ -94,8 +100,7 @@ class Embedding(nn.Module):
     def attend(self, x):
         """Logits [..., V] in float32 of x [..., D]."""
         table_VD = self.embedding.astype(self.dtype)
-        shape = x.shape if sharding.ways("length") > 1 else (-1, self.features)
-        x_ND = x.astype(self.dtype).reshape(shape)
+        x_ND = _flattened(x.astype(self.dtype))
         logits = jax.lax.dot_general(
             x_ND, table_VD, (((x_ND.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )

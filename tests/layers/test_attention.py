@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from efx import flops
+from efx import flops, sharding
 from efx.layers import attend
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig
@@ -388,8 +388,10 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
 # ---- rotary embedding --------------------------------------------------------------------------
 
 
-def test_rope_turns_pairs():
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_rope_turns_pairs(platform, monkeypatch):
     """Pair i of H/2 turns by position * theta^(-2i/H); lengths stay, only differences matter."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
     x = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
     y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), 100.0))[0, :, 0]
     for row, t in zip(y, (0, 1, 7), strict=True):

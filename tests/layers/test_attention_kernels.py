@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from efx import sharding
 from efx.errors import UsageError
 from efx.layers import attend, attention_kernels
 from efx.layers.attention_kernels import KERNELS, Case
@@ -67,7 +68,7 @@ def test_a_kernel_is_attention_in_plain_xla(name, case):
 
 
 def on(monkeypatch, platform):
-    monkeypatch.setattr(attention_kernels, "platform", lambda: platform)
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
 
 
 HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
@@ -83,10 +84,10 @@ HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
         ("tpu", HALF._replace(gaps=True), "splash"),
         ("tpu", HALF._replace(head_dim=32), None),
         ("tpu", HALF._replace(probs=True), None),
-        ("cuda", HALF, "cudnn"),
-        ("cuda", HALF._replace(documents=True), "triton"),
-        ("cuda", HALF._replace(dtype=jnp.float32), "triton"),
-        ("cuda", HALF._replace(softcap=5.0), None),
+        ("gpu", HALF, "cudnn"),
+        ("gpu", HALF._replace(documents=True), "triton"),
+        ("gpu", HALF._replace(dtype=jnp.float32), "triton"),
+        ("gpu", HALF._replace(softcap=5.0), None),
     ],
 )
 def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
@@ -109,7 +110,7 @@ def test_falling_back_is_said_once(monkeypatch, caplog):
     "platform, name, case, line",
     [
         ("cpu", "splash", HALF, "runs on a tpu only, and the devices here are of kind 'cpu'"),
-        ("cuda", "cudnn", HALF._replace(softcap=1.0), "has no softcap"),
+        ("gpu", "cudnn", HALF._replace(softcap=1.0), "has no softcap"),
         ("tpu", "splash", HALF._replace(gaps=True, window=4), "no window by position"),
     ],
 )
@@ -123,7 +124,7 @@ def test_the_platform_is_the_mesh_it_is_traced_under():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         seen = []
-        jax.eval_shape(lambda x: seen.append(attention_kernels.platform()) or x, 1.0)
+        jax.eval_shape(lambda x: seen.append(sharding.platform()) or x, 1.0)
     assert seen == ["cpu"]
 
 
