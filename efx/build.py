@@ -365,10 +365,10 @@ def finished(config, workdir, step=None, splits=()):
     """
     runfolder.recorded_config(workdir)
     # Averages of parameters are kept by the optimiser; no other has anything that is wanted here.
-    whole = optim.keeps_averages(config.optim.name)
-    build = functools.partial(experiment, splits=splits) if splits or whole else setup
+    with_optimizer = optim.keeps_averages(config.optim.name)
+    build = functools.partial(experiment, splits=splits) if splits or with_optimizer else setup
     built = build(config, workdir)
-    if whole:
+    if with_optimizer:
         shapes = Training(built).shapes
     else:
         shapes = _state(built, _variables(built.model), optax.identity())
@@ -379,7 +379,7 @@ def finished(config, workdir, step=None, splits=()):
             step=step,
             on_damage=c.checkpoint.on_damage,
             vocab_size=built.model.vocab_size,
-            whole=whole,
+            whole=with_optimizer,
         )
     state = restored.state
     params = optim.eval_params(c.optim.name, state.opt_state, state.params)

@@ -138,11 +138,11 @@ def scored(data, config, tokens):
     Args:
       data: Data. config: the `config.evaluate` block. tokens: how many were scored.
     """
-    whole, each = data.scored_tokens("eval"), data.bytes_per_token("eval")
-    size = f"{whole:,} tokens, {round(whole * each):,} bytes"
-    if tokens < whole:
+    in_text, bytes_per_token = data.scored_tokens("eval"), data.bytes_per_token("eval")
+    size = f"{in_text:,} tokens, {round(in_text * bytes_per_token):,} bytes"
+    if tokens < in_text:
         size = (
-            f"{round(tokens):,} tokens, about {round(tokens * each):,} bytes, spread over its"
-            f" {size} (config.evaluate.max_batches={config.max_batches})"
+            f"{round(tokens):,} tokens, about {round(tokens * bytes_per_token):,} bytes, spread"
+            f" over its {size} (config.evaluate.max_batches={config.max_batches})"
         )
     return f"scored: {data.held_out_of()}: {size}"

@@ -62,13 +62,13 @@ def rate_factor(path, shape, base_width):
 def _fan_in_axis(*path):
     """Which axis of a parameter its fan-in is, as far as the rate goes by that; else None."""
     *modules, leaf = path
-    inside = modules[-1] if modules else ""
+    module = modules[-1] if modules else ""
     if leaf == "router":
-        return -2 if inside == EXPERTS else -1
-    if inside == ADAPTER and leaf in ("gate", "entrance"):
+        return -2 if module == EXPERTS else -1
+    if module == ADAPTER and leaf in ("gate", "entrance"):
         return -1
     matrix = leaf in MATRICES and OUTPUT not in modules
-    if matrix or inside == PREDICTOR or (inside == ADAPTER and leaf == "down"):
+    if matrix or module == PREDICTOR or (module == ADAPTER and leaf == "down"):
         return -2
     return None
 

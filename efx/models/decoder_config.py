@@ -46,8 +46,8 @@ class DecoderConfig(ModelConfig):
     def resolved(self):
         """With the preset's values filled in; UsageError for settings that do not go together."""
         preset = PRESETS[self.preset]
-        given = {name: getattr(self, name) for name in preset if getattr(self, name) is not None}
-        filled = preset | given
+        chosen = {name: getattr(self, name) for name in preset if getattr(self, name) is not None}
+        filled = preset | chosen
         check_stack(self, self.depth)
         return dataclasses.replace(
             self,

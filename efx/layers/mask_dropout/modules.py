@@ -67,8 +67,8 @@ def _report(module, m_BTD, applied_BTD, info):
 def _sow_mask(module, applied, counted):
     """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count."""
     if module.is_mutable_collection("masks") and not module.is_initializing():
-        kept = jnp.where(counted, applied >= 0.5, -1)
-        module.sow("masks", "dropout/changed", kept.astype(jnp.int8))
+        rounded = jnp.where(counted, applied >= 0.5, -1)
+        module.sow("masks", "dropout/changed", rounded.astype(jnp.int8))
 
 
 def _param(module, name, init, axes, *shape):

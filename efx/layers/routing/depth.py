@@ -97,9 +97,11 @@ class DepthRouted(nn.Module):
         context = (x_BTD, info, decision.plan) if self.config.kv_for_skipped else None
         run_BT = plans.selected(decision.plan, x_BTD.shape[1])
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
-        told = decision.plan.info(info, decision.budget)
+        routed_info = decision.plan.info(info, decision.budget)
         gate_BT = self._gate(score_BT)
-        return _apply(self.block, decision.plan, start_BTD, x_BTD, gate_BT, told, context), run_BT
+        return _apply(
+            self.block, decision.plan, start_BTD, x_BTD, gate_BT, routed_info, context
+        ), run_BT
 
     # ---- deciding ----
 

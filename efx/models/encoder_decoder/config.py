@@ -83,10 +83,10 @@ class EncoderDecoderConfig(ModelConfig):
         _check_cross(self.width, rope, filled["cross_heads"], filled["cross_kv_heads"])
         off = dict(decoder_input_positions=False, output_positions="none")
         for name, value in off.items() if rope else ():
-            given = filled.get(name, getattr(self, name))
-            if given != value:
+            chosen = filled.get(name, getattr(self, name))
+            if chosen != value:
                 raise UsageError(
-                    f"config.model.{name}={given!r}: positions='rope' has no position embeddings; "
+                    f"config.model.{name}={chosen!r}: positions='rope' has no position embeddings; "
                     f"set it to {value!r}, or positions to 'learned'"
                 )
         return dataclasses.replace(

@@ -102,38 +102,38 @@ class DecoderBlock(nn.Module):
     @nn.compact
     def __call__(self, d_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info): what self-attention attends over instead."""
-        told, read = {"self": info, "cross": info}, {"self": context, "cross": info.encoder}
+        infos, contexts = {"self": info, "cross": info}, {"self": context, "cross": info.encoder}
         if info.decode:
             # Cross-attention keeps keys and values of all tokens. Self-attention, unless it does so
             # too, keeps those of the computed tokens, as they are computed.
-            told["cross"] = info.with_cache(kv_size=info.encoder[1].cache.size)
+            infos["cross"] = info.with_cache(kv_size=info.encoder[1].cache.size)
             if not info.cache.kv_size:
-                told["self"] = info.with_cache(access="both")
+                infos["self"] = info.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
         for kind, block in self.spec.kinds.items():
             if info.access != "write":
-                y_BTD = self._attend(kind, block, d_BTD + delta_BTD, told[kind], read[kind])
+                y_BTD = self._attend(kind, block, d_BTD + delta_BTD, infos[kind], contexts[kind])
                 delta_BTD = delta_BTD + y_BTD
-            elif told[kind].access == "write":
-                self._attend(kind, block, d_BTD, told[kind], read[kind])
+            elif infos[kind].access == "write":
+                self._attend(kind, block, d_BTD, infos[kind], contexts[kind])
         if info.access == "write":
             return None
         if self.config.soft is not None:
             return delta_BTD
         return delta_BTD + masked_mlp(self, self.config, d_BTD + delta_BTD, info)
 
-    def _attend(self, kind, block, x_BTD, info, read):
+    def _attend(self, kind, block, x_BTD, info, context):
         """The increment of an attention, or of the channels that have it for themselves."""
         cross = kind == "cross"
         if block.soft is not None:
             norm_context = "norm_encoder" if cross else "norm_attention"
-            return SoftBlock(block, norm_context, name="soft")(x_BTD, info, read)
+            return SoftBlock(block, norm_context, name="soft")(x_BTD, info, context)
         norm = make_norm(block, "norm_cross" if cross else "norm_attention")
-        if read is not None:
-            norm_read = make_norm(block, "norm_encoder") if cross else norm
-            read = norm_read(read[0]), read[1]
+        if context is not None:
+            norm_context = make_norm(block, "norm_encoder") if cross else norm
+            context = norm_context(context[0]), context[1]
         attention = make_attention(block, "cross_attention" if cross else "attention")
-        y_BTD = attention(norm(x_BTD), info, read)
+        y_BTD = attention(norm(x_BTD), info, context)
         if info.access == "write":
             return None
         name = "dropout_cross_output" if cross else "dropout_attention_output"

@@ -214,9 +214,9 @@ class Compress(nn.Module):
         h_BTD = h_BTD + masked_mlp(self, b, h_BTD, info)
         if c.model.compression == "perceiver":
             return h_BTD
-        others = (LayerSpec(b),) * (c.model.compression_blocks - 1)
-        if others:
-            h_BTD = Stack(others, False, c.model.remat, name="blocks")(h_BTD, info)
+        more_blocks = (LayerSpec(b),) * (c.model.compression_blocks - 1)
+        if more_blocks:
+            h_BTD = Stack(more_blocks, False, c.model.remat, name="blocks")(h_BTD, info)
         return kept(h_BTD)
 
 

@@ -99,16 +99,16 @@ class Latent(LanguageModel):
         c, (batch, length) = self.config, tokens_BT.shape
         info = _check_documents(self, info, length)
         count = -(-length // c.group_size)
-        rest = count * c.group_size - length
+        padding = count * c.group_size - length
 
         def whole_groups(y_BT):
             # Padding comes last, so nothing that counts can depend on it.
-            return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, rest)))
+            return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, padding)))
 
         positions_BT, documents_BT = info.tokens.positions_BT, info.tokens.segment_ids_BT
         if positions_BT is None:
             positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
-        if documents_BT is None and rest:  # padding takes no room in routed blocks, and no mean
+        if documents_BT is None and padding:  # padding takes no room in routed blocks, and no mean
             documents_BT = jnp.ones(tokens_BT.shape, jnp.int32)
         positions_BT = whole_groups(positions_BT)
         info = info.with_tokens(
