@@ -39,7 +39,7 @@ import sys
 import time
 
 from benchmarks import common
-from benchmarks.accelerator_parts import COLUMNS, PARTS, Setup, Skipped, Unfinished
+from benchmarks.accelerator_parts import COLUMNS, PARTS, Setup, Skipped, Unfinished, failure
 from efx import tables
 from efx.errors import UsageError, nearest
 from efx.runfolder import git_revision
@@ -103,9 +103,8 @@ def _measure(part, setup, record):
             return TIME_IS_UP
         except Skipped as reason:
             rows = {"": {"says": f"skipped: {reason}"}}
-        except Exception as error:  # out of memory, say, or a kernel that does not compile
-            first_line = (str(error).splitlines() or [""])[0]
-            rows = {"": {"says": f"FAILED: {type(error).__name__}: {first_line[:300]}"}}
+        except Exception as error:
+            rows = {"": failure(error)}
         longest = max(longest, time.monotonic() - begin)
         record.add(part, title, rows)
         record.show(title)
@@ -177,7 +176,9 @@ class Record:
             print("; ".join([row["name"], *cells, row["cells"]["says"]]), flush=True)
 
     def forget(self, part):
-        self._write([row for row in self.result["rows"] if row["part"] != part])
+        kept = [row for row in self.result["rows"] if row["part"] != part]
+        if kept != self.result["rows"]:
+            self._write(kept)
 
     def add(self, part, title, rows):
         """rows: {what comes after the title in a row's name: {column: value}}."""

@@ -150,7 +150,7 @@ class Transformers:
             intermediate_size=block.hidden,
             num_hidden_layers=arguments.depth,
             num_attention_heads=arguments.heads,
-            num_key_value_heads=block.num_kv_heads,
+            num_key_value_heads=block.attention.num_kv_heads,
             max_position_embeddings=arguments.context,
             bos_token_id=None,
             eos_token_id=None,
