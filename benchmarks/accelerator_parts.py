@@ -4,6 +4,7 @@ A part is a function of the `Setup` that yields (title, function): the function 
 {what comes after the title in a row's name: {column: value}}.
 """
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -426,6 +427,7 @@ def _steps(setup, configs, *, vocab=VOCAB, mfu_target=None, saving_target=None):
 
 def _fitting(config, vocab, rounds):
     """`common.TrainingStep` of a config, with half its batch as often as memory demands."""
+    config = copy.deepcopy(config)
     while True:
         try:
             return common.training_steps({"": config}, vocab, rounds, warmup=2)[""]
@@ -433,7 +435,7 @@ def _fitting(config, vocab, rounds):
             if "RESOURCE_EXHAUSTED" not in str(error) or config.data.batch_size == 1:
                 raise
         gc.collect()
-        config = apply(config, {"data.batch_size": config.data.batch_size // 2})
+        apply(config, {"data.batch_size": config.data.batch_size // 2})
 
 
 def decoding(setup):

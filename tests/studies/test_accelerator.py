@@ -205,6 +205,7 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     assert accelerator_parts._fitting(config, 64, 1) == 4 and tried == [16, 8, 4]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         accelerator_parts._fitting(config, 0, 1)
+    assert tried[3:] == [16]  # which no smaller batch would mend
 
 
 def test_training_steps_are_compared_by_tokens(monkeypatch):
