@@ -1,12 +1,15 @@
-"""Shared by the benchmarks: limits on CPUs, and tables of measurements."""
+"""Shared by the benchmarks: limits on CPUs, training steps in turns, and tables of measurements."""
 
+import dataclasses
 import functools
 import os
 import sys
 
 import numpy as np
 
+from efx import flops
 from efx.errors import UsageError
+from efx.studies.step_time import Stepper, Times, random_tokens, take_turns
 
 
 def command(main):
@@ -31,6 +34,70 @@ def limit_cpus(count):
     allowed = sorted(os.sched_getaffinity(0))[:count]
     os.sched_setaffinity(0, allowed)
     return len(allowed)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """What a training step of a model costs.
+
+    Attributes:
+      times: of the steps that were timed.
+      memory: bytes that the compiled step needs, see `Stepper`. parameters: how many.
+    """
+
+    model: object
+    batch: int
+    context: int
+    times: Times
+    memory: int
+    parameters: int
+
+    @property
+    def tokens_per_second(self):
+        return self.batch * self.context / self.times.median
+
+    @property
+    def executed(self):
+        """FLOPs as traced, which sees products of plain XLA and none inside of a kernel."""
+        return flops.TRAIN_FACTOR * flops.executed(self.model, self.context, self.batch)
+
+    @property
+    def nominal(self):
+        """FLOPs by the papers' convention."""
+        return self.per_token * self.batch * self.context
+
+    @property
+    def per_token(self):
+        """`nominal` of one token."""
+        return self.model.ledger(self.context).train_flops(1)
+
+
+def training_steps(configs, vocab_size, steps, warmup):
+    """{name: `TrainingStep`} of configs of equal batches, whose steps take turns on random tokens.
+
+    Args:
+      configs: {name: config}.
+      steps, warmup: timed and untimed ones of each.
+    """
+    steppers = {name: Stepper(config, vocab_size) for name, config in configs.items()}
+    data = next(iter(configs.values()))
+    batches = random_tokens(data, vocab_size, warmup + steps)
+    turns = take_turns(
+        {name: lambda turn, step=step: step(batches[turn]) for name, step in steppers.items()},
+        steps,
+        warmup,
+    )
+    return {
+        name: TrainingStep(
+            model=step.model,
+            batch=data.data.batch_size,
+            context=data.data.seq_len,
+            times=turns[name],
+            memory=step.memory,
+            parameters=flops.count_params(step.state.params),
+        )
+        for name, step in steppers.items()
+    }
 
 
 def ratio(measured, baseline):

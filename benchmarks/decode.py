@@ -131,9 +131,14 @@ def prefill_flops(model, params, arguments):
 
 
 class Transformers:
-    """Hugging Face's Llama of the same shapes, greedy."""
+    """Hugging Face's Llama of the same shapes, greedy.
 
-    def __init__(self, model, arguments):
+    Args:
+      model: the dense one. device: of PyTorch, "cpu" or "cuda".
+      cache: "static", which PyTorch compiles for on a GPU, or None for the default.
+    """
+
+    def __init__(self, model, arguments, device="cpu", cache=None):
         import torch
         import transformers
 
@@ -145,32 +150,33 @@ class Transformers:
             intermediate_size=block.hidden,
             num_hidden_layers=arguments.depth,
             num_attention_heads=arguments.heads,
-            num_key_value_heads=block.num_kv_heads,
+            num_key_value_heads=block.attention.num_kv_heads,
             max_position_embeddings=arguments.context,
             bos_token_id=None,
             eos_token_id=None,
         )
-        self.torch = torch
-        self.model = (
-            transformers.LlamaForCausalLM(config).eval().to(getattr(torch, arguments.dtype))
-        )
+        self.torch, self.device, self.cache = torch, device, cache
+        self.model = transformers.LlamaForCausalLM(config).eval()
+        self.model = self.model.to(device, getattr(torch, arguments.dtype))
 
     def measure(self, batch, arguments):
         rng = np.random.default_rng(1)
         prompts = rng.integers(0, arguments.vocab, (batch, arguments.prompt))
-        ids = self.torch.as_tensor(prompts)
+        ids = self.torch.as_tensor(prompts, device=self.device)
 
         def generate(count):
             wall, cpu = time.perf_counter(), time.process_time()
             with self.torch.inference_mode():
-                self.model.generate(
+                text = self.model.generate(
                     ids,
                     attention_mask=self.torch.ones_like(ids),
                     max_new_tokens=count,
                     min_new_tokens=count,
                     do_sample=False,
                     pad_token_id=0,
+                    cache_implementation=self.cache,
                 )
+                text.cpu()  # waits for a GPU
             return time.perf_counter() - wall, time.process_time() - cpu
 
         one_token, all_tokens = generate(1), generate(arguments.tokens)
@@ -179,29 +185,40 @@ class Transformers:
         return new_tokens / wall, new_tokens / cpu
 
 
+def best_of_rounds(built, others, batch, arguments):
+    """{name: (tokens/s, tokens per second of CPU time, stats)}: the best of so many rounds, in
+    which all take turns.
+
+    Args:
+      built: {name: (model, parameters)}. others: {name: `Transformers`}, whose stats are {}.
+    """
+    best = {}
+    samplers = {
+        name: Sampler(model, batch_size=batch, temperature=0.0)
+        for name, (model, _) in built.items()
+    }
+    for _ in range(arguments.rounds):
+        for name, (_, params) in built.items():
+            wall, cpu, stats = measure(samplers[name], params, arguments)
+            best_so_far = best.get(name, (0.0, 0.0, stats))
+            best_prefill = best_so_far[2].get("prefill_seconds", stats["prefill_seconds"])
+            stats["prefill_seconds"] = min(stats["prefill_seconds"], best_prefill)
+            best[name] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), stats
+        for name, other in others.items():
+            best_so_far = best.get(name, (0.0, 0.0, {}))
+            wall, cpu = other.measure(batch, arguments)
+            best[name] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), {}
+    return best
+
+
 @command
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, value in (
-        ("width", 512), ("depth", 8), ("heads", 8), ("context", 1024), ("vocab", 8192),
-        ("prompt", 64), ("tokens", 256), ("rounds", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--capacity", type=float, default=0.125)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--quick", action="store_true", help="48 tokens, two rounds")
-    parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.tokens, arguments.rounds = 48, 2
+    arguments = parse(argv)
     keep_freed_memory()
     built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
-    transformers_llama = None
+    others = {}
     if not arguments.no_transformers and importlib.util.find_spec("transformers"):
-        transformers_llama = Transformers(built["dense"][0], arguments)
+        others["transformers"] = Transformers(built["dense"][0], arguments)
     print(
         f"width {arguments.width}, depth {arguments.depth}, context {arguments.context}, "
         f"vocabulary {arguments.vocab}, {arguments.dtype}, {jax.devices()[0].device_kind}; best of "
@@ -210,20 +227,7 @@ def main(argv=None):
     head = f"{'batch':>5} {'':12} {'tokens/s':>9} {'(CPU)':>9} {'routed':>7} {'cache MB':>9}"
     print(f"{head} {'prefill ms':>10}")
     for batch in arguments.batches:
-        best, samplers = {}, {}
-        for name, (model, _) in built.items():
-            samplers[name] = Sampler(model, batch_size=batch, temperature=0.0)
-        for _ in range(arguments.rounds):
-            for name, (_, params) in built.items():
-                wall, cpu, stats = measure(samplers[name], params, arguments)
-                best_so_far = best.get(name, (0.0, 0.0, stats))
-                best_prefill = best_so_far[2].get("prefill_seconds", stats["prefill_seconds"])
-                stats["prefill_seconds"] = min(stats["prefill_seconds"], best_prefill)
-                best[name] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), stats
-            if transformers_llama:
-                best_so_far = best.get("transformers", (0.0, 0.0, {}))
-                wall, cpu = transformers_llama.measure(batch, arguments)
-                best["transformers"] = max(wall, best_so_far[0]), max(cpu, best_so_far[1]), {}
+        best = best_of_rounds(built, others, batch, arguments)
         for name, (wall, cpu, stats) in best.items():
             routed = f"{stats['routed_fraction']:.1%}" if "routed_fraction" in stats else ""
             row = f"{batch:>5} {name:12} {wall:>9.1f} {f'({cpu:.1f})':>9} {routed:>7}"
@@ -243,6 +247,27 @@ def main(argv=None):
             f"{count / 1e6:.1f}" for count in prefill_flops(model, params, arguments)
         )
         print(f"{name}: {prefill} MFLOPs to read a prompt, {forward} for a forward pass over it")
+
+
+def parse(argv):
+    """The flags as `arguments`, which all functions here take."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("width", 512), ("depth", 8), ("heads", 8), ("context", 1024), ("vocab", 8192),
+        ("prompt", 64), ("tokens", 256), ("rounds", 3),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--capacity", type=float, default=0.125)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--quick", action="store_true", help="48 tokens, two rounds")
+    parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
+    parsed = parser.parse_args(argv)
+    if parsed.quick:
+        parsed.tokens, parsed.rounds = 48, 2
+    return parsed
 
 
 if __name__ == "__main__":

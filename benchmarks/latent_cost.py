@@ -17,15 +17,14 @@ import sys
 import numpy as np
 
 from benchmarks import common
-from efx import flops, models
+from efx import models
 from efx.configs import latent, mod
 from efx.configs.common import apply
-from efx.studies.step_time import Stepper, random_tokens, take_turns
 
 
 @common.command
 def main(argv=None):
-    args = _arguments(argv)
+    args = arguments(argv)
     cpus = common.limit_cpus(args.threads)
     print(
         f"{args.depth} blocks, {args.heads} heads, {args.width} wide; latent transformer: variant "
@@ -50,38 +49,31 @@ def main(argv=None):
 
 def _compare(args, context):
     """(time ratio with quartiles as text, time ratio, of FLOPs, of memory) at one context."""
-    configs = {"dense": _dense(args, context), "latent": _latent(args, context)}
-    steps = {name: Stepper(config, args.vocab) for name, config in configs.items()}
-    batches = random_tokens(configs["dense"], args.vocab, args.warmup + args.steps)
-    turns = take_turns(
-        {name: lambda turn, step=step: step(batches[turn]) for name, step in steps.items()},
-        args.steps,
-        args.warmup,
-    )
-    batch = configs["dense"].data.batch_size
-    executed = {
-        name: flops.TRAIN_FACTOR * flops.executed(step.model, context, batch)
-        for name, step in steps.items()
-    }
+    steps = common.training_steps(configs(args, context), args.vocab, args.steps, args.warmup)
     print(
         common.table(
             (f"context {context}", *common.TIMES, "tokens/s", "GFLOP", "memory, MB", "params, M"),
             *(
                 (
                     name,
-                    *common.times(turns[name]),
-                    f"{batch * context / turns[name].median:.0f}",
-                    f"{executed[name] / 1e9:.1f}",
+                    *common.times(step.times),
+                    f"{step.tokens_per_second:.0f}",
+                    f"{step.executed / 1e9:.1f}",
                     f"{step.memory / 1e6:.0f}",
-                    f"{flops.count_params(step.state.params) / 1e6:.2f}",
+                    f"{step.parameters / 1e6:.2f}",
                 )
                 for name, step in steps.items()
             ),
         )
     )
-    text, time = common.ratio(turns["latent"], turns["dense"])
-    memory = steps["latent"].memory / steps["dense"].memory
-    return text, time, executed["latent"] / executed["dense"], memory
+    latent, dense = steps["latent"], steps["dense"]
+    text, time = common.ratio(latent.times, dense.times)
+    return text, time, latent.executed / dense.executed, latent.memory / dense.memory
+
+
+def configs(args, context):
+    """The config of each of the two at one context; args: of `arguments`."""
+    return {"dense": _dense(args, context), "latent": _latent(args, context)}
 
 
 def _equal_flops(args):
@@ -138,7 +130,7 @@ def _sized(config, args, context):
     )
 
 
-def _arguments(argv):
+def arguments(argv):
     def whole_numbers(text):
         return tuple(int(number) for number in text.split(","))
 

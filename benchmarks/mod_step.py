@@ -20,13 +20,12 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks import common
-from efx import flops
 from efx.configs import mod
 from efx.configs.common import apply
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import plans
 from efx.layers.stack import Layer
-from efx.studies.step_time import Stepper, random_tokens, take_turns
+from efx.studies.step_time import take_turns
 
 STEP_TARGET = 0.58  # of the dense step's time
 ROUTING_TARGET = 0.06  # of a routed layer's time
@@ -36,46 +35,37 @@ ROUTING_TARGET = 0.06  # of a routed layer's time
 def main(argv=None):
     args = _arguments(argv)
     cpus = common.limit_cpus(args.threads)
-    steps = {
-        "dense": Stepper(_config(args, "dense"), args.vocab),
-        "MoD": Stepper(_config(args, ""), args.vocab),
-    }
+    steps = common.training_steps(
+        {"dense": _config(args, "dense"), "MoD": _config(args, "")},
+        args.vocab,
+        args.steps,
+        args.warmup,
+    )
     print(
         f"{args.depth} layers, {args.heads} heads, {args.width} wide, context {args.context}, "
         f"batch {args.batch}, vocabulary {args.vocab}, float32; every {args.every}. block at "
         f"{args.capacity:.1%}; loss in slices of {args.loss_chunk or args.context}; {cpus} CPUs"
     )
-    batches = random_tokens(steps["dense"].config, args.vocab, args.warmup + args.steps)
-    turns = take_turns(
-        {name: lambda turn, step=step: step(batches[turn]) for name, step in steps.items()},
-        args.steps,
-        args.warmup,
-    )
-    tokens = args.batch * args.context
-    text, value = common.ratio(turns["MoD"], turns["dense"])
-    executed = {
-        name: flops.TRAIN_FACTOR * flops.executed(step.model, args.context, args.batch)
-        for name, step in steps.items()
-    }
+    text, value = common.ratio(steps["MoD"].times, steps["dense"].times)
     print(
         common.table(
             ("a step", *common.TIMES, "tokens/s", "GFLOP", "GFLOP/s", "memory, MB"),
             *(
                 (
                     name,
-                    *common.times(turns[name]),
-                    f"{tokens / turns[name].median:.0f}",
-                    f"{executed[name] / 1e9:.0f}",
-                    f"{executed[name] / 1e9 / turns[name].median:.1f}",
+                    *common.times(step.times),
+                    f"{step.tokens_per_second:.0f}",
+                    f"{step.executed / 1e9:.0f}",
+                    f"{step.executed / 1e9 / step.times.median:.1f}",
                     f"{step.memory / 1e6:.0f}",
                 )
                 for name, step in steps.items()
             ),
         )
     )
-    flop_ratio = executed["MoD"] / executed["dense"]
+    flop_ratio = steps["MoD"].executed / steps["dense"].executed
     print(f"MoD/dense: time {text}, FLOPs {flop_ratio:.3f}")
-    layers = _layers(steps["MoD"], args)
+    layers = _layers(steps["MoD"].model, args)
     turns = take_turns(layers, args.layer_rounds, args.warmup)
     routed, body = turns["routed layer"], turns["its block alone"]
     print(
@@ -100,9 +90,9 @@ def main(argv=None):
     return 0
 
 
-def _layers(step, args):
+def _layers(model, args):
     """{name: function of the turn}: forwards and backwards through single layers."""
-    spec = next(spec for spec in step.model.specs() if spec.routing is not None)
+    spec = next(spec for spec in model.specs() if spec.routing is not None)
     size = plans.capacity(spec.capacity, args.context)
     dense = dataclasses.replace(spec, routing=None)
     return {

@@ -493,7 +493,8 @@ def git_revision(package=None):
     """{"revision": sha, "dirty": bool} of the checkout that efx is run from, or None.
 
     None as well when efx is installed inside another project's checkout (in a virtual environment,
-    say), whose revision says nothing about efx. `package`: the folder `efx`.
+    say), whose revision says nothing about efx. What has been measured, in results/, changes
+    nothing that runs. `package`: the folder `efx`.
     """
     package = package or pathlib.Path(__file__).resolve().parent
 
@@ -506,7 +507,8 @@ def git_revision(package=None):
         top = git("rev-parse", "--show-toplevel")
         if pathlib.Path(top).resolve() != package.parent:
             return None
-        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        changed = git("status", "--porcelain", "--", ":(top)", ":(top,exclude)results")
+        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -51,6 +51,31 @@ SECTIONS = (
     "Composition of experts",
     "Speed",
 )
+# What a section begins with.
+INTRODUCTIONS = {
+    "Speed": """\
+On a GPU or TPU one program measures all that is claimed of accelerators: whether kernels, decoding
+and resuming are right there, and how fast training and decoding are. A call takes about 9 minutes
+(`--minutes`), and the same command goes on where it ended; `--help` says what each part is, and
+`--again` measures a part anew. It writes `results/accelerator-<device>.json`, of which
+`python -m efx.studies.results` makes a table here. On a CPU `--smoke` tries all of it at tiny
+sizes, which measures nothing.
+
+```bash
+python -m benchmarks.accelerator --parts kernels,tests  # is it right
+python -m benchmarks.accelerator --parts matmul         # the peak that there is
+python -m benchmarks.accelerator --parts dense          # training steps: MFU, tokens/s, memory
+python -m benchmarks.accelerator --parts mod            # Mixture-of-Depths, 350M and 1.3B
+python -m benchmarks.accelerator --parts moe
+python -m benchmarks.accelerator --parts latent
+python -m benchmarks.accelerator --parts masks
+python -m benchmarks.accelerator --parts decode         # over transformers: the extra interop
+python -m benchmarks.accelerator --parts characters --text input.txt  # nanoGPT's recipe to 1.4697
+python -m benchmarks.accelerator --parts isoflop        # one budget; the study itself is:
+python -m efx.studies.isoflop --grid configs/sweeps/isoflop_accelerator.py \\
+    --workdir runs/isoflop_accelerator
+```""",
+}
 # The order of the fields in a file, with their defaults; None: the field must be there.
 FIELDS = {
     "title": None,
@@ -192,6 +217,8 @@ def page(results):
         }
         if in_section:
             paragraphs.append(f"## {heading}")
+            if heading in INTRODUCTIONS:
+                paragraphs.append(INTRODUCTIONS[heading])
             paragraphs += [section(name, result) for name, result in in_section.items()]
     return "\n\n".join(paragraphs) + "\n"
 

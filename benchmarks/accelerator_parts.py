@@ -1,0 +1,588 @@
+"""The parts of `benchmarks.accelerator`: what each of them measures.
+
+A part is a function of the `Setup` that yields (title, function): the function measures and returns
+{what comes after the title in a row's name: {column: value}}.
+"""
+
+import copy
+import dataclasses
+import functools
+import gc
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, decode, latent_cost
+from efx import flops
+from efx.config import load_config
+from efx.configs import gpt2, learned_dropout, mod, moe
+from efx.configs.common import ACCELERATOR, apply
+from efx.errors import UsageError
+from efx.layers import attend
+from efx.layers.attention_kernels import KERNELS
+from efx.metrics import quantity, read_metrics
+from efx.studies import isoflop
+from efx.studies.step_time import take_turns
+
+# All that a row may say, with the formats of its numbers.
+COLUMNS = {
+    "says": "",  # a verdict, or why there are no numbers; in every row
+    "error": ".2e",  # relative to values and gradients in float32
+    "ms": ".2f",
+    "TFLOP/s": ".1f",
+    "tokens/s": "quantity",
+    "MFU": ".1%",
+    "batch": "d",
+    "memory, GB": ".2f",
+    "time / dense": ".3f",
+    "FLOPs / dense": ".3f",
+    "over transformers": ".2f",
+    "over its static cache": ".2f",
+    "loss": ".4f",
+    "seconds": ".0f",
+}
+MFU_TARGET = 0.5  # of dense 350M in bfloat16
+MOD_TARGET = 0.9  # of the time that the ratio of FLOPs would save
+DECODE_TARGET = 1.0  # over transformers
+CHARACTERS_TARGET = 1.4697  # nats, nanoGPT's published best
+# Of attention against float32 at the highest precision. A mask that is off by a token is far above.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
+VOCAB = 32_000
+SIZES = {
+    "124M": dict(width=768, depth=12, heads=12, context=1024, batch=32),
+    "350M": dict(width=1024, depth=24, heads=16, context=2048, batch=16),
+    "1.3B": dict(width=2048, depth=24, heads=16, context=2048, batch=8),
+    "smoke": dict(width=32, depth=4, heads=2, context=32, batch=2),
+}
+
+
+class Skipped(Exception):
+    """Something that this needs is not here."""
+
+
+class Unfinished(Exception):
+    """The time was up; what has been done so far is kept for the next call."""
+
+
+def failure(error):
+    """The cells of what raised an exception: out of memory, say, or a kernel that cannot be."""
+    return {"says": f"FAILED: {type(error).__name__}: {_first_line(error)}"}
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How to measure.
+
+    Attributes:
+      folder: of the runs that are trained. text: tinyshakespeare.
+      deadline: on the clock `time.monotonic`.
+    """
+
+    smoke: bool
+    folder: pathlib.Path
+    text: pathlib.Path
+    deadline: float
+
+    def runs(self, part):
+        return self.folder / part
+
+    def forget_runs(self, part):
+        if self.runs(part).is_dir():
+            shutil.rmtree(self.runs(part))
+
+    def size(self, name):
+        return SIZES["smoke" if self.smoke else name]
+
+    def vocab(self, size=VOCAB):
+        return 64 if self.smoke else size
+
+    @property
+    def rounds(self):
+        """Timed calls of each function, after two that are not."""
+        return 2 if self.smoke else 20
+
+    def run(self, command, **environment):
+        """Exit status of a process. At the deadline it and those that it started are asked to save
+        and end."""
+        process = subprocess.Popen(command, start_new_session=True, env=os.environ | environment)
+        try:
+            return process.wait(max(1.0, self.deadline - time.monotonic()))
+        except BaseException as error:
+            _end_group(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Unfinished from None
+            raise
+
+
+def _end_group(process):
+    """SIGTERM to all processes of a group; what has not ended after a minute is killed."""
+    number, last_call = signal.SIGTERM, time.monotonic() + 60
+    try:
+        os.killpg(process.pid, number)
+        while True:
+            process.poll()  # one that has ended belongs to its group until it is asked for
+            time.sleep(0.2)
+            if time.monotonic() > last_call:
+                number = signal.SIGKILL
+            os.killpg(process.pid, number if number == signal.SIGKILL else 0)
+    except ProcessLookupError:
+        process.wait()
+
+
+# ---- is it right --------------------------------------------------------------------------------
+
+
+def kernels(setup):
+    """Values and gradients of attention by each kernel, with every mask that it takes, against
+    plain XLA in float32 at the highest precision."""
+    names = ["xla"] + [
+        name for name, kernel in KERNELS.items() if kernel.platform == jax.default_backend()
+    ]
+    for name, dtype in itertools.product(names, TOLERANCE):
+        yield f"attention, {name}, {dtype}", functools.partial(_kernel, setup, name, dtype)
+
+
+def _kernel(setup, name, dtype):
+    worst, worst_case, refused, count = 0.0, "", {}, 0
+    cases = list(itertools.product((False, True), repeat=5))
+    for case in cases[::7] if setup.smoke else cases:
+        window, softcap, gaps, documents, grouped = case
+        words = zip(("window", "softcap", "gaps", "documents", "grouped"), case, strict=True)
+        title = ", ".join(word for word, holds in words if holds) or "causal"
+        function, arrays = attention(
+            length=40 if setup.smoke else 1000,  # no multiple of a kernel's block
+            kv_heads=2 if grouped else 8,
+            head_dim=16 if setup.smoke else 64,
+            window=(7 if setup.smoke else 100) if window else 0,
+            softcap=2.0 if softcap else 0.0,
+            gaps=gaps,
+            documents=documents,
+        )
+        try:
+            got = function(name, dtype, arrays)
+        except UsageError as error:
+            reason = str(error).partition(": ")[2].partition(";")[0]
+            refused.setdefault(reason, title)
+            continue
+        except Exception as error:
+            raise RuntimeError(f"{title}: {error}") from error
+        with jax.default_matmul_precision("highest"):
+            wanted = function("xla", "float32", arrays)
+        error, count = max(map(relative_error, got, wanted)), count + 1
+        if error >= worst:
+            worst, worst_case = error, title
+    if not count:
+        return {"": {"says": "; ".join(refused)}}
+    reached = worst <= TOLERANCE[dtype]
+    says = f"{count} masks, the worst: {worst_case}; {'right' if reached else 'FAILED'} at {dtype}"
+    says += "".join(f"; {reason} (as in {title})" for reason, title in refused.items())
+    return {"": {"error": worst, "says": says if reached else f"FAILED: {says}"}}
+
+
+def attention(*, length, kv_heads, head_dim, window, softcap, gaps, documents):
+    """(function, its arrays) of one kind of mask: the function takes a kernel's name, the name of a
+    dtype and the arrays, and returns outputs and gradients of queries, keys and values."""
+    draw = np.random.default_rng(0)
+    shapes = [(2, length, heads, head_dim) for heads in (8, kv_heads, kv_heads, 8)]
+    arrays = [jnp.asarray(draw.standard_normal(shape, np.float32)) for shape in shapes]
+    segments = np.ones((2, length), np.int32)
+    if documents:
+        segments[0, length // 3 :], segments[1, length // 2 :] = 2, 2
+    positions = np.stack([_positions(row, gaps, draw) for row in segments])
+    options = dict(
+        scale=head_dim**-0.5,
+        window=window,
+        softcap=softcap,
+        gaps=gaps,
+        positions_BT=jnp.asarray(positions, jnp.int32),
+        segment_ids_BT=jnp.asarray(segments) if documents else None,
+    )
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def function(kernel, dtype, arrays):
+        q_BTNH, k_BSKH, v_BSKH, d_BTNH = (y.astype(dtype) for y in arrays)
+        output, pullback = jax.vjp(
+            functools.partial(attend.attend, kernel=kernel, **options), q_BTNH, k_BSKH, v_BSKH
+        )
+        return output, *pullback(d_BTNH)
+
+    return function, arrays
+
+
+def _positions(segments, gaps, draw):
+    """Positions in the documents of a row; with gaps some are left out."""
+    steps = draw.integers(1, 4, len(segments)) if gaps else np.ones(len(segments), int)
+    position = np.cumsum(steps)
+    starts = np.flatnonzero(np.diff(segments, prepend=0))
+    return position - np.repeat(position[starts], np.diff(starts, append=len(segments)))
+
+
+def relative_error(got, wanted):
+    got, wanted = (np.asarray(y, np.float64) for y in (got, wanted))
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    return float(error) if np.isfinite(error) else math.inf
+
+
+# Of the suite, what runs on one device of any kind, and a device may get wrong.
+SUITE = {
+    "decoding is the full pass": (
+        "tests/contract/test_families.py", "test_cached_decoding_is_the_full_forward and quick",
+    ),
+    "nothing looks ahead": ("tests/contract/test_families.py", "test_causal and quick"),
+    "a killed run resumes bit for bit": (
+        "tests/runs/test_train.py", "test_three_steps_killed_and_three_more_equal_six",
+    ),
+}  # fmt: skip
+
+
+def tests(setup):
+    if setup.smoke:
+        yield (
+            "nothing looks ahead",
+            functools.partial(
+                _pytest, setup, "tests/contract/test_families.py", "test_causal and quick and moe"
+            ),
+        )
+        return
+    for title, (path, names) in SUITE.items():
+        yield title, functools.partial(_pytest, setup, path, names)
+
+
+def _pytest(setup, path, names):
+    """Tests of the suite on this device, where products are in float32 and sums in one order."""
+    if importlib.util.find_spec("pytest") is None:
+        raise Skipped("pytest is not installed; install the extra: pip install -e '.[dev]'")
+    report = setup.runs("tests") / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", path, "-k", names, "-q", f"--junitxml={report}"]
+    status = setup.run(
+        [*command, "-p", "no:cacheprovider"],
+        JAX_PLATFORMS={"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()),
+        JAX_DEFAULT_MATMUL_PRECISION="highest",
+        XLA_FLAGS="--xla_gpu_deterministic_ops=true",
+    )
+    counts = dict(re.findall(r'(tests|failures|errors|skipped)="(\d+)"', report.read_text()))
+    says = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return {"": {"says": f"{'right' if status == 0 else 'FAILED'}: {says}"}}
+
+
+# ---- how fast is it -----------------------------------------------------------------------------
+
+
+def matmul(setup):
+    for dtype, size in (
+        ("bfloat16", 4096), ("bfloat16", 8192), ("bfloat16", 16384), ("float32", 8192),
+    ):  # fmt: skip
+        size = size // 256 if setup.smoke else size
+        yield f"product of {size}, {dtype}", functools.partial(_matmul, setup, dtype, size)
+
+
+def _matmul(setup, dtype, size):
+    products = 10  # a call, each of the one before
+    keys = jax.random.split(jax.random.key(0))
+    x, w = (jax.random.normal(key, (size, size), dtype) for key in keys)
+    w = w * size**-0.5
+
+    @jax.jit
+    def chain(x, w):
+        return jax.lax.fori_loop(0, products, lambda _, x: x @ w, x)
+
+    turns = take_turns({"": lambda turn: jax.block_until_ready(chain(x, w))}, setup.rounds)
+    seconds = turns[""].median / products
+    speed = flops.matmul(size, size, size) / seconds
+    return {"": {"ms": 1e3 * seconds, "TFLOP/s": speed / 1e12} | _of_peak(speed, dtype, 1)}
+
+
+def _of_peak(flops_per_second, dtype, devices):
+    """{"MFU": ...} where the peak of the device is known."""
+    peak = flops.device_peak(dtype)
+    return {"MFU": flops_per_second / (peak * devices)} if peak else {}
+
+
+def dense(setup):
+    names = ["xla"] + [
+        name for name, kernel in KERNELS.items() if kernel.platform == jax.default_backend()
+    ]
+    for name in names:
+        config = _sized(setup, gpt2.get_config(), "124M", {"model.attention.kernel": name})
+        config.train.accumulation = 1
+        yield (
+            f"dense 124M (GPT-2), {name}",
+            functools.partial(_steps, setup, {"": config}, vocab=50257),
+        )
+    for name, remat in [(name, "dots") for name in names] + [("auto", "none")]:
+        changes = {"model.attention.kernel": name, "model.remat": remat}
+        config = _sized(setup, mod.get_config("dense"), "350M", changes)
+        title = f"dense 350M, {name}" + ", nothing computed twice" * (remat == "none")
+        yield title, functools.partial(_steps, setup, {"": config}, mfu_target=MFU_TARGET)
+
+
+def mixture_of_depths(setup):
+    for size in ("350M", "1.3B"):
+        configs = {
+            f" {variant or 'MoD'}": _sized(setup, mod.get_config(variant), size)
+            for variant in ("dense", "")
+        }
+        yield size, functools.partial(_steps, setup, configs, saving_target=MOD_TARGET)
+
+
+def mixture_of_experts(setup):
+    width = setup.size("124M")["width"]
+    changes = {"model.mlp.hidden": 11 * width // 4, "model.mlp.moe.expert_hidden": 11 * width // 8}
+    configs = {
+        f", {variant or 'token_choice'}": _sized(setup, moe.get_config(variant), "124M", changes)
+        for variant in ("dense", "", "expert_choice")
+    }
+    yield "8 experts", functools.partial(_steps, setup, configs)
+
+
+def latent(setup):
+    flags = "--width=1024 --depth=24 --heads=16 --level-widths=256,512 --tokens=32768".split()
+    args = latent_cost.arguments(["--quick"] if setup.smoke else flags)
+    for context in (64, 128) if setup.smoke else (8192, 32768):
+        configs = {
+            f", {name}": apply(config, {"train.dtype": "bfloat16", "model.remat": "dots"})
+            for name, config in latent_cost.configs(args, context).items()
+        }
+        yield f"context {context}", functools.partial(_steps, setup, configs)
+
+
+def masks(setup):
+    configs = {
+        f", {variant or 'attention'}": _sized(setup, learned_dropout.get_config(variant), "124M")
+        for variant in ("none", "", "elementwise", "embedding_linear", "skip")
+    }
+    yield "learned masks", functools.partial(_steps, setup, configs)
+
+
+def _sized(setup, config, size, changes=()):
+    """The config for an accelerator, at this size."""
+    sizes = setup.size(size)
+    return apply(
+        config,
+        {
+            **ACCELERATOR,
+            "data.seq_len": sizes["context"],
+            "data.batch_size": sizes["batch"],
+            "model.width": sizes["width"],
+            "model.depth": sizes["depth"],
+            "model.attention.num_heads": sizes["heads"],
+            "train.loss_chunk": min(256, sizes["context"]),
+            **dict(changes),
+        },
+    )
+
+
+def _steps(setup, configs, *, vocab=VOCAB, mfu_target=None, saving_target=None):
+    """Rows of training steps, one model after the other so that each has the memory to itself;
+    those after the first are compared with it."""
+    rows, baseline = {}, None
+    for suffix, config in configs.items():
+        try:
+            step = _fitting(config, setup.vocab(vocab), setup.rounds)
+        except Exception as error:
+            if baseline is None:
+                raise
+            rows[suffix] = failure(error)
+            continue
+        rows[suffix] = cells = {
+            "ms": 1e3 * step.times.median,
+            "tokens/s": step.tokens_per_second,
+            "batch": step.batch,
+            "memory, GB": step.memory / 1e9,
+        }
+        speed = step.nominal / step.times.median
+        cells |= _of_peak(speed, config.train.dtype, jax.device_count())
+        if "MFU" in cells and mfu_target:
+            cells["says"] = common.verdict("MFU", cells["MFU"], mfu_target, at_least=True)
+        if baseline is None:
+            baseline = step
+            continue
+        time_ratio = baseline.tokens_per_second / step.tokens_per_second
+        flop_ratio = step.per_token / baseline.per_token
+        cells |= {"time / dense": time_ratio, "FLOPs / dense": flop_ratio}
+        if saving_target:
+            title = "ratio of FLOPs over ratio of times"
+            value = flop_ratio / time_ratio
+            cells["says"] = common.verdict(title, value, saving_target, at_least=True)
+    return rows
+
+
+def _fitting(config, vocab, rounds):
+    """`common.TrainingStep` of a config, with half its batch as often as memory demands."""
+    config = copy.deepcopy(config)
+    while True:
+        try:
+            return common.training_steps({"": config}, vocab, rounds, warmup=2)[""]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or config.data.batch_size == 1:
+                raise
+        gc.collect()
+        apply(config, {"data.batch_size": config.data.batch_size // 2})
+
+
+def decoding(setup):
+    sizes = setup.size("350M")
+    flags = {
+        **{name: sizes[name] for name in ("width", "depth", "heads")},
+        "context": 128 if setup.smoke else 1024,
+        "vocab": setup.vocab(),
+        "tokens": 34 if setup.smoke else 256,
+        "prompt": 8 if setup.smoke else 64,
+        "rounds": 1 if setup.smoke else 3,
+        "dtype": "bfloat16",
+    }
+    args = decode.parse([f"--{name}={value}" for name, value in flags.items()])
+
+    @functools.cache
+    def built():
+        return {"dense": decode.build("none", args), "MoD": decode.build("mod", args)}
+
+    for batch in (1, 2) if setup.smoke else (1, 16, 128):
+        yield f"decoding, batch {batch}", functools.partial(_decode, built, batch, args)
+
+
+def _decode(built, batch, args):
+    others, notes = _transformers(built()["dense"][0], batch, args)
+    best = decode.best_of_rounds(built(), others, batch, args)
+    speed = {name: wall for name, (wall, _, _) in best.items()}
+    rows = {}
+    for name in built():
+        rows[f", {name}"] = cells = {"tokens/s": speed[name], "batch": batch}
+        if name != "dense":
+            cells["time / dense"] = speed["dense"] / speed[name]
+        ratios = {f"over {other}": speed[name] / speed[other] for other in others}
+        verdicts = [
+            common.verdict(title, value, DECODE_TARGET, at_least=True)
+            for title, value in ratios.items()
+        ]
+        cells |= ratios | {"says": "; ".join(verdicts + notes)}
+    return rows
+
+
+def _transformers(model, batch, args):
+    """({name: `decode.Transformers`}, [why one of them is not there])"""
+    if importlib.util.find_spec("transformers") is None or not importlib.util.find_spec("torch"):
+        return {}, ["not compared: the extra `interop` is not installed"]
+    import torch
+
+    if jax.default_backend() == "tpu":
+        return {}, ["not compared: PyTorch does not run on this device"]
+    if jax.default_backend() == "gpu" and not torch.cuda.is_available():
+        return {}, ["not compared: PyTorch is installed without CUDA"]
+    device = {"gpu": "cuda"}.get(jax.default_backend(), "cpu")
+    others, notes = {}, []
+    for name, cache in (("transformers", None), ("its static cache", "static")):
+        try:
+            other = decode.Transformers(model, args, device, cache)
+            other.measure(batch, args)  # compiles what it compiles
+            others[name] = other
+        except Exception as error:  # of another library, which says nothing about ours
+            notes.append(f"{name} failed: {type(error).__name__}: {_first_line(error)}")
+    return others, notes
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+def characters(setup):
+    for title, variants in (("dense", "gpu"), ("MoD", "gpu,mod")):
+        yield (
+            f"nanoGPT's characters, {title}",
+            functools.partial(_characters, setup, title, variants + ",smoke" * setup.smoke),
+        )
+
+
+def _characters(setup, title, variants):
+    if not setup.text.is_file():
+        raise Skipped(f"--text={setup.text}: there is no such file")
+    config, folder = f"shakespeare_char:{variants}", setup.runs("characters") / title
+    status = setup.run(
+        [
+            *(sys.executable, "-m", "efx.main", f"--config={config}", f"--workdir={folder}"),
+            *(f"--config.data.source=text:{setup.text}", "--config.train.dtype=bfloat16"),
+        ]
+    )
+    if status:
+        raise RuntimeError(f"the run in {folder} ended with status {status}")
+    rows = read_metrics(folder)
+    if rows[-1]["step"] < load_config(config).steps:
+        raise Unfinished
+    losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    seconds = {row["step"]: row["seconds"] for row in rows if "seconds" in row}
+    best = min(losses.values())
+    reached = [step for step, loss in losses.items() if loss <= CHARACTERS_TARGET]
+    until = min(reached, default=max(seconds))
+    says = common.verdict("best loss", best, CHARACTERS_TARGET, at_least=False)
+    says += f"; seconds are those of training until step {until}"
+    spent = max(value for step, value in seconds.items() if step <= until)
+    return {"": {"loss": best, "seconds": spent, "says": says}}
+
+
+SMOKE_GRID = """
+def get_grid():
+    sizes = {f"{width} wide": {"model.width": width} for width in (8, 16, 24)}
+    families = {"dense": {"model.depth_routing.kind": "none"}, "MoD 12.5%": {}}
+    base = {"data.batch_size": 2, "evaluate.max_batches": 1, "model.attention.num_heads": 2}
+    sizes = {name: {**base, **size} for name, size in sizes.items()}
+    return dict(config="mod:smoke", seeds=(0,), budgets=(3e8,), families=families, sizes=sizes)
+"""
+
+
+def isoflop_study(setup):
+    yield "isoFLOP", functools.partial(_isoflop, setup)
+
+
+def _isoflop(setup):
+    folder, grid = setup.runs("isoflop"), "isoflop_accelerator"
+    if setup.smoke:
+        folder.mkdir(parents=True, exist_ok=True)
+        grid = folder / "grid.py"
+        grid.write_text(SMOKE_GRID)
+    command = [sys.executable, "-m", "efx.studies.isoflop", f"--grid={grid}"]
+    status = setup.run([*command, f"--workdir={folder}"])
+    if status:
+        raise RuntimeError(f"the study in {folder} ended with status {status}")
+    sizes, curves = isoflop.from_data(json.loads((folder / "isoflop.json").read_text()))
+    rows = {}
+    for (budget, family), cells in isoflop.optima_table(sizes, curves).items():
+        measured, best = cells["least measured"]["mean"], cells["loss at the best size"]
+        if isinstance(best, str):
+            says = f"least of those measured; no best size: {best}"
+        else:
+            parameters = quantity(cells["its parameters"], "parameters")
+            says = f"least of those measured; {best['mean']:.4f} at the best size, {parameters}"
+        rows[f" of {quantity(budget, 'FLOPs')}, {family}"] = {"loss": measured, "says": says}
+    return rows
+
+
+PARTS = {
+    "kernels": kernels,
+    "tests": tests,
+    "matmul": matmul,
+    "dense": dense,
+    "mod": mixture_of_depths,
+    "moe": mixture_of_experts,
+    "latent": latent,
+    "masks": masks,
+    "decode": decoding,
+    "characters": characters,
+    "isoflop": isoflop_study,
+}

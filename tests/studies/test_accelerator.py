@@ -1,0 +1,279 @@
+"""benchmarks/accelerator.py: what a call leaves for the next one, and its cheap parts for real."""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks import accelerator, accelerator_parts, common
+from benchmarks.accelerator_parts import Setup, Skipped, Unfinished
+from efx.configs import mod
+from efx.layers import attend
+from efx.layers.attention_kernels import KERNELS, Kernel
+from efx.studies import results
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Calls the program in smoke mode: (exit status, what it printed)."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "0")  # which it would set itself, for the rest of the suite
+
+    def run(*argv, smoke=True):
+        flags = ["--smoke"] * smoke + [f"--workdir={tmp_path}"]
+        return accelerator.main([*argv, *flags]), "".join(capsys.readouterr())
+
+    run.path = tmp_path / "smoke/accelerator-smoke.json"
+    return run
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Two parts of two measurements each; `behave` says by title what happens in one, and
+    `measured` which were made."""
+    fake = SimpleNamespace(behave={}, measured=[])
+
+    def measure(title):
+        fake.measured.append(title)
+        if title in fake.behave:
+            raise fake.behave[title]
+        return {", a": {"ms": 1.0 + len(fake.measured)}, ", b": {"ms": 9.0, "says": "said"}}
+
+    def part(*titles):
+        return lambda setup: ((title, partial(measure, title)) for title in titles)
+
+    named = {"one": part("1st", "2nd"), "two": part("3rd", "4th")}
+    monkeypatch.setattr(accelerator, "PARTS", named)
+    return fake
+
+
+def rows(call):
+    return {row["name"]: row["cells"] for row in json.loads(call.path.read_text())["rows"]}
+
+
+def test_a_second_call_goes_on_where_the_first_ended(call, parts):
+    parts.behave["2nd"] = Unfinished()
+    status, said = call("--parts=one")
+    assert status == 3 and "time is up within '2nd'" in said
+    assert list(rows(call)) == ["1st, a", "1st, b"]
+    parts.behave.clear()
+    status, said = call("--parts=one")
+    assert status == 0 and parts.measured == ["1st", "2nd", "2nd"]
+    assert list(rows(call)) == ["1st, a", "1st, b", "2nd, a", "2nd, b"]
+    assert "1st, a; ms 2.00" in said and "2nd, b; ms 9.00; said" in said
+    assert call("--parts=one")[0] == 0 and len(parts.measured) == 3
+
+
+def test_no_measurement_is_begun_that_would_last_too_long(call, parts, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(accelerator, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    fast = accelerator.PARTS["one"]
+
+    def slowly(measure):
+        clock.now += 61
+        return measure()
+
+    def slow(setup):
+        return ((title, partial(slowly, measure)) for title, measure in fast(setup))
+
+    monkeypatch.setitem(accelerator.PARTS, "one", slow)
+    status, said = call("--parts=one", "--minutes=2")
+    assert status == 3 and parts.measured == ["1st"] and "time is up before '2nd'" in said
+    assert call("--parts=one", "--minutes=0")[0] == 3 and parts.measured == ["1st"]
+    assert call("--parts=one", "--minutes=2")[0] == 0 and parts.measured == ["1st", "2nd"]
+
+
+def test_again_forgets_one_part(call, parts):
+    assert call("--parts=two")[0] == call("--parts=one")[0] == 0
+    assert list(rows(call))[0] == "1st, a"  # in the order of the parts
+    run = call.path.parent / "one/run"
+    run.mkdir(parents=True)
+    parts.behave["1st"] = Unfinished()
+    assert call("--parts=one", "--again")[0] == 3
+    assert list(rows(call)) == ["3rd, a", "3rd, b", "4th, a", "4th, b"] and not run.exists()
+    parts.behave.clear()
+    assert call("--parts=one")[0] == 0
+    assert parts.measured[4:] == ["1st", "1st", "2nd"]
+
+
+def test_what_fails_stays_and_what_is_skipped_is_tried_again(call, parts):
+    parts.behave |= {"1st": RuntimeError("out of\nmemory"), "2nd": Skipped("no text")}
+    for _ in range(2):
+        assert call("--parts=one")[0] == 1
+        assert rows(call)["1st"] == {"says": "FAILED: RuntimeError: out of"}
+        assert rows(call)["2nd"] == {"says": "skipped: no text"}
+    assert parts.measured == ["1st", "2nd", "2nd"]
+
+
+def test_rows_keep_the_revision_that_they_were_measured_with(call, parts, monkeypatch):
+    for part, revision in (("one", "a" * 40), ("two", "b" * 40)):
+        git = {"revision": revision, "dirty": part == "two"}
+        monkeypatch.setattr(accelerator, "git_revision", lambda git=git: git)
+        call(f"--parts={part}")
+    result = results.read_result(call.path)
+    assert result["revision"] == "b" * 40 + " with changes"
+    found = [row.get("revision") for row in result["rows"]]
+    assert found == ["a" * 40] * 4 + [None] * 4
+    # The page is made of the file as it is.
+    assert "| 1st, b | said | 9.00 |" in results.section("smoke", result)
+    assert "numbers mean nothing" in result["title"]
+
+
+def test_each_part_has_a_process_of_its_own(call, parts, monkeypatch):
+    statuses, commands = [1, 3], []
+
+    def run(command, check):
+        commands.append(command)
+        return SimpleNamespace(returncode=statuses[len(commands) - 1])
+
+    monkeypatch.setattr(accelerator.subprocess, "run", run)
+    assert call("--again")[0] == 3  # more is to be measured: that counts before what failed
+    assert [command[command.index("--parts") + 1] for command in commands] == ["one", "two"]
+    assert all({"--smoke", "--again"} <= set(command) for command in commands)
+    assert 8 < float(commands[1][commands[1].index("--minutes") + 1]) <= 9
+    statuses[:], commands[:] = [0, 1], []
+    assert call()[0] == 1
+    commands.clear()
+    assert call("--minutes=0")[0] == 3 and not commands
+
+
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        (["--parts=matmull"], "--parts=matmull: 'matmull' is no part; they are kernels, tests,"),
+        (["--parts=matmul"], "JAX finds no accelerator here"),
+        (["--minutes=-1"], "--minutes=-1.0: must be 0 or more"),
+    ],
+)
+def test_bad_input_is_one_line(argv, line, call):
+    status, said = call(*argv, smoke=False)
+    assert status == 2 and said.startswith(f"efx: error: {line}") and said.count("\n") == 1
+
+
+# ---- the parts ---------------------------------------------------------------------------------
+
+
+def test_cheap_parts_at_tiny_sizes(call):
+    for part in ("kernels", "matmul"):
+        status, said = call(f"--parts={part}")
+        assert status == 0 and "NO MEASUREMENT" in said
+    measured = rows(call)
+    assert 0 < measured["attention, xla, bfloat16"]["error"] < 1e-2
+    assert "right at bfloat16" in measured["attention, xla, bfloat16"]["says"]
+    assert measured["product of 32, float32"]["ms"] > 0
+
+
+def without_windows(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale):
+    options = dict(scale=scale, softcap=case.softcap, segment_ids_BT=segment_ids_BT)
+    return attend.attend(q_BTNH, k_BSKH, v_BSKH, kernel="xla", **options)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_kernel_that_is_wrong_somewhere_is_found(refuses, call, monkeypatch):
+    def reason(case):
+        return "has no window" if refuses and case.window else None
+
+    monkeypatch.setitem(KERNELS, "triton", Kernel("cpu", reason, without_windows))
+    setup = Setup(True, call.path.parent, call.path, time.monotonic() + 60)
+    (cells,) = accelerator_parts._kernel(setup, "triton", "float32").values()
+    if refuses:
+        assert cells["error"] < 1e-6 and "has no window (as in window" in cells["says"]
+    else:
+        assert cells["error"] > 0.1
+        assert cells["says"].startswith("FAILED: 5 masks, the worst: window")
+
+
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
+    tried = []
+
+    def steps(configs, vocab, rounds, warmup):
+        (config,) = configs.values()
+        tried.append(config.data.batch_size)
+        if config.data.batch_size > 4 or vocab == 0:
+            kind = "RESOURCE_EXHAUSTED" if vocab else "INTERNAL"
+            raise jax.errors.JaxRuntimeError(f"{kind}: no")
+        return {"": config.data.batch_size}
+
+    monkeypatch.setattr(common, "training_steps", steps)
+    config = mod.get_config()
+    assert config.data.batch_size == 16
+    assert accelerator_parts._fitting(config, 64, 1) == 4 and tried == [16, 8, 4]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        accelerator_parts._fitting(config, 0, 1)
+    assert tried[3:] == [16]  # which no smaller batch would mend
+
+
+def test_training_steps_are_compared_by_tokens(monkeypatch):
+    """Time, FLOPs and the share of what could be saved, also of batches that differ."""
+
+    def fitting(config, vocab, rounds):
+        if config == "bad":
+            raise RuntimeError("out of memory")
+        batch, seconds, per_token = {"dense": (8, 2.0, 100.0), "MoD": (4, 0.75, 60.0)}[config]
+        return SimpleNamespace(
+            batch=batch,
+            times=SimpleNamespace(median=seconds),
+            memory=1e9,
+            tokens_per_second=batch * 10 / seconds,
+            per_token=per_token,
+            nominal=per_token * batch * 10,
+        )
+
+    monkeypatch.setattr(accelerator_parts, "_fitting", fitting)
+    monkeypatch.setattr(accelerator_parts.flops, "device_peak", lambda dtype: 1000.0)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    configs = {name: _Config(name) for name in ("dense", "MoD", "bad")}
+    setup = Setup(True, None, None, 0.0)
+    found = accelerator_parts._steps(setup, configs, mfu_target=0.5, saving_target=0.9)
+    assert found["dense"]["MFU"] == 0.5 and found["dense"]["says"].endswith("reached")
+    assert found["MoD"]["time / dense"] == 0.75 and found["MoD"]["FLOPs / dense"] == 0.6
+    assert "0.800, target at least 0.9: MISSED" in found["MoD"]["says"]
+    assert found["bad"]["says"] == "FAILED: RuntimeError: out of memory"
+
+
+class _Config(str):
+    """A name in the place of a config."""
+
+    train = SimpleNamespace(dtype="bfloat16")
+
+
+def test_a_process_ends_with_those_that_it_started(tmp_path):
+    file = tmp_path / "pid"
+    setup = Setup(True, tmp_path, tmp_path, time.monotonic() + 1)
+    with pytest.raises(Unfinished):
+        setup.run(["bash", "-c", f"sleep 100 & echo $! > {file}; wait"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+    code = "import os; raise SystemExit(int(os.environ['STATUS']))"
+    assert setup.run([sys.executable, "-c", code], STATUS="7") == 7
+
+
+def test_seconds_until_the_loss_are_read_from_the_run(call, tmp_path, monkeypatch):
+    losses = {250: 1.6, 500: 1.46, 750: 1.45, 5000: 1.48}
+
+    def run(self, command):
+        folder = self.runs("characters") / "dense"
+        folder.mkdir(parents=True, exist_ok=True)
+        logged = [{"step": step, "seconds": step / 10} for step in losses]
+        logged += [{"step": step, "eval/loss": loss} for step, loss in losses.items()]
+        lines = [json.dumps(row) for row in sorted(logged, key=lambda row: row["step"])]
+        (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+        return 0
+
+    monkeypatch.setattr(Setup, "run", run)
+    text = tmp_path / "input.txt"
+    setup = Setup(False, tmp_path, text, 0.0)
+    with pytest.raises(Skipped, match="there is no such file"):
+        accelerator_parts._characters(setup, "dense", "gpu")
+    text.write_text("text")
+    (cells,) = accelerator_parts._characters(setup, "dense", "gpu").values()
+    assert (cells["loss"], cells["seconds"]) == (1.45, 50.0)
+    assert "reached; seconds are those of training until step 500" in cells["says"]
+    del losses[5000]  # stopped by the scheduler, which a run takes for its end
+    with pytest.raises(Unfinished):
+        accelerator_parts._characters(setup, "dense", "gpu")
