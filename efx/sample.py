@@ -294,7 +294,8 @@ class _Run:
 
     def take_variables(self, texts):
         """The variables for these texts, from now on."""
-        variables, again = self._call(self.source.at, texts, self.variables)
+        with jax.set_mesh(self.mesh):  # without rules: it may restore the variables of other models
+            variables, again = self.source.at(texts, self.variables)
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
         self.variables = self._call(models.unroll_variables, self.sampler.model, variables)

@@ -20,8 +20,7 @@ def rope(x_BTNH, positions_BT, theta):
     if sharding.platform() == "tpu":
         # Halves of a head are fractions of a TPU's vector registers. A product with a matrix that
         # moves each element to its partner's place is exact, and free beside that.
-        y_BTNH = jnp.einsum(
-            "BTNH,HJ->BTNJ",
+        y_BTNH = jnp.dot(
             x_BTNH,
             _quarter_turn(head_dim).astype(x_BTNH.dtype),
             precision=jax.lax.Precision.HIGHEST,
