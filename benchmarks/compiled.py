@@ -13,6 +13,7 @@ leaves its rows out, and another can add them. Nothing runs on a device: times a
 """
 
 import argparse
+import collections
 import importlib.util
 import json
 import pathlib
@@ -21,7 +22,7 @@ import sys
 from typing import NamedTuple
 
 from benchmarks import common
-from efx import tables
+from efx import runfolder, tables
 from efx.errors import UsageError
 from efx.runfolder import write_atomic
 from efx.studies import results
@@ -154,7 +155,13 @@ def _compile(folder, row):
     if done.returncode:
         print(f"{row.name}: failed: {done.stderr.strip().splitlines()[-1]}")
         return
-    write_atomic(_path(folder, row), done.stdout.splitlines()[-1] + "\n")
+    report = json.loads(done.stdout.splitlines()[-1]) | {"revision": _revision()}
+    write_atomic(_path(folder, row), json.dumps(report) + "\n")
+
+
+def _revision():
+    git = runfolder.git_revision()
+    return git["revision"] + " with changes" * git["dirty"] if git else "unknown"
 
 
 # ---- what it comes to ---------------------------------------------------------------------------
@@ -202,8 +209,14 @@ def _texts(row):
 
 
 def _write(path, found):
-    """The rows as a file of results, from which the page is made."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    """The rows as a file of results, from which the page is made; most have its revision, the
+    others their own."""
+    revisions = collections.Counter(report["revision"] for report in found.values())
+    ((revision, _),) = revisions.most_common(1)
+
+    def own(report):
+        return {} if report["revision"] == revision else {"revision": report["revision"]}
+
     result = results.checked(
         path,
         {
@@ -212,10 +225,13 @@ def _write(path, found):
             "about": ABOUT,
             "commands": ["python -m benchmarks.compiled"],
             "machine": "none: described TPUs and GPUs",
-            "revision": head.stdout.strip(),
+            "revision": revision,
             "revision_of": "the commit that was compiled",
             "columns": COLUMNS,
-            "rows": [{"name": row.name, "cells": cells(report)} for row, report in found.items()],
+            "rows": [
+                {"name": row.name, **own(report), "cells": cells(report)}
+                for row, report in found.items()
+            ],
         },
     )
     results.write_result(pathlib.Path(path), result)

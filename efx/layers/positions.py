@@ -19,13 +19,15 @@ def rope(x_BTNH, positions_BT, theta):
     cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     if sharding.platform() == "tpu":
         # Halves of a head are fractions of a TPU's vector registers. A product with a matrix that
-        # moves each element to its partner's place is exact, and free beside that.
-        y_BTNH = jnp.dot(
-            x_BTNH,
-            _quarter_turn(head_dim).astype(x_BTNH.dtype),
+        # moves each element to its partner's place is exact, and next to free. Its batch axis of
+        # one element is for the remat policy "dots", which saves products without batch axes.
+        y_BTNH = jax.lax.dot_general(
+            x_BTNH[None],
+            _quarter_turn(head_dim).astype(x_BTNH.dtype)[None],
+            (((4,), (1,)), ((0,), (0,))),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        )
+        )[0]
         cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
         return (x_BTNH.astype(jnp.float32) * cos + y_BTNH * sin).astype(x_BTNH.dtype)
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)

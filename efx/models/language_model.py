@@ -115,12 +115,13 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_params(self, params):
-        # A loss that goes over slices of the sequence would otherwise gather it in every slice.
+        # A loss that goes over slices of the sequence would otherwise gather it in every slice; in
+        # the dtype that it is used in, which is less to send.
         if self.config.tied:
-            table_VD = params["embed"]["embedding"]
+            table_VD = params["embed"]["embedding"].astype(self.dtype)
             table_VD = used_as(table_VD, TABLE_AXES, ("act_vocab", "act_embed"))
             return {"embed": {"embedding": table_VD}}
-        kernel_DV = params["head"]["kernel"]
+        kernel_DV = params["head"]["kernel"].astype(self.dtype)
         return {"head": {"kernel": used_as(kernel_DV, HEAD_AXES, ("act_embed", "act_vocab"))}}
 
     @nn.nowrap
