@@ -157,8 +157,8 @@ def boxed_of(name):
 @pytest.mark.parametrize("name", families.NAMES)
 def test_every_parameter_names_axes_that_have_rules(name):
     """A name without a rule would mean "replicated" without anyone having said so."""
-    specs = nn.get_partition_spec(boxed_of(name))
-    shapes = nn.unbox(boxed_of(name))
+    boxed = boxed_of(name)
+    specs, shapes = nn.get_partition_spec(boxed), nn.unbox(boxed)
     for path, spec in jax.tree_util.tree_leaves_with_path(
         specs, is_leaf=lambda leaf: isinstance(leaf, P)
     ):
