@@ -7,6 +7,7 @@ cannot mean "replicated".
 
 import contextlib
 import functools
+import math
 
 import jax
 import numpy as np
@@ -89,7 +90,7 @@ def make_mesh(mesh_config, devices=None):
         raise UsageError(
             f"config.mesh={sizes}: each size must be at least 1, and at most one of them -1"
         )
-    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (fixed != len(devices) and not inferred):
         raise UsageError(
             f"config.mesh={sizes} needs {'a multiple of ' if inferred else ''}{fixed} devices "
@@ -152,7 +153,7 @@ def check_rules(rules):
         if name not in names:
             raise UsageError(f"config.rules has no rule for the logical axis {name!r}")
     for name, axes in rules:
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for axis in _as_tuple(axes):
             if axis not in MESH_AXES:
                 raise UsageError(
                     f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis; "
@@ -220,9 +221,8 @@ def exchange(x, before, after):
     giving = [i for i in changed if old[i][:-1] == new[i]]
     taking = [i for i in changed if old[i] == new[i][:-1]]
     if len(changed) == 2 and giving and taking and old[giving[0]][-1] == new[taking[0]][-1]:
-        ways = [int(np.prod([mesh.shape[axis] for axis in max(o, n, key=len)], initial=1))
-                for o, n in zip(old, new, strict=True)]  # fmt: skip
-        if all(size % n == 0 for size, n in zip(x.shape, ways, strict=True)):
+        longer = [max(axes, key=len) for axes in zip(old, new, strict=True)]
+        if all(size % _ways(mesh, axes) == 0 for size, axes in zip(x.shape, longer, strict=True)):
             x = jax.shard_map(
                 lambda x: jax.lax.all_to_all(
                     x, old[giving[0]][-1], split_axis=taking[0], concat_axis=giving[0], tiled=True
@@ -246,13 +246,22 @@ def ways(name):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
-    return int(np.prod([mesh.shape[axis] for axis in _axes_of_dimensions((name,))[0]], initial=1))
+    return _ways(mesh, *_axes_of_dimensions((name,)))
 
 
 def _axes_of_dimensions(names):
     """The mesh axes, as tuples, over which the rules split dimensions of these logical names."""
-    axes = nn.logical_to_mesh_axes(names)
-    return [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in axes]
+    return [_as_tuple(axes) for axes in nn.logical_to_mesh_axes(names)]
+
+
+def _as_tuple(axes):
+    """The entry of a PartitionSpec, a mesh axis, several, or None, as a tuple of them."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _ways(mesh, axes):
+    """Devices along these axes of a mesh together."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def tree_shardings(boxed, mesh, rules):
@@ -268,8 +277,8 @@ def tree_shardings(boxed, mesh, rules):
         if not isinstance(sharding, NamedSharding):
             return NamedSharding(mesh, PartitionSpec())
         for size, axes in zip(shape.shape, sharding.spec, strict=False):
-            axes = (axes,) if isinstance(axes, str) else axes or ()
-            ways = int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
+            axes = _as_tuple(axes)
+            ways = _ways(mesh, axes)
             if size % ways:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise UsageError(
@@ -294,8 +303,7 @@ def replicated(mesh):
 def shard_count(mesh, rules, name):
     """The number of shards of the logical axis `name`."""
     axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
+    return _ways(mesh, _as_tuple(axes))
 
 
 def batch_shards(mesh, rules):

@@ -6,7 +6,6 @@ program compiled ahead of time for other devices has their kernel. Each says wha
 
 import functools
 import logging
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,13 +114,9 @@ def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
     arrays = (q_BTNH, k_BTKH, v_BTKH)
     if segment_ids_BT is not None:
         arrays += (segment_ids_BT,)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
-    (row_axes,) = nn.logical_to_mesh_axes(("batch",))
-    row_axes = (row_axes,) if isinstance(row_axes, str) else row_axes or ()
-    divides = q_BTNH.shape[0] % math.prod(mesh.shape[axis] for axis in row_axes) == 0
-    rows = "batch" if divides else None
+    rows = "batch" if q_BTNH.shape[0] % sharding.ways("batch") == 0 else None
     q_spec = nn.logical_to_mesh_axes((rows, None, "act_heads", None))
     kv_spec = nn.logical_to_mesh_axes((rows, None, "act_kv_heads", None))
     specs = (q_spec, kv_spec, kv_spec, PartitionSpec(q_spec[0], None))[: len(arrays)]
