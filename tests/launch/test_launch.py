@@ -28,6 +28,15 @@ case "$*" in
 esac
 """
 
+# How the stand-in for an environment's Python begins, whatever it then plays: it tells its version
+# and where it is.
+PYTHON = r"""#!/bin/sh
+case "$*" in
+  -c*) echo 3.11.9; exit ;;
+  *environment.py*) echo "$0"; exit ;;
+esac
+"""
+
 
 def script(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)

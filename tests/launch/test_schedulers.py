@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_launch import BASH, LAUNCH, ROOT, call, one_error, script
+from test_launch import BASH, LAUNCH, PYTHON, ROOT, call, one_error, script
 
 SLURM = Path(__file__).parent / "stand_ins" / "slurm"
 SBATCH = LAUNCH / "gpu_slurm.sbatch"
@@ -17,12 +17,9 @@ JOBSET = LAUNCH / "gke_jobset.yaml"
 # Stands for an environment's Python. What efx does is the word of $PLAN that belongs to the number
 # of times it has been started as this process; `told` is SIGTERM to process 0 alone, for the others
 # end with it.
-TRAINER = r"""#!/bin/sh
-case "$*" in
-  -c*) echo 3.11.9; exit ;;
-  *environment.py*) echo "$0"; exit ;;
-esac
-me="$STORAGE/${SLURM_PROCID:-0}"
+TRAINER = (
+    PYTHON
+    + r"""me="$STORAGE/${SLURM_PROCID:-0}"
 printf '%s\n' "$@" >"$me.words"
 echo start >>"$me.starts"
 case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
@@ -36,6 +33,7 @@ case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
   *) exit 0 ;;
 esac
 """
+)
 
 
 class Machine:

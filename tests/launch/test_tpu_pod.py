@@ -7,19 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch import BASH, LAUNCH, call, one_error, script
+from test_launch import BASH, LAUNCH, PYTHON, call, one_error, script
 
 GCLOUD = Path(__file__).parent / "stand_ins" / "gcloud"
 TPU = ["--name", "pod", "--zone", "us-west4-a"]
 
 # Stands for an environment's Python on a worker. What efx does is the word of $STORAGE/plan that
 # belongs to the number of times it has been started there; the last one counts for all later.
-TRAINER = r"""#!/bin/sh
-case "$*" in
-  -c*) echo 3.11.9; exit ;;
-  *environment.py*) echo "$0"; exit ;;
-esac
-me="$STORAGE/$SLICE.$WORKER"
+TRAINER = (
+    PYTHON
+    + r"""me="$STORAGE/$SLICE.$WORKER"
 printf '%s\n' "$@" >"$me.words"
 echo start >>"$me.starts"
 count=$(wc -l <"$me.starts")
@@ -38,6 +35,7 @@ case "$action" in
 esac
 for _ in $(seq 2000); do sleep 0.05; done
 """
+)
 
 
 @pytest.fixture(autouse=True)
