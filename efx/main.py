@@ -127,7 +127,7 @@ def start_jax(values):
     if values.cpu_devices < 0:
         raise UsageError(f"--cpu_devices={values.cpu_devices}: must be at least 0")
     keep_freed_memory()
-    cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/jax"))
+    cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
     if values.mode == "compile":  # for devices that are not there, on those that every machine has
         jax.config.update("jax_platforms", "cpu")
         return

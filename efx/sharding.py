@@ -166,8 +166,27 @@ def check_rules(rules):
 def use(mesh, rules):
     """Trace under this mesh and these rules. Rules are not part of jit's cache key: one jitted
     function belongs to one mesh and one set of rules."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with _kept_where_sound(mesh), jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
+
+
+@contextlib.contextmanager
+def _kept_where_sound(mesh):
+    """Programs for several CPU devices are not written to the compile cache.
+
+    Read back, they no longer know the order of their collectives (jaxlib 0.10.2): devices that
+    take two of them in different orders wait for each other until XLA ends the process.
+    """
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        yield
+        return
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def single_device():

@@ -18,7 +18,9 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-_CACHE = pathlib.Path(os.environ.get("EFX_COMPILE_CACHE", pathlib.Path.home() / ".cache/efx/jax"))
+_CACHE = pathlib.Path(
+    os.environ.get("EFX_COMPILE_CACHE", pathlib.Path.home() / ".cache/efx/compiled")
+)
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import pathlib
 import re
 import shlex
+import time
 
 import families
 import jax
@@ -127,6 +129,33 @@ def test_groups_of_devices_are_hosts_or_slices():
 
 def without(name):
     return tuple(rule for rule in DEFAULT_RULES if rule[0] != name)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_programs_for_several_cpu_devices_are_not_kept(devices):
+    """Such a program, read from the compile cache, waited for itself until XLA ended the process:
+    `test_micro_batches_are_the_big_batch_on_a_mesh` in its second run."""
+    seconds = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    program = f"kept_for_{devices}_{time.time_ns()}"
+
+    def total(x):
+        return x.sum()
+
+    total.__name__ = program
+    mesh = sharding.make_mesh(ONE | dict(data=devices), jax.devices()[:devices])
+    jax.config.update(seconds, 0)
+    try:
+        with sharding.use(mesh, DEFAULT_RULES):
+            rows = jax.device_put(np.ones((8, 1)), sharding.batch_sharding(mesh, DEFAULT_RULES))
+            jax.jit(total)(rows)
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    finally:
+        jax.config.update(seconds, before)
+    kept = list(pathlib.Path(jax.config.jax_compilation_cache_dir).glob(f"jit_{program}*"))
+    assert bool(kept) == (devices == 1)
+    for path in kept:
+        path.unlink()
 
 
 def test_check_rules():
