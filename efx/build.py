@@ -16,7 +16,7 @@ import optax
 from flax import linen as nn
 from ml_collections import ConfigDict
 
-from efx import flops, models, optim, run_settings, runfolder, sharding, storage
+from efx import flops, models, optim, programs, run_settings, runfolder, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.data import SPLITS, load
@@ -111,7 +111,7 @@ class Training:
 
 def _variables(model):
     """Shapes of a model's variables; parameters with their logical axes."""
-    return jax.eval_shape(lambda: models.init(model, jax.random.key(0)))
+    return programs.kept_shapes(lambda: models.init(model, jax.random.key(0)), f"variables {model}")
 
 
 def _state(built, boxed, optimizer):

@@ -3,17 +3,20 @@
 JAX's compile cache spares a process the compiling of a program that was compiled before, and only
 once it has traced the program again. Of a model that takes longer than all else that sampling
 waits for, and longer the more layers it has. What is kept here is the program as tracing leaves it
-(`jax.export`), under a hash of all that tracing depends on.
+(`jax.export`) and the shapes of a model's variables, under a hash of all that tracing depends on.
 """
 
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 
 import jax
+from flax import linen as nn
+from flax import traverse_util
 from jax import export
 
 from efx import atomic
@@ -32,17 +35,59 @@ def kept(function, of, shapes):
         and the settings of the environment, which count anyway.
       shapes: () -> the arguments as shapes; called if nothing was kept.
     """
-    folder = jax.config.jax_compilation_cache_dir
-    key = hashlib.sha256("\n".join([_environment(), of]).encode()).hexdigest()
-    path = pathlib.Path(folder or "") / f"efx_{key}.traced"
-    if folder and path.is_file():
+    path = _path(of, ".traced")
+    if path and path.is_file():
         return export.deserialize(bytearray(path.read_bytes()))
     exported = export.export(jax.jit(function))(*shapes())
-    if folder:
+    _write(path, exported.serialize())
+    return exported
+
+
+def kept_shapes(function, of):
+    """`jax.eval_shape(function)` of a nested dict, from an earlier process if one kept it.
+
+    Boxes of logical axes are kept with the shapes in them. of: as in `kept`.
+    """
+    path = _path(of, ".shapes.json")
+    if path and path.is_file():
+        rows = json.loads(path.read_text())
+        leaves = {tuple(keys): _leaf(*of_leaf) for keys, *of_leaf in rows}
+        return traverse_util.unflatten_dict(leaves)
+    tree = jax.eval_shape(function)
+    leaves = traverse_util.flatten_dict(tree, keep_empty_nodes=True)
+    rows = [[keys, *_row(leaf)] for keys, leaf in leaves.items()]
+    _write(path, json.dumps(rows).encode())
+    return tree
+
+
+def _row(leaf):
+    """(shape, dtype, logical axes): no axes without a box, no shape without an array."""
+    if leaf is traverse_util.empty_node:
+        return None, None, None
+    names = leaf.names if isinstance(leaf, nn.LogicallyPartitioned) else None
+    array = nn.unbox(leaf)
+    return array.shape, array.dtype.name, names
+
+
+def _leaf(shape, dtype, names):
+    if shape is None:
+        return traverse_util.empty_node
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    return array if names is None else nn.LogicallyPartitioned(array, tuple(names))
+
+
+def _path(of, suffix):
+    """Where something is kept that depends on `of`; None: nothing is."""
+    folder = jax.config.jax_compilation_cache_dir
+    key = hashlib.sha256("\n".join([_environment(), of]).encode()).hexdigest()
+    return pathlib.Path(folder) / f"efx_{key}{suffix}" if folder else None
+
+
+def _write(path, content):
+    if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as part:
-            part.write_bytes(exported.serialize())
-    return exported
+            part.write_bytes(content)
 
 
 @functools.cache

@@ -73,7 +73,8 @@ def changed(model, **changes):
 def init(model, key):
     """Variables of a new model; parameters are boxed with their logical axes."""
     tokens = jnp.zeros((1, min(2, model.context)), jnp.int32)
-    return model.init({"params": key, "dropout": key, "routing": key}, tokens)
+    keys = {"params": key, "dropout": key, "routing": key}
+    return model.init(keys, tokens, mutable=["params", "state"])
 
 
 def init_cache(model, batch, cache_size):

@@ -224,10 +224,9 @@ def test_test_script_passes_arguments_and_status(stub, tmp_path):
     command = (BASH, LAUNCH / "test.sh", "--extras", "dev,interop", "-k", "a and b")
     result = call(*command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
     assert result.returncode == 5  # pytest's "no tests collected" must not pass
-    assert result.stdout.splitlines() == [
-        *("-m", "pytest", "-n", "2", "--dist", "loadfile", "-k", "a and b"),
-        "EFX_EXTRAS=dev,interop",
-    ]
+    options = "-n 2 --dist loadfile --max-worker-restart=0".split()
+    expected = ["-m", "pytest", *options, "-k", "a and b", "EFX_EXTRAS=dev,interop"]
+    assert result.stdout.splitlines() == expected
 
 
 def test_ci_switches_the_extras_on(stub):
