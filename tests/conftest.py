@@ -48,6 +48,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker("quick")
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs take one of the devices: a program for one compiles in two thirds of the time."""
+    devices = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: devices)
+        patch.setattr(jax, "device_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def root():
     """The top of the project."""

@@ -254,7 +254,7 @@ def config_in(run):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, one_device):
     """{name: run folder}: a base, two experts with gates, and what is composed of them."""
     folder = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)

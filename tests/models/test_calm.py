@@ -319,7 +319,7 @@ def config_of(variant, text, **changes):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, one_device):
     """{name: run folder}: an anchor, a scanned and routed model, the bridges between them."""
     folder = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)

@@ -45,7 +45,7 @@ def tiny(text, **changes):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, one_device):
     """(folder with a.txt in it, run folder of two steps on a.txt)."""
     top = tmp_path_factory.mktemp("launches")
     (top / "a.txt").write_text(TEXT)

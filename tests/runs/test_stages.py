@@ -15,6 +15,7 @@ from efx.errors import UsageError
 from efx.metrics import read_metrics
 from efx.runfolder import CHECKPOINTS
 
+pytestmark = pytest.mark.usefixtures("one_device")
 DENSE = {"mesh.data": -1, "model.depth_routing.kind": "none", "steps": 3}
 
 
