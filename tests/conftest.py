@@ -1,5 +1,6 @@
 """Eight fake CPU devices, strict rank promotion, a compile cache, and where the real text is."""
 
+import gc
 import os
 import pathlib
 
@@ -18,6 +19,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Traced programs are millions of objects, which the collector would look through again and again.
+gc.set_threshold(100_000, 30, 30)
 _CACHE = pathlib.Path(
     os.environ.get("EFX_COMPILE_CACHE", pathlib.Path.home() / ".cache/efx/compiled")
 )

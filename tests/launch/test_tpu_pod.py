@@ -25,6 +25,15 @@ echo "start $count: $action"
 trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
 case "$action" in
   preempted)
+    # Not before all have started: what is taken away at once has one history.
+    for _ in $(seq 600); do
+      begun=0
+      for each in "$STORAGE"/*.starts; do
+        [ "$(wc -l <"$each")" -lt "$count" ] || begun=$((begun + 1))
+      done
+      [ "$begun" -lt "${TOGETHER:-0}" ] || break
+      sleep 0.05
+    done
     echo SUSPENDED >"$CLOUD/request"
     echo PREEMPTED >"$CLOUD/nodes/$SLICE/state"
     kill -TERM 0 ;;   # as a machine that shuts down does, to all processes
@@ -225,6 +234,7 @@ def test_preempted_twice_training_goes_on_to_its_end(tmp_path):
     """Two slices of two workers; the arguments arrive as they were given, every time."""
     cloud = Cloud(tmp_path, workers=2)
     cloud.plan("preempted", "preempted", "finished")
+    cloud.env["TOGETHER"] = 4
     cloud.next("WAITING_FOR_RESOURCES", "ACTIVE")
     prompt = 'it\'s "a" $HOME `b`'
     options = ("--type=v5litepod-16", "--slices=2", "--delete-after", "--setup", "touch mounted")
