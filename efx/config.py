@@ -72,7 +72,7 @@ def run_file(kind, path, *arguments, folder="", source=None):
         return getattr(module, f"get_{kind}")(*arguments)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file may also try to end the process
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{where} cannot be loaded: {reason}") from error
 

@@ -81,6 +81,8 @@ def check(config, where=""):
     try:
         if not isinstance(config, ConfigDict):
             raise UsageError(f"a config is a ConfigDict, not of type {type(config).__name__}")
+        if "model" not in config:  # which decides what other settings there are
+            raise UsageError("config.model is missing")
         family = require(config, "model.family")
         check_family(dict(config.model.items()))
         _check_names(config, right := known(family), "config", list(names(right)))
