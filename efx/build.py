@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from ml_collections import ConfigDict
 
 from efx import flops, models, optim, run_settings, runfolder, sharding, storage
 from efx import step as step_lib
@@ -283,9 +282,9 @@ def _member_runs(model_config):
 
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
-    member = run_settings.check(
-        ConfigDict(runfolder.recorded_config(run)), storage.folder(run) / runfolder.CONFIG_FILE
-    )
+    path = storage.folder(run) / runfolder.CONFIG_FILE
+    member = run_settings.of_plain(runfolder.recorded_config(run), path)
+    member = run_settings.check(member, path)
     if member.model.member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)

@@ -8,8 +8,6 @@ Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the s
 import importlib.util
 import pathlib
 
-from ml_collections import ConfigDict
-
 from efx import configs, run_settings, runfolder, storage
 from efx.errors import UsageError, nearest
 
@@ -49,8 +47,9 @@ def override(config, changes, where):
 
 def config_of_run(workdir):
     """The checked config of a run folder; its lists, which were tuples, are tuples again."""
-    config = ConfigDict(_tuples(runfolder.recorded_config(workdir)))
-    run_settings.check(config, storage.folder(workdir) / runfolder.CONFIG_FILE)
+    path = storage.folder(workdir) / runfolder.CONFIG_FILE
+    config = run_settings.of_plain(_tuples(runfolder.recorded_config(workdir)), path)
+    run_settings.check(config, path)
     return config
 
 

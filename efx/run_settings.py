@@ -68,6 +68,14 @@ def known(family="decoder"):
     return defaults(dataclasses.replace(Config(), model=config_class(family)()))
 
 
+def of_plain(plain, where):
+    """The ConfigDict of nested plain dicts, which may be anybody's. where: see `check`."""
+    try:
+        return ConfigDict(plain)
+    except ValueError as error:  # a dot in a name
+        raise UsageError(f"{where}: {error}") from error
+
+
 def check(config, where=""):
     """The `Config` of a ConfigDict of any family; UsageError unless it has just the settings that
     there are, each with a value that it may have. A `Config` is returned as it is. A misspelt key

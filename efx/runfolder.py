@@ -51,7 +51,7 @@ _OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
 _OF_A_CONFIG = ("seed", "steps", "model")
 _CHECKSUM = "checksum"  # the entry of config.json and run.json that is made of all others
 # Of run.json: the type of each entry, and the keys of those that are dicts.
-_ENTRIES = {"launches": list, "origin": dict, "text": dict, "tokenizer": str}
+_ENTRIES = {"launches": list, "origin": dict, "text": dict, "subset": str, "tokenizer": str}
 _KEYS_OF_ENTRIES = {
     "origin": ("run", "step", "parameters"),
     "text": ("source", "eval_source", "held_out"),
@@ -209,6 +209,7 @@ def open_run(workdir, config, *, command_line, may_differ=()):
 
         def check():
             changed.update(_check_same(workdir, recorded_config(workdir), config, may_differ))
+            run_record(workdir)  # or it would be found damaged when some files are written already
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))

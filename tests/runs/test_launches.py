@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_files import move
 
 from efx import build, main, runfolder, train, use
 from efx.checkpoint import Checkpointer, start_from
@@ -58,8 +59,7 @@ def copy(trained, tmp_path, monkeypatch):
     """The same, to spoil; with its own text under the path that the run knows."""
     shutil.copytree(trained / "run", tmp_path / "run")
     shutil.copy(trained / "a.txt", tmp_path / "a.txt")
-    config = (tmp_path / "run/config.json").read_text()
-    (tmp_path / "run/config.json").write_text(config.replace(str(trained), str(tmp_path)))
+    move(tmp_path / "run/config.json", trained, tmp_path)
     return tmp_path
 
 
