@@ -277,7 +277,7 @@ class _Launch:
         e, config = self.experiment, self.config
         position = iterator.get_state()
         batch = self.placement(next(iterator))
-        stage = None
+        stage, clock = None, time.monotonic()
         is_first = True
         while self.step < e.steps:
             self._profile()
@@ -286,6 +286,7 @@ class _Launch:
                 try:
                     compiled = self._apart(lambda: self._compiled(stage, batch))  # noqa: B023
                 except Interrupted:
+                    self._log(self.buffer.pop_all(), clock)
                     self._pause([], True, position)
                     self._say_stopped()
                     return
@@ -499,7 +500,8 @@ class _Launch:
             raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
         if self.step == e.steps and "eval/loss" in row and not self.pending:
             self.progress.println(
-                f"finished: {self.step} steps, {quantity(self.step * e.tokens_per_step, 'tokens')}, "
+                f"finished: {self.step} steps, "
+                f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
                 f"{quantity(e.flops(self.step), 'FLOPs')} in {duration(self.seconds)} of training, "
                 f"held-out loss {row['eval/loss']:.4f} nats "
                 f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
