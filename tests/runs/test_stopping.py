@@ -13,7 +13,7 @@ import pytest
 from test_train import TINY, text, tiny  # noqa: F401 (a fixture)
 
 from efx import build, signals, train
-from efx.checkpoint import files
+from efx.checkpoint import Checkpointer, files
 from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
@@ -97,6 +97,9 @@ def test_a_signal_waits_for_no_compiling_and_no_evaluation(
         assert files.finished_steps(files.as_root(broken / "checkpoints"))[-1] == step
     assert signals.work_is_left()
     assert "eval/loss" not in rows(broken)[-1] and "step_2.txt" not in samples(broken)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpointer, "amend", killed)  # when all is written but that it is
+        train.train_and_evaluate(config, broken)
     for line in ("finished: 2 steps, ", "finished already: "):  # and nothing twice
         capsys.readouterr()
         train.train_and_evaluate(config, broken)
@@ -111,6 +114,10 @@ def test_a_signal_waits_for_no_compiling_and_no_evaluation(
         with build.checkpointer(folder, build.run_settings.check(config).checkpoint) as found:
             bests.append((found.best_step(), found._score(2)))
     assert bests[0] == bests[1] and None not in bests[0]
+
+
+def killed(*arguments):
+    raise KeyboardInterrupt
 
 
 def np_leaves(tree):
