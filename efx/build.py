@@ -283,9 +283,10 @@ def _member_runs(model_config):
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
     path = storage.folder(run) / runfolder.CONFIG_FILE
-    member = run_settings.of_plain(runfolder.recorded_config(run), path)
-    member = run_settings.check(member, path)
-    if member.model.member_runs:
+    plain = run_settings.of_plain(runfolder.recorded_config(run), path)
+    member = run_settings.check(plain, path)
+    model_config = member.model
+    if model_config.member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:
