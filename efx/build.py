@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from ml_collections import ConfigDict
 
 from efx import flops, models, optim, programs, run_settings, runfolder, sharding, storage
 from efx import step as step_lib
@@ -22,7 +21,6 @@ from efx.checkpoint import Checkpointer
 from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.models.families import config_of
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what else decides which part of a source is held out.
@@ -245,8 +243,11 @@ def _run_origin(c, workdir):
     """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
     if not runfolder.holds_result(workdir):
         return None, True
-    trained = runfolder.recorded_config(workdir)["data"]
-    same = (c.source, c.eval_source) == (trained["source"], trained["eval_source"])
+    names = ("source", "eval_source")
+    trained = {
+        key: runfolder.recorded_setting(workdir, f"data.{key}") for key in (*names, *_OF_THE_SPLIT)
+    }
+    same = all(getattr(c, key) == trained[key] for key in names)
     for key in _OF_THE_SPLIT if same else ():
         if getattr(c, key) != trained[key]:
             raise UsageError(
@@ -281,8 +282,11 @@ def _member_runs(model_config):
 
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
-    member = ConfigDict(runfolder.recorded_config(run))
-    if config_of(member.model).member_runs:
+    path = storage.folder(run) / runfolder.CONFIG_FILE
+    plain = run_settings.of_plain(runfolder.recorded_config(run), path)
+    member = run_settings.check(plain, path)
+    model_config = member.model
+    if model_config.member_runs:
         raise UsageError(f"config.model.{key}={run} is a model made of others itself")
     of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:

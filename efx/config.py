@@ -8,8 +8,6 @@ Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the s
 import importlib.util
 import pathlib
 
-from ml_collections import ConfigDict
-
 from efx import configs, run_settings, runfolder, storage
 from efx.errors import UsageError, nearest
 
@@ -49,8 +47,9 @@ def override(config, changes, where):
 
 def config_of_run(workdir):
     """The checked config of a run folder; its lists, which were tuples, are tuples again."""
-    config = ConfigDict(_tuples(runfolder.recorded_config(workdir)))
-    run_settings.check(config, storage.folder(workdir) / runfolder.CONFIG_FILE)
+    path = storage.folder(workdir) / runfolder.CONFIG_FILE
+    config = run_settings.of_plain(_tuples(runfolder.recorded_config(workdir)), path)
+    run_settings.check(config, path)
     return config
 
 
@@ -72,7 +71,7 @@ def run_file(kind, path, *arguments, folder="", source=None):
         return getattr(module, f"get_{kind}")(*arguments)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file may also try to end the process
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{where} cannot be loaded: {reason}") from error
 

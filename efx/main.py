@@ -27,7 +27,7 @@ import sys
 
 from absl import logging
 
-from efx import hosts, runfolder
+from efx import hosts, runfolder, signals
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
@@ -171,7 +171,8 @@ def main(argv=None):
     logging.set_verbosity(logging.WARNING)
     _show_own_log()
     try:
-        status = _status(list(sys.argv if argv is None else argv))
+        with signals.SecondSignal():
+            status = _status(list(sys.argv if argv is None else argv))
         if status == 0 and hosts.connected():
             hosts.disconnect()
     except Exception as error:
@@ -180,6 +181,10 @@ def main(argv=None):
         hosts.fail(error)
     if hosts.connected():
         hosts.fail(None, status)
+    if signals.work_is_left():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     return status
 
 

@@ -68,6 +68,14 @@ def known(family="decoder"):
     return defaults(dataclasses.replace(Config(), model=config_class(family)()))
 
 
+def of_plain(plain, where):
+    """The ConfigDict of nested plain dicts, which may be anybody's. where: see `check`."""
+    try:
+        return ConfigDict(plain)
+    except ValueError as error:  # a dot in a name
+        raise UsageError(f"{where}: {error}") from error
+
+
 def check(config, where=""):
     """The `Config` of a ConfigDict of any family; UsageError unless it has just the settings that
     there are, each with a value that it may have. A `Config` is returned as it is. A misspelt key
@@ -81,6 +89,8 @@ def check(config, where=""):
     try:
         if not isinstance(config, ConfigDict):
             raise UsageError(f"a config is a ConfigDict, not of type {type(config).__name__}")
+        if "model" not in config:  # which decides what other settings there are
+            raise UsageError("config.model is missing")
         family = require(config, "model.family")
         check_family(dict(config.model.items()))
         _check_names(config, right := known(family), "config", list(names(right)))

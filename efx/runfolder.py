@@ -1,9 +1,9 @@
 """The run folder: one directory that holds everything about a run and can be read without JAX.
 
-    config.json      every key of the config, sorted
+    config.json      every key of the config, sorted, and a checksum of them
     run.json         one record per launch: versions, git revision, devices, command line, time;
                      hashes of the text; the run that it started from, or the cluster that it
-                     trains on, if any
+                     trains on, if any; a checksum of all this
     held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
@@ -45,6 +45,17 @@ _MARK = ".shared_"  # beginning of the file by which processes find out whether 
 _SHARED_SECONDS = 10  # that a network file system may need to show a new file
 # The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
+# A folder that has one of these without config.json is somebody else's.
+_OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
+# Settings without which a config.json is that of another program: a model has one, too.
+_OF_A_CONFIG = ("seed", "steps", "model")
+_CHECKSUM = "checksum"  # the entry of config.json and run.json that is made of all others
+# Of run.json: the type of each entry, and the keys of those that are dicts.
+_ENTRIES = {"launches": list, "origin": dict, "text": dict, "subset": str, "tokenizer": str}
+_KEYS_OF_ENTRIES = {
+    "origin": ("run", "step", "parameters"),
+    "text": ("source", "eval_source", "held_out"),
+}
 
 # Packages whose versions decide what a run computes.
 _LIBRARIES = (
@@ -102,7 +113,8 @@ def write_atomic(path, text):
 def recorded_config(workdir):
     """The config of a run folder as a plain dict (tuples come back as lists).
 
-    Raises UsageError if `workdir` is not a run folder or its config.json cannot be read.
+    Raises UsageError if `workdir` is not a run folder, or its config.json cannot be read or is not
+    as it was written.
     """
     folder = storage.folder(workdir)
     path = folder / CONFIG_FILE
@@ -113,7 +125,20 @@ def recorded_config(workdir):
             f"--workdir={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
             " --mode=train made"
         )
-    return _read_json(path)
+    return _read_sealed(path)
+
+
+def recorded_setting(workdir, key):
+    """What a run folder recorded for a setting or a block, by its dotted key, "model.depth"."""
+    value = recorded_config(workdir)
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise UsageError(
+                f"{storage.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the config"
+                " of a run"
+            )
+        value = value[part]
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,19 +173,18 @@ class OpenedRun:
             launch["changed"] = self.changed
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        # First of all files, since it says whose folder this is.
+        _write_sealed(self.path / CONFIG_FILE, self.config)
+        with writing(self.path):
             for name, text in files.items():
                 path = self.path / name
                 if text is None and self.is_new:
                     path.unlink(missing_ok=True)
                 elif text is not None and (self.is_new or not path.exists()):
                     write_atomic(path, text)
-        if self.is_new or self.changed:
-            text = json.dumps(self.config, indent=2, sort_keys=True) + "\n"
-            write_atomic(self.path / CONFIG_FILE, text)
         earlier = {} if self.is_new else run_record(self.path)
         launches = [*earlier.get("launches", []), launch]
-        text = json.dumps({**earlier, "launches": launches, **entries}, indent=2) + "\n"
-        write_atomic(self.path / RUN_FILE, text)
+        _write_sealed(self.path / RUN_FILE, {**earlier, "launches": launches, **entries})
 
 
 def open_run(workdir, config, *, command_line, may_differ=()):
@@ -185,6 +209,7 @@ def open_run(workdir, config, *, command_line, may_differ=()):
 
         def check():
             changed.update(_check_same(workdir, recorded_config(workdir), config, may_differ))
+            run_record(workdir)  # or it would be found damaged when some files are written already
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
@@ -215,8 +240,15 @@ def on_primary(workdir, action):
 
 def _is_new(workdir):
     folder = storage.folder(workdir)
-    if not (folder / CONFIG_FILE).exists():
-        for name in (CHECKPOINTS, METRICS_FILE):
+    if (folder / CONFIG_FILE).exists():
+        for name in _OF_A_CONFIG:
+            if name not in recorded_config(workdir):
+                raise UsageError(
+                    f"--workdir={workdir} holds a {CONFIG_FILE} that is not one of efx: it has no"
+                    f" {name!r}; use another --workdir"
+                )
+    else:
+        for name in _OF_A_RUN:
             if (folder / name).exists():
                 raise UsageError(
                     f"--workdir={workdir} holds {name} but no {CONFIG_FILE}, so it cannot be told"
@@ -359,7 +391,17 @@ def check_config(workdir, config, may_differ=()):
 def run_record(workdir):
     """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one."""
     path = storage.folder(workdir) / RUN_FILE
-    return _read_json(path) if path.is_file() else {}
+    record = _read_sealed(path) if path.is_file() else {}
+    for name, kind in _ENTRIES.items():
+        if name not in record:
+            continue
+        keys, entry = _KEYS_OF_ENTRIES.get(name, ()), record[name]
+        if not isinstance(entry, kind) or any(key not in entry for key in keys):
+            raise UsageError(
+                f"{path} is not the record of a run: {name!r} should be a {kind.__name__}"
+                f"{' with ' * bool(keys)}{', '.join(keys)}; restore the file"
+            )
+    return record
 
 
 def saved_tokenizer(workdir):
@@ -372,7 +414,7 @@ def saved_tokenizer(workdir):
     if not holds_result(workdir):
         return None
     entry = run_record(workdir).get("tokenizer")
-    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    text = _text(path)
     if entry and checksum(text) != entry:
         raise UsageError(
             f"{path} is missing or not the tokenizer of this run; restore the file, or use another"
@@ -399,7 +441,7 @@ def recorded_origin(workdir):
     if entry is None:
         return None
     path = storage.folder(workdir) / HELD_OUT_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    text = _text(path)
     if checksum(text) != entry["held_out"]:
         raise UsageError(
             f"{path}, which says what is held out, is missing or not as it was written; restore the"
@@ -407,6 +449,11 @@ def recorded_origin(workdir):
         )
     decision = json.loads(text) if text else {"of": None, "held_out": None}
     return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
+
+
+def _text(path):
+    """The text of a file, None without one; bytes that are no text show in its checksum."""
+    return path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else None
 
 
 def checksum(text):
@@ -513,12 +560,39 @@ def git_revision(package=None):
         return None
 
 
+def _write_sealed(path, contents):
+    """Writes a dict as JSON with a checksum of what it says, however that is laid out."""
+    plain = json.loads(json.dumps(contents))
+    sealed = {**plain, _CHECKSUM: _seal(plain)}
+    write_atomic(path, json.dumps(sealed, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
+
+
+def _seal(contents):
+    return checksum(json.dumps(contents, sort_keys=True))
+
+
+def _read_sealed(path):
+    """The dict that `_write_sealed` wrote. Whoever edits a file takes the checksum out of it."""
+    contents = _read_json(path)
+    if not isinstance(contents, dict):
+        raise UsageError(
+            f"{path} is not a file of efx: it should be a dict, and is of type"
+            f" {type(contents).__name__}; restore the file, or use another --workdir"
+        )
+    if _CHECKSUM in contents and contents.pop(_CHECKSUM) != _seal(contents):
+        raise UsageError(
+            f"{path} is damaged or was edited: it is not what efx wrote; restore the file, or, if"
+            f' it was edited on purpose, delete its entry "{_CHECKSUM}"'
+        )
+    return contents
+
+
 def _read_json(path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is damaged: not JSON ({error}); restore the file, or use another --workdir"
         ) from error

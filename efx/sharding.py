@@ -166,7 +166,14 @@ def check_rules(rules):
 def use(mesh, rules):
     """Trace under this mesh and these rules. Rules are not part of jit's cache key: one jitted
     function belongs to one mesh and one set of rules."""
-    with _kept_where_sound(mesh), jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with _kept_where_sound(mesh), used_in_thread(mesh, rules):
+        yield
+
+
+@contextlib.contextmanager
+def used_in_thread(mesh, rules):
+    """In another thread of a program that is in `use` of this mesh and these rules."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
 
 

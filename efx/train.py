@@ -11,14 +11,16 @@ import numpy as np
 from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint import start_from
+from efx.checkpoint.files import warn
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
+from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
-from efx.signals import StopSignals
+from efx.signals import Interrupted, StopSignals
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -109,6 +111,8 @@ class _Launch:
         self.last_row = {}
         self.step, self.restored = 0, False
         self.ending = ""  # what is not finite at the end of the run, in words
+        self.pending = []  # what was due at this step and not done: a signal came
+        self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
     def _open_run(self, config, command_line):
@@ -146,11 +150,12 @@ class _Launch:
                 resume=not opened.is_new,
             )
             self.writer = files.enter_context(writer)
+            entries.update(self._lost_rows())
 
+        entries = {"origin": origin} if origin else {}
         if jax.process_index() != 0:
             open_metrics()  # which writes nothing
         runfolder.on_primary(self.workdir, open_metrics)
-        entries = {"origin": origin} if origin else {}
         if data.subset:
             entries["subset"] = data.subset
         held_out, entries["text"] = runfolder.text_entries(data.origin)
@@ -161,7 +166,24 @@ class _Launch:
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         opened.commit(contents, **entries)
-        self.writer.truncate_after(self.step if self.restored else -1)
+        self.writer.truncate_after(
+            self.step if self.restored else -1, samples_of_step="sample" not in self.pending
+        )
+
+    def _lost_rows(self):
+        """An entry of run.json about rows that are no longer in the metrics, for whoever reads
+        these later; UsageError unless the run is to go on without them."""
+        problem = self.written and self.writer.lost(self.written, self.step)
+        if not problem:
+            return {}
+        line = f"{self.workdir / METRICS_FILE} {problem}"
+        if self.config.checkpoint.on_damage == "error":
+            raise UsageError(
+                f"{line}; restore the file, or go on without them with"
+                " --config.checkpoint.on_damage=fall_back"
+            )
+        warn(f"{line}; going on without them")
+        return {"lost_rows": f"{METRICS_FILE} {problem}"}
 
     def _check_subset(self):
         """UsageError if the file of the subset lists other documents than the run began with."""
@@ -182,11 +204,11 @@ class _Launch:
         e, config = self.experiment, self.config
         peak = device_peak(config.train.dtype) or 0.0
         with (
+            StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
             build.checkpointer(self.workdir, config.checkpoint) as self.checkpoints,
             contextlib.ExitStack() as files,
             Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
-            StopSignals() as self.signals,
         ):
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
             iterator, origin = self._restore()
@@ -196,6 +218,8 @@ class _Launch:
                 self.progress.println(f"held out: {e.data.held_out_of()}")
             if untrained:
                 return self._save_untrained(iterator)
+            if self.pending:
+                self._make_up()
             if self.step >= e.steps:
                 self.progress.println(
                     f"finished already: {self.workdir} is at step {self.step} of {e.steps}"
@@ -233,6 +257,8 @@ class _Launch:
                 self.seconds = restored.meta["seconds"]
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
+                if "pending" in restored.meta:
+                    self.pending, self.written = restored.meta["pending"], restored.meta["rows"]
         return iterator, origin
 
     def _banner(self):
@@ -249,17 +275,23 @@ class _Launch:
 
     def _loop(self, iterator):
         e, config = self.experiment, self.config
+        position = iterator.get_state()
         batch = self.placement(next(iterator))
-        stage = None
+        stage, clock = None, time.monotonic()
         is_first = True
         while self.step < e.steps:
             self._profile()
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
-                compiled = self._compiled(stage, batch)
-                with self._timed("count FLOPs"):
-                    e.flops(self.step + 1, nominal=False)  # traced here, outside of the timed steps
+                try:
+                    compiled = self._apart(lambda: self._compiled(stage, batch))  # noqa: B023
+                except Interrupted:
+                    self._log(self.buffer.pop_all(), clock)
+                    self._pause([], True, position)
+                    self._say_stopped()
+                    return
                 clock = time.monotonic()
+            self.signals.listen()
             self.state, metrics = compiled(self.state, batch, self.seed)
             self.step += 1
             position = iterator.get_state()
@@ -283,15 +315,30 @@ class _Launch:
                 clock = self._log(self.buffer.pop_all(), clock)
                 self._pause(due, stop, position)
                 clock = time.monotonic()
-            if stop and self.step < e.steps:
-                self.progress.println(
-                    f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
-                    "the same command goes on from here"
-                )
+            if self.pending or (stop and self.step < e.steps):
+                self._say_stopped()
                 return
+
+    def _say_stopped(self):
+        self.progress.println(
+            f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
+            "the same command goes on from here"
+        )
+
+    def _apart(self, work):
+        """`work()`, for which a signal does not have to wait: then it is Interrupted."""
+        e = self.experiment
+
+        def used():
+            with sharding.used_in_thread(e.mesh, e.rules):
+                return work()
+
+        return self.signals.unless_stopped(used)
 
     def _compiled(self, stage, batch):
         e = self.experiment
+        with self._timed("count FLOPs"):
+            e.flops(self.step + 1, nominal=False)  # traced here, outside of the timed steps
         step_fn = step_lib.make_train_step(
             stage.model,
             self.training.optimizer,
@@ -352,22 +399,51 @@ class _Launch:
             )
 
     def _pause(self, due, stop, position):
-        """Evaluate, sample and save if due; at the end of a run all three."""
-        at_end = self.step == self.experiment.steps
-        metrics = None
-        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
-        if at_end or "evaluate" in due:
-            metrics = self.evaluator(params, self.state.variables)
-            self.writer.write(self.step, metrics)
-            self.last_row.update(metrics, step=self.step)
-            self.progress.println(describe(self.step, metrics))
-        self.ending = self._ending(metrics["eval/loss"], params) if at_end else ""
-        if "sample" in due or (at_end and self.config.sample.every):
-            self._sample(params)
-        if stop or "checkpoint" in due:
+        """Evaluate, sample and save if due; at the end of a run all three. What a signal leaves
+        undone is saved as pending, and the launch after this one begins with it."""
+        if self.step == self.experiment.steps:
+            due, stop = {*due, "evaluate", *(["sample"] if self.config.sample.every else [])}, True
+        metrics = self._work([name for name in ("evaluate", "sample") if name in due])
+        if stop or self.pending or "checkpoint" in due:
             self.mirror.upload()  # before the checkpoint, which the rows then reach up to
-            meta = {"seconds": self.seconds, "ending": self.ending}
+            # The row of this step is still to be extended by an evaluation that is pending.
+            before = self.step if "evaluate" in self.pending else math.inf
+            self.written = self.writer.written(before)
+            meta = {
+                "seconds": self.seconds,
+                "ending": self.ending,
+                "pending": self.pending,
+                "rows": self.written,
+            }
             self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
+
+    def _make_up(self):
+        """Do what the last launch was kept from, at the step that it had reached."""
+        metrics = self._work(self.pending)
+        self.mirror.upload()
+        meta = {"ending": self.ending, "pending": [], "rows": self.writer.written()}
+        self.checkpoints.amend(self.step, metrics, meta)
+
+    def _work(self, due):
+        """Evaluate and sample, in this order, if due; what is not done then is `pending`.
+
+        Returns: metrics of the evaluation, or None.
+        """
+        metrics, self.pending, self.ending = None, list(due), ""
+        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
+        with contextlib.suppress(Interrupted):
+            if "evaluate" in due:
+                metrics = self._apart(lambda: self.evaluator(params, self.state.variables))
+                self.writer.write(self.step, metrics)
+                self.last_row.update(metrics, step=self.step)
+                self.progress.println(describe(self.step, metrics))
+                if self.step == self.experiment.steps:
+                    self.ending = self._ending(metrics["eval/loss"], params)
+                self.pending.remove("evaluate")
+            if "sample" in due:
+                self._sample(params)
+                self.pending.remove("sample")
+        return metrics
 
     def _ending(self, loss, params):
         """What is not finite at the end of the run, in words; empty if all is well."""
@@ -390,7 +466,8 @@ class _Launch:
     def _sample(self, params):
         variables, c = {"params": params, **self.state.variables}, self.config.sample
         seeds = [c.seed + i for i in range(c.num_samples)]
-        texts = self.sampler.texts(variables, [c.prompt] * c.num_samples, seeds=seeds)
+        prompts = [c.prompt] * c.num_samples
+        texts = self._apart(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
         for i, text in enumerate(texts):
             self.writer.write_text(self.step, f"sample {i}", c.prompt + text)
         self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
@@ -413,18 +490,19 @@ class _Launch:
         self.writer.write(self.step, row)
 
     def _finish(self):
-        row = self.last_row
-        if self.step == self.experiment.steps and self.ending:
+        row, e = self.last_row, self.experiment
+        if self.step == e.steps and self.ending:
             self.checkpoints.wait()
             best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
             advice = "; a lower config.optim.learning_rate may help, in another --workdir"
             if best is not None and best != self.step:
                 advice += f"; the best {metric} is that of checkpoint {best} (--step={best})"
             raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
-        if self.step == self.experiment.steps and "eval/loss" in row:
+        if self.step == e.steps and "eval/loss" in row and not self.pending:
             self.progress.println(
-                f"finished: {self.step} steps, {quantity(row['tokens'], 'tokens')}, "
-                f"{quantity(row['flops'], 'FLOPs')} in {duration(row['seconds'])} of training, "
+                f"finished: {self.step} steps, "
+                f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
+                f"{quantity(e.flops(self.step), 'FLOPs')} in {duration(self.seconds)} of training, "
                 f"held-out loss {row['eval/loss']:.4f} nats "
                 f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
             )

@@ -21,7 +21,7 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        c, trained_on = config.data, runfolder.recorded_config(workdir)["data"]["source"]
+        c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):

@@ -116,7 +116,7 @@ class Ensemble:
             raise UsageError(
                 f"{expert} ({folder}) was not started from a seed model (config.init.run)"
             )
-        total_steps = runfolder.recorded_config(folder)["steps"]
+        total_steps = runfolder.recorded_setting(folder, "steps")
         if steps[-1] < total_steps:
             message = f"efx: expert {j} is not finished: step {steps[-1]} of {total_steps}"
             print(message, file=sys.stderr)

@@ -110,10 +110,22 @@ def write_manifest(folder, step, metrics):
     manifest = {
         "format": 1,
         "step": step,
-        "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
+        "metrics": _finite(metrics),
         "files": {name: digests[name] for name in file_names},
     }
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def amend_manifest(folder, metrics, meta):
+    """Adds to a step's manifest metrics, and entries that take the place of those of its `meta`."""
+    manifest = read_manifest(folder)
+    manifest["metrics"] |= _finite(metrics)
+    manifest["amended"] = manifest.get("amended", {}) | meta
+    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _finite(metrics):
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def write_own_digests(item_folder, item):

@@ -122,7 +122,7 @@ class Checkpointer:
 
         Args:
           state: pytree of arrays. It may be donated as soon as this returns.
-          data_state, meta: JSON-able dicts, the same on every process.
+          data_state, meta: JSON-able dicts; those of process 0 count.
           metrics: {name: number}, for keep_best.
           force: save though `step` is not a multiple of `every`.
 
@@ -153,6 +153,13 @@ class Checkpointer:
         if not self._asynchronous:
             self.wait()
         return True
+
+    def amend(self, step, metrics, meta):
+        """Adds what was found out about a saved step since: `metrics`, {name: number} or None, and
+        entries of its `meta`, in the place of those that it has."""
+        self.wait()
+        if jax.process_index() == 0:
+            files.amend_manifest(self._root / str(step), metrics or {}, meta)
 
     def check(self):
         """Raises CheckpointError if the save in the background has failed; never waits.
@@ -350,7 +357,8 @@ class Checkpointer:
         leaves = files.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
         state = structure.unflatten(leaves[files.path_names(path)] for path, _ in paths)
-        return Restored(step, state, items.data, items.meta)
+        amended = files.read_manifest(folder).get("amended", {})
+        return Restored(step, state, items.data, {**items.meta, **amended})
 
 
 def _check_fit(name, stored, targets, vocab_size):

@@ -105,7 +105,7 @@ def _with_members(state, runs, members):
     params, averages = dict(state.params), dict(state.variables.get("state", {}))
     for (key, run), (name, (member, left_out)) in zip(runs, members.items(), strict=True):
         root = _checkpoints(run, f"config.model.{key}")
-        scanned = runfolder.recorded_config(run)["model"]["scan_layers"]
+        scanned = runfolder.recorded_setting(run, "model.scan_layers")
         params[name] = _member(root, params[name], member, scanned, ("params",), left_out)
         if name in averages:
             collection = ("variables", "state")
@@ -173,7 +173,10 @@ def _axis(path):
 def _expert(run, adapter, base, inherited, values, vocab_size):
     """{path: array} of one expert's run, its base included."""
     root = _checkpoints(run, "config.adapter.experts")
-    expert_adapter = runfolder.recorded_config(run)["adapter"]
+    expert_adapter = {
+        key: runfolder.recorded_setting(run, f"adapter.{key}")
+        for key in (*EXPERT_KEYS, "experts", "gate")
+    }
     for key in EXPERT_KEYS:
         if expert_adapter[key] != getattr(adapter, key):
             raise UsageError(

@@ -112,6 +112,28 @@ def _open(config_data, spec, root, key, limit, skip=()):
     raise ValueError(f"{kind} is not a source of documents")
 
 
+def check_present(spec, key):
+    """UsageError unless a setting's source can be one and its files, if on a disk, are there.
+
+    Nothing is read: a study looks for the text of all its runs before the first of them trains.
+    """
+    from efx.data import mixture
+
+    kind, argument = parse(spec, key)
+    name = f"{key}={spec!r}"
+    if kind == "mix":
+        for component in mixture.parse(name, argument):
+            check_present(component, key)
+    elif storage.is_remote(argument):
+        return
+    elif kind == "tokens" and not os.path.isdir(os.path.expanduser(argument)):
+        raise UsageError(f"{name}: no such folder")
+    elif kind == "text":
+        _text_files(name, argument, None)
+    elif kind == "arrayrecord":
+        _glob(name, argument, None)
+
+
 def _glob(name, pattern, root):
     """Files that match `pattern`, sorted; the name of an existing file matches itself alone.
 

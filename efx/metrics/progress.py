@@ -1,5 +1,6 @@
 """The line that shows where a run stands."""
 
+import contextlib
 import math
 import sys
 import time
@@ -86,18 +87,22 @@ class Progress:
 
     def _show(self, line):
         if self._live is None:
-            print(line, file=self._stream, flush=True)
+            self._print(line)
             return
         from rich.text import Text
 
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _print(self, text):
+        with contextlib.suppress(BrokenPipeError):  # a run goes on when nobody reads what it says
+            print(text, file=self._stream, flush=True)
 
     def println(self, text):
         """Prints `text` on its own line or lines, above the live one."""
         if not self._active:
             return
         if self._live is None:
-            print(text, file=self._stream, flush=True)
+            self._print(text)
             return
         from rich.text import Text
 

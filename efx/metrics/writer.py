@@ -1,6 +1,7 @@
 """Scalars and text of a run to files: metrics.jsonl, samples/, TensorBoard, Weights & Biases."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -39,14 +40,16 @@ def _rows(path):
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                row["step"]
+                if type(row["step"]) is not int:
+                    raise ValueError(f"step {row['step']!r}")
                 if not line.endswith(b"\n"):
                     return
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 if not file.read(1):
                     return
                 raise UsageError(
-                    f"{path} line {number} is not a metrics row; delete that line to go on"
+                    f"{path} line {number} is not a metrics row; restore the file, or delete that"
+                    " line"
                 ) from error
             yield row, offset, offset + len(line)
             offset += len(line)
@@ -78,6 +81,7 @@ class MetricsWriter:
         self._size = 0  # bytes in the file
         self._file = None  # descriptor of metrics.jsonl; made at the first write if absent
         self._ready = False  # whether it ends with the last row to keep
+        self._digest = _Digest()  # of lines before the last, which alone may still change
         self._active = is_primary()
         if not self._active:
             return
@@ -111,21 +115,23 @@ class MetricsWriter:
             with writing(self._workdir / TENSORBOARD):
                 events.close()
 
-    def truncate_after(self, step):
+    def truncate_after(self, step, samples_of_step=True):
         """Drops all rows after `step`, so that a run resumed there has one line per step.
 
-        Samples of later steps are deleted too, and TensorBoard hides its events of them. Call it
-        before the first write.
+        Samples of later steps are deleted too (also those of `step` itself, if they are to be made
+        again: samples_of_step=False), and TensorBoard hides its events of them. Call it before the
+        first write.
         """
         if not self._active:
             return
         if self._path.exists():
             self._find(step)
         self._make_ready()
+        self._digest = _Digest()
         with writing(self._workdir / SAMPLES):
             for path in (self._workdir / SAMPLES).glob("step_*.txt"):
                 number = path.stem.removeprefix("step_")
-                if number.isdecimal() and int(number) > step:
+                if number.isdecimal() and int(number) > step - (not samples_of_step):
                     path.unlink()
         self._purge_from = step + 1
 
@@ -178,6 +184,37 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log({"step": step, **values})
 
+    def written(self, before=math.inf):
+        """A record of the rows of all steps before `before`, by which `lost` tells later whether
+        they are still there; they are on the disk when this returns. None where nothing is written.
+        """
+        if not self._active or self._file is None:
+            return None
+        with writing(self._path):
+            os.fsync(self._file)
+            row, start = self._last or ({"step": math.inf}, 0)
+            self._digest.read(self._file, start)
+            digest = self._digest.copy()
+            digest.read(self._file, start if row["step"] >= before else self._size)
+        return {"rows": digest.rows, "bytes": digest.end, "checksum": digest.checksum()}
+
+    def lost(self, record, step):
+        """What is wrong with the rows up to `step` that a `record` was made of (see `written`), in
+        words; "" if they are as they were written."""
+        if not self._active or not record["rows"]:
+            return ""
+        if self._file is None:
+            return f"is missing, and had {record['rows']} rows up to step {step}"
+        with writing(self._path):
+            digest = _Digest()
+            digest.read(self._file, record["bytes"])
+        if digest.checksum() == record["checksum"]:
+            return ""
+        found = sum(row["step"] <= step for row, _, _ in _rows(self._path))
+        if found < record["rows"]:
+            return f"has {found} of the {record['rows']} rows up to step {step} that were written"
+        return f"has rows up to step {step} that are not as they were written"
+
     def write_text(self, step, name, text):
         """Appends `text` under the heading `name` to samples/step_N.txt; also to TensorBoard."""
         if not self._active:
@@ -226,6 +263,29 @@ class MetricsWriter:
         run.define_metric("*", step_metric="step")
         write_atomic(path, run.id + "\n")
         return run
+
+
+class _Digest:
+    """A hash of the beginning of a file that grows, up to the byte `end`, and its lines."""
+
+    def __init__(self, end=0, rows=0, hasher=None):
+        self.end, self.rows = end, rows
+        self._hasher = hasher or hashlib.blake2b(digest_size=16)
+
+    def copy(self):
+        return _Digest(self.end, self.rows, self._hasher.copy())
+
+    def read(self, descriptor, end):
+        """Goes on to the byte `end`, or to the end of the file if that comes first."""
+        while self.end < end:
+            data = os.pread(descriptor, min(end - self.end, 1 << 20), self.end)
+            if not data:
+                return
+            self._hasher.update(data)
+            self.rows, self.end = self.rows + data.count(b"\n"), self.end + len(data)
+
+    def checksum(self):
+        return self._hasher.hexdigest()
 
 
 def _write_at(descriptor, offset, data):

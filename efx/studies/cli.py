@@ -81,6 +81,27 @@ def check_extra(extra):
             raise UsageError(f"{argument}: the study gives each of its runs its own")
 
 
+def check_command(name, arguments, made=()):
+    """UsageError, which names the run, for arguments of `efx.main` that it would refuse.
+
+    All settings are checked, and that the files of the text are there; no model is built, since
+    that would take the devices that the runs need.
+
+    made: sources that runs before this one write, or that are written for it.
+    """
+    from efx import command_line, run_settings
+    from efx.data.sources import check_present
+
+    try:
+        c = run_settings.check(command_line.parse(["efx", *arguments]).config).data
+        for key in ("source", "eval_source"):
+            source = getattr(c, key)
+            if source and source not in made:
+                check_present(source, f"config.data.{key}")
+    except UsageError as error:
+        raise UsageError(f"the run {name!r}: {error}") from error
+
+
 def numbers(flag, text):
     """(0, 1, 2) of an argument "0,1,2"; UsageError for anything else, or a repeated number."""
     texts = text.split(",")

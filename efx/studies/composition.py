@@ -8,7 +8,7 @@ import pathlib
 import statistics
 import sysconfig
 
-from efx import command_line, tables
+from efx import tables
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
 from efx.runfolder import write_atomic
@@ -197,10 +197,8 @@ class Rehearsal(SeedStudy):
         if name in self.names:
             raise UsageError(f"two runs of the study are called {name!r}: rename a --domain")
         self.names.append(name)
-        try:
-            command_line.parse(["efx", *self.command(name, *arguments, **changes)])
-        except UsageError as error:
-            raise UsageError(f"the run {name!r}: {error}") from error
+        command = self.command(name, *arguments, **changes)
+        cli.check_command(name, command, made=[self.mixture({})])
         return str(self.path(name))
 
     def mixture(self, runs):

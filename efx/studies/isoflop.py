@@ -27,6 +27,7 @@ curves and isoflop.json every number.
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import statistics
 import sys
@@ -107,6 +108,9 @@ def fit_parabola(parameters, flops, losses):
 def load_grid(path):
     """The dict of a grid file, checked."""
     grid = sweep_lib.load_file(path, "grid", KEYS)
+    sweep_lib.check_numbers(path, grid, "budgets", _is_budget, "(1e12, 2e12)")
+    for key in ("families", "sizes"):
+        sweep_lib.check_changes(path, grid, key)
     if len(grid["sizes"]) < 3:
         raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
     named = [quantity(budget, "FLOPs") for budget in grid["budgets"]]
@@ -116,6 +120,10 @@ def load_grid(path):
         )
     sweep_lib.check_folders(path, as_sweep(grid))
     return grid
+
+
+def _is_budget(number):
+    return type(number) in (int, float) and 0 < number < math.inf
 
 
 def run_name(family, size, budget):

@@ -37,10 +37,9 @@ import sys
 
 import numpy as np
 
-from efx import tables
+from efx import runfolder, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
-from efx.runfolder import write_atomic
 from efx.studies import cli, isoflop, sweep
 
 SECTIONS = (
@@ -143,7 +142,7 @@ def write_result(path, result):
             elements = [f"  {json.dumps(element, ensure_ascii=False)}" for element in result[key]]
             value = "[\n" + ",\n".join(elements) + "\n ]"
         lines.append(f' "{key}": {value}')
-    write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    runfolder.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_results(folder):
@@ -250,9 +249,9 @@ def publish(root):
         raise UsageError(f"{root / 'README.md'}: expected one line {START} and one line {END}")
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
-    write_atomic(root / "docs/results.md", page(results))
+    runfolder.write_atomic(root / "docs/results.md", page(results))
     new_readme = f"{before}{START}\n{readme_part(results)}\n{END}{after}"
-    write_atomic(root / "README.md", new_readme)
+    runfolder.write_atomic(root / "README.md", new_readme)
     for name, result in results.items():
         if result["picture"] == "dots":
             draw_dots(result, root / f"docs/{name}.png")
@@ -321,10 +320,10 @@ def describe_runs(workdir):
     """Config, seeds, machine and revision of the runs below a folder, from their records."""
     launches, seeds = [], set()
     for path in sorted(pathlib.Path(workdir).rglob("run.json")):
-        recorded = json.loads(path.read_text()).get("launches", [])
+        recorded = runfolder.run_record(path.parent).get("launches", [])
         if recorded and (path.parent / "metrics.jsonl").is_file():
             launches.append(recorded[-1])
-            seeds.add(json.loads((path.parent / "config.json").read_text())["seed"])
+            seeds.add(runfolder.recorded_setting(path.parent, "seed"))
     if not launches:
         raise UsageError(f"--from={workdir}: no run folder in it says which code made it")
     last_launch = launches[0]

@@ -40,29 +40,78 @@ LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_b
 def load_file(path, kind, keys):
     """The result of `get_<kind>()` of the file `--<kind>`: a dict with exactly these keys."""
     contents = run_file(kind, str(path), folder="sweeps")
+    if not isinstance(contents, dict):
+        raise UsageError(
+            f"{path}: get_{kind}() gave {_shown(contents)}; expected a dict with the keys"
+            f" {', '.join(keys)}"
+        )
     for key in contents:
         if key not in keys:
             raise UsageError(f"{path}: {key!r} is not a key of a {kind}{nearest(key, keys)}")
     for key in keys:
         if key not in contents:
             raise UsageError(f"{path}: the {kind} lacks {key!r}")
+    if not isinstance(contents["config"], str):
+        raise UsageError(
+            f"{path}: config={_shown(contents['config'])}: expected a config file or the name of"
+            " one, such as 'configs/mod.py'"
+        )
+    check_numbers(path, contents, "seeds", lambda seed: type(seed) is int and seed >= 0, "(0, 1)")
     return contents
+
+
+def check_numbers(path, contents, key, is_right, example):
+    """UsageError unless contents[key] is a tuple or list of one or more numbers that are right."""
+    numbers = contents[key]
+    if isinstance(numbers, tuple | list) and not numbers:
+        raise UsageError(f"{path}: {key} is empty")
+    if not isinstance(numbers, tuple | list) or not all(map(is_right, numbers)):
+        raise UsageError(f"{path}: {key}={_shown(numbers)}: expected numbers, e.g. {example}")
+
+
+def check_changes(path, contents, key):
+    """UsageError unless contents[key] says for one or more names which settings they change."""
+    changes = contents[key]
+    if not isinstance(changes, dict):
+        raise UsageError(f"{path}: {key}={_shown(changes)}: expected a dict")
+    if not changes:
+        raise UsageError(f"{path}: {key} is empty")
+    for name, settings in changes.items():
+        if not isinstance(name, str) or not isinstance(settings, dict):
+            raise UsageError(
+                f"{path}: {key}[{name!r}]={_shown(settings)}: expected a name and a dict of the"
+                " settings that it changes, e.g. {'model.depth': 8}"
+            )
+        for setting in settings:
+            if not isinstance(setting, str):
+                raise UsageError(f"{path}: {key}[{name!r}]: {setting!r} is not a setting's name")
+
+
+def _shown(value):
+    """A value of any type and length, in a few words."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def load_sweep(path):
     """The dict of a sweep file, checked."""
     sweep = load_file(path, "sweep", KEYS)
     if sweep["equal"] not in ("flops", "tokens", ""):
-        raise UsageError(f"{path}: equal={sweep['equal']!r}, expected 'flops', 'tokens' or ''")
+        raise UsageError(
+            f"{path}: equal={_shown(sweep['equal'])}, expected 'flops', 'tokens' or ''"
+        )
+    check_changes(path, sweep, "runs")
+    columns = sweep["columns"]
+    if not isinstance(columns, dict) or not all(
+        isinstance(text, str) for item in columns.items() for text in item
+    ):
+        raise UsageError(f"{path}: columns={_shown(columns)}: expected a dict, {{title: metric}}")
     check_folders(path, sweep)
     return sweep
 
 
 def check_folders(path, sweep):
-    """UsageError if two runs would share a folder, or there are none."""
-    for key in ("runs", "seeds"):
-        if not sweep[key]:
-            raise UsageError(f"{path}: {key} is empty")
+    """UsageError if two runs would share a folder."""
     if len(set(sweep["seeds"])) < len(sweep["seeds"]):
         raise UsageError(f"{path}: seeds={sweep['seeds']} has one of them twice")
     run_of_folder = {}
@@ -124,14 +173,9 @@ def run_sweep(sweep, workdir, extra=(), jobs=1):
 
 def check_commands(sweep, workdir, extra):
     """UsageError, before anything trains, for a run whose command line `efx.main` would refuse."""
-    from efx import command_line
-
     cli.check_extra(extra)
     for name in sweep["runs"]:
-        try:
-            command_line.parse(["efx", *command(sweep, workdir, name, 0, {}, extra)])
-        except UsageError as error:
-            raise UsageError(f"the run {name!r}: {error}") from error
+        cli.check_command(name, command(sweep, workdir, name, 0, {}, extra))
 
 
 def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):

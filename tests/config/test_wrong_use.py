@@ -230,6 +230,12 @@ def nothing_runs(monkeypatch):
     ({"a": {}, "b": {"model.depht": 2}}, "the run 'b': --config.model.depht is not a setting"),
     ({"a": {}, "b": {"model.depth": "x"}}, "the run 'b': flag --config.model.depth=x"),
     ({"a": {}, "b": {"config": "configs/none.py"}}, "the run 'b': --config=configs/none.py"),
+    ({"a": {}, "b": {"model.depth": 0}}, "the run 'b': config.model.depth=0"),
+    ({"a": {}, "b": {"data.source": "text:none.txt"}}, "the run 'b': config.data.source='text:non"),
+    ({"a": {}, "b": {"data.source": "tokens:none"}}, "source='tokens:none': no such folder"),
+    ({"a": {}, "b": {"data.split": "documents", "data.source": "mix:stdlib,text:no"}},
+     "'text:no': no such file or folder"),
+    ({"a": {}, "b": {"data.eval_source": "text:no*e"}}, "eval_source='text:no*e': no file matches"),
 ])  # fmt: skip
 def test_rows_of_a_sweep_are_checked_before_the_first_trains(
     runs, words, tmp_path, capsys, nothing_runs
@@ -269,6 +275,14 @@ EXTRAS = [  # a study, its own arguments, what follows --, what is said
     (phatgoose, [], "--workdir=x", "--workdir=x: the study gives each of its runs its own"),
     (calm, [], "augmnt:--config.steps=3", "did you mean 'augment'"),
     (calm, [], "anchor:--config.seed=3", "anchor:--config.seed=3: the study gives each"),
+    (
+        phatgoose,
+        ["--domain=x=text:none", "--domain=y=stdlib"],
+        "--config.steps=3",
+        "the run 'adapter_x': config.data.source='text:none': no such file or folder",
+    ),
+    (phatgoose, [], "joint:--config.adapter.rank=-1", "the run 'joint': config.adapter.rank=-1"),
+    (calm, [], "bridge:--config.optim.learning_rate=-1", "the run 'bridge': config.optim.learning"),
     (cbtm, ["--config=configs/cbtm.py"], "bse:--config.steps=3", "unexpected argument 'bse:"),
     (cbtm_table, [], "bse:--config.steps=3", "unexpected argument 'bse:--config"),
     (cbtm_table, [], "--config.seed=3", "--config.seed=3: the study"),
@@ -288,7 +302,7 @@ def test_an_unknown_prefix_was_ignored_and_trained_a_thousand_steps(
 
 
 @pytest.mark.parametrize("study, arguments, words", [
-    (phatgoose, ["--domain=of_all=text:a", "--domain=b=text:b"], "are called 'adapter_of_all'"),
+    (phatgoose, ["--domain=of_all=stdlib", "--domain=b=pydoc"], "are called 'adapter_of_all'"),
     (phatgoose, ["--domain=b=text:a", "--domain=b=text:b"], "a name is given twice"),
     (phatgoose, ["--seeds=0,0"], "--seeds=0,0: expected different numbers"),
     (phatgoose, ["--config=configs/phatgoose.py:smok"], "did you mean 'smoke'"),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_files import move
 
 from efx import build, main, runfolder, train, use
 from efx.checkpoint import Checkpointer, start_from
@@ -58,8 +59,7 @@ def copy(trained, tmp_path, monkeypatch):
     """The same, to spoil; with its own text under the path that the run knows."""
     shutil.copytree(trained / "run", tmp_path / "run")
     shutil.copy(trained / "a.txt", tmp_path / "a.txt")
-    config = (tmp_path / "run/config.json").read_text()
-    (tmp_path / "run/config.json").write_text(config.replace(str(trained), str(tmp_path)))
+    move(tmp_path / "run/config.json", trained, tmp_path)
     return tmp_path
 
 
@@ -221,6 +221,29 @@ def test_a_resume_that_fails_rewrites_the_folder(copy):
     (run / "tokenizer.json").unlink()
     config.log.wandb = ""
     refused(config, run, "tokenizer.json is missing")
+
+
+def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):
+    """Property: a run does not go on as if its metrics were whole; what is lost stays on record."""
+    config, path = tiny(copy / "a.txt", **{"steps": 3}), copy / "run/metrics.jsonl"
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for kept, problem in (
+        (first, "has 1 of the 2 rows up to step 2"),
+        (second, "has 1 of the 2 rows up to step 2"),
+        (first.replace(b'"step": 1,', b'"step": 1 ') + second, "line 1 is not a metrics row"),
+        (first.replace(b"loss", b"lost") + second, "has rows up to step 2 that are not as they"),
+    ):
+        path.write_bytes(kept)
+        said = refused(config, copy / "run", str(path), problem)
+        assert "is not a metrics row" in said or "--config.checkpoint.on_damage=fall_back" in said
+    path.write_bytes(first)
+    config.checkpoint.on_damage = "fall_back"
+    train.train_and_evaluate(config, copy / "run")
+    said = capsys.readouterr().err
+    assert f"efx: warning: {path} has 1 of the 2 rows" in said and "going on without" in said
+    assert "1 of the 2 rows" in runfolder.run_record(copy / "run")["lost_rows"]
+    train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 4}), copy / "run")  # from then on
+    assert [row["step"] for row in read_metrics(copy / "run")] == [1, 3, 4]
 
 
 def test_two_launches_at_once(copy, capsys):

@@ -12,8 +12,9 @@ import sys
 import jax
 import pytest
 from metrics_helpers import environment, make, run_script
+from run_files import edit
 
-from efx import atomic, runfolder
+from efx import atomic, main, run_settings, runfolder, settings
 from efx.errors import UsageError
 
 CONFIG = {
@@ -120,7 +121,7 @@ def test_bad_run_folders(tmp_path):
     (tmp_path / "broken" / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(UsageError, match="config.json is damaged"):
         open_run(tmp_path / "broken")
-    for name in ("checkpoints", "metrics.jsonl"):
+    for name in ("checkpoints", "metrics.jsonl", "run.json", "tokenizer.json", "held_out.json"):
         (tmp_path / "stray" / name).mkdir(parents=True)
         with pytest.raises(UsageError, match=f"holds {name} but no config.json"):
             open_run(tmp_path / "stray")
@@ -169,6 +170,126 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
     assert (folder / "a").read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
 
 
+# ---- files that were damaged, edited, or are somebody else's -----------------------------------
+
+
+def test_a_byte_of_a_record_that_was_changed_is_noticed(tmp_path):
+    """Property: config.json and run.json are as they were written, or it is said; 70 of 400 flipped
+    bytes gave other values without a word."""
+    look(tmp_path).commit({}, tokenizer="a hash", subset="another")
+    for name, read in (("config.json", runfolder.recorded_config),
+                       ("run.json", runfolder.run_record)):  # fmt: skip
+        path = tmp_path / name
+        whole, contents = path.read_bytes(), read(tmp_path)
+        assert "checksum" not in contents and b'"checksum"' in whole
+        noticed = 0
+        for i, byte in enumerate(whole):
+            for bit in (0, 2, 7):  # a digit becomes another one, a letter another or no text
+                path.write_bytes(whole[:i] + bytes([byte ^ 1 << bit]) + whole[i + 1 :])
+                try:
+                    found = read(tmp_path)  # a blank became another one, or the name "checksum"
+                    assert {key: found[key] for key in contents} == contents
+                except UsageError as error:
+                    noticed += 1
+                    assert str(path) in str(error) and "\n" not in str(error)
+        assert noticed > 2 * len(whole)
+        for end in range(1, len(whole) - 1):
+            path.write_bytes(whole[:end])
+            with pytest.raises(UsageError, match=name):
+                read(tmp_path)
+        path.write_bytes(whole)
+
+
+def test_a_config_that_was_edited_on_purpose(tmp_path):
+    """It is told how to say so, once; then the file has a checksum again."""
+    path = tmp_path / "config.json"
+    open_run(tmp_path)
+    path.write_text(path.read_text().replace('"steps": 100', '"steps": 300'))
+    with pytest.raises(UsageError, match='edited on purpose, delete its entry "checksum"'):
+        open_run(tmp_path)
+    edit(path, lambda config: config)
+    assert runfolder.recorded_config(tmp_path)["steps"] == 300
+    with pytest.raises(UsageError, match="config.model.depth: 4 in the run, 6 here"):
+        open_run(tmp_path, changed(model__depth=6))
+    open_run(tmp_path, changed(steps=300))
+    assert '"checksum"' in path.read_text()
+
+
+HOSTILE = [
+    "null", "[]", "3", '"text"', "{}", '[{"seed": 0}]', "[" * 100_000, "", "\udcff", '{"model": 3}',
+    '{"model": {"family": []}}', '{"model": {"family": null}, "a.b": 1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
+def test_a_config_that_is_none_is_one_line(tmp_path, text, capsys):
+    """In every mode, and whatever reads it for a part; the folder stays as it was."""
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    for mode in ("train", "evaluate", "sample", "cluster", "compose"):
+        assert main.main(["efx", f"--mode={mode}", f"--workdir={tmp_path}"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("efx: error: ") and str(path) in line
+    for key in ("data.source", "model.scan_layers", "adapter.gate", "steps"):
+        with pytest.raises(UsageError, match="config.json"):
+            runfolder.recorded_setting(tmp_path, key)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "checkpoints", "config.json"]
+
+
+def test_a_config_that_lacks_a_block_is_one_line(tmp_path, capsys):
+    whole = json.loads(json.dumps(settings.as_dict(run_settings.Config())))
+    for name in whole:
+        for value in ("absent", [], None):
+            config = {**whole, name: value}
+            if value == "absent":
+                del config[name]
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            status = main.main(["efx", "--mode=sample", f"--workdir={tmp_path}"])
+            (line,) = capsys.readouterr().err.splitlines()
+            # A config that is right after all (no rules) is of a run without a checkpoint.
+            assert status == 2 and (f"config.{name}" in line or "checkpoint" in line), line
+
+
+RECORDS = [
+    "[]", "null", '{"launches": {}}', '{"text": "x"}', '{"text": {}}', '{"origin": {"run": 1}}',
+    '{"tokenizer": 3}', '{"subset": []}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RECORDS)
+def test_a_record_that_is_none_is_one_line(tmp_path, text):
+    open_run(tmp_path)
+    (tmp_path / "run.json").write_text(text)
+    for read in (runfolder.run_record, runfolder.saved_tokenizer, runfolder.recorded_origin):
+        with pytest.raises(UsageError, match="run.json") as error:
+            read(tmp_path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="run.json"):
+        open_run(tmp_path)
+
+
+def test_a_folder_of_another_program_is_left_alone(tmp_path):
+    """A model of Hugging Face has a config.json and a tokenizer.json, too; both were replaced."""
+    for name, text in (("config.json", '{"model_type": "gpt2"}'), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(text)
+    before = files_of(tmp_path)
+    with pytest.raises(UsageError, match="holds a config.json that is not one of efx"):
+        look(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match="holds tokenizer.json but no config.json"):
+        look(tmp_path)
+    assert files_of(tmp_path).items() <= before.items()
+
+
+def test_text_that_is_none_is_not_the_tokenizer_of_the_run(tmp_path):
+    look(tmp_path).commit({"tokenizer.json": "mine"}, tokenizer=runfolder.checksum("mine"))
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
+    (tmp_path / "tokenizer.json").write_bytes(b"min\xe5")  # a flipped bit
+    with pytest.raises(UsageError, match="tokenizer.json is missing or not the tokenizer"):
+        runfolder.saved_tokenizer(tmp_path)
+
+
 # ---- what is written, and when -----------------------------------------------------------------
 
 
@@ -211,11 +332,11 @@ def test_looking_writes(tmp_path):
 
 
 def test_a_run_that_goes_on_keeps_its_files(tmp_path):
-    look(tmp_path).commit({"tokenizer.json": "first"}, text="a")
+    look(tmp_path).commit({"tokenizer.json": "first"}, tokenizer="a")
     (tmp_path / "checkpoints/1").mkdir(parents=True)
-    look(tmp_path).commit({"tokenizer.json": "second", "held_out.json": None}, text="b")
+    look(tmp_path).commit({"tokenizer.json": "second", "held_out.json": None}, tokenizer="b")
     assert (tmp_path / "tokenizer.json").read_text() == "first"
-    assert runfolder.run_record(tmp_path)["text"] == "b"
+    assert runfolder.run_record(tmp_path)["tokenizer"] == "b"
 
 
 def test_a_tokenizer_or_split_that_was_replaced_is_taken(tmp_path):

@@ -37,8 +37,10 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
         commands.append(command[3:])
         return subprocess.CompletedProcess(command, 0)
 
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(composition.SeedStudy, "mixture", lambda self, runs: "text:mixture.txt")
+    monkeypatch.setattr(composition.SeedStudy, "mixture", composition.Rehearsal.mixture)
     monkeypatch.setattr(
         composition.SeedStudy,
         "evaluate",
@@ -51,8 +53,8 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
             f"--config={config}",
             f"--workdir={tmp_path}",
             "--seeds=0,3",
-            "--domain=a=text:a.txt",
-            "--domain=b=text:b.txt",
+            f"--domain=a=text:{tmp_path}/a.txt",
+            f"--domain=b=text:{tmp_path}/b.txt",
             *arguments,
         ]
     )

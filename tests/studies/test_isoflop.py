@@ -157,6 +157,18 @@ def test_bad_grids_and_missing_runs_are_one_line(grid, tmp_path, capsys):
     path.write_text(GRID.replace("families=", "family="))
     with pytest.raises(UsageError, match="'family' is not a key of a grid .*did you mean 'famil"):
         isoflop.load_grid(path)
+    for before, after, words in (
+        ("(2e9, 1e9)", "()", "budgets is empty"),
+        ("(2e9, 1e9)", "(1e9, 0)", "budgets=.*: expected numbers"),
+        ("(2e9, 1e9)", "(1e9, float('nan'))", "budgets=.*: expected numbers"),
+        ("families={", "families=None and {", "families=None: expected a dict"),
+        ("sizes={", "sizes={} and {", "sizes is empty"),
+        ("return dict", "dict", r"get_grid\(\) gave None"),
+    ):
+        assert before in GRID
+        path.write_text(GRID.replace(before, after))
+        with pytest.raises(UsageError, match=words):
+            isoflop.load_grid(path)
     with pytest.raises(UsageError, match=r"has no function get_sweep\(\)"):
         sweep.load_sweep(path)
     path.write_text(GRID)

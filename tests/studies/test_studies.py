@@ -159,6 +159,29 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
         ((b'equal="flops"', b'equal="time"'), "equal='time'"),
         ((b"seeds=", b"seed="), "'seed' is not a key of a sweep \\(did you mean 'seeds'"),
         ((b'equal="flops",', b""), "lacks 'equal'"),
+        ((b'equal="flops"', b"equal=[]"), r"equal=\[\], expected 'flops'"),
+        ((b"return dict", b"1 / 0; dict"), "cannot be loaded: ZeroDivisionError: division by zero"),
+        ((b"return dict", b"raise SystemExit('no') or dict"), "cannot be loaded: SystemExit: no"),
+        ((b"return dict", b"dict"), r"get_sweep\(\) gave None; expected a dict with the keys conf"),
+        ((b"return dict", b"return list"), "cannot be loaded: TypeError"),
+        ((b"return dict", b"return [1] or dict"), r"get_sweep\(\) gave \[1\]; expected a dict"),
+        ((b'"configs/mod.py"', b"3"), "config=3: expected a config file"),
+        ((b"(0, 1, 2)", b"()"), "seeds is empty"),
+        ((b"(0, 1, 2)", b"3"), "seeds=3: expected numbers"),
+        ((b"(0, 1, 2)", b"None"), "seeds=None: expected numbers"),
+        ((b"(0, 1, 2)", b"'012'"), "seeds='012': expected numbers"),
+        ((b"(0, 1, 2)", b"(0, -1)"), r"seeds=\(0, -1\): expected numbers"),
+        ((b"(0, 1, 2)", b"(0, 1.0)"), r"seeds=\(0, 1.0\): expected numbers"),
+        ((b"runs={", b"runs={} and {"), "runs is empty"),
+        ((b"runs={", b"runs=[] and {"), r"runs=\[\]: expected a dict"),
+        (
+            (b'12.5%": {}', b'12.5%": None'),
+            r"runs\['MoD, 12.5%'\]=None: expected a name and a dict",
+        ),
+        ((b'12.5%": {}', b'12.5%": {3: 4}'), "runs\\['MoD, 12.5%'\\]: 3 is not a setting's name"),
+        ((b'"MoD, 12.5%": {}', b"7: {}"), r"runs\[7\]=\{\}: expected a name"),
+        ((b"columns={", b"columns=None and {"), "columns=None: expected a dict"),
+        ((b'"eval/router/accuracy"', b"3"), "columns=.*: expected a dict"),
     ],
 )
 def test_bad_sweeps(tmp_path, capsys, change, words):
@@ -210,11 +233,11 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
 
 
 def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
-    source = {"data.source": "text:nowhere.txt"}
-    loaded = spec | {"equal": "", "runs": {name: source for name in spec["runs"]}}
+    frozen = {"optim.frozen": "nothing/.*"}  # which only shows when the model is there
+    loaded = spec | {"equal": "", "runs": {name: frozen for name in spec["runs"]}}
     with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
         sweep.run_sweep(loaded, tmp_path, jobs=2)
-    assert "nowhere.txt" in next(tmp_path.glob("*.log")).read_text()
+    assert "config.optim.frozen" in next(tmp_path.glob("*.log")).read_text()
 
 
 def test_nothing_starts_after_a_failure():

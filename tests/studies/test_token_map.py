@@ -125,9 +125,13 @@ def test_command(tmp_path, root, monkeypatch, capsys):
     for bad, message in (
         (["--text", ""], "--text: 0 tokens"),
         (["--text", "x" * 100], "100 tokens; the model takes 1 to 64"),
-        (["--out", str(tmp_path / "no" / "x.png")], "--out="),
+        (["--out", str(tmp_path / "no" / "x.png")], f"there is no folder {tmp_path / 'no'}"),
+        (["--out", str(tmp_path)], f"--out={tmp_path} is a folder; give a file in it"),
+        (["--out", str(tmp_path / "map")], f"e.g. {tmp_path / 'map.png'}; there are "),
+        (["--out", str(tmp_path / "map.csv")], f"e.g. {tmp_path / 'map.png'}; there are "),
         (["--step", "77"], "77"),
     ):
         assert token_map.main(["--workdir", str(run), *bad]) == 2
-        assert message in capsys.readouterr().err
+        assert message in (said := capsys.readouterr().err) and said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert jnp.isfinite(jnp.float32([float(x) for x in table[1][1:]])).all()
