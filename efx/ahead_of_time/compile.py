@@ -58,7 +58,9 @@ def compile_step(config, topology_name, vocab_size):
     config, model = experiment.config, experiment.model
     mesh, rules = experiment.mesh, experiment.rules
     one = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), target.devices[:1])
-    with jax.set_mesh(one):  # kernels are chosen for the devices of the topology here, too
+    # Kernels ask JAX about its own device, where it is one of the topology that counts.
+    asked = jax.default_device(target.devices[0])
+    with jax.set_mesh(one), asked:  # kernels are chosen for the devices of the topology here, too
         training = build.Training(experiment)
     function = step_lib.make_train_step(
         model,
@@ -87,7 +89,7 @@ def compile_step(config, topology_name, vocab_size):
     )
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()
-    with sharding.use(mesh, rules):
+    with sharding.use(mesh, rules), asked:
         jitted = jax.jit(
             function, donate_argnums=0, out_shardings=(training.shardings, None)
         ).lower(training.shapes, batch, seed)

@@ -323,7 +323,7 @@ class KernelCall:
 
 
 # Matrix products of the size of the scores that each attention kernel computes.
-_SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
+_FLASH = {"fwd": 2, "dq": 3, "dkv": 4}
 _PALLAS = {"mha_forward": 2, "mha_backward": 5}
 _KERNEL_TARGETS = ("tpu_custom_call", "__cudnn$", "triton", "mosaic")
 
@@ -344,7 +344,7 @@ def kernels(program):
 
 def _kernel(target, instruction):
     """(name, FLOPs of a run or None)"""
-    op_name = re.search(r'op_name="([^"]*)"', instruction.text)
+    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.text)
     path = op_name[1] if op_name else ""
     layout = instruction.text.partition("operand_layout_constraints={")[2]
     operands = shapes_in(layout[: _closing(layout)])
@@ -368,7 +368,15 @@ def _kernel(target, instruction):
         rows, columns = blocks[-2:]
         computed = sum(min(row + 1, columns) for row in range(rows))
         pairs = computed * (q[-2] // rows) ** 2
-        return splash[0], _SPLASH[splash[1]] * 2 * math.prod(q[:-2]) * pairs * q[-1]
+        return splash[0], _FLASH[splash[1]] * 2 * math.prod(q[:-2]) * pairs * q[-1]
+    if "PallasMosaicGpuFlashAttention" in path:
+        # What a window or documents spare depends on the rows: all before a query are counted.
+        part = "fwd"
+        if "FlashAttentionVjp" in path:
+            part = "dq" if len(instruction.shapes) == 1 else "dkv"
+        *batch, length, heads, width = operands[0][1]
+        pairs = causal_pairs(length, 0)
+        return f"mosaic_{part}", _FLASH[part] * 2 * math.prod(batch) * heads * pairs * width
     name = re.search(r"mha_(?:forward|backward)", path + instruction.text)
     if name:
         *batch, length, heads, width = operands[0][1]

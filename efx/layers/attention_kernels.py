@@ -5,6 +5,7 @@ program compiled ahead of time for other devices has their kernel. Each says wha
 """
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,10 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.extend.backend import get_default_device
 from jax.sharding import PartitionSpec
 
 from efx import sharding
-from efx.errors import UsageError
+from efx.errors import UsageError, extra
 
 LANES = 128  # splash wants lengths that are multiples of this
 RESIDUALS = "attention_residuals"  # what a kernel keeps for its backward pass, by name
@@ -50,12 +52,15 @@ class Kernel(NamedTuple):
 
     Attributes:
       refuses: Case -> why it cannot be, or None.
-      run: (case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT or None, scale) -> [B, T, N, H].
+      run: (case, q_BTNH, k_BTKH, v_BTKH, documents, scale) -> [B, T, N, H], where `documents` are
+        segment_ids_BT or, for a kernel of intervals, first_BT (`attend.first_visible`); or None.
+      intervals: every mask is told as the first key of each query.
     """
 
     platform: str
     refuses: Callable
     run: Callable
+    intervals: bool = False
 
 
 def choose(name, case):
@@ -108,12 +113,12 @@ def _first(*conditions):
     return next((reason for holds, reason in conditions if holds), None)
 
 
-def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, documents_BT):
     """The function on each device's own rows and heads: what a compiler cannot split. Rows that do
     not divide over the devices, such as the one of an initialisation, are computed by each."""
     arrays = (q_BTNH, k_BTKH, v_BTKH)
-    if segment_ids_BT is not None:
-        arrays += (segment_ids_BT,)
+    if documents_BT is not None:
+        arrays += (documents_BT,)
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
     rows = "batch" if q_BTNH.shape[0] % sharding.ways("batch") == 0 else None
@@ -242,9 +247,57 @@ def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     return _over_devices(local, *arrays)[:, : case.length]
 
 
+_HOPPER = 9.0  # the compute capability of an H100
+
+
+def _mosaic_refuses(case):
+    if importlib.util.find_spec("tokamax") is None:
+        return f"is not installed: {extra('mosaic')}, with Python 3.12 or newer"
+    half = jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
+    # The device that the kernel itself asks, which may be one of a topology.
+    capability = float(getattr(get_default_device(), "compute_capability", 0))
+    return _first(
+        (not half, f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
+        (case.head_dim > 256, f"wants a head width of at most 256, not {case.head_dim}"),
+        (capability < _HOPPER, "wants a GPU of compute capability 9.0 (H100) or newer"),
+    )
+
+
+def mosaic(case, q_BTNH, k_BTKH, v_BTKH, first_BT, scale):
+    """Flash attention of tokamax in Pallas for Mosaic: windows and documents are intervals of keys,
+    of which it skips what no query of a block may see."""
+    from tokamax._src.ops.attention import base
+    from tokamax._src.ops.attention import pallas_mosaic_gpu as lib
+
+    # It tells of every shape that nobody has tuned; its rule for these is what is wanted.
+    logging.getLogger("absl").addFilter(_not_of_tuning)
+
+    def local(q_BTNH, k_BTKH, v_BTKH, first_BT=None):
+        first_B1T = None if first_BT is None else first_BT[:, None]
+        return lib.PallasMosaicGpuFlashAttention()(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            logits_scale=scale,
+            logits_soft_cap=case.softcap or None,
+            mask=base.Mask(k_start=first_B1T, is_causal=True),
+        )
+
+    if first_BT is not None:
+        first_BT = jnp.broadcast_to(first_BT, (q_BTNH.shape[0], case.length))
+    length = -(-case.length // LANES) * LANES  # first keys are told in blocks of queries
+    arrays = _pad(length, q_BTNH, k_BTKH, v_BTKH, first_BT)
+    return _over_devices(local, *arrays)[:, : case.length].astype(q_BTNH.dtype)
+
+
+def _not_of_tuning(record):
+    return not record.getMessage().startswith("Autotuning cache miss")
+
+
 # The first that can do it is taken.
 KERNELS = {
     "splash": Kernel("tpu", _splash_refuses, splash),
+    "mosaic": Kernel("gpu", _mosaic_refuses, mosaic, intervals=True),
     "cudnn": Kernel("gpu", _cudnn_refuses, cudnn),
     "triton": Kernel("gpu", _triton_refuses, triton),
 }

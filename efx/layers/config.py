@@ -49,7 +49,7 @@ class AttentionConfig:
     chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
     # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
     # that can do what is asked, and "xla" where there is none.
-    kernel: Literal["auto", "xla", "splash", "cudnn", "triton"] = "auto"
+    kernel: Literal["auto", "xla", "splash", "mosaic", "cudnn", "triton"] = "auto"
 
     def resolved(self, width, rope, mup):
         """With every field made out, for a model so wide.

@@ -1,6 +1,9 @@
 """Attention kernels for accelerators: against the one in plain XLA by interpretation, and which of
 them is chosen."""
 
+import importlib.util
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +98,61 @@ def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
     chosen = attention_kernels.choose("auto", case)
     assert chosen == (expected and KERNELS[expected])
     assert attention_kernels.choose("xla", case) is None
+
+
+@pytest.mark.parametrize(
+    "case, capability, installed, refused",
+    [
+        (HALF, 9.0, True, None),
+        (HALF._replace(documents=True, window=8, gaps=True, softcap=5.0), 9.0, True, None),
+        (HALF, 8.0, True, "compute capability 9.0"),
+        (HALF, 9.0, False, "is not installed: .*mosaic"),
+        (HALF._replace(dtype=jnp.float32), 9.0, True, "not float32"),
+        (HALF._replace(head_dim=512), 9.0, True, "at most 256"),
+        (HALF._replace(probs=True), 9.0, True, "no place for dropout"),
+    ],
+)
+def test_mosaic_takes_every_interval(case, capability, installed, refused, monkeypatch):
+    on(monkeypatch, "gpu")
+    device = types.SimpleNamespace(compute_capability=str(capability))
+    monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    if refused:
+        with pytest.raises(UsageError, match=f"kernel='mosaic': .*{refused}"):
+            attention_kernels.choose("mosaic", case)
+    else:
+        for name in ("auto", "mosaic"):
+            assert attention_kernels.choose(name, case) == KERNELS["mosaic"]
+
+
+@pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_kernel_of_intervals_gets_the_first_key_of_each_query(window, documents, monkeypatch):
+    """By a stand-in that attends to the intervals it is given: mosaic runs on GPUs alone."""
+
+    def run(case, q_BTNH, k_BTKH, v_BTKH, first_BT, scale):
+        place_1S = jnp.arange(case.length)[None]
+        if first_BT is None:
+            first_BT = jnp.zeros((1, case.length), int)
+        seen_BTS = (place_1S <= place_1S.T)[None] & (place_1S[None] >= first_BT[..., None])
+        scores_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTKH)
+        probs_BNTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BNTS, -1e30))
+        return jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v_BTKH)
+
+    on(monkeypatch, "gpu")
+    kernel = KERNELS["mosaic"]._replace(refuses=lambda case: None, run=run)
+    monkeypatch.setitem(KERNELS, "mosaic", kernel)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, 2, 16)), jnp.float32) for _ in range(3))
+    segments = jnp.asarray(SEGMENTS, jnp.int32) if documents else None
+    attended = [
+        attend.attend(
+            q, k, v, scale=0.2, kernel=name, window=window, segment_ids_BT=segments,
+            positions_BT=jnp.arange(LENGTH)[None],
+        )
+        for name in ("mosaic", "xla")
+    ]  # fmt: skip
+    np.testing.assert_allclose(*attended, atol=1e-5)
 
 
 def test_falling_back_is_said_once(monkeypatch, caplog):

@@ -226,6 +226,10 @@ SPLASH = """  %m = s8[1,4,4]{{2,1,0}} parameter(0)
 CUDNN = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
   ROOT %a = (bf16[2,4,512,64], f32[2,4,512]) custom-call(%q, %q, %q), custom_call_target="{target}", operand_layout_constraints={{bf16[2,512,4,64]{{3,2,1,0}}, bf16[2,512,4,64]{{3,2,1,0}}}}, backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "512", "512"], "tuple_shapes": []}}, "mask_type": "{mask}", "sliding_window_length": {window}}}}}"""
 
+# The path names the kernel and all that it was given, quotes escaped.
+MOSAIC = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
+  ROOT %a = {shapes} custom-call(%q, %q), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={{bf16[2,512,4,64]{{3,2,1,0}}, bf16[2,512,2,64]{{3,2,1,0}}}}, metadata={{op_name="jit(f)/tokamax:{{\\"op\\":{{\\"__type\\":\\"tokamax.PallasMosaicGpuFlashAttention{vjp}\\"}}}}/mpmd_map"}}"""
+
 
 @pytest.mark.parametrize(
     "text, name, flops",
@@ -241,6 +245,12 @@ CUDNN = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
          "__cudnn$fmhaSoftmaxBackward", 5 * 2 * 2 * 4 * 64 * 512**2),
         (CUDNN.format(target="__cudnn$fmhaSoftmax", mask="CAUSAL", window=64),
          "__cudnn$fmhaSoftmax", 2 * 2 * 2 * 4 * 64 * causal_pairs(512, 64)),
+        (MOSAIC.format(vjp="", shapes="(bf16[2,512,4,64], f32[2,4,512])"),
+         "mosaic_fwd", 2 * 2 * 2 * 4 * 64 * causal_pairs(512)),
+        (MOSAIC.format(vjp="Vjp", shapes="bf16[2,512,4,64]"),
+         "mosaic_dq", 3 * 2 * 2 * 4 * 64 * causal_pairs(512)),
+        (MOSAIC.format(vjp="Vjp", shapes="(bf16[2,512,2,64], bf16[2,512,2,64])"),
+         "mosaic_dkv", 4 * 2 * 2 * 4 * 64 * causal_pairs(512)),
         (SPLASH.format(name="another", width=4), "another", None),
     ],
 )  # fmt: skip
