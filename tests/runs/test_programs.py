@@ -1,8 +1,10 @@
 """Traced programs that are kept on disk."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from efx import programs
 
@@ -41,3 +43,21 @@ def test_a_program_is_traced_once(folder, monkeypatch):
     monkeypatch.setattr(programs, "__file__", str(folder / "other" / "programs.py"))
     assert call("a") == 4
     programs._environment.cache_clear()
+
+
+def test_shapes_are_made_out_once(folder):
+    """With the boxes that name logical axes, and what holds nothing."""
+    made = []
+
+    def variables():
+        made.append(1)
+        box = nn.LogicallyPartitioned(jnp.zeros((2, 3), jnp.bfloat16), ("embed", None))
+        return {"params": {"layer": {"kernel": box}, "step": jnp.zeros((), jnp.int32)}, "state": {}}
+
+    first, second = (programs.kept_shapes(variables, "x") for _ in range(2))
+    assert len(made) == 1 and len(list(folder.glob("efx_*.shapes.json"))) == 1
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert jax.tree.leaves(first) == jax.tree.leaves(second)
+    assert second["params"]["layer"]["kernel"].names == ("embed", None)
+    programs.kept_shapes(variables, "y")
+    assert len(made) == 2
