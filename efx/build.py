@@ -15,7 +15,18 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from efx import flops, models, optim, programs, run_settings, runfolder, sharding, storage
+from efx import (
+    flops,
+    memory,
+    models,
+    optim,
+    programs,
+    run_settings,
+    runfolder,
+    settings,
+    sharding,
+    storage,
+)
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.data import SPLITS, load
@@ -106,6 +117,32 @@ class Training:
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
 
+    def check_memory(self):
+        """UsageError where a step needs more memory than there is."""
+        e, c, state = self.experiment, self.experiment.config, self.shapes
+        base = e.model.config.mup.base_width
+        groups = optim.parameter_groups(c.optim, state.params, base)
+        paths = optim.param_paths(state.params)
+        trained = [paths[path] for path, group in groups.items() if not group.frozen]
+        rows = c.data.batch_size // c.train.accumulation
+        tokens = c.data.batch_size * c.data.seq_len // sharding.batch_shards(e.mesh, e.rules)
+        parts = {
+            "parameters": memory.on_each_device(state.params),
+            "their gradients": memory.on_each_device(trained),
+            "the optimiser's state": memory.on_each_device(state.opt_state),
+            "the batch": 12 * tokens,
+            "logits": step_lib.logits_bytes(e.model, c, e.mesh, e.rules, rows),
+        }
+        numbers = {
+            name: value
+            for name, _, value in settings.leaves(c)
+            if isinstance(value, int) and name.startswith(("config.model.", "config.adapter."))
+        }
+        numbers["config.data.batch_size"] = c.data.batch_size
+        name = max(numbers, key=numbers.get)
+        what = f"{name}={numbers[name]}, the largest number of the model and its batch: training"
+        memory.check(what, parts, f"; the largest array is {memory.largest(state.params)}")
+
 
 def _variables(model):
     """Shapes of a model's variables; parameters with their logical axes."""
@@ -188,6 +225,11 @@ def _devices(config, devices=None):
 def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
+    if config.adapter.kind != "none" and not config.init.run:
+        raise UsageError(
+            f"config.init.run is empty: config.adapter.kind={config.adapter.kind!r} needs there the"
+            " run folder of the base model that is adapted"
+        )
     if config.init.run and not storage.folder(config.init.run, "config.init.run").is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
     runs = _member_runs(config.model)
@@ -342,8 +384,6 @@ def _total_steps(config, parts):
             "give exactly one of the two (the other 0)"
         )
     if config.steps:
-        if config.steps < 0:
-            raise UsageError(f"config.steps={config.steps}: must be at least 1")
         return config.steps
     ends = [start for start, *_ in parts[1:]] + [1.0]
     per_step = sum(
@@ -354,7 +394,13 @@ def _total_steps(config, parts):
         raise UsageError(
             f"config.train_flops={config.train_flops:g} is less than one step ({per_step:g})"
         )
-    return round(config.train_flops / per_step)
+    steps = round(config.train_flops / per_step)
+    if steps >= 2**31:
+        raise UsageError(
+            f"config.train_flops={config.train_flops:g} is {steps:.3g} steps of {per_step:g}: steps"
+            " are counted in an int32, so must be fewer than 2^31"
+        )
+    return steps
 
 
 # ---- from a run folder --------------------------------------------------------------------------

@@ -39,6 +39,11 @@ class Changes:
             return {}
         return {name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()}
 
+    def names(self, params, variables, batch):
+        """The names that calls give from the second on; the arguments are shapes."""
+        sown = self._sown.eval_shape(params, variables, batch)
+        return list(self._changes.eval_shape(sown, sown))
+
 
 def _sown(model, collection, seed, params, variables, batch):
     _, mutated = model.apply(

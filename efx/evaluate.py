@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 
-from efx import losses, sharding
+from efx import losses, memory, sharding
 from efx.changes import Changes
+from efx.errors import UsageError, nearest
 from efx.metrics import portion
 from efx.models.reports import REPORTS
-from efx.step import by_layer, make_eval_step
+from efx.step import by_layer, logits_bytes, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Evaluator:
 
     def __init__(self, model, config, data, mesh, rules):
         self._config, self._data = config.evaluate, data
+        rows = config.evaluate.batch_size
+        memory.check(
+            f"config.evaluate.batch_size={rows}: evaluation",
+            {"logits": logits_bytes(model, config, mesh, rules, rows)},
+        )
         self._placement = sharding.Placement(mesh, rules, config.evaluate.batch_size)
         self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
         wanted = [selection for report in REPORTS for selection in report.selections(model)]
@@ -68,7 +74,16 @@ class Evaluator:
         means = {
             selection: self._run(step, params, variables) for selection, step in self._steps.items()
         }
-        passes, causal = Passes(means, self._data.bytes_per_token("eval")), means["causal"]
+        result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
+        for changes in self._changes:
+            first = next(iter(self._batches(changes.placement.rows)))
+            changed = changes(params, variables, first)
+            result |= {f"eval/{name}": value for name, value in changed.items()}
+        return result
+
+    def _rows(self, passes):
+        """All that passes over the held-out text say by themselves."""
+        causal = passes.means["causal"]
         result = passes.loss("causal", "") | {
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
@@ -77,11 +92,32 @@ class Evaluator:
         for report in REPORTS:
             result |= passes.statistics("causal", report.statistics)
             result |= report.rows(self._model, self._length, passes)
-        for changes in self._changes:
-            first = next(iter(self._batches(changes.placement.rows)))
-            changed = changes(params, variables, first)
-            result |= {f"eval/{name}": value for name, value in changed.items()}
         return result
+
+    def check_metric(self, name, params, variables):
+        """UsageError unless evaluations give `config.checkpoint.best_metric`. Unless it is one that
+        all give, they are traced to know; nothing runs.
+
+        Args:
+          params, variables: their shapes.
+        """
+        if name in ("eval/loss", "eval/bits_per_byte"):
+            return
+        c, means = self._config, {}
+        batch = next(iter(self._data.eval_batches(c.batch_size, 1)))
+        for selection, step in self._steps.items():
+            sums = step.eval_shape(params, variables, batch, self._seed, self._seed)
+            names = ("loss", "correct", "tokens", *self._by_layer.eval_shape(sums["stats"]))
+            means[selection] = dict.fromkeys(names, 1.0)
+        known = list(self._rows(Passes(means, 1.0)))
+        for changes in self._changes:
+            known += [f"eval/{of}" for of in changes.names(params, variables, batch)]
+        if name not in known:
+            whole = sorted(of for of in known if "/block_" not in of)
+            raise UsageError(
+                f"config.checkpoint.best_metric={name!r}: no evaluation of this model gives it"
+                f"{nearest(name, known)}; there are {', '.join(whole)}"
+            )
 
     def _batches(self, rows):
         c = self._config

@@ -57,6 +57,12 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
+        if coordinator_address is None and "should be defined" in str(error):
+            raise UsageError(
+                "--distributed finds no cluster: no Slurm job, TPU pod, GKE JobSet or MPI run that"
+                " JAX knows; leave it out, or give --coordinator_address, --num_processes and"
+                " --process_id"
+            ) from error
         address = coordinator_address or "found by --distributed"
         raise UsageError(
             f"the processes of the run could not be connected (process 0 is {address}):"

@@ -6,7 +6,6 @@ as a mean: the train step divides once, by the weight of the whole (accumulated,
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 
 from efx import means
 from efx.errors import UsageError, nearest
+from efx.run_blocks import loss_weight
 
 
 class LossSums(NamedTuple):
@@ -215,20 +215,12 @@ def _over_groups(tree):
     return jax.tree.map(lambda a: jnp.sum(a, axis=0), tree)
 
 
-# Keys that a coefficient schedule has, beside "schedule".
-COEFFICIENTS = {
-    "constant": ("value",),
-    "linear": ("c_start", "c_end", "steps"),
-    "cosine": ("c_start", "c_end", "steps"),
-    "exponential": ("rate", "c_min", "c_max"),
-}
-
-
 def coefficient(spec, step, total_steps, name="<name>"):
     """Weight of a loss at `step` (may be traced); float32 scalar.
 
     Args:
-      spec: a number, or a mapping with `schedule` and exactly the keys of `COEFFICIENTS`:
+      spec: a number, or a mapping with `schedule` and exactly the keys of
+        `run_blocks.COEFFICIENTS`:
         constant(value); linear and cosine(c_start, c_end, steps): from c_start at step 0 to c_end
         at `steps` (0: total_steps), then c_end; exponential(rate, c_min, c_max):
         min(exp(rate * step) - 1 + c_min, c_max).
@@ -237,36 +229,16 @@ def coefficient(spec, step, total_steps, name="<name>"):
     Raises:
       UsageError: unknown schedule, missing or unknown key, negative `steps`.
     """
-    where = f"config.losses.{name}"
-    if not isinstance(spec, Mapping) and not hasattr(spec, "items"):
-        if isinstance(spec, str) or spec is None:
-            raise UsageError(f"{where}={spec!r} must be a number or a dict with a schedule")
+    spec = loss_weight(spec, f"config.losses.{name}")
+    if isinstance(spec, float):
         return jnp.asarray(spec, jnp.float32)
-    spec = dict(spec.items())
-    kind = spec.pop("schedule", None)
-    if kind not in COEFFICIENTS:
-        raise UsageError(
-            f"{where}.schedule={kind!r} is none of {', '.join(COEFFICIENTS)}"
-            + nearest(kind, COEFFICIENTS)
-        )
-    keys = COEFFICIENTS[kind]
-    for key in spec:
-        if key not in keys:
-            raise UsageError(
-                f"{where}.{key} is not a key of the schedule {kind!r}, which has "
-                f"{', '.join(keys)}" + nearest(key, keys)
-            )
-    for key in keys:
-        if key not in spec:
-            raise UsageError(f"{where}.{key} is missing: the schedule {kind!r} needs it")
+    kind = spec["schedule"]
     step = jnp.asarray(step, jnp.float32)
     if kind == "constant":
         return jnp.asarray(spec["value"], jnp.float32)
     if kind == "exponential":
         # expm1, because rate * step may be far below float32's resolution around 1.
         return jnp.minimum(jnp.expm1(spec["rate"] * step) + spec["c_min"], spec["c_max"])
-    if spec["steps"] < 0:
-        raise UsageError(f"{where}.steps={spec['steps']} must be at least 0")
     progress = jnp.clip(step / max(1, spec["steps"] or total_steps), 0.0, 1.0)
     if kind == "cosine":
         progress = 0.5 - 0.5 * jnp.cos(jnp.pi * progress)

@@ -24,6 +24,7 @@ import logging as standard_logging
 import os
 import pathlib
 import sys
+from typing import Annotated
 
 from absl import logging
 
@@ -31,6 +32,7 @@ from efx import hosts, runfolder, signals
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
+from efx.settings import Count, Range, converted
 
 gc.enable()
 
@@ -120,12 +122,33 @@ def _module(values, kind):
     return "efx.train"
 
 
+def _check_processes(values):
+    """UsageError for flags about processes and devices that cannot be so."""
+    devices = Annotated[int, Range(least=0, most=4096)]
+    converted(devices, values.cpu_devices, "--cpu_devices")
+    address, count, number = values.coordinator_address, values.num_processes, values.process_id
+    if (address, count, number) == (None, None, None):
+        return
+    if None in (address, count, number):
+        raise UsageError(
+            "--coordinator_address, --num_processes and --process_id go together: "
+            "give all three, or --distributed"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(
+            f"--coordinator_address={address}: expected the host and port of process 0, such as"
+            " 10.0.0.1:8476"
+        )
+    converted(Count, count, "--num_processes")
+    converted(Annotated[int, Range(least=0, most=count - 1)], number, "--process_id")
+
+
 def start_jax(values):
     """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
-    if values.cpu_devices < 0:
-        raise UsageError(f"--cpu_devices={values.cpu_devices}: must be at least 0")
+    _check_processes(values)
     keep_freed_memory()
     cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
     if values.mode == "compile":  # for devices that are not there, on those that every machine has
@@ -135,16 +158,7 @@ def start_jax(values):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if values.cpu_devices:
         jax.config.update("jax_num_cpu_devices", values.cpu_devices)
-    if (
-        values.coordinator_address
-        or values.num_processes is not None
-        or values.process_id is not None
-    ):
-        if None in (values.coordinator_address, values.num_processes, values.process_id):
-            raise UsageError(
-                "--coordinator_address, --num_processes and --process_id go together: "
-                "give all three, or --distributed"
-            )
+    if values.coordinator_address is not None:
         hosts.connect(
             values.coordinator_address,
             values.num_processes,

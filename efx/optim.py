@@ -16,6 +16,8 @@ Conventions of this file:
   the work of computing them.
 """
 
+import functools
+import logging
 import math
 import re
 from typing import NamedTuple
@@ -31,6 +33,7 @@ from efx.layers import parametrisation
 from efx.run_blocks import OptimConfig
 from efx.settings import make
 
+_log = logging.getLogger(__name__)
 # Modules whose kernels are not hidden matrices: AdamW trains them, as the authors of Muon do.
 NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), which gives them the size of
@@ -77,6 +80,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
       UsageError: a value or a pattern of config.optim is wrong.
     """
     config_optim = _checked(config_optim)
+    _say_if_cut(config_optim.schedule, total_steps)
     schedule = make_schedule(config_optim, total_steps)
     groups = parameter_groups(config_optim, params_shapes, mup_base)
     shapes = meta.unbox(params_shapes)
@@ -153,6 +157,19 @@ def make_schedule(config_optim, total_steps):
     )
 
 
+@functools.cache
+def _say_if_cut(schedule, total_steps):
+    """A warning, once a process, where a run ends before its rate has decayed: right for one that
+    goes on later with more steps, and else a mistake."""
+    if schedule.decay_steps > total_steps:
+        _log.warning(
+            "config.optim.schedule.decay_steps=%d is past the last step, config.steps=%d: the"
+            " learning rate does not reach its end",
+            schedule.decay_steps,
+            total_steps,
+        )
+
+
 def parameter_groups(config_optim, params_shapes, mup_base=0):
     """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
     parameter the first in the config wins."""
@@ -161,16 +178,8 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
     frozen = _matching("frozen", config_optim.frozen, paths)
     decayed = _matching("decay", config_optim.decay, paths)
     multipliers = {}
-    for i, entry in enumerate(config_optim.lr_multipliers):
-        key = f"lr_multipliers[{i}]"
-        if len(entry) != 2 or not isinstance(entry[0], str):
-            raise UsageError(f"config.optim.{key}={entry!r} must be a pair (regex, factor)")
-        pattern, factor = entry
-        if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor >= 0):
-            raise UsageError(
-                f"config.optim.{key}={entry!r} must be a pair (regex, finite factor >= 0)"
-            )
-        for path in _matching(key, pattern, paths):
+    for i, (pattern, factor) in enumerate(config_optim.lr_multipliers):
+        for path in _matching(f"lr_multipliers[{i}]", pattern, paths):
             multipliers.setdefault(path, (float(factor), pattern))
     if paths and len(frozen) == len(paths):
         raise UsageError(
@@ -336,12 +345,7 @@ def _matching(key, pattern, paths):
     """The set of paths that `pattern` matches in full."""
     if not pattern:
         return set()
-    try:
-        regex = re.compile(pattern)
-    except re.error as error:
-        raise UsageError(
-            f"config.optim.{key}={pattern!r} is not a regular expression: {error}"
-        ) from None
+    regex = re.compile(pattern)
     matched = {path for path in paths if regex.fullmatch(path)}
     if not matched:
         all_paths = list(paths)

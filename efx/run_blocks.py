@@ -1,18 +1,25 @@
 """Settings of a run, block by block; those of its model are in `efx.layers.config` and the configs
 of the families. `efx.run_settings` puts them together."""
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from efx.errors import UsageError
+from efx.errors import UsageError, nearest
 from efx.settings import (
+    Bytes,
     Count,
     Fraction,
     Natural,
     NonNegative,
+    Number,
     Positive,
     Probability,
     Range,
     block,
+    check_regex,
+    converted,
+    names_of,
 )
 
 Seed = Annotated[int, Range(least=0, below=2**32)]
@@ -49,8 +56,8 @@ class DataConfig:
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
     # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
     text_key: str = "text"
-    max_bytes: Natural = 0  # read at most so much of the source (of each of a mixture); 0: all
-    document_bytes: Natural = 0  # cut documents into pieces of at most so many bytes; 0: whole
+    max_bytes: Bytes = 0  # read at most so much of the source (of each of a mixture); 0: all
+    document_bytes: Bytes = 0  # cut documents into pieces of at most so many bytes; 0: whole
     # File that lists the documents to train on, with split="documents" (--mode=cluster makes one
     # for each cluster); "": all.
     subset: str = ""
@@ -94,7 +101,60 @@ class InitConfig:
     missing: str = ""  # regex (whole path) of parameters that it may lack: these are initialised
     unexpected: str = ""  # regex of those that it may have in excess: these are left out
     # ((regex, replacement), ...): path here -> path there, first match
-    rename: tuple[object, ...] = ()
+    rename: tuple[tuple[str, ...], ...] = ()
+
+    def check(self):
+        check_regex(self.missing, f"{self.where}.missing")
+        check_regex(self.unexpected, f"{self.where}.unexpected")
+        for i, pair in enumerate(self.rename):
+            if len(pair) != 2:
+                raise UsageError(
+                    f"{self.where}.rename[{i}]={pair!r}: must be a pair (regex, replacement)"
+                )
+            check_regex(pair[0], f"{self.where}.rename[{i}]")
+
+
+# Keys that a schedule of a loss's weight has, beside "schedule".
+COEFFICIENTS = {
+    "constant": ("value",),
+    "linear": ("c_start", "c_end", "steps"),
+    "cosine": ("c_start", "c_end", "steps"),
+    "exponential": ("rate", "c_min", "c_max"),
+}
+
+
+def loss_weight(spec, where):
+    """A weight of `config.losses` in plain types, a float or a dict; UsageError for what is none.
+
+    Args:
+      spec: a number, or a mapping with `schedule` and exactly its keys in `COEFFICIENTS`.
+      where: its name, "config.losses.z_loss".
+    """
+    if not isinstance(spec, Mapping) and not hasattr(spec, "items"):
+        if isinstance(spec, bool) or not isinstance(spec, (int, float)):
+            raise UsageError(f"{where}={spec!r} must be a number or a dict with a schedule")
+        return converted(Number, spec, where)
+    spec = dict(spec.items())
+    kind = spec.pop("schedule", None)
+    if kind not in tuple(COEFFICIENTS):
+        raise UsageError(
+            f"{where}.schedule={kind!r} is none of {', '.join(COEFFICIENTS)}"
+            + nearest(kind, COEFFICIENTS)
+        )
+    keys = COEFFICIENTS[kind]
+    for key in spec:
+        if key not in keys:
+            raise UsageError(
+                f"{where}.{key} is not a key of the schedule {kind!r}, which has "
+                f"{', '.join(keys)}" + nearest(key, keys)
+            )
+    for key in keys:
+        if key not in spec:
+            raise UsageError(f"{where}.{key} is missing: the schedule {kind!r} needs it")
+    types = {"steps": Natural}
+    return {"schedule": kind} | {
+        key: converted(types.get(key, Number), spec[key], f"{where}.{key}") for key in keys
+    }
 
 
 @block("config.losses")
@@ -119,6 +179,10 @@ class LossesConfig:
     dropout_l1: object = 0.0
     dropout_squared_l1: object = 0.0
 
+    def check(self):
+        for name in names_of(type(self)):
+            loss_weight(getattr(self, name), f"{self.where}.{name}")
+
 
 @block("config.train")
 class TrainConfig:
@@ -128,7 +192,7 @@ class TrainConfig:
     accumulation: Count = 1  # micro-batches of a step, which is that of the big batch
     # Positions of a sequence whose logits are in memory at once; 0: all
     loss_chunk: Natural = 0
-    max_nonfinite: Natural = 10  # stop after so many non-finite steps in a row (each is skipped)
+    max_nonfinite: Count = 10  # stop after so many non-finite steps in a row (each is skipped)
 
 
 @block("config.optim.schedule")
@@ -159,6 +223,24 @@ class OptimConfig:
     frozen: str = ""  # regex of the paths that do not train
     lr_multipliers: tuple[object, ...] = ()  # ((regex, factor), ...): first match wins
     clip_norm: NonNegative = 1.0  # 0: off
+
+    def check(self):
+        check_regex(self.decay, f"{self.where}.decay")
+        check_regex(self.frozen, f"{self.where}.frozen")
+        for i, entry in enumerate(self.lr_multipliers):
+            where = f"{self.where}.lr_multipliers[{i}]"
+            is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
+            if not is_pair or not isinstance(entry[0], str):
+                raise UsageError(f"{where}={entry!r} must be a pair (regex, factor)")
+            pattern, factor = entry
+            if (
+                isinstance(factor, bool)
+                or not isinstance(factor, (int, float))
+                or not 0 <= factor < math.inf
+            ):
+                raise UsageError(f"{where}={entry!r} must be a pair (regex, finite factor >= 0)")
+            converted(NonNegative, factor, where)
+            check_regex(pattern, where)
 
 
 @block("config.mesh")
@@ -222,6 +304,17 @@ class SampleConfig:
     stop: str = ""  # stop after this text
     num_samples: Count = 1
     seed: Seed = 0
+
+    def check(self):
+        for name in ("prompt", "stop"):
+            text = getattr(self, name)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UsageError(
+                    f"{self.where}.{name}={text!r}: has half of a surrogate pair, "
+                    f"{text[error.start]!r}, which is no character: a text in UTF-8 is needed"
+                ) from None
 
 
 @block("config.cluster")

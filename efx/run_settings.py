@@ -29,7 +29,7 @@ from efx.run_blocks import (
     Seed,
     TrainConfig,
 )
-from efx.settings import Number, block, defaults, make
+from efx.settings import Natural, NonNegative, block, defaults, make
 from efx.sharding import DEFAULT_RULES
 
 
@@ -40,8 +40,8 @@ class Config:
     seed: Seed = 0
     # One of the two: optimiser steps, or total training FLOPs (then the number of steps
     # follows from the model's ledger and the batch).
-    steps: int = 1000
-    train_flops: Number = 0.0
+    steps: Natural = 1000
+    train_flops: NonNegative = 0.0
     data: DataConfig = DataConfig()
     init: InitConfig = InitConfig()
     model: object = DecoderConfig()  # the block of a family, see efx/models/families.py

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import models, programs, sharding
+from efx import memory, models, programs, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
 
 PREFILL = 64  # tokens of a prompt that a call processes
+_LONG_CACHE = 2**16  # tokens of all sequences
 STREAM = 16  # tokens that a call of the decode loop makes before they are shown
 PLACES = np.uint32(2**32 - 1)  # in the place of a token's number, of which there are never so many
 
@@ -71,6 +72,7 @@ class Sampler:
         if self.cache_size > model.context:
             raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
         unrolled = models.unrolled(model) if model.config.scan_layers else model
+        self._check_memory(unrolled)
         # The few sequences that are made together, of one token at a time, are not split.
         rules = sharding.unsplit(rules, "batch", "length")
         self._program = _Program(
@@ -120,6 +122,18 @@ class Sampler:
             done_B = done_B | np.isin(np.arange(len(texts)), list(ended))
         run.count(range(len(texts)))
         self.stats = run.statistics()
+
+    def _check_memory(self, unrolled):
+        """UsageError where the cache has no room. Tracing its shapes takes a second, which a short
+        one is spared."""
+        rows, size = self.batch_size, self.cache_size
+        if rows * size < _LONG_CACHE:
+            return
+        shapes = models.decoding_shapes(unrolled, rows, size)
+        memory.check(
+            f"config.sample.num_samples={rows}, config.model.context={size}: sampling",
+            {"keys and values": memory.on_each_device(shapes)},
+        )
 
     def check_prompt(self, ids):
         """Raises UsageError if the prompt is longer than the context."""

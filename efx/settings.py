@@ -16,6 +16,7 @@ and that the command line overrides; `make` turns it into the block again.
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -24,6 +25,9 @@ from typing import Annotated, Literal
 from ml_collections import ConfigDict, config_dict
 
 from efx.errors import UsageError, nearest
+
+# What devices compute with, int32 and float32, has no larger numbers; a range may allow others.
+_LARGEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +42,17 @@ class Range:
     def holds(self, value):
         """Whether a number is finite and lies in the range."""
         return (
-            math.isfinite(value)
+            -math.inf < value < math.inf  # math.isfinite fails on an int that no float can hold
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
         )
+
+    @property
+    def is_open(self):
+        """Whether nothing is too large for it."""
+        return self.most is None and self.below is None
 
     def __str__(self):
         low = self.least if self.above is None else self.above
@@ -58,6 +67,12 @@ class Range:
 
 Count = Annotated[int, Range(least=1)]
 Natural = Annotated[int, Range(least=0)]
+# Of what is traced piece by piece, such as blocks: more would be traced for hours.
+Pieces = Annotated[int, Range(least=1, most=10_000)]
+PiecesOrNone = Annotated[int, Range(least=0, most=10_000)]
+# Positions, or experts to choose from: two such numbers have a sum in int32.
+Places = Annotated[int, Range(least=0, below=2**30)]
+Bytes = Annotated[int, Range(least=0, below=2**63)]  # of a file, or 0
 Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(least=0)]
@@ -98,9 +113,21 @@ def names_of(cls):
     return tuple(_hints(cls))
 
 
+def leaves(settings, name=None):
+    """(dotted name, hint, value) of every setting in a block and in the blocks inside it; name: of
+    the block, by default its own."""
+    name = name or settings.where
+    for key, hint in _hints(type(settings)).items():
+        value = getattr(settings, key)
+        if is_block(value):
+            yield from leaves(value, f"{name}.{key}")
+        else:
+            yield f"{name}.{key}", hint, value
+
+
 def _check_fields(self):
     for name, hint in _hints(type(self)).items():
-        value = _converted(hint, getattr(self, name), f"{self.where}.{name}")
+        value = converted(hint, getattr(self, name), f"{self.where}.{name}")
         object.__setattr__(self, name, value)
     if hasattr(self, "check"):
         self.check()
@@ -112,7 +139,7 @@ def _options(hint):
     return typing.get_args(hint) if union else (hint,)
 
 
-def _converted(hint, value, where):
+def converted(hint, value, where):
     """The value in the type of its field: a tuple for a list, a float for an int, a block for a
     mapping; UsageError if it does not have that type."""
     refusals = []
@@ -144,7 +171,15 @@ def _as_option(hint, value, where):
         kind, allowed = typing.get_args(hint)
         number = _as_option(kind, value, where)
         if not allowed.holds(number):
-            raise UsageError(f"{where}={value!r}: must be {allowed}")
+            finite = allowed.is_open and not abs(number) < math.inf and allowed != Range()
+            raise UsageError(
+                f"{where}={value!r}: must be {'finite and ' if finite else ''}{allowed}"
+            )
+        if allowed.is_open and abs(number) > _LARGEST[kind]:
+            limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
+            raise UsageError(
+                f"{where}={value!r}: must be at most {limit} in size, the largest {kind.__name__}32"
+            )
         return number
     if origin is Literal:
         choices = typing.get_args(hint)
@@ -160,15 +195,42 @@ def _as_option(hint, value, where):
     elif is_block(hint):
         return value if isinstance(value, hint) else make(hint, value)
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _LARGEST[float]:  # float() fails on the largest
+            return math.inf if value > 0 else -math.inf
         return float(value)
+    elif hint is str and isinstance(value, str):
+        return _text(value, where)
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise UsageError(f"{where}={value!r}: expected {_type_name(hint)}")
 
 
+def _text(value, where):
+    """A text, or a name that the system may have: one that is not UTF-8 has halves of surrogate
+    pairs, of one kind, in Python."""
+    if "\0" in value:
+        raise UsageError(f"{where}={value!r}: has a character \\0, which ends a name of the system")
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}={value!r}: has half of a surrogate pair, {value[error.start]!r}, which is no "
+            "character"
+        ) from None
+    return value
+
+
+def check_regex(pattern, where):
+    """UsageError unless a setting is a regular expression, or empty."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{where}={pattern!r} is not a regular expression: {error}") from None
+
+
 def _tuple_of(hint, values, where):
     try:
-        return tuple(_converted(hint, value, where) for value in values)
+        return tuple(converted(hint, value, where) for value in values)
     except UsageError as refusal:  # it names one value; the message should name them all
         message = str(refusal).partition(": ")[2]
         raise UsageError(f"{where}={values!r}: {message}") from None

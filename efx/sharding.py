@@ -8,6 +8,7 @@ cannot mean "replicated".
 import contextlib
 import functools
 import math
+import types
 
 import jax
 import numpy as np
@@ -147,6 +148,13 @@ def _laid_out(sizes, groups, devices):
 
 def check_rules(rules):
     """`rules` as a tuple of pairs, checked: a rule for every logical axis, no unknown mesh axis."""
+    for i, rule in enumerate(rules):
+        is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2
+        if not is_pair or not isinstance(rule[1], (str, tuple, list, types.NoneType)):
+            raise UsageError(
+                f"config.rules[{i}]={rule!r}: must be a pair (logical axis, mesh axis or axes or "
+                "None)"
+            )
     rules = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
     names = [name for name, _ in rules]
     for name in PARAMETER_AXES + ACTIVATION_AXES:

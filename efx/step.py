@@ -5,6 +5,7 @@ random is stored, so a resumed run draws what the uninterrupted one would have d
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +252,16 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
     logits_BTV = model.head_fn(head, x_BTD)
     logits_BTV = sharding.constrain(logits_BTV, "batch", "length", "act_vocab")
     return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], z_loss)
+
+
+def logits_bytes(model, config, mesh, rules, rows):
+    """Bytes on each device of the logits that are in memory at once, for a batch of so many rows:
+    at least these."""
+    length = config.data.seq_len
+    positions = min(config.train.loss_chunk or length, length)
+    axes = ("batch", "length", "act_vocab")
+    split = math.prod(sharding.shard_count(mesh, rules, axis) for axis in axes)
+    return 4 * rows * positions * model.vocab_size // split
 
 
 def _as_rows(x_BT, parts):

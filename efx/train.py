@@ -95,6 +95,7 @@ class _Launch:
         with self._timed("data and model"):
             self.experiment = build.experiment(config, workdir)
             self.training = build.Training(self.experiment)
+            self.training.check_memory()
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
         self.parameters = count_params(self.training.shapes.params)
@@ -211,6 +212,9 @@ class _Launch:
             Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
         ):
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
+            if config.checkpoint.keep_best:
+                shapes, metric = self.training.shapes, config.checkpoint.best_metric
+                self.evaluator.check_metric(metric, shapes.params, shapes.variables)
             iterator, origin = self._restore()
             self._commit(origin, files)
             self.progress.println(self._banner())

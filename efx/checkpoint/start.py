@@ -31,11 +31,6 @@ def start_from(state, config, model, report):
     Raises: UsageError (CheckpointError for what is wrong inside a run).
     """
     c = config.init
-    if config.adapter.experts and not c.run:
-        raise UsageError(
-            "config.init.run is empty: config.adapter.experts needs there the run folder of the "
-            "base model that the experts were trained on"
-        )
     if model.members:
         state = _with_members(state, config.model.member_runs, model.members)
     if not c.run:

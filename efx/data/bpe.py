@@ -37,6 +37,8 @@ class LibraryTokenizer(Tokenizer):
         self._inner.no_padding()
         self._json = self._inner.to_str()
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UsageError("its vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
@@ -47,10 +49,7 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text):
         """int32[n]."""
-        pieces = self._inner.encode_batch_fast(
-            list(self._cut(text_of(text, "bpe"))), add_special_tokens=False
-        )
-        return _joined(pieces)
+        return _joined(self._encoded(list(self._cut(text_of(text, "bpe")))))
 
     def encode_documents(self, documents):
         """Yields the ids of each document, several at a time on all cores."""
@@ -63,17 +62,34 @@ class LibraryTokenizer(Tokenizer):
                 raise UsageError(f"{name}: {error}") from error
             size += len(data)
             if size >= _BATCH:
-                yield from self._encode_all(texts)
+                yield from self._encode_all(names, texts)
                 names, texts, size = [], [], 0
-        yield from self._encode_all(texts)
+        yield from self._encode_all(names, texts)
 
-    def _encode_all(self, texts):
+    def _encode_all(self, names, texts):
         chunks = [list(self._cut(text)) for text in texts]
         flat = [chunk for chunks_of_text in chunks for chunk in chunks_of_text]
-        pieces, start = self._inner.encode_batch_fast(flat, add_special_tokens=False), 0
+        try:
+            pieces, start = self._encoded(flat), 0
+        except UsageError:
+            for name, text in zip(names, texts, strict=True):  # which of them it is
+                try:
+                    self.encode(text)
+                except UsageError as error:
+                    raise UsageError(f"{name}: {error}") from error
+            raise
         for chunks_of_text in chunks:
             yield _joined(pieces[start : start + len(chunks_of_text)])
             start += len(chunks_of_text)
+
+    def _encoded(self, texts):
+        try:
+            return self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises no narrower type
+            raise UsageError(
+                f"the tokenizer cannot encode this text ({error}); it needs a token for what it"
+                " does not know, or the words of this text"
+            ) from error
 
     def _cut(self, text):
         """`text` in pieces that encode to the same ids as the whole."""

@@ -73,6 +73,11 @@ def load(
     text_bytes = {split: token_split.text_bytes for split, token_split in with_spans.items()}
     key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
+    if c.packing and "train" in streams and len(data.documents("train")) < 2:
+        raise UsageError(
+            f"config.data.packing=True: the training split of {token_splits['train'].name} is one"
+            " document, and packing fills rows with several; leave it at False"
+        )
     data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
     return data
 

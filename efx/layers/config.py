@@ -21,6 +21,9 @@ from efx.settings import (
     Natural,
     NonNegative,
     Number,
+    Pieces,
+    PiecesOrNone,
+    Places,
     Positive,
     Probability,
     block,
@@ -105,7 +108,7 @@ class MoEConfig:
     capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert takes
     slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
     num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
-    num_noop: Natural = 0  # token_choice: experts that compute nothing
+    num_noop: Places = 0  # token_choice: experts that compute nothing
     # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
     # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
     computed_fraction: Fraction | None = None
@@ -203,7 +206,7 @@ class DepthRoutingConfig:
     # shared stack, applied `recursions` times, each time to tokens that its router picks among
     # those of the time before (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
     kind: Literal["none", "mod", "recursion"] = "none"
-    recursions: Count = 2
+    recursions: Pieces = 2
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
     # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
     blocks: tuple[Natural, ...] = ()
@@ -237,9 +240,10 @@ class DepthRoutingConfig:
     skip_mlp: Natural = 0  # hidden width of a small MLP for skipped tokens; 0: none
 
     def check(self):
-        ends = [stage[0] for stage in self.capacity_stages]
+        ends = [stage[0] for stage in self.capacity_stages if len(stage) == 2]
         if (
-            any(len(stage) != 2 or not 0 < stage[1] <= 1 for stage in self.capacity_stages)
+            len(ends) < len(self.capacity_stages)
+            or not all(0 < capacity <= 1 for _, capacity in self.capacity_stages)
             or ends != sorted(set(ends))
             or not all(0 < end < 1 for end in ends)
         ):
@@ -383,7 +387,7 @@ def say_if_documents_compete(c):
 class SoftExpertsConfig:
     """Blocks of several channels, see `soft_experts.SoftBlock`."""
 
-    num: Natural = 0  # channels of a block, each with its own attention and MLP; 0: none
+    num: PiecesOrNone = 0  # channels of a block, each with its own attention and MLP; 0: none
     every: Count = 1  # blocks every-1, 2*every-1, ... have them
     shared: Natural = 0  # MLPs that are added to every channel's, as one of so many times the width
     multiple: Count = 1  # an expert's MLP gives multiple * width / num features, rounded up

@@ -12,7 +12,7 @@ from efx.layers.config import (
     MuPConfig,
     Remat,
 )
-from efx.settings import Count, Natural, NonNegative, Positive, block
+from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
 
 @block("config.model")
@@ -27,9 +27,9 @@ class ModelConfig:
     mup: ClassVar[MuPConfig] = MuPConfig()
     member_runs: ClassVar[tuple] = ()
 
-    context: Natural = 0  # longest sequence; 0: data.seq_len
+    context: Places = 0  # longest sequence; 0: data.seq_len
     width: Count = 128
-    depth: Count = 4
+    depth: Pieces = 4
     attention: AttentionConfig = AttentionConfig()
     mlp: MLPConfig = MLPConfig()
     dropout: DropoutConfig = DropoutConfig()

@@ -132,7 +132,7 @@ def test_what_is_no_flag_may_look_like_one():
 
 COUNTS = {"checkpoint.every": 0, "evaluate.every": 0, "evaluate.batch_size": 1, "log.every": 1,
           "evaluate.max_batches": 0, "log.profile_at": 0, "log.profile_steps": 1,
-          "sample.every": 0, "train.max_nonfinite": 0}  # fmt: skip
+          "sample.every": 0, "train.max_nonfinite": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COUNTS)

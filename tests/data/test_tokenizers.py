@@ -206,6 +206,23 @@ def test_a_file_of_the_users_own(words):
     assert "".join(decoder.feed(i) for i in tokenizer.encode(text)) + decoder.finish() == text
 
 
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece"])
+def test_a_vocabulary_without_a_token_for_unknown_words_is_one_clear_line(kind):
+    """The library raises a bare Exception at the first word that is not in it."""
+    library = pytest.importorskip("tokenizers")
+    words = {"the": 0, "fox": 1}
+    inner = library.Tokenizer(getattr(library.models, kind)(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    tokenizer = bpe.LibraryTokenizer(inner.to_str())
+    assert tokenizer.encode("the fox").tolist() == [0, 1]
+    message = r"the tokenizer cannot encode this text \(.*(unk|UNK).*needs a token for what it does"
+    with pytest.raises(UsageError, match=message):
+        tokenizer.encode("the quick fox")
+    documents = [("first", b"the fox"), ("second", b"a quick fox")]
+    with pytest.raises(UsageError, match=f"^second: {message}"):
+        list(tokenizer.encode_documents(documents))
+
+
 def test_bytes_written_as_characters_agree_with_the_library():
     library = pytest.importorskip("tokenizers")
     assert set(bpe._byte_of_character()) == set(library.pre_tokenizers.ByteLevel.alphabet())
@@ -256,6 +273,10 @@ def test_a_path_may_be_that_of_its_folder(words):
         (json.dumps({"kind": "chars"}), "is not a tokenizer"),
         (json.dumps({"kind": "chars", "characters": ""}), "at least one character"),
         (json.dumps({"model": {"type": "BPE"}}), "not a file of the tokenizers library"),
+        (
+            json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}),
+            "vocabulary is empty",
+        ),
     ],
 )
 def test_a_damaged_file_is_one_clear_line(content, message, tmp_path):

@@ -441,7 +441,10 @@ def test_bad_experts_are_one_line(runs, tmp_path):
     unfinished.mkdir()
     shutil.copy(runs["gate_a"] / runfolder.CONFIG_FILE, unfinished)
     for changes, words in [
-        ({"init.run": ""}, r"config\.init\.run is empty: config\.adapter\.experts"),
+        (
+            {"init.run": ""},
+            r"config\.init\.run is empty: config\.adapter\.kind=.lora. needs there the run",
+        ),
         ({"adapter.experts": (good[0], "nowhere")}, r"experts=nowhere: there is no such run"),
         ({"adapter.experts": (good[0], str(unfinished))}, r"unfinished"),
         ({"adapter.experts": (good[0], str(runs["base"]))}, r"has config\.adapter\.kind='none'"),

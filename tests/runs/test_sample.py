@@ -294,7 +294,7 @@ def test_an_empty_prompt_is_the_start_of_a_document(tokenizer, start):
     ({"prompt": "a" * (CONTEXT + 1)}, "prompt: the prompt has 25 tokens, .* context of 24"),
     ({"prompt": "Zürich"}, "prompt: the character 'Z' at 0 is not among the 27 characters"),
     ({"temperature": -0.5}, r"temperature=-0\.5: must be at least 0"),
-    ({"temperature": float("nan")}, r"temperature=nan: must be at least 0"),
+    ({"temperature": float("nan")}, r"temperature=nan: must be finite and at least 0"),
     ({"top_k": -1}, "top_k=-1: must be at least 0"),
     ({"top_p": 0.0}, r"top_p=0\.0: must be in \(0, 1\]"),
     ({"top_p": 1.5}, r"top_p=1\.5: must be in \(0, 1\]"),

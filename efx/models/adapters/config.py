@@ -1,11 +1,10 @@
 """`config.adapter`."""
 
-import re
 from typing import Literal
 
 from efx.errors import UsageError
 from efx.layers.routing import plans
-from efx.settings import AtLeastOne, Count, Fraction, Number, block
+from efx.settings import AtLeastOne, Count, Fraction, Number, block, check_regex
 
 
 @block("config.adapter")
@@ -41,10 +40,7 @@ class AdapterConfig:
         if self.experts and self.routing == "topk":
             rule = f"must be from 1 to the number of config.adapter.experts, {self.choices}"
             require(self.top_k <= self.choices, "top_k", rule)
-        try:
-            re.compile(self.sites)
-        except re.error as error:
-            require(False, "sites", f"is not a regular expression: {error}")
+        check_regex(self.sites, f"{self.where}.sites")
 
     @property
     def choices(self):

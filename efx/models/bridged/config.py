@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from efx.errors import UsageError
 from efx.layers.config import DepthRoutingConfig, DropoutConfig, MuPConfig
-from efx.settings import Count, Natural, NonNegative, block
+from efx.settings import Count, NonNegative, Pieces, Places, block
 
 
 @block("config.model")
@@ -12,10 +12,10 @@ class BridgedConfig:
     """Finished runs with bridges between them, configs/calm.py."""
 
     family: Literal["bridged"] = "bridged"
-    context: Natural = 0  # longest sequence; 0: data.seq_len
+    context: Places = 0  # longest sequence; 0: data.seq_len
     anchor: str = ""  # run folder of the model that predicts
     augment: tuple[str, ...] = ("",)  # of those that it reads, of the same tokenizer
-    pairs: Count = 2  # layers of each, evenly spaced, that a bridge connects
+    pairs: Pieces = 2  # layers of each, evenly spaced, that a bridge connects
     num_heads: Count = 4  # of the bridges' cross-attention
     norm: Literal["none", "rmsnorm", "layernorm"] = "none"  # of what a bridge reads, on both sides
     init_std: NonNegative = 0.02

@@ -13,7 +13,7 @@ from efx.layers.config import (
     SoftExpertsConfig,
 )
 from efx.models.config import ModelConfig, check_stack
-from efx.settings import Natural, block
+from efx.settings import Natural, PiecesOrNone, block
 
 
 @block("config.model")
@@ -24,7 +24,7 @@ class EncoderDecoderConfig(ModelConfig):
     family: Literal["encoder_decoder"] = "encoder_decoder"
     # Encoder blocks; 0: as many as decoder blocks, with cross_source="previous_layer" one less
     # (what the last would give is read by nothing).
-    encoder_depth: Natural = 0
+    encoder_depth: PiecesOrNone = 0
     cross_heads: Natural = 0  # of cross-attention, each width / cross_heads wide; 0: as num_heads
     cross_kv_heads: Natural = 0  # of its keys and values; 0: as many as cross_heads
     # "rope": no table; self-attention and cross-attention turn queries and keys by their positions.

@@ -18,7 +18,7 @@ from efx.layers.config import (
 )
 from efx.models.config import ModelConfig, check_stack
 from efx.models.latent import groups
-from efx.settings import Count, Natural, NonNegative, block
+from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
 COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
@@ -54,14 +54,14 @@ class LatentConfig(ModelConfig):
     # "perceiver": the last places of a group attend to all of it; "transformer":
     # `compression_blocks` blocks inside the group, of whose output the last places are kept.
     compression: Literal["perceiver", "transformer"] = "perceiver"
-    compression_blocks: Count = 1
+    compression_blocks: Pieces = 1
     # Blocks of each level, inside groups and across all; one number, or one for each of the
     # levels 1, 2... Decoder level 1 works on tokens: a global block there costs what one of a
     # dense decoder costs.
-    encoder_local: Natural | tuple[Natural, ...] = 1
-    encoder_global: Natural | tuple[Natural, ...] = 1
-    decoder_local: Natural | tuple[Natural, ...] = 1
-    decoder_global: Natural | tuple[Natural, ...] = 1
+    encoder_local: PiecesOrNone | tuple[PiecesOrNone, ...] = 1
+    encoder_global: PiecesOrNone | tuple[PiecesOrNone, ...] = 1
+    decoder_local: PiecesOrNone | tuple[PiecesOrNone, ...] = 1
+    decoder_global: PiecesOrNone | tuple[PiecesOrNone, ...] = 1
     # "sequence": all local blocks, then all global ones
     block_order: Literal["interleaved", "sequence"] = "interleaved"
     upsampling: Literal["repeat", "attention"] = "repeat"
@@ -81,8 +81,8 @@ class LatentConfig(ModelConfig):
     # group; "level", of both by the place in the group, so that nothing says which group it
     # is. "rope": none, rotary positions in their stead; "both": "level" and these.
     positions: Literal["absolute", "level", "rope", "both"] = "absolute"
-    memory_local: Natural = 0  # learned tokens before each group, for local blocks
-    memory_global: Natural = 0  # learned tokens before the sequence, for global blocks, the stack
+    memory_local: Places = 0  # learned tokens before each group, for local blocks
+    memory_global: Places = 0  # learned tokens before the sequence, for global blocks, the stack
     embedding_noise: NonNegative = 0.0  # uniform, of this over sqrt(T D), in training
     use_bias: bool = False
     tied: bool = True  # the output layer is the token embedding
