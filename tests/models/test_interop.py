@@ -36,8 +36,55 @@ LLAMA = dict(
     num_attention_heads=4,
     initializer_range=0.2,
     bos_token_id=None,
+    pad_token_id=None,
     eos_token_id=None,
 )
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=50.0,
+    factor=4.0,
+    low_freq_factor=0.5,
+    high_freq_factor=2.0,
+    original_max_position_embeddings=16,
+)
+QK_BIAS_TIED = dict(num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True)
+NEOX = {key: value for key, value in LLAMA.items()} | dict(
+    rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25),
+)
+# With every setting that is not the usual one of each architecture.
+NEW_VARIANTS = {
+    "llama3": ("llama", LLAMA | QK_BIAS_TIED | dict(rope_parameters=LLAMA3)),
+    "llama_linear": (
+        "llama",
+        LLAMA
+        | dict(
+            mlp_bias=True, rope_parameters=dict(rope_type="linear", rope_theta=50.0, factor=3.0)
+        ),
+    ),
+    "qwen2": (
+        "qwen2",
+        LLAMA | dict(num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    ),
+    "qwen2_window": (
+        "qwen2",
+        LLAMA
+        | dict(use_sliding_window=True, sliding_window=7, max_window_layers=0)
+        | dict(num_key_value_heads=1),
+    ),
+    "qwen3": ("qwen3", LLAMA | QK_BIAS_TIED | dict(head_dim=6, rope_parameters=LLAMA3)),
+    "smollm3": (
+        "smollm3",
+        LLAMA
+        | dict(num_hidden_layers=4, no_rope_layer_interval=2, mlp_bias=True, num_key_value_heads=2)
+        | dict(attention_bias=False, rope_parameters=LLAMA3),
+    ),
+    "neox": ("gpt_neox", NEOX),
+    "neox_serial": (
+        "gpt_neox",
+        NEOX | dict(use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True),
+    ),
+    "olmo2": ("olmo2", LLAMA | QK_BIAS_TIED | dict(rope_parameters=LLAMA3)),
+}
 VARIANTS = {
     "gpt2": ("gpt2", GPT2),
     "gpt2_exact_gelu": (
@@ -83,13 +130,18 @@ def theirs(transformers):
 
     classes = {
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     }
     made = {}
 
     def make(variant):
         if variant not in made:
-            kind, options = VARIANTS[variant]
+            kind, options = (VARIANTS | NEW_VARIANTS)[variant]
             torch.manual_seed(0)
             config, model = classes[kind]
             made[variant] = model(config(**options)).eval()
@@ -129,14 +181,36 @@ def apply(model, params):
 # ---- against transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *NEW_VARIANTS])
 def test_logits_are_theirs(theirs, variant):
+    """Of whole sequences, and of the new architectures token by token from the cache."""
     their_model = theirs(variant)
     model = ours(their_model.config.to_dict())
     params = hf.params_from_hf(their_model.state_dict(), model)
     expected = logits_of(their_model)
     assert expected.std() > 0.3
     np.testing.assert_allclose(apply(model, params), expected, atol=1e-4)
+    if variant in NEW_VARIANTS:
+        np.testing.assert_allclose(decoded(model, params), expected, atol=1e-4)
+
+
+def decoded(model, params, chunk=6):
+    """Logits by cached decoding, so many tokens at a time."""
+
+    @families.jit
+    def step(cache, tokens_BT, positions_BT):
+        variables, options = {"params": params, "cache": cache}, dict(decode=True, cache_size=T)
+        logits_BTV, new = model.apply(
+            variables, tokens_BT, positions_BT, mutable=["cache"], **options
+        )
+        return logits_BTV, new["cache"]
+
+    cache, result, tokens_BT = models.init_cache(model, 2, T), [], jnp.asarray(tokens(), jnp.int32)
+    for start in range(0, T, chunk):
+        positions_BT = jnp.tile(jnp.arange(start, start + chunk, dtype=jnp.int32), (2, 1))
+        logits_BTV, cache = step(cache, tokens_BT[:, start : start + chunk], positions_BT)
+        result.append(logits_BTV)
+    return np.concatenate(result, axis=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
