@@ -94,7 +94,7 @@ _MODULES["olmo2"] = tuple(
 _HEAD_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
-def params_from_hf(state_dict, model, key=None):
+def params_from_hf(state_dict, model, key=None, rows=0):
     """efx's parameters (nested dict, float32) from a state dict.
 
     Args:
@@ -102,6 +102,8 @@ def params_from_hf(state_dict, model, key=None):
         or arrays of numpy, jax or torch.
       model: of `models.build`; unrolled or scanned, dense or with routed blocks.
       key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
+      rows: how many rows the embedding of the checkpoint has, of which the last stand for no token
+        and are left out; 0: as many as the model has tokens.
     Raises: UsageError naming the arrays that are missing, unknown, or of another shape.
     """
     dense, style = _dense(model), _style(model)
@@ -112,6 +114,7 @@ def params_from_hf(state_dict, model, key=None):
         state[_HEAD_NAMES[name]] = state.pop(name)
     if dense.config.tied:
         _drop_tied_head(state, f"{_MODULES[style][0][0]}.weight")
+    stored = dense.clone(vocab_size=rows or dense.vocab_size)
     shapes, flat = _shapes(dense), {}
     arrays = _arrays(dense, style, shapes)
     missing = [name for name, *_ in arrays if name not in state]
@@ -121,7 +124,7 @@ def params_from_hf(state_dict, model, key=None):
             others = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UsageError(f"{whole} {verb} {', '.join(names[:3])}{others}")
     for name, paths, transposed in arrays:  # before the first is read
-        expected = _oriented(_joined_shape(paths, shapes, dense), transposed)
+        expected = _oriented(_joined_shape(paths, shapes, stored), transposed)
         if tuple(state[name].shape) != expected:
             is_stored = isinstance(state[name], StoredArray)
             raise UsageError(
@@ -131,7 +134,8 @@ def params_from_hf(state_dict, model, key=None):
     for name, paths, transposed in arrays:
         array = _numpy(state.pop(name))
         array = array.T if transposed else array
-        for path, block in zip(paths, _parts(name, array, paths, shapes, dense), strict=True):
+        for path, block in zip(paths, _parts(name, array, paths, shapes, stored), strict=True):
+            block = block[tuple(slice(n) for n in _unpadded_shape(path, shapes[path], dense))]
             padding = [(0, a - b) for a, b in zip(shapes[path], block.shape, strict=True)]
             flat[path] = np.pad(block, padding) if np.any(padding) else np.ascontiguousarray(block)
     return mod_from_dense(unflatten_dict(flat, sep="/"), model, key)
