@@ -228,7 +228,7 @@ def load_hf(folder, config):
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(settings_of(folder, hf))
     weights = Weights(folder)
-    check_size(folder, config.model, weights)
+    check_size(folder, config.model, hf["vocab_size"], weights)
     model = models.build(
         config.model,
         vocab_size=hf["vocab_size"],
@@ -258,16 +258,17 @@ def _in_file(path, function, *arguments):
         raise UsageError(str(error).replace("config.json", str(path), 1)) from None
 
 
-def check_size(folder, model_config, weights):
+def check_size(folder, model_config, vocab_size, weights):
     """UsageError if a config.json describes more than its files hold: nothing is made by its
     numbers, neither layers nor arrays, that is not there."""
     c = model_config
     head_dim = c.attention.head_dim or c.width // c.attention.num_heads
-    least = c.depth * c.width * (c.attention.num_heads * head_dim + c.mlp.hidden)
+    of_layer = c.attention.num_heads * head_dim + c.mlp.hidden
+    least = c.width * (vocab_size + c.depth * of_layer)
     if least > weights.size:
         raise UsageError(
-            f"{Path(folder) / 'config.json'} describes {c.depth} layers of more than {least:,} "
-            f"parameters in all, and the files hold {weights.size:,}"
+            f"{Path(folder) / 'config.json'} describes a model of more than {least:,} parameters "
+            f"in {c.depth} layers, and the files hold {weights.size:,}"
         )
 
 

@@ -79,8 +79,8 @@ def import_run(config, folder, workdir, *, command_line=()):
     _check_config(config, hf.settings_of(folder, hf_config))
     tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)
     weights = Weights(folder)
-    hf.check_size(folder, config.model, weights)
-    rows, left_out = hf_config["vocab_size"], hf_config["vocab_size"] - tokenizer.vocab_size
+    rows = hf_config["vocab_size"]
+    hf.check_size(folder, config.model, rows, weights)
     _check_vocabulary(folder, tokenizer.vocab_size, rows)
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
@@ -106,9 +106,9 @@ def import_run(config, folder, workdir, *, command_line=()):
     if is_primary():
         name = ARCHITECTURES[hf_config["model_type"]].name
         print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
-        if left_out:
+        if rows > tokenizer.vocab_size:
             print(
-                f"{left_out} of the {rows:,} rows of the embedding stand for no token of "
+                f"{rows - tokenizer.vocab_size} of the {rows:,} rows of the embedding stand for no token of "
                 f"{runfolder.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}

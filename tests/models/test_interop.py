@@ -375,7 +375,21 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 and llama"),
+        ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 .*olmo2.*qwen3"),
+        ("gpt2", dict(model_type=["gpt2"]), "model_type=.*: efx reads gpt2"),
+        ("gemma2", {}, "model_type='gemma2': efx reads gpt2"),
+        ("gpt2", dict(alibi=True), "alibi=True: efx does not know this setting of gpt2"),
+        (
+            "llama",
+            dict(quantization_config=dict(bits=4)),
+            "quantization_config=.*does not know this setting of llama",
+        ),
+        ("llama", dict(rope_interleaved=True), "rope_interleaved=True: efx reproduces False"),
+        ("llama", dict(hidden_size="32"), "hidden_size='32': expected a whole number"),
+        ("llama", dict(num_hidden_layers=-1), "num_hidden_layers=-1: expected a whole number"),
+        ("llama", dict(num_attention_heads=None), "num_attention_heads=None: expected a whole"),
+        ("llama", dict(rms_norm_eps=0), "rms_norm_eps=0: expected a number above 0"),
+        ("llama", dict(tie_word_embeddings=1), "tie_word_embeddings=1: efx reproduces True"),
         ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
         (
@@ -385,18 +399,42 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
         ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
-        ("llama", dict(attention_bias=True), "mlp_bias=False"),
-        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_parameters=.*linear"),
+        (
+            "llama",
+            dict(rope_scaling=dict(type="yarn", factor=2.0)),
+            "rope_scaling.rope_type='yarn': efx reproduces 'default', 'linear', 'llama3'",
+        ),
+        ("llama", dict(rope_scaling="linear"), "rope_scaling='linear': expected a block"),
+        (
+            "llama",
+            dict(rope_scaling=dict(type="linear", factor=2.0, beta_fast=32)),
+            "rope_scaling.beta_fast=32: efx does not know this setting of 'linear'",
+        ),
         (
             "llama",
             dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
-            "without scaling",
+            "rope_parameters.factor is missing, which 'llama3' needs",
         ),
         (
             "llama",
             dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
-            "without scaling",
+            "rope_parameters.partial_rotary_factor=0.5: efx reproduces 1.0",
         ),
+        ("qwen2", dict(use_mrope=True), "use_mrope=True: efx reproduces False"),
+        (
+            "qwen2",
+            dict(use_sliding_window=True, sliding_window=8, max_window_layers=28),
+            "layer_types=.*one attention.window for all layers",
+        ),
+        ("qwen3", dict(layer_types=["linear_attention"] * 32), "layer_types=.*expected one of"),
+        (
+            "smollm3",
+            dict(no_rope_layers=[1, 0, 1, 1], num_hidden_layers=4),
+            "no_rope_layers=.*equal distances",
+        ),
+        ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers=.*for each of the 36 layers"),
+        ("gpt_neox", dict(rotary_pct=1.5), "partial_rotary_factor=1.5: efx reproduces at most"),
+        ("olmo2", dict(mlp_bias=False), "mlp_bias=False: efx does not know this setting of olmo2"),
     ],
 )
 def test_configs_that_efx_cannot_reproduce(kind, changes, message):
