@@ -13,7 +13,7 @@ from flax import linen as nn
 from efx import models
 from efx.configs import common
 from efx.errors import UsageError
-from efx.interop import hf
+from efx.interop import hf, hf_config
 from efx.layers.stack import scan_params
 
 V, T = 45, 24
@@ -442,6 +442,19 @@ def test_configs_that_efx_cannot_reproduce(kind, changes, message):
         hf.config_from_hf({"model_type": kind, **changes})
 
 
+def test_defaults_are_those_of_transformers(transformers):
+    """A config.json that says nothing but its kind is the same as one that says everything."""
+    for kind in hf_config.ARCHITECTURES:
+        full = transformers.AutoConfig.for_model(kind).to_dict()
+        said, silent = hf.config_from_hf(full), hf.config_from_hf({"model_type": kind})
+        for settings in (said, silent):
+            head_dim = settings.pop("model.attention.head_dim")
+            heads = settings["model.attention.num_heads"]
+            settings["head_dim"] = head_dim or settings["model.width"] // heads
+            settings["kv"] = settings.pop("model.attention.num_kv_heads") or heads
+        assert said == silent, kind
+
+
 def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
@@ -457,6 +470,12 @@ def test_defaults_of_transformers():
         ({"attention.window": 4}, r"config\.model\.attention\.window=4"),
         ({"attention.scale": "mup"}, r"config\.model\.attention\.scale='mup'"),
         ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
+        ({"block_kind": "parallel"}, r"config\.model\.block_kind='parallel'.*'pre_norm'"),
+        ({"attention.bias": "qkv"}, r"config\.model\.attention\.bias='qkv'.*'all' or 'none'"),
+        ({"preset": "gpt2", "attention.bias": "none"}, r"attention\.bias='none'.*has 'all'"),
+        ({"attention.rope_fraction": 0.5}, r"config\.model\.attention\.rope_fraction=0\.5"),
+        ({"attention.no_rope_every": 2}, r"config\.model\.attention\.no_rope_every=2"),
+        ({"attention.rope_scaling.kind": "linear"}, r"attention\.rope_scaling\.kind='linear'"),
         ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
         ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
         ({"positions": "none"}, r"config\.model\.positions='none'"),
