@@ -106,9 +106,9 @@ def import_run(config, folder, workdir, *, command_line=()):
     if is_primary():
         name = ARCHITECTURES[hf_config["model_type"]].name
         print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
-        if rows > tokenizer.vocab_size:
+        if extra := rows - tokenizer.vocab_size:
             print(
-                f"{rows - tokenizer.vocab_size} of the {rows:,} rows of the embedding stand for no token of "
+                f"{extra} of the {rows:,} rows of the embedding stand for no token of "
                 f"{runfolder.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}
