@@ -5,13 +5,15 @@ and checked before the run folder is made; it then holds config, tokenizer and a
 0, like the folder of a run that has just begun.
 """
 
+import contextlib
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import linen as nn
 
-from efx import build, models, run_settings, runfolder, settings, sharding
+from efx import build, models, run_settings, runfolder, settings, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint.params import fingerprint
 from efx.data.tokenizers import load_tokenizer
@@ -95,13 +97,14 @@ def import_run(config, folder, workdir, *, command_line=()):
                 "model_type": hf_config["model_type"],
                 "parameters": fingerprint(state.params, e.model.vocab_size),
             }
-            lock.take()
-            text = tokenizer.to_json()
-            contents = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
-            opened.commit(contents, origin=origin, tokenizer=runfolder.checksum(text))
-            with build.checkpointer(workdir, config.checkpoint) as checkpoints:
-                meta = {"seconds": 0.0, "ending": ""}
-                checkpoints.save(0, state, {"step": 0}, meta, force=True)
+            with _whole_or_not_at_all(workdir):
+                lock.take()
+                text = tokenizer.to_json()
+                contents = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
+                opened.commit(contents, origin=origin, tokenizer=runfolder.checksum(text))
+                with build.checkpointer(workdir, config.checkpoint) as checkpoints:
+                    meta = {"seconds": 0.0, "ending": ""}
+                    checkpoints.save(0, state, {"step": 0}, meta, force=True)
     parameters = count_params(state.params)
     if is_primary():
         name = ARCHITECTURES[hf_config["model_type"]].name
@@ -112,6 +115,18 @@ def import_run(config, folder, workdir, *, command_line=()):
                 f"{runfolder.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(workdir):
+    """Takes a folder away again that was made in vain: a full disk is noticed at its end."""
+    was_there = storage.folder(workdir).exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there and not storage.is_remote(workdir) and is_primary():
+            shutil.rmtree(workdir, ignore_errors=True)
+        raise
 
 
 def _check_config(config, decided):

@@ -13,6 +13,8 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 from efx import build, main, runfolder, use
+from efx.checkpoint.files import CheckpointError
+from efx.checkpoint.manager import Checkpointer
 from efx.config import config_of_run
 from efx.data import bpe, load_tokenizer
 from efx.interop import hf
@@ -368,6 +370,14 @@ def refused(folder, tmp_path, capsys, words, *arguments, **settings):
     assert "Traceback" not in captured.err and captured.out == ""
     assert re.search(words, line), line
     assert not workdir.exists()
+
+
+def test_a_full_disk_leaves_no_folder(folder, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise CheckpointError("checkpoint 0 could not be saved: the disk is full")
+
+    monkeypatch.setattr(Checkpointer, "wait", full)
+    refused(folder, tmp_path, capsys, "the disk is full")
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,111 @@ def test_defaults_are_those_of_transformers(transformers):
         assert said == silent, kind
 
 
+# What config.json files of published models say, versions of transformers before 5 having written
+# them, and what has to come of it.
+PUBLISHED = {
+    "SmolLM2-135M": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=576, intermediate_size=1536,
+            is_llama_config=True, max_position_embeddings=8192, model_type="llama",
+            num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1,
+            rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None, rope_theta=100000,
+            tie_word_embeddings=True, vocab_size=49152,
+        ) | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        {"attention.rope_theta": 1e5, "attention.num_kv_heads": 3, "tied": True},
+    ),
+    "Llama-3.2-1B": (
+        dict(
+            attention_bias=False, head_dim=64, hidden_act="silu", hidden_size=2048,
+            intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False,
+            model_type="llama", num_attention_heads=32, num_hidden_layers=16,
+            num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=500000.0,
+            rope_scaling=dict(
+                factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3",
+                original_max_position_embeddings=8192,
+            ),
+            tie_word_embeddings=True, vocab_size=128256,
+        ),
+        {
+            "attention.rope_theta": 5e5,
+            "attention.rope_scaling.kind": "llama3",
+            "attention.rope_scaling.factor": 32.0,
+            "attention.rope_scaling.original_context": 8192,
+            "attention.rope_scaling.low_frequency_factor": 1.0,
+            "attention.rope_scaling.high_frequency_factor": 4.0,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        dict(
+            hidden_act="silu", hidden_size=896, intermediate_size=4864, max_window_layers=24,
+            max_position_embeddings=32768, model_type="qwen2", num_attention_heads=14,
+            num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
+            sliding_window=32768, tie_word_embeddings=True, use_mrope=False,
+            use_sliding_window=False, vocab_size=151936,
+        ),
+        {"attention.bias": "qkv", "use_bias": False, "attention.window": 0},
+    ),
+    "Qwen3-0.6B": (
+        dict(
+            attention_bias=False, head_dim=128, hidden_act="silu", hidden_size=1024,
+            intermediate_size=3072, max_position_embeddings=40960, max_window_layers=28,
+            model_type="qwen3", num_attention_heads=16, num_hidden_layers=28,
+            num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
+            sliding_window=None, tie_word_embeddings=True, use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        {"attention.bias": "none", "attention.qk_norm": "head", "attention.head_dim": 128},
+    ),
+    "SmolLM3-3B": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=2048, intermediate_size=11008,
+            layer_types=["full_attention"] * 36, max_position_embeddings=65536,
+            max_window_layers=28, mlp_bias=False, model_type="smollm3", no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9, num_attention_heads=16, num_hidden_layers=36,
+            num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-6, rope_scaling=None,
+            rope_theta=5e6, sliding_window=None, use_sliding_window=False, vocab_size=128256,
+        ),
+        {"attention.no_rope_every": 4, "tied": True},
+    ),
+    "pythia-70m": (
+        dict(
+            hidden_act="gelu", hidden_size=512, intermediate_size=2048, layer_norm_eps=1e-5,
+            max_position_embeddings=2048, model_type="gpt_neox", num_attention_heads=8,
+            num_hidden_layers=6, rotary_emb_base=10000, rotary_pct=0.25,
+            tie_word_embeddings=False, use_parallel_residual=True, vocab_size=50304,
+        ),
+        {"attention.rope_fraction": 0.25, "block_kind": "parallel", "use_bias": True},
+    ),
+    "OLMo-2-0425-1B": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=2048, intermediate_size=8192,
+            max_position_embeddings=4096, model_type="olmo2", num_attention_heads=16,
+            num_hidden_layers=16, num_key_value_heads=16, rms_norm_eps=1e-6, rope_scaling=None,
+            rope_theta=500000, tie_word_embeddings=False, vocab_size=100352,
+        ),
+        {"attention.qk_norm": "width", "block_kind": "post_norm"},
+    ),
+}  # fmt: skip
+EVERYWHERE = dict(
+    architectures=["AForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=0,
+    eos_token_id=[1, 2],
+    initializer_range=0.02,
+    torch_dtype="bfloat16",
+    transformers_version="4.46.0",
+    use_cache=True,
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    contents, expected = PUBLISHED[name]
+    settings = hf.config_from_hf(EVERYWHERE | contents)
+    assert {key: settings[f"model.{key}"] for key in expected} == expected
+    common.apply(common.base(), settings)
+
+
 def test_defaults_of_transformers():
     gpt2 = hf.config_from_hf({"model_type": "gpt2"})
     assert (gpt2["model.width"], gpt2["model.mlp.hidden"], gpt2["model.tied"]) == (768, 3072, True)
