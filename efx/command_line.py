@@ -26,8 +26,9 @@ def _define():
         flags.DEFINE_string,
         "mode",
         "train",
-        "train, compose, evaluate, sample, cluster or compile.",
+        "train, compose, import, evaluate, sample, cluster or compile.",
     )
+    define(flags.DEFINE_string, "from", None, "import: folder of a Hugging Face model.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
     text = "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8."
@@ -48,10 +49,13 @@ def _define():
     return values
 
 
-def parse(argv, usage=""):
+def parse(argv, usage="", config_for=None):
     """Parsed flags, with the config of the run folder if --config is absent. None after --help.
 
-    usage: text that --help prints before the list of flags.
+    Args:
+      usage: text that --help prints before the list of flags.
+      config_for: function of the folder in --from and of the config in --config, or None, to the
+        config of --mode=import.
     """
     values = _define()
     flag_names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
@@ -60,7 +64,13 @@ def parse(argv, usage=""):
         return None
     unknown = _parse(values, argv, known_only=True)
     keys = _keys(values, unknown)
-    config = _initial_config(values.config, values.workdir, values.mode)
+    if values.mode == "import":
+        if not values["from"].value:
+            raise UsageError("--from is missing: the folder of a Hugging Face model")
+        given = None if values.config is None else load_config(values.config)
+        config = config_for(values["from"].value, given)
+    else:
+        config = _initial_config(values.config, values.workdir, values.mode)
     for key in keys:
         _check_key(config, key)
     del values.config

@@ -16,17 +16,26 @@ def load_config(source, changes=None):
     """The checked ConfigDict of a config file.
 
     Args:
-      source: "mod", "mod:smoke,dense", "configs/mod.py:smoke", "my/own.py".
+      source: "mod", "mod:smoke,dense", "configs/mod.py:smoke", "my/own.py", or the path of a run
+        folder, "runs/mod", whose config it then is.
       changes: {dotted key: value} to set in it, such as {"model.depth": 2}.
 
     Raises UsageError for a wrong file, variant, key or type, naming the nearest.
     """
-    path, _, variants = source.partition(":")
-    config = run_file("config", path, *([variants] if variants else []), source=source)
-    run_settings.check(config, f"--config={source}")
+    if _is_run_folder(source):
+        config = config_of_run(source)
+    else:
+        path, _, variants = source.partition(":")
+        config = run_file("config", path, *([variants] if variants else []), source=source)
+        run_settings.check(config, f"--config={source}")
     if changes:
         override(config, changes, source)
     return config
+
+
+def _is_run_folder(source):
+    """Whether this is the path of a run folder; a name without a slash is that of a config."""
+    return "/" in source and (storage.folder(source) / runfolder.CONFIG_FILE).is_file()
 
 
 def override(config, changes, where):

@@ -1,7 +1,8 @@
 """Command line: `efx --config mod --workdir runs/mod`, or `python -m efx.main` in its place.
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
-folder of a model put together from other runs and does not train it; --mode=evaluate and
+folder of a model put together from other runs and does not train it; --mode=import makes that of a
+pretrained model in Hugging Face's format, --from=FOLDER, at step 0. --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
 for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
@@ -36,10 +37,11 @@ from efx.settings import Count, Range, converted
 
 gc.enable()
 
-MODES = ("train", "compose", "evaluate", "sample", "cluster", "compile")
+MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {
     "prompt": ("sample",),
     "step": ("evaluate", "sample"),
+    "from": ("import",),
     "topology": ("compile",),
     "vocab_size": ("compile",),
     "json": ("compile",),
@@ -55,7 +57,7 @@ USES = {
 
 def run(argv):
     """Parse the command line and do what it says; UsageError for anything wrong with it."""
-    values = parse(argv, usage=__doc__)
+    values = parse(argv, usage=__doc__, config_for=_config_for)
     if values is None:
         return
     if values.mode not in MODES:
@@ -80,11 +82,19 @@ def run(argv):
     gc.freeze()  # nor is what was imported searched for garbage while the model is traced
     if values.mode in ("evaluate", "sample"):
         getattr(verb, values.mode)(config, values.workdir, step=values.step)
+    elif values.mode == "import":
+        verb.import_run(config, values["from"].value, values.workdir, command_line=argv)
     elif values.mode == "cluster":
         verb.run(config, values.workdir, command_line=argv)
     else:
         action = verb.compose if values.mode == "compose" else verb.train_and_evaluate
         action(config, values.workdir, command_line=argv, started=_STARTED)
+
+
+def _config_for(folder, config):
+    from efx.interop import import_run
+
+    return import_run.config_for(folder, config)
 
 
 def _check_compile(values):
@@ -114,6 +124,8 @@ def _module(values, kind):
         return USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
+    if values.mode == "import":
+        return "efx.interop.import_run"
     if kind == "clustering":
         raise UsageError(
             f"--workdir={values.workdir} holds a clustering, and its runs have folders of "

@@ -469,8 +469,9 @@ class TextSampler:
         return self.sampler.stats
 
     def encode(self, prompt):
-        """Ids of a prompt; an empty one is the end-of-document token, or else token 0."""
-        if len(ids := self.tokenizer.encode(prompt)):
+        """Ids of a prompt, which begins as documents do; without any it is the end-of-document
+        token, or else token 0."""
+        if ids := [*self.tokenizer.start, *self.tokenizer.encode(prompt)]:
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
 

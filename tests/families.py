@@ -63,6 +63,17 @@ ALL_SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
 NO_PROBS = tuple(site for site in ALL_SITES if site != "attention_probs")
 
 
+# So short a context and so many turns that all three parts of the frequencies occur.
+LLAMA3 = {
+    "attention.rope_theta": 50.0,
+    "attention.rope_scaling.kind": "llama3",
+    "attention.rope_scaling.factor": 4.0,
+    "attention.rope_scaling.original_context": 16,
+    "attention.rope_scaling.low_frequency_factor": 0.5,
+    "attention.rope_scaling.high_frequency_factor": 2.0,
+}
+
+
 def _mod(looks_ahead=True, losses=("router_bce",), **changes):
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
     return Family(changes, looks_ahead, losses)
@@ -116,6 +127,30 @@ FAMILIES = {
             "use_bias": True,
         }
     ),
+    "neox": Family(
+        {
+            "norm": "layernorm",
+            "use_bias": True,
+            "mlp.activation": "gelu",
+            "block_kind": "parallel",
+            "attention.rope_fraction": 0.5,
+            "attention.rope_theta": 5.0,
+            "attention.rope_scaling.kind": "linear",
+            "attention.rope_scaling.factor": 3.0,
+            "attention.chunk": 20,
+        }
+    ),
+    "post_norm": Family(
+        {
+            "block_kind": "post_norm",
+            "attention.qk_norm": "width",
+            "attention.num_kv_heads": 2,
+            "attention.bias": "qkv",
+            "attention.no_rope_every": 2,
+            "attention.chunk": 20,
+            **LLAMA3,
+        }
+    ),
     "mod": _mod(),
     "mod_options": _mod(
         **{
@@ -127,6 +162,16 @@ FAMILIES = {
             "depth_routing.slack": 1.0,
             "depth_routing.gate": "tanh",
             "depth_routing.bce_reaches_input": False,
+        }
+    ),
+    "mod_parallel": _mod(
+        **{
+            "block_kind": "parallel",
+            "attention.rope_fraction": 0.5,
+            "attention.bias": "all",
+            "attention.qk_norm": "head",
+            "attention.no_rope_every": 2,
+            **LLAMA3,
         }
     ),
     "mod_capacity_list": _mod(
@@ -172,6 +217,8 @@ FAMILIES = {
     ),
     "mod_context": _mod(
         **{
+            "block_kind": "post_norm",
+            "attention.bias": "qkv",
             "depth_routing.kv_for_skipped": True,
             "depth_routing.skip_mlp": 16,
             "attention.num_kv_heads": 2,
@@ -305,6 +352,8 @@ FAMILIES = {
     ),
     "soft_options": Family(
         {
+            "block_kind": "parallel",
+            "attention.bias": "qkv",
             "preset": "gpt2",
             "soft_experts.num": 3,
             "soft_experts.shared_kv": True,
@@ -332,6 +381,7 @@ FAMILIES = {
     "soft_masks": _mod(
         losses=("router_bce", *PENALTIES),
         **{
+            "block_kind": "post_norm",
             "soft_experts.num": 2,
             "dropout.kind": "attention",
             "dropout.sites": NO_PROBS[1:],
@@ -379,6 +429,7 @@ FAMILIES = {
         **{
             "cross_source": "final",
             "order": "cross_only",
+            "block_kind": "post_norm",
             "serial_start": "embedding",
             "encoder_depth": 3,
             "norm": "rmsnorm",
@@ -424,6 +475,9 @@ FAMILIES = {
         **{
             "cross_source": "previous_layer",
             "positions": "rope",
+            "attention.rope_fraction": 0.5,
+            "attention.no_rope_every": 2,
+            "block_kind": "parallel",
             "attention.num_kv_heads": 2,
             "attention.chunk": 10,
             "cross_heads": 8,
@@ -510,6 +564,9 @@ FAMILIES = {
             "memory_local": 2,
             "memory_global": 3,
             "positions": "rope",
+            "block_kind": "parallel",
+            "attention.rope_fraction": 0.5,
+            "attention.no_rope_every": 2,
             "level_heads": (2,),
             "attention.num_heads": 2,
             "attention.scale": "mup",
@@ -594,6 +651,7 @@ FAMILIES = {
                 "dropout.sites": NO_PROBS,
                 "compression": "transformer",
                 "compression_blocks": 2,
+                "block_kind": "post_norm",
                 "attention.window": 3,
                 "dropout.attention.rounding": "none",
             },

@@ -20,8 +20,9 @@ _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library: our byte-level BPE, or a file of the user's.
 
-    Text never encodes to a special token, even if it spells one out, and no template of the file
-    adds any.
+    Text never encodes to a special token, even if it spells one out. Of the special tokens that a
+    template of the file puts around a text those before it are `start`; what ends a document is
+    `eot`, with or without a template.
     """
 
     kind = "bpe"
@@ -46,6 +47,15 @@ class LibraryTokenizer(Tokenizer):
         settings = json.loads(self._json)
         self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
         self._chunks = _cuts_at_spaces(settings)
+        self.start = self._template_start()
+
+    def _template_start(self):
+        """The ids that the file's template puts before a text."""
+        bare, framed = (
+            self._inner.encode("a", add_special_tokens=added).ids for added in (False, True)
+        )
+        places = (i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+        return tuple(framed[: next(places, 0)])
 
     def encode(self, text):
         """int32[n]."""
@@ -79,7 +89,8 @@ class LibraryTokenizer(Tokenizer):
                     raise UsageError(f"{name}: {error}") from error
             raise
         for chunks_of_text in chunks:
-            yield _joined(pieces[start : start + len(chunks_of_text)])
+            ids = _joined(pieces[start : start + len(chunks_of_text)])
+            yield np.concatenate([np.array(self.start, np.int32), ids]) if len(ids) else ids
             start += len(chunks_of_text)
 
     def _encoded(self, texts):

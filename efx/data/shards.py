@@ -53,7 +53,9 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     for split, documents in (("train", train), ("eval", heldout)):
         file, room, count = None, 0, 0
         for document in documents:
-            ids = tokenizer.encode(document) if isinstance(document, str | bytes) else document
+            ids = document
+            if isinstance(document, str | bytes):
+                ids = [*tokenizer.start, *tokenizer.encode(document)]
             end = [] if tokenizer.eot is None else [tokenizer.eot]
             ids = np.concatenate([np.asarray(ids, np.int64), np.asarray(end, np.int64)])
             if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:

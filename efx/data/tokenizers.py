@@ -28,18 +28,22 @@ class Tokenizer:
       kind: bytes, chars, or bpe (everything in the format of the `tokenizers` library).
       vocab_size: ids are 0..vocab_size-1.
       eot: the id between documents, or None. No text encodes to it and it decodes to nothing.
+      start: ids that every document and every prompt begins with, such as `<s>`; `encode` does not
+        give them.
     """
 
     kind: str
     vocab_size: int
     eot: int | None
+    start: tuple = ()
 
     def encode(self, text):
         """int32[n]: the ids of `text` (str, or bytes in UTF-8). Raises UsageError if it cannot."""
         raise NotImplementedError
 
     def encode_documents(self, documents):
-        """Yields the ids of each of `documents`, (name, bytes) pairs; errors give the name."""
+        """Yields the ids of each of `documents`, (name, bytes) pairs, which begin with `start`
+        where there are any; errors give the name."""
         for name, data in documents:
             try:
                 yield self.encode(data)
@@ -79,7 +83,7 @@ class Tokenizer:
     @property
     def fingerprint(self):
         """Hash of everything that determines the ids."""
-        return content_key(self.kind, self.to_json())
+        return content_key(self.kind, self.to_json(), *self.start)
 
 
 class StreamDecoder:

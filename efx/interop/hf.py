@@ -1,4 +1,5 @@
-"""Reads and writes Hugging Face checkpoints (GPT-2, Llama); makes MoD models of dense parameters.
+"""Reads Hugging Face checkpoints, of `hf_config.ARCHITECTURES`; writes those of GPT-2 and Llama;
+makes MoD models of dense parameters.
 
     config, model, params = load_hf("path/to/gpt2", common.base())   # config.json, *.safetensors
     save_hf("path/to/new", params, model)                            # transformers loads this
@@ -15,17 +16,29 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from efx import atomic, models
 from efx.errors import UsageError
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
+from efx.interop.weights import StoredArray, Weights, read_json
 from efx.layers.stack import scan_params, unroll_params
 
 # Buffers that some checkpoints have in addition to the parameters.
-_BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_PREFIX = {"gpt2": "transformer.", "llama": "model."}
+_BUFFERS = re.compile(
+    r"h\.\d+\.attn\.(masked_)?bias"
+    r"|layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)"
+    r"|layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rotary_emb\.(original_)?inv_freq"
+)
+_PREFIX = {
+    "gpt2": "transformer.",
+    "gpt_neox": "gpt_neox.",
+    "llama": "model.",
+    "olmo2": "model.",
+}
+# A module whose arrays hold several of efx, head by head: [N, 3, H] and not [3, N, H].
+_BY_HEAD = "attention.query_key_value"
 
 # (module in the state dict, modules of efx); several of efx are concatenated into one of theirs.
 _MODULES = {
@@ -41,12 +54,25 @@ _MODULES = {
         ("ln_f", "norm_final"),
         ("lm_head", "head"),
     ),
+    "gpt_neox": (
+        ("embed_in", "embed"),
+        ("layers.{}.input_layernorm", "norm_attention"),
+        (f"layers.{{}}.{_BY_HEAD}", "attention/query attention/key attention/value"),
+        ("layers.{}.attention.dense", "attention/out"),
+        ("layers.{}.post_attention_layernorm", "norm_mlp"),
+        ("layers.{}.mlp.dense_h_to_4h", "mlp/up"),
+        ("layers.{}.mlp.dense_4h_to_h", "mlp/down"),
+        ("final_layer_norm", "norm_final"),
+        ("lm_head", "head"),
+    ),
     "llama": (
         ("embed_tokens", "embed"),
         ("layers.{}.input_layernorm", "norm_attention"),
         ("layers.{}.self_attn.q_proj", "attention/query"),
         ("layers.{}.self_attn.k_proj", "attention/key"),
         ("layers.{}.self_attn.v_proj", "attention/value"),
+        ("layers.{}.self_attn.q_norm", "attention/norm_query"),
+        ("layers.{}.self_attn.k_norm", "attention/norm_key"),
         ("layers.{}.self_attn.o_proj", "attention/out"),
         ("layers.{}.post_attention_layernorm", "norm_mlp"),
         ("layers.{}.mlp.gate_proj", "mlp/gate"),
@@ -56,45 +82,89 @@ _MODULES = {
         ("lm_head", "head"),
     ),
 }
+# As in Llama, but that the norms come after what they belong to.
+_AFTER = {
+    "norm_attention": "layers.{}.post_attention_layernorm",
+    "norm_mlp": "layers.{}.post_feedforward_layernorm",
+}
+_MODULES["olmo2"] = tuple(
+    (_AFTER[ours] if ours in _AFTER else theirs, ours) for theirs, ours in _MODULES["llama"]
+)
+# Names of the output layer in files of other versions of transformers.
+_HEAD_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
-def params_from_hf(state_dict, model, key=None):
+def params_from_hf(state_dict, model, key=None, rows=0):
     """efx's parameters (nested dict, float32) from a state dict.
 
     Args:
-      state_dict: {name: array} with or without the prefix of the language-model class.
+      state_dict: {name: array} with or without the prefix of the language-model class; `Weights`,
+        or arrays of numpy, jax or torch.
       model: of `models.build`; unrolled or scanned, dense or with routed blocks.
       key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
+      rows: how many rows the embedding of the checkpoint has, of which the last stand for no token
+        and are left out; 0: as many as the model has tokens.
     Raises: UsageError naming the arrays that are missing, unknown, or of another shape.
     """
-    dense, kind = _dense(model), kind_of(model)
-    state = {name.removeprefix(_PREFIX[kind]): array for name, array in state_dict.items()}
+    dense, style = _dense(model), _style(model)
+    whole = state_dict.folder if isinstance(state_dict, Weights) else "Hugging Face checkpoint"
+    state = {name.removeprefix(_PREFIX[style]): array for name, array in state_dict.items()}
     state = {name: array for name, array in state.items() if not _BUFFERS.fullmatch(name)}
+    for name in _HEAD_NAMES.keys() & state.keys():
+        state[_HEAD_NAMES[name]] = state.pop(name)
     if dense.config.tied:
-        _drop_tied_head(state, f"{_MODULES[kind][0][0]}.weight")
-    shapes, flat, missing = _shapes(dense), {}, []
-    for name, paths, transposed in _arrays(dense, kind, shapes):
-        if name not in state:
-            missing.append(name)
-            continue
-        array = _numpy(state.pop(name))
-        array = array.T if transposed and array.ndim == 2 else array
-        target_shapes = [_unpadded_shape(path, shapes[path], dense) for path in paths]
-        joined_shape = (*target_shapes[0][:-1], sum(shape[-1] for shape in target_shapes))
-        if array.shape != joined_shape:
-            raise UsageError(
-                f"Hugging Face checkpoint: {name} has shape {_oriented(array.shape, transposed)}, "
-                f"this model needs {_oriented(joined_shape, transposed)}"
-            )
-        ends = np.cumsum([shape[-1] for shape in target_shapes])[:-1]
-        for path, block in zip(paths, np.split(array, ends, axis=-1), strict=True):
-            padding = [(0, a - b) for a, b in zip(shapes[path], block.shape, strict=True)]
-            flat[path] = np.pad(block, padding) if np.any(padding) else np.ascontiguousarray(block)
-    for verb, names in (("lacks", missing), ("has, and this model has no place for,", list(state))):
+        _drop_tied_head(state, f"{_MODULES[style][0][0]}.weight")
+    stored = dense.clone(vocab_size=rows or dense.vocab_size)
+    shapes, flat = _shapes(dense), {}
+    arrays = _arrays(dense, style, shapes)
+    missing = [name for name, *_ in arrays if name not in state]
+    unknown = sorted(state.keys() - {name for name, *_ in arrays})
+    for verb, names in (("lacks", missing), ("has, and this model has no place for,", unknown)):
         if names:
             others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UsageError(f"Hugging Face checkpoint {verb} {', '.join(names[:3])}{others}")
+            raise UsageError(f"{whole} {verb} {', '.join(names[:3])}{others}")
+    for name, paths, transposed in arrays:  # before the first is read
+        expected = _oriented(_joined_shape(paths, shapes, stored), transposed)
+        if tuple(state[name].shape) != expected:
+            is_stored = isinstance(state[name], StoredArray)
+            raise UsageError(
+                f"{state[name].path if is_stored else whole}: {name} has shape "
+                f"{tuple(state[name].shape)}, this model needs {expected}"
+            )
+    for name, paths, transposed in arrays:
+        array = _numpy(state.pop(name))
+        array = array.T if transposed else array
+        for path, block in zip(paths, _parts(name, array, paths, shapes, stored), strict=True):
+            block = block[tuple(slice(n) for n in _unpadded_shape(path, shapes[path], dense))]
+            padding = [(0, a - b) for a, b in zip(shapes[path], block.shape, strict=True)]
+            flat[path] = np.pad(block, padding) if np.any(padding) else np.ascontiguousarray(block)
     return mod_from_dense(unflatten_dict(flat, sep="/"), model, key)
+
+
+def _joined_shape(paths, shapes, model):
+    """The shape of the array of which these parameters are parts."""
+    of_parts = [_unpadded_shape(path, shapes[path], model) for path in paths]
+    return (*of_parts[0][:-1], sum(shape[-1] for shape in of_parts))
+
+
+def _parts(name, array, paths, shapes, model):
+    """The parts of an array [..., parts] that become these parameters."""
+    if _BY_HEAD in name:
+        heads = model.config.attention.num_heads
+        by_head = array.reshape(*array.shape[:-1], heads, len(paths), -1)
+        return [by_head[..., i, :].reshape(*array.shape[:-1], -1) for i, _ in enumerate(paths)]
+    ends = np.cumsum([_unpadded_shape(path, shapes[path], model)[-1] for path in paths])[:-1]
+    return np.split(array, ends, axis=-1)
+
+
+def _style(model):
+    """Which of `_MODULES` the parameters of a decoder are called by."""
+    c = model.config
+    if c.positions == "learned":
+        return "gpt2"
+    if c.norm == "layernorm":
+        return "gpt_neox"
+    return "olmo2" if c.block_kind == "post_norm" else "llama"
 
 
 def params_to_hf(params, model):
@@ -154,17 +224,52 @@ def load_hf(folder, config):
         routers, drawn with `config.seed`.
     """
     folder = Path(folder)
-    hf = complete(_read_json(folder / "config.json"))
+    hf = read_config(folder)
     config = config.copy_and_resolve_references()
-    config.update_from_flattened_dict(config_from_hf(hf))
+    config.update_from_flattened_dict(settings_of(folder, hf))
+    weights = Weights(folder)
+    check_size(folder, config.model, hf["vocab_size"], weights)
     model = models.build(
         config.model,
         vocab_size=hf["vocab_size"],
         context=config.model.context,
         dtype=config.train.dtype,
     )
-    params = params_from_hf(_read_safetensors(folder), model, jax.random.key(config.seed))
+    params = params_from_hf(weights, model, jax.random.key(config.seed))
     return config, model, params
+
+
+def read_config(folder):
+    """The config.json of a folder, completed."""
+    path = Path(folder) / "config.json"
+    return _in_file(path, complete, read_json(path))
+
+
+def settings_of(folder, hf):
+    """`config_from_hf` of such a config.json."""
+    return _in_file(Path(folder) / "config.json", config_from_hf, hf)
+
+
+def _in_file(path, function, *arguments):
+    """The result of a function whose errors begin with "config.json"; with the path instead."""
+    try:
+        return function(*arguments)
+    except UsageError as error:
+        raise UsageError(str(error).replace("config.json", str(path), 1)) from None
+
+
+def check_size(folder, model_config, vocab_size, weights):
+    """UsageError if a config.json describes more than its files hold: nothing is made by its
+    numbers, neither layers nor arrays, that is not there."""
+    c = model_config
+    head_dim = c.attention.head_dim or c.width // c.attention.num_heads
+    of_layer = c.attention.num_heads * head_dim + c.mlp.hidden
+    least = c.width * (vocab_size + c.depth * of_layer)
+    if least > weights.size:
+        raise UsageError(
+            f"{Path(folder) / 'config.json'} describes a model of more than {least:,} parameters "
+            f"in {c.depth} layers, and the files hold {weights.size:,}"
+        )
 
 
 def save_hf(folder, params, model):
@@ -183,17 +288,17 @@ def save_hf(folder, params, model):
         raise UsageError(f"{folder} cannot be written: {error}") from error
 
 
-def _arrays(model, kind, shapes):
+def _arrays(model, style, shapes):
     """[(name in the state dict, paths of efx, transposed)] of every array in `shapes`."""
     entries = []
-    for theirs, ours in _MODULES[kind]:
+    for theirs, ours in _MODULES[style]:
         for i in range(model.config.depth) if "{}" in theirs else (None,):
             name = theirs.format(i)
             parent = "" if i is None else f"layers/block_{i}/"
             for leaf in ("kernel", "scale", "embedding", "bias"):
                 paths = tuple(f"{parent}{module}/{leaf}" for module in ours.split())
                 if paths[0] in shapes:
-                    transposed = leaf == "kernel" and (kind == "llama" or name == "lm_head")
+                    transposed = leaf == "kernel" and (style != "gpt2" or name == "lm_head")
                     suffix = "bias" if leaf == "bias" else "weight"
                     entries.append((f"{name}.{suffix}", paths, transposed))
     return entries
@@ -250,31 +355,3 @@ def _numpy(array):
     if hasattr(array, "detach"):
         array = array.detach().cpu().float()
     return np.asarray(array).astype(np.float32)
-
-
-def _read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-
-
-def _read_safetensors(folder):
-    """All arrays of model.safetensors, or of the shards that its index names."""
-    names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-    state = {}
-    for name in names:
-        path = folder / name
-        if not path.exists():
-            raise UsageError(f"{path} does not exist: efx reads weights from safetensors only")
-        try:
-            with safe_open(path, framework="numpy") as file:
-                state.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-    return state

@@ -1,10 +1,60 @@
-"""Converts between a Hugging Face config.json and config.model."""
+"""Converts between a Hugging Face config.json and config.model.
 
+Every key of a config.json is in one of two lists: those that decide what is computed, which are
+turned into settings or refused, and those that say nothing about it. A key in neither is refused,
+so that nothing is computed otherwise than its config says.
+"""
+
+import dataclasses
 import operator
+from collections.abc import Callable
 
-from efx.errors import UsageError
+from efx.errors import UsageError, nearest
 
-# The keys that a config.json may leave out, with transformers' defaults.
+# Keys that carry no mathematics of a forward pass: who made the file and with what, special tokens
+# (the tokenizer's own file decides), how generation or training went, heads for other tasks.
+SILENT = frozenset(
+    """_attn_implementation _attn_implementation_autoset _name_or_path architectures
+    attention_dropout attention_probs_dropout_prob attn_pdrop auto_map bos_token_id
+    chunk_size_feed_forward classifier_dropout classifier_dropout_prob do_sample dtype embd_pdrop
+    eos_token_id finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
+    initializer_range is_llama_config label2id max_length max_window_layers model_type n_ctx
+    num_labels output_attentions output_hidden_states pad_token_id prefix pretraining_tp
+    problem_type reorder_and_upcast_attn resid_pdrop return_dict summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
+    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_cache""".split()
+)
+# Keys that decide what is computed where they are not what they are here.
+_PLAIN_KEYS = {
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),  # of a class that can also encode; here it decodes either way
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+}
+# What they are if a config.json leaves them out: transformers' defaults.
+_LLAMA = dict(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=None,
+    head_dim=None,
+    hidden_act="silu",
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    rope_parameters=None,
+)
+_WINDOWS = dict(use_sliding_window=False, sliding_window=None, layer_types=None)
 _DEFAULTS = {
     "gpt2": dict(
         vocab_size=50257,
@@ -18,104 +68,396 @@ _DEFAULTS = {
         tie_word_embeddings=True,
         scale_attn_weights=True,
         scale_attn_by_inverse_layer_idx=False,
-        add_cross_attention=False,
     ),
-    "llama": dict(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=None,
-        head_dim=None,
-        hidden_act="silu",
+    "gpt_neox": dict(
+        vocab_size=50432,
+        hidden_size=6144,
+        intermediate_size=24576,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        hidden_act="gelu",
         max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
+        layer_norm_eps=1e-5,
         tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        rope_theta=10000.0,
+        use_parallel_residual=True,
+        attention_bias=True,
+        rotary_pct=0.25,
+        partial_rotary_factor=None,
+        rotary_emb_base=10000.0,
+        rope_theta=None,
         rope_scaling=None,
         rope_parameters=None,
+    ),
+    "llama": _LLAMA,
+    "olmo2": {key: value for key, value in _LLAMA.items() if key != "mlp_bias"}
+    | dict(vocab_size=50304, rms_norm_eps=1e-5),
+    "qwen2": {key: value for key, value in _LLAMA.items() if not key.endswith("_bias")}
+    | dict(
+        vocab_size=151936,
+        intermediate_size=22016,
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+        **_WINDOWS,
+        max_window_layers=28,
+    ),
+    "qwen3": {key: value for key, value in _LLAMA.items() if key != "mlp_bias"}
+    | dict(
+        vocab_size=151936,
+        intermediate_size=22016,
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+        **_WINDOWS,
+        max_window_layers=28,
+    ),
+    "smollm3": _LLAMA
+    | dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        rope_theta=2000000.0,
+        **_WINDOWS,
+        no_rope_layers=None,
+        no_rope_layer_interval=4,
     ),
 }
 _ACTIVATIONS = {
     "gpt2": {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"},
+    "gpt_neox": {
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+    },
     "llama": {"silu": "swiglu"},
 }
-# The values that both formats have; other values of these settings cannot be written.
+# The values that the formats of GPT-2 and Llama have; other values of these settings cannot be
+# written, and a config.json that says nothing of them means these.
 _PLAIN = {
     "attention.qk_norm": "none",
     "attention.scale": "sqrt",
     "attention.window": 0,
     "attention.softcap": 0.0,
+    "attention.rope_fraction": 1.0,
+    "attention.no_rope_every": 0,
+    "attention.rope_scaling.kind": "none",
+    "block_kind": "pre_norm",
     "logit_softcap": 0.0,
 }
+# Parts that no such checkpoint has.
+_ABSENT = {"soft_experts.num": 0, "dense_former.on": False, "mup.base_width": 0}
+
+
+class _Keys:
+    """The keys of a config.json, completed, by their kinds; UsageError for a wrong one."""
+
+    def __init__(self, hf):
+        self._hf = hf
+
+    def __getitem__(self, key):
+        return self._hf[key]
+
+    def refuse(self, key, what, value=None):
+        value = self._hf[key] if value is None else value
+        raise UsageError(f"config.json: {key}={value!r}: {what}")
+
+    def only(self, key, *allowed):
+        value = self._hf[key]
+        if not any(value == each and type(value) is type(each) for each in allowed):
+            self.refuse(key, f"efx reproduces {' or '.join(map(repr, allowed))}")
+        return value
+
+    def flag(self, key):
+        return self.only(key, True, False)
+
+    def count(self, key, absent=None):
+        """A number of things; `absent` in the place of null, if that may be."""
+        value = self._hf[key]
+        if value is None and absent is not None:
+            return absent
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(key, "expected a whole number, at least 1", value)
+        return value
+
+    def number(self, key):
+        return self.positive(key, self._hf[key])
+
+    def positive(self, key, value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise UsageError(f"config.json: {key}={value!r}: expected a number above 0")
+        return float(value)
+
+    def choice(self, key, names):
+        """What stands for the value in {value: ours}."""
+        return names[self.only(key, *names)]
 
 
 def config_from_hf(hf):
     """{dotted config key: value} that make `config.model` compute what a config.json describes.
 
     Args:
-      hf: contents of config.json, `model_type` "gpt2" or "llama".
+      hf: contents of config.json, whose `model_type` is one of `ARCHITECTURES`.
     Returns: changes for `config.update_from_flattened_dict`. Depth routing, dropout, remat,
       scanning and vocabulary padding are not touched; the vocabulary's size is `hf["vocab_size"]`.
-    Raises: UsageError naming the key whose value efx cannot reproduce.
+    Raises: UsageError naming the key that efx does not know, or whose value it cannot reproduce.
     """
     hf = complete(hf)
-    kind = hf["model_type"]
-
-    def only(key, *allowed):
-        if hf[key] not in allowed:
-            raise UsageError(
-                f"config.json: {key}={hf[key]!r}: efx reproduces "
-                f"{' or '.join(repr(value) for value in allowed)}"
-            )
-
-    changes = dict(_PLAIN, family="decoder", preset=kind, tied=bool(hf["tie_word_embeddings"]))
-    changes["mlp.kind"] = "dense"
-    if kind == "gpt2":
-        only("activation_function", *_ACTIVATIONS[kind])
-        only("scale_attn_weights", True)
-        only("scale_attn_by_inverse_layer_idx", False)
-        only("add_cross_attention", False)
-        changes.update(
-            {
-                "context": hf["n_positions"],
-                "width": hf["n_embd"],
-                "depth": hf["n_layer"],
-                "attention.num_heads": hf["n_head"],
-                "attention.num_kv_heads": 0,
-                "attention.head_dim": 0,
-                "norm": "layernorm",
-                "norm_eps": float(hf["layer_norm_epsilon"]),
-                "use_bias": True,
-                "positions": "learned",
-                "mlp.activation": _ACTIVATIONS[kind][hf["activation_function"]],
-                "mlp.hidden": hf["n_inner"] or 4 * hf["n_embd"],
-            }
-        )
-    else:
-        only("hidden_act", *_ACTIVATIONS[kind])
-        only("mlp_bias", hf["attention_bias"])
-        changes.update(
-            {
-                "context": hf["max_position_embeddings"],
-                "width": hf["hidden_size"],
-                "depth": hf["num_hidden_layers"],
-                "attention.num_heads": hf["num_attention_heads"],
-                "attention.num_kv_heads": hf["num_key_value_heads"] or 0,
-                "attention.head_dim": hf["head_dim"] or 0,
-                "norm": "rmsnorm",
-                "norm_eps": float(hf["rms_norm_eps"]),
-                "use_bias": bool(hf["attention_bias"]),
-                "positions": "rope",
-                "attention.rope_theta": _rope_theta(hf),
-                "mlp.activation": _ACTIVATIONS[kind][hf["hidden_act"]],
-                "mlp.hidden": hf["intermediate_size"],
-            }
-        )
+    kind, keys = hf["model_type"], _Keys(hf)
+    _check_known(hf, kind)
+    for key in hf.keys() & _PLAIN_KEYS.keys():
+        if hf[key] is not None:
+            keys.only(key, *_PLAIN_KEYS[key])
+    keys.count("vocab_size")
+    changes = {
+        **_PLAIN,
+        **_ABSENT,
+        "family": "decoder",
+        "preset": "gpt2" if kind == "gpt2" else "llama",
+        "mlp.kind": "dense",
+        "tied": keys.flag("tie_word_embeddings"),
+        **ARCHITECTURES[kind].settings(keys),
+    }
     return {f"model.{key}": value for key, value in changes.items()}
+
+
+def _check_known(hf, kind):
+    known = _DEFAULTS[kind].keys() | _PLAIN_KEYS.keys() | SILENT
+    for key in sorted(hf.keys() - known):
+        raise UsageError(
+            f"config.json: {key}={hf[key]!r}: efx does not know this setting of {kind}"
+            + nearest(key, _DEFAULTS[kind])
+        )
+
+
+def _gpt2(keys):
+    keys.only("scale_attn_weights", True)
+    keys.only("scale_attn_by_inverse_layer_idx", False)
+    width = keys.count("n_embd")
+    return {
+        "context": keys.count("n_positions"),
+        "width": width,
+        "depth": keys.count("n_layer"),
+        "attention.num_heads": keys.count("n_head"),
+        "attention.num_kv_heads": 0,
+        "attention.head_dim": 0,
+        "attention.bias": "all",
+        "norm": "layernorm",
+        "norm_eps": keys.number("layer_norm_epsilon"),
+        "use_bias": True,
+        "positions": "learned",
+        "mlp.activation": keys.choice("activation_function", _ACTIVATIONS["gpt2"]),
+        "mlp.hidden": keys.count("n_inner", absent=4 * width),
+    }
+
+
+def _gpt_neox(keys):
+    fraction = keys["partial_rotary_factor"] or keys["rotary_pct"]
+    theta = keys["rope_theta"] or keys["rotary_emb_base"]
+    parallel = keys.flag("use_parallel_residual")
+    return {
+        "context": keys.count("max_position_embeddings"),
+        "width": keys.count("hidden_size"),
+        "depth": keys.count("num_hidden_layers"),
+        "attention.num_heads": keys.count("num_attention_heads"),
+        "attention.num_kv_heads": 0,
+        "attention.head_dim": 0,
+        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "block_kind": "parallel" if parallel else "pre_norm",
+        "norm": "layernorm",
+        "norm_eps": keys.number("layer_norm_eps"),
+        "use_bias": True,
+        "positions": "rope",
+        "mlp.activation": keys.choice("hidden_act", _ACTIVATIONS["gpt_neox"]),
+        "mlp.hidden": keys.count("intermediate_size"),
+        **_rope(keys, theta, fraction),
+    }
+
+
+def _llama(keys):
+    heads = keys.count("num_attention_heads")
+    return {
+        "context": keys.count("max_position_embeddings"),
+        "width": keys.count("hidden_size"),
+        "depth": keys.count("num_hidden_layers"),
+        "attention.num_heads": heads,
+        "attention.num_kv_heads": keys.count("num_key_value_heads", absent=heads),
+        "attention.head_dim": keys.count("head_dim", absent=0) if keys["head_dim"] else 0,
+        "attention.bias": "none",
+        "norm": "rmsnorm",
+        "norm_eps": keys.number("rms_norm_eps"),
+        "use_bias": False,
+        "positions": "rope",
+        "mlp.activation": keys.choice("hidden_act", _ACTIVATIONS["llama"]),
+        "mlp.hidden": keys.count("intermediate_size"),
+        **_rope(keys, keys["rope_theta"]),
+    }
+
+
+def _with_biases(keys):
+    bias = "all" if keys.flag("attention_bias") else "none"
+    return {**_llama(keys), "attention.bias": bias, "use_bias": keys.flag("mlp_bias")}
+
+
+def _olmo2(keys):
+    return {
+        **_llama(keys),
+        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "attention.qk_norm": "width",
+        "block_kind": "post_norm",
+    }
+
+
+def _qwen2(keys):
+    first = _max_window_layers(keys)
+    return {**_llama(keys), "attention.bias": "qkv", "attention.window": _window(keys, first)}
+
+
+def _qwen3(keys):
+    first = _max_window_layers(keys)
+    return {
+        **_llama(keys),
+        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "attention.qk_norm": "head",
+        "attention.window": _window(keys, first),
+    }
+
+
+def _smollm3(keys):
+    depth, layers = keys.count("num_hidden_layers"), keys["no_rope_layers"]
+    if layers is None:
+        every = keys.count("no_rope_layer_interval")
+    else:
+        if (
+            not isinstance(layers, list)
+            or len(layers) < depth
+            or any(layer not in (0, 1) for layer in layers)
+        ):
+            keys.refuse("no_rope_layers", f"expected 0 or 1 for each of the {depth} layers")
+        layers = layers[:depth]
+        every = layers.index(0) + 1 if 0 in layers else 0
+        if layers != [int(not every or (i + 1) % every != 0) for i in range(depth)]:
+            keys.refuse(
+                "no_rope_layers",
+                "efx reproduces layers without rotary positions at equal distances",
+            )
+    changes = {**_with_biases(keys), "attention.no_rope_every": every}
+    windowed = [every and (i + 1) % every == 0 for i in range(depth)]
+    return changes | {"attention.window": _window_of(keys, windowed)}
+
+
+def _max_window_layers(keys):
+    value = keys["max_window_layers"]
+    return 0 if value == 0 and not isinstance(value, bool) else keys.count("max_window_layers")
+
+
+def _window(keys, first):
+    """`attention.window` of a Qwen, whose layers from number `first` on have one."""
+    return _window_of(keys, [i >= first for i in range(keys.count("num_hidden_layers"))])
+
+
+def _window_of(keys, windowed):
+    """`attention.window`. windowed: which layers have one if `layer_types` does not say so."""
+    used = keys.flag("use_sliding_window") and keys["sliding_window"] is not None
+    kinds = ["full_attention", "sliding_attention"]
+    types = keys["layer_types"]
+    if types is None:
+        types = [kinds[bool(used and each)] for each in windowed]
+    known = isinstance(types, list) and len(types) == len(windowed)
+    if not known or any(each not in kinds for each in types):
+        keys.refuse("layer_types", f"expected one of {', '.join(kinds)} for each layer")
+    if set(types) == {"full_attention"}:
+        return 0
+    if len(set(types)) > 1 or not used:
+        keys.refuse("layer_types", "efx has one attention.window for all layers", types)
+    return keys.count("sliding_window")
+
+
+# The further keys of each kind of scaled rotary positions, and ours.
+_ROPE_SCALING = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        "original_max_position_embeddings": "original_context",
+    },
+}
+
+
+def _rope(keys, theta, fraction=None):
+    """Settings of rotary positions; versions of transformers store them in different keys.
+
+    Args:
+      theta, fraction: what the keys outside of `rope_parameters` say. fraction None: the
+        architecture turns whole heads.
+    """
+    name = "rope_scaling" if keys["rope_scaling"] else "rope_parameters"
+    rope = keys[name] or {}
+    if not isinstance(rope, dict):
+        keys.refuse(name, "expected a block of settings")
+    given = dict(rope)
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    theta = keys.positive(f"{name}.rope_theta", given.pop("rope_theta", theta))
+    whole = fraction is None
+    fraction = keys.positive(
+        f"{name}.partial_rotary_factor", given.pop("partial_rotary_factor", fraction or 1.0)
+    )
+    if fraction > 1 or (whole and fraction < 1):
+        raise UsageError(
+            f"config.json: {name}.partial_rotary_factor={fraction}: efx reproduces "
+            + ("1.0" if whole else "at most 1.0")
+        )
+    if kind not in _ROPE_SCALING:
+        raise UsageError(
+            f"config.json: {name}.rope_type={kind!r}: efx reproduces "
+            f"{', '.join(map(repr, _ROPE_SCALING))}"
+        )
+    scaling = {"kind": "none" if kind == "default" else kind}
+    for theirs, ours in _ROPE_SCALING[kind].items():
+        if theirs not in given:
+            raise UsageError(f"config.json: {name}.{theirs} is missing, which {kind!r} needs")
+        number = keys.positive(f"{name}.{theirs}", given.pop(theirs))
+        scaling[ours] = int(number) if ours == "original_context" else number
+    for key, value in given.items():
+        raise UsageError(
+            f"config.json: {name}.{key}={value!r}: efx does not know this setting of {kind!r} "
+            "rotary positions"
+        )
+    return {
+        "attention.rope_theta": theta,
+        "attention.rope_fraction": fraction,
+        **{f"attention.rope_scaling.{key}": value for key, value in scaling.items()},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A `model_type` of transformers.
+
+    Attributes:
+      settings: _Keys -> settings of `config.model`.
+      name: for people.
+    """
+
+    settings: Callable
+    name: str
+
+
+ARCHITECTURES = {
+    "gpt2": Architecture(_gpt2, "GPT-2"),
+    "gpt_neox": Architecture(_gpt_neox, "GPT-NeoX, Pythia"),
+    "llama": Architecture(_with_biases, "Llama 2 and 3, SmolLM2"),
+    "olmo2": Architecture(_olmo2, "OLMo 2"),
+    "qwen2": Architecture(_qwen2, "Qwen2, Qwen2.5"),
+    "qwen3": Architecture(_qwen3, "Qwen3"),
+    "smollm3": Architecture(_smollm3, "SmolLM3"),
+}
 
 
 def config_to_hf(model):
@@ -175,7 +517,7 @@ def config_to_hf(model):
         head_dim=c.attention.head_dim,
         hidden_act="silu",
         rms_norm_eps=c.norm_eps,
-        attention_bias=c.use_bias,
+        attention_bias=c.attention.bias == "all",
         mlp_bias=c.use_bias,
         # Before transformers 5 the first key is read, since then the second.
         rope_theta=c.attention.rope_theta,
@@ -185,25 +527,13 @@ def config_to_hf(model):
 
 def complete(hf):
     """config.json completed with transformers' defaults."""
-    kind = hf["model_type"] if "model_type" in hf else None
-    if kind not in _DEFAULTS:
+    kind = hf.get("model_type") if isinstance(hf, dict) else None
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UsageError(
-            f"config.json: model_type={kind!r}: efx reads {' and '.join(_DEFAULTS)} checkpoints"
+            f"config.json: model_type={kind!r}: efx reads "
+            + ", ".join(f"{name} ({each.name})" for name, each in ARCHITECTURES.items())
         )
     return {**_DEFAULTS[kind], **hf}
-
-
-def _rope_theta(hf):
-    """The base of plain rotary embeddings; versions of transformers store it in different keys."""
-    rope = dict(hf["rope_parameters"] or hf["rope_scaling"] or {})
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    theta = rope.pop("rope_theta", hf["rope_theta"])
-    if kind != "default" or rope:
-        raise UsageError(
-            f"config.json: rope_parameters={hf['rope_parameters'] or hf['rope_scaling']}: efx has "
-            "rotary embeddings without scaling only"
-        )
-    return float(theta)
 
 
 def kind_of(model):
@@ -211,20 +541,20 @@ def kind_of(model):
     c = model.config
     kind = {"learned": "gpt2", "rope": "llama", "none": None}[c.positions]
     required = {
-        "gpt2": {"norm": "layernorm", "attention.num_kv_heads": c.attention.num_heads},
+        "gpt2": {
+            "norm": "layernorm",
+            "attention.num_kv_heads": c.attention.num_heads,
+            "attention.bias": "all" if c.use_bias else "none",
+        },
         "llama": {"norm": "rmsnorm"},
     }
     if kind is None:
         raise UsageError("config.model.positions='none': no Hugging Face format is without")
-    absent = {
-        "soft_experts.num": c.soft_experts.num,
-        "dense_former.on": c.dense_former.on,
-        "mup.base_width": c.mup.base_width,
-    }
-    for name, value in absent.items():
-        if value:
+    for name, value in _ABSENT.items():
+        actual = operator.attrgetter(name)(c)
+        if actual != value:
             raise UsageError(
-                f"config.model.{name}={value}: Hugging Face's {kind} format has no place for it"
+                f"config.model.{name}={actual}: Hugging Face's {kind} format has no place for it"
             )
     for name, value in {**_PLAIN, **required[kind]}.items():
         actual = operator.attrgetter(name)(c)
@@ -232,6 +562,10 @@ def kind_of(model):
             raise UsageError(
                 f"config.model.{name}={actual!r}: Hugging Face's {kind} format has {value!r}"
             )
+    if c.attention.bias == "qkv":
+        raise UsageError(
+            f"config.model.attention.bias='qkv': Hugging Face's {kind} format has 'all' or 'none'"
+        )
     if c.mlp.activation not in _ACTIVATIONS[kind].values():
         raise UsageError(
             f"config.model.mlp.activation={c.mlp.activation!r}: Hugging Face's {kind} format "

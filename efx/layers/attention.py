@@ -25,7 +25,6 @@ class Attention(nn.Module):
     """
 
     config: AttentionConfig
-    use_bias: bool
     std: float
     std_out: float
     norm_eps: float
@@ -74,6 +73,10 @@ class Attention(nn.Module):
             dropout.report(probs_fn)
         return self._out(out_BTNH, width)
 
+    @property
+    def bias_out(self):
+        return self.config.bias == "all"
+
     def _out(self, out_BTNH, width):
         out_BTD = out_BTNH.reshape(
             *out_BTNH.shape[:2], self.config.num_heads * self.config.head_dim
@@ -81,14 +84,14 @@ class Attention(nn.Module):
         if width is None:
             return out_BTD
         return Linear(
-            width, ("heads", "embed"), self.std_out, self.use_bias, self.dtype, name="out"
+            width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype, name="out"
         )(out_BTD)
 
     def _queries(self, x_BTD, info):
         c = self.config
         q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
         if c.rope_theta:
-            q_BTNH = rope(q_BTNH, info.tokens.positions_BT, c.rope_theta)
+            q_BTNH = rope(q_BTNH, info.tokens.positions_BT, c)
         return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
     def _keys_values(self, x_BSD, info):
@@ -97,17 +100,15 @@ class Attention(nn.Module):
         v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = v_BSKH.reshape(k_BSKH.shape)
         if c.rope_theta:
-            k_BSKH = rope(k_BSKH, info.tokens.positions_BT, c.rope_theta)
+            k_BSKH = rope(k_BSKH, info.tokens.positions_BT, c)
         k_BSKH, v_BSKH = (
             constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
         )
         return k_BSKH, v_BSKH
 
     def _project(self, name, x_BTD, heads, axis):
-        features = heads * self.config.head_dim
-        return Linear(features, ("embed", axis), self.std, self.use_bias, self.dtype, name=name)(
-            x_BTD
-        )
+        features, bias = heads * self.config.head_dim, self.config.bias != "none"
+        return Linear(features, ("embed", axis), self.std, bias, self.dtype, name=name)(x_BTD)
 
     def _heads(self, name, x_BTD, heads, axis):
         y = self._project(name, x_BTD, heads, axis)

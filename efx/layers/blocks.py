@@ -16,10 +16,9 @@ from efx.layers.routing.moe import ROUTER_STD, MoE
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. Returns the increment: the residual is the caller's to add.
-
-    delta = a + MLP(norm(x + a)) with a = Attention(norm(x)); a dense stack computes x + delta, a
-    depth-routed one x + gate * delta on the tokens it routes.
+    """Attention and MLP, see `BlockKind`. Returns the increment: the residual is the caller's to
+    add. A dense stack computes x + delta, a depth-routed one x + gate * delta on the tokens it
+    routes.
     """
 
     config: BlockConfig
@@ -29,14 +28,15 @@ class Block(nn.Module):
         """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
         c = self.config
         attention = make_attention(c, "attention")
-        norm_attention = make_norm(c, "norm_attention")
+        before, after = sublayer_norms(c, "norm_attention")
         if context is not None:
-            context = norm_attention(context[0]), context[1]
-        a_BTD = attention(norm_attention(x_BTD), info, context)
+            context = before(context[0]), context[1]
+        a_BTD = attention(before(x_BTD), info, context)
         if info.access == "write":
             return None
-        a_BTD = apply_dropout(c, "attention_output", a_BTD, info)
-        return a_BTD + masked_mlp(self, c, x_BTD + a_BTD, info)
+        a_BTD = apply_dropout(c, "attention_output", after(a_BTD), info)
+        h_BTD = x_BTD if c.kind == "parallel" else x_BTD + a_BTD
+        return a_BTD + masked_mlp(self, c, h_BTD, info)
 
 
 class SkipMLP(nn.Module):
@@ -57,6 +57,17 @@ def make_norm(c, name):
     return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
 
 
+def sublayer_norms(c, name):
+    """What the input of an attention or an MLP of the block `c` passes, and what its output: one of
+    the two is the norm of this name, the other nothing."""
+    norm = make_norm(c, name)
+    return (_as_it_is, norm) if c.kind == "post_norm" else (norm, _as_it_is)
+
+
+def _as_it_is(x):
+    return x
+
+
 def make_attention(c, name, kind=Attention, **changes):
     """The attention of the block `c`, of this class and with these fields changed."""
     probs_dropout = None
@@ -64,7 +75,6 @@ def make_attention(c, name, kind=Attention, **changes):
         probs_dropout = partial(make_dropout, c, "attention_probs")
     fields = dict(
         config=c.attention,
-        use_bias=c.use_bias,
         std=c.std,
         std_out=c.std_out,
         norm_eps=c.norm_eps,
@@ -87,16 +97,17 @@ def make_mlp(c, name):
 def masked_mlp(module, c, x_BTD, info):
     """Norm, MLP and dropout of a block: [B, T, D]. Where the mask is known before the MLP and the
     config says so, the MLP leaves closed tokens out; their share is then sown."""
-    mlp, y_BTD = make_mlp(c, "mlp"), make_norm(c, "norm_mlp")(x_BTD)
+    mlp, (before, after) = make_mlp(c, "mlp"), sublayer_norms(c, "norm_mlp")
+    y_BTD = before(x_BTD)
     if not c.dropout.skips or c.moe is not None or info.mode.train or module.is_initializing():
-        return apply_dropout(c, "mlp_output", mlp(y_BTD, info), info)
+        return apply_dropout(c, "mlp_output", after(mlp(y_BTD, info)), info)
     mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, info)
     valid_BT = info.tokens.valid(x_BTD.shape[0])
     open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
     if not info.decode:
         computed = means.over(open_BT.astype(jnp.float32), valid_BT)
         means.sow(module, "stats", "mlp/computed_fraction", computed)
-    m_BTD = open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile)
+    m_BTD = after(open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile))
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 
 

@@ -35,6 +35,35 @@ Remat = Literal["none", "full", "dots"]  # what the backward pass computes again
 Initialisation = Literal["gpt2", "spike_no_more"]
 Decision = Literal["aux_loss", "predictor", "threshold"]
 Site = Literal["embedding", "attention_probs", "attention_output", "mlp_output"]
+# How a block puts its attention A and its MLP M together; what it adds to the residual x is
+#   "pre_norm"   a + M(norm(x + a)),  a = A(norm x)   (Radford et al. 2019, GPT-2)
+#   "post_norm"  a + norm(M(x + a)),  a = norm(A(x))  (OLMo 2, arXiv 2501.00656, section 2)
+#   "parallel"   A(norm x) + M(norm x)                (GPT-NeoX-20B, arXiv 2204.06745, section 2)
+# each norm with parameters of its own.
+BlockKind = Literal["pre_norm", "post_norm", "parallel"]
+
+
+@block("config.model.attention.rope_scaling")
+class RopeScalingConfig:
+    """Frequencies of rotary positions, lowered so that a model trained on a short context can read
+    a longer one."""
+
+    # "linear": all are divided by the factor (arXiv 2306.15595). "llama3": those that turn more
+    # than high_frequency_factor times within the original context stay, those that turn less than
+    # low_frequency_factor times are divided, between the two is a linear passage (arXiv 2407.21783,
+    # section 3.4.2; the frequencies are Llama 3.1's).
+    kind: Literal["none", "linear", "llama3"] = "none"
+    factor: AtLeastOne = 8.0
+    original_context: Count = 8192  # llama3: the context before
+    low_frequency_factor: Positive = 1.0
+    high_frequency_factor: Positive = 4.0
+
+    def check(self):
+        if self.high_frequency_factor <= self.low_frequency_factor:
+            raise UsageError(
+                f"{self.where}.high_frequency_factor={self.high_frequency_factor}: must be more "
+                f"than low_frequency_factor={self.low_frequency_factor}"
+            )
 
 
 @block("config.model.attention")
@@ -44,7 +73,16 @@ class AttentionConfig:
     num_heads: Count = 4
     num_kv_heads: Natural = 0  # of keys and values, each read by several heads; 0: as num_heads
     head_dim: Natural = 0  # 0: width / num_heads
+    # Which projections have a bias: those of queries, keys and values, or the output's too. None:
+    # "all" or "none", as the model's use_bias.
+    bias: Literal["none", "qkv", "all"] | None = None
     rope_theta: NonNegative = 10000.0  # base of rotary positions, where a model has these
+    # Of a head's features, the first that are turned by the position (arXiv 2204.06745, section 2)
+    rope_fraction: Fraction = 1.0
+    # Blocks every-1, 2*every-1, ... of a stack have no rotary positions (arXiv 2501.18795); 0: all
+    # have.
+    no_rope_every: Natural = 0
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
     qk_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, over what
     scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
     window: Natural = 0  # positions a query looks back, its own included; 0: all
@@ -54,11 +92,11 @@ class AttentionConfig:
     # that can do what is asked, and "xla" where there is none.
     kernel: Literal["auto", "xla", "splash", "mosaic", "cudnn", "triton"] = "auto"
 
-    def resolved(self, width, rope, mup):
+    def resolved(self, width, rope, mup, use_bias):
         """With every field made out, for a model so wide.
 
         Args:
-          rope: whether positions are rotary. mup: whether muP is on.
+          rope: whether positions are rotary. mup: whether muP is on. use_bias: the model's.
         """
         kv_heads = self.num_kv_heads or self.num_heads
         if not self.head_dim and width % self.num_heads:
@@ -72,8 +110,8 @@ class AttentionConfig:
                 f"{self.where}.num_kv_heads={kv_heads}"
             )
         head_dim = self.head_dim or width // self.num_heads
-        if rope and head_dim % 2:
-            raise UsageError(f"{self.where}.head_dim={head_dim}: rope needs an even head width")
+        if rope:
+            self.check_rotary(head_dim, f"{self.where}.head_dim={head_dim}")
         if rope and not self.rope_theta:
             raise UsageError(f"{self.where}.rope_theta=0.0: must be more than 0 with rope")
         return dataclasses.replace(
@@ -82,7 +120,29 @@ class AttentionConfig:
             head_dim=head_dim,
             rope_theta=self.rope_theta if rope else 0.0,
             scale="mup" if mup else self.scale,
+            bias=self.bias or ("all" if use_bias else "none"),
         )
+
+    def check_rotary(self, head_dim, where):
+        """UsageError, beginning with `where`, unless heads so wide can be turned by positions."""
+        turned = self.rotary_size(head_dim)
+        if self.rope_fraction == 1.0 and turned % 2:
+            raise UsageError(f"{where}: rope needs an even head width")
+        if turned % 2 or not turned:
+            raise UsageError(
+                f"{self.where}.rope_fraction={self.rope_fraction}: rope needs an even number of "
+                f"features, not {turned} of {head_dim}"
+            )
+
+    def rotary_size(self, head_dim):
+        """How many features of so wide a head turn with the position."""
+        return int(self.rope_fraction * head_dim)
+
+    def of_block(self, index):
+        """That of the block of this number in its stack."""
+        if self.no_rope_every and index % self.no_rope_every == self.no_rope_every - 1:
+            return dataclasses.replace(self, rope_theta=0.0)
+        return self
 
     @property
     def factor(self):
@@ -576,9 +636,10 @@ class DropoutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """What a pre-norm block is told, all of it made out.
+    """What a block is told, all of it made out.
 
     Attributes:
+      kind: a `BlockKind`.
       width: D. hidden: F; that of one expert with `moe`, of one channel with `soft`.
       attention, mlp, dropout: as resolved; `attention.num_heads` with `soft` those of one channel.
       std, std_out: standard deviation that matrices start from, and those that end in the residual.
@@ -588,6 +649,7 @@ class BlockConfig:
       soft: the block is a `soft_experts.SoftBlock`, or None.
     """
 
+    kind: str
     width: int
     attention: AttentionConfig
     mlp: MLPConfig

@@ -1,20 +1,49 @@
 """Positions: rotary embedding. Learned positions are an `Embedding` table in the model."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from efx import sharding
 
 
-def rope(x_BTNH, positions_BT, theta):
+def rope(x_BTNH, positions_BT, c):
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves convention of Llama.
 
-    Pair i of H/2 turns by positions * theta^(-2i/H): element i with element i + H/2.
+    Pair i of H/2 turns by positions * theta^(-2i/H): element i with element i + H/2. With
+    `rope_fraction` H is that part of a head, and the rest of it stays as it is.
     Computed in float32, returned in x's dtype.
+
+    Args:
+      c: an `AttentionConfig`.
     """
+    size = c.rotary_size(x_BTNH.shape[-1])
+    if size == x_BTNH.shape[-1]:
+        return _turned(x_BTNH, positions_BT, c)
+    turned_BTNR = _turned(x_BTNH[..., :size], positions_BT, c)
+    return jnp.concatenate([turned_BTNR, x_BTNH[..., size:]], axis=-1)
+
+
+def _frequencies(half, c):
+    """float32 [half]: angles by which pairs of features turn from one position to the next."""
+    frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = c.rope_scaling
+    if scaling.kind == "none":
+        return frequency
+    lowered = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return lowered
+    turns = scaling.original_context * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequency + (1.0 - kept) * lowered
+
+
+def _turned(x_BTNH, positions_BT, c):
     head_dim = x_BTNH.shape[-1]
     half = head_dim // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = _frequencies(half, c)
     angle = positions_BT[:, :, None].astype(jnp.float32) * frequency[None, None]  # [B, T, H/2]
     cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     if sharding.platform() == "tpu":

@@ -3,6 +3,8 @@
 The decoder is such a stack, the latent transformer has one in its middle.
 """
 
+import dataclasses
+
 from efx import flops
 from efx.layers import costs
 from efx.layers.config import with_experts, with_soft_experts
@@ -31,7 +33,8 @@ def stream(b, c, depth, capacities, kind=LayerSpec, **fields):
       kind: `LayerSpec`, or a kind of it with these further fields.
     """
     for i in range(depth):
-        block = with_soft_experts(with_experts(b, c.mlp, i), c.soft_experts, i)
+        block = dataclasses.replace(b, attention=b.attention.of_block(i))
+        block = with_soft_experts(with_experts(block, c.mlp, i), c.soft_experts, i)
         routed = dict(routing=c.depth_routing, capacity=capacities[i]) if i in capacities else {}
         yield kind(block=block, **routed, **fields)
 

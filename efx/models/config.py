@@ -6,6 +6,7 @@ from efx.errors import UsageError
 from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
+    BlockKind,
     DepthRoutingConfig,
     DropoutConfig,
     MLPConfig,
@@ -32,6 +33,7 @@ class ModelConfig:
     depth: Pieces = 4
     attention: AttentionConfig = AttentionConfig()
     mlp: MLPConfig = MLPConfig()
+    block_kind: BlockKind = "pre_norm"  # how attention, MLP and norms make a block
     dropout: DropoutConfig = DropoutConfig()
     norm_eps: Positive = 1e-5
     init_std: NonNegative = 0.02  # of weights at the start; residual outputs: / sqrt(2 depth)
@@ -47,6 +49,7 @@ class ModelConfig:
         fields = dict(width=self.width, attention=self.attention, dropout=self.dropout) | fields
         fields.setdefault("hidden", self.mlp.hidden_size(fields["width"]))
         return BlockConfig(
+            kind=self.block_kind,
             mlp=self.mlp,
             norm=self.norm,
             norm_eps=self.norm_eps,

@@ -53,7 +53,10 @@ class DecoderConfig(ModelConfig):
             self,
             **filled,
             attention=self.attention.resolved(
-                self.width, filled["positions"] == "rope", self.mup.base_width > 0
+                self.width,
+                filled["positions"] == "rope",
+                self.mup.base_width > 0,
+                filled["use_bias"],
             ),
             mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),

@@ -150,11 +150,16 @@ def stack(draw, depth, recursion=True, stochastic=True, further=0):
 def common_settings(draw):
     return pick(
         draw,
+        block_kind=["pre_norm", "pre_norm", "post_norm", "parallel"],
         logit_softcap=[0.0, 8.0], use_bias=[False, True], vocab_multiple=[1, 8],
     ) | pick(
         draw, "attention.",
         num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], scale=["sqrt", "mup"],
-        softcap=[0.0, 5.0], chunk=[0, 5],
+        softcap=[0.0, 5.0], chunk=[0, 5], bias=[None, "none", "qkv", "all"],
+        no_rope_every=[0, 0, 1, 2],
+    ) | pick(
+        draw, "attention.rope_scaling.", kind=["none", "none", "linear", "llama3"],
+        original_context=[6],
     ) | {"width": 16, "mlp.hidden": 24}  # fmt: skip
 
 
@@ -165,6 +170,8 @@ def decoder(draw, recursion=True):
         positions=[None, "learned", "rope", "none"], norm=[None, "layernorm", "rmsnorm"],
         tied=[None, True, False], initialisation=["gpt2", "spike_no_more"],
     ) | pick(draw, "attention.", window=[0, 4], head_dim=[0, 6])  # fmt: skip
+    if not changes["attention.head_dim"]:
+        changes |= pick(draw, "attention.", rope_fraction=[1.0, 0.5])
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
     return changes | stack(draw, draw(st.sampled_from([1, 2, 3, 4, 4])), recursion)

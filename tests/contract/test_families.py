@@ -314,6 +314,7 @@ SCANNED = [
     ("moe_expert_choice", 2, "none"),
     ("dropout_elementwise_mod", 2, "full"),
     ("adapter_mod", 2, "dots"),
+    ("mod_parallel", 4, "full"),
     ("adapter_inclusion", 2, "full"),
     # Of families whose representatives cannot be scanned.
     ("streams_parallel", 5, "full"),

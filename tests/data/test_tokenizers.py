@@ -115,6 +115,16 @@ def test_bpe_of_the_same_text_is_the_same(bpe_280):
     assert bpe.train_bpe([SAMPLE], 279).fingerprint != bpe_280.fingerprint
 
 
+def test_a_template_begins_documents(words, bpe_280):
+    """The special tokens before a text are of every document, not of `encode`."""
+    tokenizer = load_tokenizer(words)
+    assert tokenizer.start == (0,) and bpe_280.start == ()
+    documents = [("a", b"hello!"), ("b", b""), ("c", "wörld".encode())]
+    ids = [list(each) for each in tokenizer.encode_documents(documents)]
+    assert ids == [[0, *tokenizer.encode("hello!")], [], [0, *tokenizer.encode("wörld")]]
+    assert tokenizer.decode([0, 3, 0, 4]) == "hello wörld"
+
+
 def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
     ids = bpe_280.encode(f"a{bpe.END_OF_TEXT}b")
     assert bpe_280.eot not in ids
@@ -197,9 +207,9 @@ def test_a_file_of_the_users_own(words):
     tokenizer = load_tokenizer(words)
     assert (tokenizer.vocab_size, tokenizer.eot) == (6, 1)
     text = "hello wörld hello wörld hello"
-    # Neither template nor truncation nor padding.
+    # Of the template only what begins a document; neither truncation nor padding.
     assert tokenizer.encode(text).tolist() == [3, 4, 3, 4, 3]
-    assert next(tokenizer.encode_documents([("", text.encode())])).tolist() == [3, 4, 3, 4, 3]
+    assert next(tokenizer.encode_documents([("", text.encode())])).tolist() == [0, 3, 4, 3, 4, 3]
     assert tokenizer.decode([0, 3, 4, 1]) == "hello wörld"
     assert tokenizer.byte_lengths() is None  # the space before a word depends on what precedes it
     decoder = tokenizer.stream_decoder()

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -130,12 +131,14 @@ def python(module, argv):
 def efx_main(argv):
     """Everything up to the start of JAX, then the model; a run folder is left for what follows."""
     for word in argv:
+        if re.fullmatch(r"models/.*", word):
+            leave_model(word)
         folder = re.fullmatch(r"(?:--workdir=)?(runs/.*)", word)
         if folder and not (Path(folder[1]) / "config.json").exists():
             leave_run(folder[1], values_of("configs/mod.py"))
     if not argv:
         return
-    fresh = any(word.startswith("--config=") or word == "--config" for word in argv)
+    fresh = any(re.fullmatch(r"--config|--config=.*|--mode=import", word) for word in argv)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "start_jax", lambda values: (_ for _ in ()).throw(Started(values)))
         with pytest.raises(Started) as start:
@@ -154,6 +157,13 @@ def values_of(config):
 def leave_run(folder, values):
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / "config.json").write_text(values.config.to_json())
+
+
+def leave_model(folder):
+    """What --mode=import reads of a Hugging Face folder before it starts JAX."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    contents = {"model_type": "llama", "rope_theta": 10000.0, "num_hidden_layers": 4}
+    (Path(folder) / "config.json").write_text(json.dumps(contents))
 
 
 def build(config):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from efx import flops, sharding
 from efx.layers import attend
 from efx.layers.attention import Attention
-from efx.layers.config import AttentionConfig
+from efx.layers.config import AttentionConfig, RopeScalingConfig
 from efx.layers.dropout import StandardDropout
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.positions import rope
@@ -289,8 +289,7 @@ def test_probs_fn_sees_every_chunk():
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
     layer = Attention(
-        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0),
-        use_bias=False,
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none"),
         std=0.2,
         std_out=0.2,
         norm_eps=1e-5,
@@ -391,18 +390,40 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
 # ---- rotary embedding --------------------------------------------------------------------------
 
 
+def test_rope_scaling():
+    """Angles of position 1: all divided, or those of Llama 3, of which fast ones stay and slow ones
+    are divided, with a passage between."""
+
+    def angles(**scaling):
+        c = AttentionConfig(rope_theta=10.0**4, rope_scaling=RopeScalingConfig(**scaling))
+        y = rope(jnp.eye(8)[:4].reshape(4, 1, 1, 8), jnp.ones((4, 1), int), c)[:, 0, 0]
+        return np.arctan2(np.diagonal(y[:, 4:]), np.diagonal(y[:, :4]))
+
+    plain = np.array([1.0, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(angles(), plain, rtol=1e-4)
+    np.testing.assert_allclose(angles(kind="linear", factor=5.0), plain / 5, rtol=1e-4)
+    # Within 100 positions these turn 15.9, 1.59, 0.159 and 0.0159 times.
+    share = (100 * 0.1 / (2 * np.pi) - 1) / 3
+    expected = plain * np.array([1.0, share + (1 - share) / 8, 1 / 8, 1 / 8])
+    scaled = angles(kind="llama3", factor=8.0, original_context=100)
+    np.testing.assert_allclose(scaled, expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_rope_turns_pairs(platform, monkeypatch):
     """Pair i of H/2 turns by position * theta^(-2i/H); lengths stay, only differences matter."""
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     x = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
-    y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), 100.0))[0, :, 0]
+    y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), AttentionConfig(rope_theta=100.0)))[0, :, 0]
     for row, t in zip(y, (0, 1, 7), strict=True):
         np.testing.assert_allclose(
             row, [np.cos(t), np.cos(t / 10), np.sin(t), np.sin(t / 10)], atol=1e-6
         )
-    q, k, _ = inputs(kv_heads=N)
-    a = [rope(part, jnp.arange(T)[None] + 5, 1e4) for part in (q, k)]
-    b = [rope(part, jnp.arange(T)[None], 1e4) for part in (q, k)]
+    (q, k, _), plain = inputs(kv_heads=N), AttentionConfig()
+    a = [rope(part, jnp.arange(T)[None] + 5, plain) for part in (q, k)]
+    b = [rope(part, jnp.arange(T)[None], plain) for part in (q, k)]
     np.testing.assert_allclose(*(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4)
-    assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], 1e4).dtype == jnp.bfloat16
+    turned = rope(q, jnp.arange(T)[None], AttentionConfig(rope_fraction=4 / H))
+    np.testing.assert_array_equal(turned[..., 4:], q[..., 4:])
+    np.testing.assert_array_equal(turned[..., :4], rope(q[..., :4], jnp.arange(T)[None], plain))
+    assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], plain).dtype == jnp.bfloat16

@@ -13,7 +13,7 @@ from flax import linen as nn
 from efx import models
 from efx.configs import common
 from efx.errors import UsageError
-from efx.interop import hf
+from efx.interop import hf, hf_config
 from efx.layers.stack import scan_params
 
 V, T = 45, 24
@@ -36,8 +36,55 @@ LLAMA = dict(
     num_attention_heads=4,
     initializer_range=0.2,
     bos_token_id=None,
+    pad_token_id=None,
     eos_token_id=None,
 )
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=50.0,
+    factor=4.0,
+    low_freq_factor=0.5,
+    high_freq_factor=2.0,
+    original_max_position_embeddings=16,
+)
+QK_BIAS_TIED = dict(num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True)
+NEOX = {key: value for key, value in LLAMA.items()} | dict(
+    rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25),
+)
+# With every setting that is not the usual one of each architecture.
+NEW_VARIANTS = {
+    "llama3": ("llama", LLAMA | QK_BIAS_TIED | dict(rope_parameters=LLAMA3)),
+    "llama_linear": (
+        "llama",
+        LLAMA
+        | dict(
+            mlp_bias=True, rope_parameters=dict(rope_type="linear", rope_theta=50.0, factor=3.0)
+        ),
+    ),
+    "qwen2": (
+        "qwen2",
+        LLAMA | dict(num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    ),
+    "qwen2_window": (
+        "qwen2",
+        LLAMA
+        | dict(use_sliding_window=True, sliding_window=7, max_window_layers=0)
+        | dict(num_key_value_heads=1),
+    ),
+    "qwen3": ("qwen3", LLAMA | QK_BIAS_TIED | dict(head_dim=6, rope_parameters=LLAMA3)),
+    "smollm3": (
+        "smollm3",
+        LLAMA
+        | dict(num_hidden_layers=4, no_rope_layer_interval=2, mlp_bias=True, num_key_value_heads=2)
+        | dict(attention_bias=False, rope_parameters=LLAMA3),
+    ),
+    "neox": ("gpt_neox", NEOX),
+    "neox_serial": (
+        "gpt_neox",
+        NEOX | dict(use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True),
+    ),
+    "olmo2": ("olmo2", LLAMA | QK_BIAS_TIED | dict(rope_parameters=LLAMA3)),
+}
 VARIANTS = {
     "gpt2": ("gpt2", GPT2),
     "gpt2_exact_gelu": (
@@ -83,13 +130,18 @@ def theirs(transformers):
 
     classes = {
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "gpt_neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     }
     made = {}
 
     def make(variant):
         if variant not in made:
-            kind, options = VARIANTS[variant]
+            kind, options = (VARIANTS | NEW_VARIANTS)[variant]
             torch.manual_seed(0)
             config, model = classes[kind]
             made[variant] = model(config(**options)).eval()
@@ -129,14 +181,36 @@ def apply(model, params):
 # ---- against transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *NEW_VARIANTS])
 def test_logits_are_theirs(theirs, variant):
+    """Of whole sequences, and of the new architectures token by token from the cache."""
     their_model = theirs(variant)
     model = ours(their_model.config.to_dict())
     params = hf.params_from_hf(their_model.state_dict(), model)
     expected = logits_of(their_model)
     assert expected.std() > 0.3
     np.testing.assert_allclose(apply(model, params), expected, atol=1e-4)
+    if variant in NEW_VARIANTS:
+        np.testing.assert_allclose(decoded(model, params), expected, atol=1e-4)
+
+
+def decoded(model, params, chunk=6):
+    """Logits by cached decoding, so many tokens at a time."""
+
+    @families.jit
+    def step(cache, tokens_BT, positions_BT):
+        variables, options = {"params": params, "cache": cache}, dict(decode=True, cache_size=T)
+        logits_BTV, new = model.apply(
+            variables, tokens_BT, positions_BT, mutable=["cache"], **options
+        )
+        return logits_BTV, new["cache"]
+
+    cache, result, tokens_BT = models.init_cache(model, 2, T), [], jnp.asarray(tokens(), jnp.int32)
+    for start in range(0, T, chunk):
+        positions_BT = jnp.tile(jnp.arange(start, start + chunk, dtype=jnp.int32), (2, 1))
+        logits_BTV, cache = step(cache, tokens_BT[:, start : start + chunk], positions_BT)
+        result.append(logits_BTV)
+    return np.concatenate(result, axis=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -301,7 +375,21 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 and llama"),
+        ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 .*olmo2.*qwen3"),
+        ("gpt2", dict(model_type=["gpt2"]), "model_type=.*: efx reads gpt2"),
+        ("gemma2", {}, "model_type='gemma2': efx reads gpt2"),
+        ("gpt2", dict(alibi=True), "alibi=True: efx does not know this setting of gpt2"),
+        (
+            "llama",
+            dict(quantization_config=dict(bits=4)),
+            "quantization_config=.*does not know this setting of llama",
+        ),
+        ("llama", dict(rope_interleaved=True), "rope_interleaved=True: efx reproduces False"),
+        ("llama", dict(hidden_size="32"), "hidden_size='32': expected a whole number"),
+        ("llama", dict(num_hidden_layers=-1), "num_hidden_layers=-1: expected a whole number"),
+        ("llama", dict(num_attention_heads=None), "num_attention_heads=None: expected a whole"),
+        ("llama", dict(rms_norm_eps=0), "rms_norm_eps=0: expected a number above 0"),
+        ("llama", dict(tie_word_embeddings=1), "tie_word_embeddings=1: efx reproduces True"),
         ("gpt2", dict(activation_function="relu"), "activation_function='relu'.*'gelu_new'"),
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False"),
         (
@@ -311,23 +399,165 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
         ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
-        ("llama", dict(attention_bias=True), "mlp_bias=False"),
-        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_parameters=.*linear"),
+        (
+            "llama",
+            dict(rope_scaling=dict(type="yarn", factor=2.0)),
+            "rope_scaling.rope_type='yarn': efx reproduces 'default', 'linear', 'llama3'",
+        ),
+        ("llama", dict(rope_scaling="linear"), "rope_scaling='linear': expected a block"),
+        (
+            "llama",
+            dict(rope_scaling=dict(type="linear", factor=2.0, beta_fast=32)),
+            "rope_scaling.beta_fast=32: efx does not know this setting of 'linear'",
+        ),
         (
             "llama",
             dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
-            "without scaling",
+            "rope_parameters.factor is missing, which 'llama3' needs",
         ),
         (
             "llama",
             dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)),
-            "without scaling",
+            "rope_parameters.partial_rotary_factor=0.5: efx reproduces 1.0",
         ),
+        ("qwen2", dict(use_mrope=True), "use_mrope=True: efx reproduces False"),
+        (
+            "qwen2",
+            dict(use_sliding_window=True, sliding_window=8, max_window_layers=28),
+            "layer_types=.*one attention.window for all layers",
+        ),
+        ("qwen3", dict(layer_types=["linear_attention"] * 32), "layer_types=.*expected one of"),
+        (
+            "smollm3",
+            dict(no_rope_layers=[1, 0, 1, 1], num_hidden_layers=4),
+            "no_rope_layers=.*equal distances",
+        ),
+        ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers=.*for each of the 36 layers"),
+        ("gpt_neox", dict(rotary_pct=1.5), "partial_rotary_factor=1.5: efx reproduces at most"),
+        ("olmo2", dict(mlp_bias=False), "mlp_bias=False: efx does not know this setting of olmo2"),
     ],
 )
 def test_configs_that_efx_cannot_reproduce(kind, changes, message):
     with pytest.raises(UsageError, match=rf"config\.json: .*{message}"):
         hf.config_from_hf({"model_type": kind, **changes})
+
+
+def test_defaults_are_those_of_transformers(transformers):
+    """A config.json that says nothing but its kind is the same as one that says everything."""
+    for kind in hf_config.ARCHITECTURES:
+        full = transformers.AutoConfig.for_model(kind).to_dict()
+        said, silent = hf.config_from_hf(full), hf.config_from_hf({"model_type": kind})
+        for settings in (said, silent):
+            head_dim = settings.pop("model.attention.head_dim")
+            heads = settings["model.attention.num_heads"]
+            settings["head_dim"] = head_dim or settings["model.width"] // heads
+            settings["kv"] = settings.pop("model.attention.num_kv_heads") or heads
+        assert said == silent, kind
+
+
+# What config.json files of published models say, versions of transformers before 5 having written
+# them, and what has to come of it.
+PUBLISHED = {
+    "SmolLM2-135M": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=576, intermediate_size=1536,
+            is_llama_config=True, max_position_embeddings=8192, model_type="llama",
+            num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1,
+            rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None, rope_theta=100000,
+            tie_word_embeddings=True, vocab_size=49152,
+        ) | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        {"attention.rope_theta": 1e5, "attention.num_kv_heads": 3, "tied": True},
+    ),
+    "Llama-3.2-1B": (
+        dict(
+            attention_bias=False, head_dim=64, hidden_act="silu", hidden_size=2048,
+            intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False,
+            model_type="llama", num_attention_heads=32, num_hidden_layers=16,
+            num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=500000.0,
+            rope_scaling=dict(
+                factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type="llama3",
+                original_max_position_embeddings=8192,
+            ),
+            tie_word_embeddings=True, vocab_size=128256,
+        ),
+        {
+            "attention.rope_theta": 5e5,
+            "attention.rope_scaling.kind": "llama3",
+            "attention.rope_scaling.factor": 32.0,
+            "attention.rope_scaling.original_context": 8192,
+            "attention.rope_scaling.low_frequency_factor": 1.0,
+            "attention.rope_scaling.high_frequency_factor": 4.0,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        dict(
+            hidden_act="silu", hidden_size=896, intermediate_size=4864, max_window_layers=24,
+            max_position_embeddings=32768, model_type="qwen2", num_attention_heads=14,
+            num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
+            sliding_window=32768, tie_word_embeddings=True, use_mrope=False,
+            use_sliding_window=False, vocab_size=151936,
+        ),
+        {"attention.bias": "qkv", "use_bias": False, "attention.window": 0},
+    ),
+    "Qwen3-0.6B": (
+        dict(
+            attention_bias=False, head_dim=128, hidden_act="silu", hidden_size=1024,
+            intermediate_size=3072, max_position_embeddings=40960, max_window_layers=28,
+            model_type="qwen3", num_attention_heads=16, num_hidden_layers=28,
+            num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000,
+            sliding_window=None, tie_word_embeddings=True, use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        {"attention.bias": "none", "attention.qk_norm": "head", "attention.head_dim": 128},
+    ),
+    "SmolLM3-3B": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=2048, intermediate_size=11008,
+            layer_types=["full_attention"] * 36, max_position_embeddings=65536,
+            max_window_layers=28, mlp_bias=False, model_type="smollm3", no_rope_layer_interval=4,
+            no_rope_layers=[1, 1, 1, 0] * 9, num_attention_heads=16, num_hidden_layers=36,
+            num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-6, rope_scaling=None,
+            rope_theta=5e6, sliding_window=None, use_sliding_window=False, vocab_size=128256,
+        ),
+        {"attention.no_rope_every": 4, "tied": True},
+    ),
+    "pythia-70m": (
+        dict(
+            hidden_act="gelu", hidden_size=512, intermediate_size=2048, layer_norm_eps=1e-5,
+            max_position_embeddings=2048, model_type="gpt_neox", num_attention_heads=8,
+            num_hidden_layers=6, rotary_emb_base=10000, rotary_pct=0.25,
+            tie_word_embeddings=False, use_parallel_residual=True, vocab_size=50304,
+        ),
+        {"attention.rope_fraction": 0.25, "block_kind": "parallel", "use_bias": True},
+    ),
+    "OLMo-2-0425-1B": (
+        dict(
+            attention_bias=False, hidden_act="silu", hidden_size=2048, intermediate_size=8192,
+            max_position_embeddings=4096, model_type="olmo2", num_attention_heads=16,
+            num_hidden_layers=16, num_key_value_heads=16, rms_norm_eps=1e-6, rope_scaling=None,
+            rope_theta=500000, tie_word_embeddings=False, vocab_size=100352,
+        ),
+        {"attention.qk_norm": "width", "block_kind": "post_norm"},
+    ),
+}  # fmt: skip
+EVERYWHERE = dict(
+    architectures=["AForCausalLM"],
+    attention_dropout=0.0,
+    bos_token_id=0,
+    eos_token_id=[1, 2],
+    initializer_range=0.02,
+    torch_dtype="bfloat16",
+    transformers_version="4.46.0",
+    use_cache=True,
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    contents, expected = PUBLISHED[name]
+    settings = hf.config_from_hf(EVERYWHERE | contents)
+    assert {key: settings[f"model.{key}"] for key in expected} == expected
+    common.apply(common.base(), settings)
 
 
 def test_defaults_of_transformers():
@@ -345,6 +575,12 @@ def test_defaults_of_transformers():
         ({"attention.window": 4}, r"config\.model\.attention\.window=4"),
         ({"attention.scale": "mup"}, r"config\.model\.attention\.scale='mup'"),
         ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
+        ({"block_kind": "parallel"}, r"config\.model\.block_kind='parallel'.*'pre_norm'"),
+        ({"attention.bias": "qkv"}, r"config\.model\.attention\.bias='qkv'.*'all' or 'none'"),
+        ({"preset": "gpt2", "attention.bias": "none"}, r"attention\.bias='none'.*has 'all'"),
+        ({"attention.rope_fraction": 0.5}, r"config\.model\.attention\.rope_fraction=0\.5"),
+        ({"attention.no_rope_every": 2}, r"config\.model\.attention\.no_rope_every=2"),
+        ({"attention.rope_scaling.kind": "linear"}, r"attention\.rope_scaling\.kind='linear'"),
         ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
         ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
         ({"positions": "none"}, r"config\.model\.positions='none'"),

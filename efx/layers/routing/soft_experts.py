@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
-from efx.layers.blocks import apply_dropout, make_attention, make_norm
+from efx.layers.blocks import apply_dropout, make_attention, sublayer_norms
 from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
 from efx.layers.routing.moe import ExpertLinear, Experts
@@ -93,7 +93,7 @@ class ChannelAttention(Attention):
         y = y.reshape(self.channels, batch * length, -1)
         axes = ("heads", "embed")
         linear = ExpertLinear(
-            self.channels, width, axes, self.std_out, self.use_bias, self.dtype, name="out"
+            self.channels, width, axes, self.std_out, self.bias_out, self.dtype, name="out"
         )
         return linear(y).reshape(self.channels, batch, length, width)
 
@@ -187,17 +187,21 @@ class SoftBlock(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, info, context=None):
         """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
-        c, norm_attention = self.config, make_norm(self.config, "norm_attention")
+        c = self.config
+        before, after = sublayer_norms(c, "norm_attention")
         if context is not None:
             shared = self.norm_context == "norm_attention"
-            norm_context = norm_attention if shared else make_norm(c, self.norm_context)
+            norm_context = before if shared else sublayer_norms(c, self.norm_context)[0]
             context = norm_context(context[0]), context[1]
-        a_XBTD = _attention(c)(norm_attention(x_BTD), info, context)
+        a_XBTD = _attention(c)(before(x_BTD), info, context)
         if info.access == "write":
             return None
-        a_XBTD = _dropout(c, "attention_output", a_XBTD, info)
-        h_XBTD = constrain(x_BTD[None] + a_XBTD, *BY_CHANNEL)
-        m_XBTD = SoftMLP(c, name="mlp")(make_norm(c, "norm_mlp")(h_XBTD))
+        a_XBTD = _dropout(c, "attention_output", after(a_XBTD), info)
+        h_XBTD = jnp.broadcast_to(x_BTD[None], a_XBTD.shape)
+        if c.kind != "parallel":
+            h_XBTD = h_XBTD + a_XBTD
+        before, after = sublayer_norms(c, "norm_mlp")
+        m_XBTD = after(SoftMLP(c, name="mlp")(before(constrain(h_XBTD, *BY_CHANNEL))))
         m_XBTD = _dropout(c, "mlp_output", m_XBTD, info)
         return merge(c.soft.merge, exchange(a_XBTD + m_XBTD, BY_CHANNEL, BY_ROW))
 

@@ -48,8 +48,9 @@ class Bridge(nn.Module):
         project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_heads)
         attention = Attention(
-            config=AttentionConfig(**heads, head_dim=width // self.num_heads, rope_theta=0.0),
-            use_bias=False,
+            config=AttentionConfig(
+                **heads, head_dim=width // self.num_heads, rope_theta=0.0, bias="none"
+            ),
             std=self.std,
             std_out=0.0,  # the anchor as it was, to begin with
             norm_eps=1e-5,

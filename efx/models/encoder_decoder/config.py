@@ -80,7 +80,7 @@ class EncoderDecoderConfig(ModelConfig):
             output_positions=self.output_positions or ("none" if rope else "subtract"),
         )
         filled["cross_kv_heads"] = self.cross_kv_heads or filled["cross_heads"]
-        _check_cross(self.width, rope, filled["cross_heads"], filled["cross_kv_heads"])
+        _check_cross(self, rope, filled["cross_heads"], filled["cross_kv_heads"])
         off = dict(decoder_input_positions=False, output_positions="none")
         for name, value in off.items() if rope else ():
             chosen = filled.get(name, getattr(self, name))
@@ -92,7 +92,9 @@ class EncoderDecoderConfig(ModelConfig):
         return dataclasses.replace(
             self,
             **filled,
-            attention=self.attention.resolved(self.width, rope, self.mup.base_width > 0),
+            attention=self.attention.resolved(
+                self.width, rope, self.mup.base_width > 0, self.use_bias
+            ),
             mlp=self.mlp.resolved(max(self.depth, self.encoder_blocks), "gelu"),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
@@ -133,8 +135,9 @@ class EncoderDecoderConfig(ModelConfig):
         return tuple(j * blocks // max(1, depth - 1) for j in range(depth))
 
 
-def _check_cross(width, rope, heads, kv_heads):
+def _check_cross(c, rope, heads, kv_heads):
     """UsageError unless cross-attention can have so many heads."""
+    width = c.width
     if width % heads:
         raise UsageError(
             f"config.model.width={width} does not divide by config.model.cross_heads={heads}"
@@ -144,8 +147,6 @@ def _check_cross(width, rope, heads, kv_heads):
             f"config.model.cross_heads={heads} does not divide by "
             f"config.model.cross_kv_heads={kv_heads}"
         )
-    if rope and width // heads % 2:
-        raise UsageError(
-            f"config.model.cross_heads={heads}: rope needs an even head width, not {width} / "
-            f"{heads} = {width // heads}"
-        )
+    if rope:
+        where = f"config.model.cross_heads={heads}, heads of {width} / {heads} = {width // heads}"
+        c.attention.check_rotary(width // heads, where)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp
+from efx.layers.blocks import apply_dropout, make_attention, masked_mlp, sublayer_norms
 from efx.layers.config import AttentionConfig
 from efx.layers.norms import LayerNorm
 from efx.layers.routing.soft_experts import SoftBlock
@@ -42,7 +42,10 @@ class DecoderSpec(LayerSpec):
     def kinds(self):
         """{kind of attention: the block that has it}, in order. With soft experts each channel has
         the last attention and the MLP for itself; an attention before that is one for all."""
-        crossing = dataclasses.replace(self.block, attention=self.cross)
+        # A block without rotary positions has none in either.
+        rope_theta = self.block.attention.rope_theta
+        cross = dataclasses.replace(self.cross, rope_theta=rope_theta)
+        crossing = dataclasses.replace(self.block, attention=cross)
         *first, last = ATTENTIONS[self.order]
         blocks = {"self": self.block, "cross": crossing}
         kinds = {kind: dataclasses.replace(blocks[kind], soft=None) for kind in first}
@@ -86,9 +89,10 @@ class PairSpec:
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm self-attention, cross-attention and MLP; returns the increment of d.
+    """Self-attention, cross-attention and MLP, see `BlockKind`; returns the increment of d.
 
-    In `self_first`: a = SA(LN d); c = CA(q = LN(d + a), kv = LN e); a + c + MLP(LN(d + a + c)).
+    In `self_first`, pre-norm: a = SA(LN d); c = CA(q = LN(d + a), kv = LN e);
+    a + c + MLP(LN(d + a + c)).
     With soft experts the last attention and the MLP are those of a `SoftBlock`: here a is one for
     all channels, and each of them reads e with queries, keys and values of its own.
     """
@@ -110,9 +114,13 @@ class DecoderBlock(nn.Module):
             if not info.cache.kv_size:
                 infos["self"] = info.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
+
+        def state():
+            return d_BTD if self.config.kind == "parallel" else d_BTD + delta_BTD
+
         for kind, block in self.spec.kinds.items():
             if info.access != "write":
-                y_BTD = self._attend(kind, block, d_BTD + delta_BTD, infos[kind], contexts[kind])
+                y_BTD = self._attend(kind, block, state(), infos[kind], contexts[kind])
                 delta_BTD = delta_BTD + y_BTD
             elif infos[kind].access == "write":
                 self._attend(kind, block, d_BTD, infos[kind], contexts[kind])
@@ -120,7 +128,7 @@ class DecoderBlock(nn.Module):
             return None
         if self.config.soft is not None:
             return delta_BTD
-        return delta_BTD + masked_mlp(self, self.config, d_BTD + delta_BTD, info)
+        return delta_BTD + masked_mlp(self, self.config, state(), info)
 
     def _attend(self, kind, block, x_BTD, info, context):
         """The increment of an attention, or of the channels that have it for themselves."""
@@ -128,14 +136,15 @@ class DecoderBlock(nn.Module):
         if block.soft is not None:
             norm_context = "norm_encoder" if cross else "norm_attention"
             return SoftBlock(block, norm_context, name="soft")(x_BTD, info, context)
-        norm = make_norm(block, "norm_cross" if cross else "norm_attention")
+        before, after = sublayer_norms(block, "norm_cross" if cross else "norm_attention")
         if context is not None:
-            norm_context = make_norm(block, "norm_encoder") if cross else norm
+            norm_context = sublayer_norms(block, "norm_encoder")[0] if cross else before
             context = norm_context(context[0]), context[1]
         attention = make_attention(block, "cross_attention" if cross else "attention")
-        y_BTD = attention(norm(x_BTD), info, context)
+        y_BTD = attention(before(x_BTD), info, context)
         if info.access == "write":
             return None
+        y_BTD = after(y_BTD)
         name = "dropout_cross_output" if cross else "dropout_attention_output"
         return apply_dropout(block, "attention_output", y_BTD, info, name=name)
 

@@ -115,7 +115,7 @@ class LatentConfig(ModelConfig):
         _check_latents(self, bad)
         levels = len(self.latents)
         attention = self.attention.resolved(
-            self.width, self.positions in ROTARY, self.mup.base_width > 0
+            self.width, self.positions in ROTARY, self.mup.base_width > 0, self.use_bias
         )
         self.dropout.resolved(self.width, attention.num_heads)
         widths, heads = _widths(self, attention, levels, bad)
@@ -198,8 +198,9 @@ def _widths(model, attention, levels, bad):
     for width, count in zip(widths[:-1], heads, strict=False):
         if width % count:
             bad("level_widths", f"{width} does not divide by its {count} heads (level_heads)")
-        if model.positions in ROTARY and (width // count) % 2:
-            bad("positions", f"rope needs an even head width, not {width} / {count}")
+        if model.positions in ROTARY:
+            where = f"config.model.positions={model.positions!r} with heads of {width} / {count}"
+            attention.check_rotary(width // count, where)
         if model.dropout.kind == "attention" and masks.num_heads and width % masks.num_heads:
             bad(
                 "level_widths",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp
+from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp, sublayer_norms
 from efx.layers.config import BlockConfig
 from efx.layers.linear import Linear
 from efx.layers.mask_dropout.modules import make_mask_input
@@ -180,7 +180,8 @@ class Compress(nn.Module):
     level i - 1 has, to those that level i has: `plan`). `info` is of the former, `kept_info` of the
     latter.
 
-    The first block is h = x W + Attention(norm x), then h + MLP(norm h). `perceiver` computes it
+    The first block is h = x W + Attention(norm x), then h + MLP(norm h), or as `BlockKind` says
+    with x W for x in the residual. `perceiver` computes it
     for the last P_i places of a group only, whose queries attend to all places up to their own:
     latent j sees place p iff p <= P_{i-1} - P_i + j. `transformer` computes it, and the blocks
     after it, for all places, and keeps the last P_i.
@@ -197,7 +198,8 @@ class Compress(nn.Module):
             return y_BTD[:, first:] if plan is None else plan.take(y_BTD)
 
         attention = make_attention(b, "attention")
-        n_BTD = make_norm(b, "norm_attention")(x_BTD)
+        before, after = sublayer_norms(b, "norm_attention")
+        n_BTD = before(x_BTD)
         if c.model.compression == "perceiver":
             # Queries stand where the places that they read do.
             place_BT = kept_info.tokens.positions_BT
@@ -210,8 +212,9 @@ class Compress(nn.Module):
         h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
         mask_input = make_mask_input(b, "mask_input")
         info, _ = with_mask_input(mask_input, h_BTD, None, info, None, None)
-        h_BTD = h_BTD + apply_dropout(b, "attention_output", a_BTD, info)
-        h_BTD = h_BTD + masked_mlp(self, b, h_BTD, info)
+        a_BTD = apply_dropout(b, "attention_output", after(a_BTD), info)
+        read_BTD = h_BTD if b.kind == "parallel" else h_BTD + a_BTD
+        h_BTD = h_BTD + a_BTD + masked_mlp(self, b, read_BTD, info)
         if c.model.compression == "perceiver":
             return h_BTD
         more_blocks = (LayerSpec(b),) * (c.model.compression_blocks - 1)

@@ -1,0 +1,183 @@
+"""The run folder of a pretrained model: --mode=import --from FOLDER --workdir RUN.
+
+The folder is one of Hugging Face: config.json, *.safetensors, tokenizer.json. Everything is read
+and checked before the run folder is made; it then holds config, tokenizer and a checkpoint of step
+0, like the folder of a run that has just begun.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from efx import build, models, run_settings, runfolder, settings, sharding, storage
+from efx import step as step_lib
+from efx.checkpoint.params import fingerprint
+from efx.data.tokenizers import load_tokenizer
+from efx.errors import UsageError
+from efx.flops import count_params
+from efx.interop import hf
+from efx.interop.hf_config import ARCHITECTURES
+from efx.interop.weights import Weights
+from efx.metrics import quantity
+from efx.metrics.progress import is_primary
+
+# What an imported run trains by where no --config says it: a learning rate for parameters that are
+# trained already, and rows that fit into the memory of a small machine.
+RECIPE = {
+    "optim.learning_rate": 2e-5,
+    "optim.schedule.warmup_steps": 20,
+    "data.batch_size": 8,
+    "evaluate.batch_size": 8,
+}
+_SEQ_LEN = 512
+# An embedding may have more rows than there are tokens, for its size to be a round number. More of
+# them than this fraction, and the tokenizer is another model's.
+_MOST_PADDING = 0.05
+
+
+def config_for(folder, config=None):
+    """The config of a run of the model in a Hugging Face folder.
+
+    Args:
+      config: ConfigDict that says how the run trains; its model becomes that of the folder, but for
+        depth routing and what does not change what is computed. None: `RECIPE`.
+    Raises: UsageError naming what efx cannot reproduce.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"--from={folder}: there is no such folder")
+    changes = hf.settings_of(folder, hf.read_config(folder))
+    if config is None:
+        config = run_settings.known()
+        context = changes["model.context"]
+        config.update_from_flattened_dict({**RECIPE, "data.seq_len": min(_SEQ_LEN, context)})
+    run_settings.check(config)
+    if config.model.family != "decoder":
+        raise UsageError(
+            f"config.model.family={config.model.family!r}: --mode=import makes a decoder; give "
+            "another --config"
+        )
+    config.update_from_flattened_dict(changes)
+    config.data.tokenizer = str((folder / runfolder.TOKENIZER_FILE).resolve())
+    return config
+
+
+def import_run(config, folder, workdir, *, command_line=()):
+    """Make the run folder of the model in a Hugging Face folder.
+
+    Args:
+      config: ConfigDict, `config_for` the folder with further changes.
+      command_line: recorded in run.json.
+    Returns: {"parameters": their number}.
+    Raises: UsageError for a folder that is not whole, or not of the model that its config.json
+      describes, or a workdir that holds a run; nothing is written then.
+    """
+    folder, config = Path(folder), run_settings.check(config)
+    hf_config = hf.read_config(folder)
+    _check_config(config, hf.settings_of(folder, hf_config))
+    tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)
+    weights = Weights(folder)
+    rows = hf_config["vocab_size"]
+    hf.check_size(folder, config.model, rows, weights)
+    _check_vocabulary(folder, tokenizer.vocab_size, rows)
+    runfolder.check_shared(workdir)
+    with runfolder.Lock(workdir) as lock:
+        opened = _open(workdir, config, command_line)
+        e = build.without_text(config, tokenizer.vocab_size)
+        training = build.Training(e)
+        params = hf.params_from_hf(weights, e.model, jax.random.key(config.seed), rows)
+        with sharding.use(e.mesh, e.rules):
+            state = _state(training, params)
+            origin = {
+                "imported": str(folder.resolve()),
+                "model_type": hf_config["model_type"],
+                "parameters": fingerprint(state.params, e.model.vocab_size),
+            }
+            with _whole_or_not_at_all(workdir):
+                lock.take()
+                text = tokenizer.to_json()
+                contents = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
+                opened.commit(contents, origin=origin, tokenizer=runfolder.checksum(text))
+                with build.checkpointer(workdir, config.checkpoint) as checkpoints:
+                    meta = {"seconds": 0.0, "ending": ""}
+                    checkpoints.save(0, state, {"step": 0}, meta, force=True)
+    parameters = count_params(state.params)
+    if is_primary():
+        name = ARCHITECTURES[hf_config["model_type"]].name
+        print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
+        if extra := rows - tokenizer.vocab_size:
+            print(
+                f"{extra} of the {rows:,} rows of the embedding stand for no token of "
+                f"{runfolder.TOKENIZER_FILE} and are left out"
+            )
+    return {"parameters": parameters}
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(workdir):
+    """Takes a folder away again that was made in vain: a full disk is noticed at its end."""
+    was_there = storage.folder(workdir).exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there and not storage.is_remote(workdir) and is_primary():
+            shutil.rmtree(workdir, ignore_errors=True)
+        raise
+
+
+def _check_config(config, decided):
+    """UsageError for a setting of the model that is not the checkpoint's. Fewer positions may be
+    asked for where they are not learned."""
+    if config.adapter.kind != "none":
+        raise UsageError(
+            f"config.adapter.kind={config.adapter.kind!r}: import the model without adapters, and "
+            "name the run as config.init.run of one that trains them"
+        )
+    plain = runfolder.dotted(settings.as_dict(config))
+    for key, value in decided.items():
+        mine = plain[key]
+        shorter = key == "model.context" and plain["model.positions"] == "rope" and mine <= value
+        if mine != value and not shorter:
+            raise UsageError(f"config.{key}={mine!r}: the model of --from has {value!r}")
+
+
+def _check_vocabulary(folder, tokens, rows):
+    path = folder / runfolder.TOKENIZER_FILE
+    if tokens > rows:
+        raise UsageError(
+            f"{path} has {tokens} ids, and the embedding has {rows} rows (vocab_size in "
+            "config.json): it is the tokenizer of another model"
+        )
+    if rows - tokens > _MOST_PADDING * rows:
+        raise UsageError(
+            f"{path} has {tokens} ids for {rows} rows of the embedding (vocab_size in "
+            f"config.json), of which at most {_MOST_PADDING:.0%} may stand for no token: it is the "
+            "tokenizer of another model"
+        )
+
+
+def _open(workdir, config, command_line):
+    opened = runfolder.open_run(
+        workdir, settings.as_dict(config), command_line=list(command_line), may_differ=(".*",)
+    )
+    if not opened.is_new:
+        raise UsageError(f"--workdir={workdir} holds a run; give a new folder")
+    return opened
+
+
+def _state(training, params):
+    """The `TrainState` of step 0 with these parameters."""
+    e = training.experiment
+
+    def make(params, seed):
+        variables = {"params": params}
+        if "state" in training.shapes.variables:
+            fresh = nn.unbox(models.init(e.model, jax.random.key(seed)))
+            variables["state"] = fresh["state"]
+        return step_lib.state_of(variables, training.optimizer)
+
+    return jax.jit(make, out_shardings=training.shardings)(params, np.uint32(e.config.seed))

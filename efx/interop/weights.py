@@ -1,0 +1,112 @@
+"""The arrays of a folder of safetensors files: found, checked, and read one at a time."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from efx.errors import UsageError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What arrays may be of; all become float32.
+_DTYPES = ("F32", "BF16", "F16")
+
+
+class StoredArray:
+    """An array in a file: its shape is known, its numbers are read by `np.asarray`.
+
+    The library has checked, when it opened the file, that the header is whole and that what it says
+    of every array lies within the file, so no array is larger than its file.
+    """
+
+    def __init__(self, file, path, name):
+        self._file, self.path, self.name = file, path, name
+        self._slice = file.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+
+    def __array__(self, dtype=None, copy=None):
+        if self._slice.get_dtype() not in _DTYPES:
+            raise UsageError(
+                f"{self.path}: {self.name} is of the type {self._slice.get_dtype()}; efx reads "
+                f"{', '.join(_DTYPES)}"
+            )
+        try:
+            array = self._file.get_tensor(self.name)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UsageError(f"{self.path}: {self.name} cannot be read: {_line(error)}") from error
+        return array if dtype is None else array.astype(dtype)
+
+
+class Weights(Mapping):
+    """{name: `StoredArray`} of model.safetensors, or of the shards that its index names.
+
+    Raises: UsageError naming the file that is missing, damaged, or lacks what the index says.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        index, self._arrays = self.folder / INDEX, {}
+        if not index.exists():
+            self._add(self.folder / SINGLE)
+            return
+        shard_of = _shards(index)
+        for name in sorted(set(shard_of.values())):
+            self._add(self.folder / name)
+        for name, shard in shard_of.items():
+            if name not in self._arrays or self._arrays[name].path.name != shard:
+                raise UsageError(f"{self.folder / shard} lacks {name}, which {index} says it has")
+
+    def _add(self, path):
+        if not path.is_file():
+            raise UsageError(f"{path} does not exist: efx reads weights from safetensors only")
+        try:
+            file = safe_open(path, framework="numpy")
+            names = file.keys()
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {_line(error)}") from error
+        for name in names:
+            if name in self._arrays:
+                raise UsageError(f"{path} has {name}, and so has {self._arrays[name].path}")
+            self._arrays[name] = StoredArray(file, path, name)
+
+    def __getitem__(self, name):
+        return self._arrays[name]
+
+    def __iter__(self):
+        return iter(self._arrays)
+
+    def __len__(self):
+        return len(self._arrays)
+
+    @property
+    def size(self):
+        """Numbers in all arrays."""
+        return sum(int(np.prod(array.shape, dtype=object)) for array in self.values())
+
+
+def _shards(index):
+    """{name of an array: name of its file} of an index."""
+    contents = read_json(index)
+    shards = contents.get("weight_map") if isinstance(contents, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise UsageError(f"{index}: weight_map says {name} is in {shard!r}, no name of a file")
+    return shards
+
+
+def read_json(path):
+    """The contents of a file of a checkpoint."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {_line(error)}") from error
+
+
+def _line(error):
+    return " ".join(str(error).split()) or type(error).__name__
