@@ -1,5 +1,6 @@
 """Byte-level BPE, and any other tokenizer of the `tokenizers` library."""
 
+import itertools
 import json
 import re
 
@@ -47,13 +48,22 @@ class LibraryTokenizer(Tokenizer):
         settings = json.loads(self._json)
         self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
         self._chunks = _cuts_at_spaces(settings)
-        self.start = self._template_start()
+        words = (word for word in sorted(vocabulary) if word not in special)
+        self.start = self._template_start(itertools.chain("a", words))
 
-    def _template_start(self):
-        """The ids that the file's template puts before a text."""
-        bare, framed = (
-            self._inner.encode("a", add_special_tokens=added).ids for added in (False, True)
-        )
+    def _template_start(self, texts):
+        """The ids that the file's template puts before a text, by the first of these that the
+        tokenizer can encode: a vocabulary may lack letters, and a token for what it lacks."""
+        for text in texts:
+            try:
+                bare = self._inner.encode(text, add_special_tokens=False).ids
+            except Exception:  # the library raises no narrower type
+                continue
+            if bare:
+                break
+        else:
+            return ()
+        framed = self._inner.encode(text, add_special_tokens=True).ids
         places = (i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
         return tuple(framed[: next(places, 0)])
 
