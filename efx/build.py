@@ -186,6 +186,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     model = _model(config, data.tokenizer, mesh, rules)
     if config.data.packing:
         model.check_packing()
+        data.check_packing()
     _check_batch(config, mesh, rules)
     stages = _capacity_stages(model, config.data.seq_len)
     steps = _total_steps(config, stages)

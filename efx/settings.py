@@ -181,9 +181,8 @@ def _as_option(hint, value, where):
         number = _as_option(kind, value, where)
         if not allowed.holds(number):
             finite = allowed.is_open and not abs(number) < math.inf and allowed != Range()
-            raise UsageError(
-                f"{where}={value!r}: must be {'finite and ' if finite else ''}{allowed.rule(number)}"
-            )
+            rule = ("finite and " if finite else "") + allowed.rule(number)
+            raise UsageError(f"{where}={value!r}: must be {rule}")
         if allowed.is_open and abs(number) > _LARGEST[kind]:
             limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
             raise UsageError(
