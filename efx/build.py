@@ -186,6 +186,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     model = _model(config, data.tokenizer, mesh, rules)
     if config.data.packing:
         model.check_packing()
+        data.check_packing()
     _check_batch(config, mesh, rules)
     stages = _capacity_stages(model, config.data.seq_len)
     steps = _total_steps(config, stages)
@@ -225,11 +226,6 @@ def _devices(config, devices=None):
 def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
-    if config.adapter.kind != "none" and not config.init.run:
-        raise UsageError(
-            f"config.init.run is empty: config.adapter.kind={config.adapter.kind!r} needs there the"
-            " run folder of the base model that is adapted"
-        )
     if config.init.run and not storage.folder(config.init.run, "config.init.run").is_dir():
         raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
     runs = _member_runs(config.model)
@@ -268,7 +264,13 @@ def _model(config, tokenizer, mesh, rules):
     members = [
         _member(key, run, tokenizer, config, mesh, rules) for key, run in _member_runs(config.model)
     ]
-    return _module_of_run(config, tokenizer.vocab_size, mesh, rules, members)
+    model = _module_of_run(config, tokenizer.vocab_size, mesh, rules, members)
+    if config.adapter.kind != "none" and not config.init.run:
+        raise UsageError(
+            f"config.init.run is empty: config.adapter.kind={config.adapter.kind!r} needs there the"
+            " run folder of the base model that is adapted"
+        )
+    return model
 
 
 def _module_of_run(config, vocab_size, mesh, rules, members=()):

@@ -49,6 +49,15 @@ class Range:
             and (self.below is None or value < self.below)
         )
 
+    def rule(self, value):
+        """What of it a number breaks, in words."""
+        if self.least is not None and self.most is not None:
+            if value < self.least:
+                return f"at least {self.least}"
+            if value > self.most:
+                return f"at most {self.most}"
+        return str(self)
+
     @property
     def is_open(self):
         """Whether nothing is too large for it."""
@@ -71,7 +80,7 @@ Natural = Annotated[int, Range(least=0)]
 Pieces = Annotated[int, Range(least=1, most=10_000)]
 PiecesOrNone = Annotated[int, Range(least=0, most=10_000)]
 # Positions, or experts to choose from: two such numbers have a sum in int32.
-Places = Annotated[int, Range(least=0, below=2**30)]
+Places = Annotated[int, Range(least=0, most=2**30 - 1)]
 Bytes = Annotated[int, Range(least=0, below=2**63)]  # of a file, or 0
 Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]
@@ -172,9 +181,8 @@ def _as_option(hint, value, where):
         number = _as_option(kind, value, where)
         if not allowed.holds(number):
             finite = allowed.is_open and not abs(number) < math.inf and allowed != Range()
-            raise UsageError(
-                f"{where}={value!r}: must be {'finite and ' if finite else ''}{allowed}"
-            )
+            rule = ("finite and " if finite else "") + allowed.rule(number)
+            raise UsageError(f"{where}={value!r}: must be {rule}")
         if allowed.is_open and abs(number) > _LARGEST[kind]:
             limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
             raise UsageError(

@@ -73,11 +73,6 @@ def load(
     text_bytes = {split: token_split.text_bytes for split, token_split in with_spans.items()}
     key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
-    if c.packing and "train" in streams and len(data.documents("train")) < 2:
-        raise UsageError(
-            f"config.data.packing=True: the training split of {token_splits['train'].name} is one"
-            " document, and packing fills rows with several; leave it at False"
-        )
     data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
     return data
 
@@ -117,6 +112,15 @@ class Data:
         if split in self._spans:
             return self._spans[split]
         return documents_between(self._streams[split], self.tokenizer.eot)
+
+    def check_packing(self):
+        """UsageError if there is nothing to pack in what is trained on."""
+        if "train" in self._streams and len(self.documents("train")) < 2:
+            raise UsageError(
+                "config.data.packing=True: the training split of"
+                f" config.data.source={self._config.source!r} is one document, and packing fills"
+                " rows with several; leave it at False"
+            )
 
     def _packing(self, split):
         if split not in self._packings:
