@@ -123,11 +123,15 @@ class AttentionConfig:
             bias=self.bias or ("all" if use_bias else "none"),
         )
 
-    def check_rotary(self, head_dim, where):
-        """UsageError, beginning with `where`, unless heads so wide can be turned by positions."""
+    def check_rotary(self, head_dim, where, shown=""):
+        """UsageError unless heads so wide can be turned by positions.
+
+        Args:
+          where: setting and value that decide the width. shown: how that comes about.
+        """
         turned = self.rotary_size(head_dim)
         if self.rope_fraction == 1.0 and turned % 2:
-            raise UsageError(f"{where}: rope needs an even head width")
+            raise UsageError(f"{where}: rope needs an even head width, not {shown or head_dim}")
         if turned % 2 or not turned:
             raise UsageError(
                 f"{self.where}.rope_fraction={self.rope_fraction}: rope needs an even number of "

@@ -148,5 +148,5 @@ def _check_cross(c, rope, heads, kv_heads):
             f"config.model.cross_kv_heads={kv_heads}"
         )
     if rope:
-        where = f"config.model.cross_heads={heads}, heads of {width} / {heads} = {width // heads}"
-        c.attention.check_rotary(width // heads, where)
+        shown = f"{width} / {heads} = {width // heads}"
+        c.attention.check_rotary(width // heads, f"config.model.cross_heads={heads}", shown)

@@ -199,8 +199,8 @@ def _widths(model, attention, levels, bad):
         if width % count:
             bad("level_widths", f"{width} does not divide by its {count} heads (level_heads)")
         if model.positions in ROTARY:
-            where = f"config.model.positions={model.positions!r} with heads of {width} / {count}"
-            attention.check_rotary(width // count, where)
+            where = f"config.model.positions={model.positions!r}"
+            attention.check_rotary(width // count, where, f"{width} / {count}")
         if model.dropout.kind == "attention" and masks.num_heads and width % masks.num_heads:
             bad(
                 "level_widths",
