@@ -51,9 +51,17 @@ _OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
 _OF_A_CONFIG = ("seed", "steps", "model")
 _CHECKSUM = "checksum"  # the entry of config.json and run.json that is made of all others
 # Of run.json: the type of each entry, and the keys of those that are dicts.
-_ENTRIES = {"launches": list, "origin": dict, "text": dict, "subset": str, "tokenizer": str}
+_ENTRIES = {
+    "launches": list,
+    "origin": dict,
+    "imported": dict,
+    "text": dict,
+    "subset": str,
+    "tokenizer": str,
+}
 _KEYS_OF_ENTRIES = {
     "origin": ("run", "step", "parameters"),
+    "imported": ("from", "model_type", "parameters"),
     "text": ("source", "eval_source", "held_out"),
 }
 

@@ -92,8 +92,8 @@ def import_run(config, folder, workdir, *, command_line=()):
         params = hf.params_from_hf(weights, e.model, jax.random.key(config.seed), rows)
         with sharding.use(e.mesh, e.rules):
             state = _state(training, params)
-            origin = {
-                "imported": str(folder.resolve()),
+            imported = {
+                "from": str(folder.resolve()),
                 "model_type": hf_config["model_type"],
                 "parameters": fingerprint(state.params, e.model.vocab_size),
             }
@@ -101,7 +101,7 @@ def import_run(config, folder, workdir, *, command_line=()):
                 lock.take()
                 text = tokenizer.to_json()
                 contents = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
-                opened.commit(contents, origin=origin, tokenizer=runfolder.checksum(text))
+                opened.commit(contents, imported=imported, tokenizer=runfolder.checksum(text))
                 with build.checkpointer(workdir, config.checkpoint) as checkpoints:
                     meta = {"seconds": 0.0, "ending": ""}
                     checkpoints.save(0, state, {"step": 0}, meta, force=True)
