@@ -30,6 +30,17 @@ CHANGES = {
 OF_A_LAUNCH = {"seconds", "tokens_per_second", "startup_seconds", "parameters"}
 
 
+@pytest.fixture(autouse=True)
+def heeding():
+    """A program that ignores a signal, as one under nohup does, starts others that ignore it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def stuck(monkeypatch):
     """A function that lets a method hang in its first call, where a SIGTERM comes."""
