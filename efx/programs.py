@@ -79,8 +79,10 @@ def _leaf(shape, dtype, names):
 def _path(of, suffix):
     """Where something is kept that depends on `of`; None: nothing is."""
     folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        return None
     key = hashlib.sha256("\n".join([_environment(), of]).encode()).hexdigest()
-    return pathlib.Path(folder) / f"efx_{key}{suffix}" if folder else None
+    return pathlib.Path(folder) / f"efx_{key}{suffix}"
 
 
 def _write(path, content):

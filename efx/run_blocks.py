@@ -17,6 +17,7 @@ from efx.settings import (
     Probability,
     Range,
     block,
+    check_encodes,
     check_regex,
     converted,
     names_of,
@@ -307,14 +308,8 @@ class SampleConfig:
 
     def check(self):
         for name in ("prompt", "stop"):
-            text = getattr(self, name)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UsageError(
-                    f"{self.where}.{name}={text!r}: has half of a surrogate pair, "
-                    f"{text[error.start]!r}, which is no character: a text in UTF-8 is needed"
-                ) from None
+            needed = ": a text in UTF-8 is needed"
+            check_encodes(getattr(self, name), f"{self.where}.{name}", needed=needed)
 
 
 @block("config.cluster")

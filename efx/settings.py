@@ -218,14 +218,20 @@ def _text(value, where):
     pairs, of one kind, in Python."""
     if "\0" in value:
         raise UsageError(f"{where}={value!r}: has a character \\0, which ends a name of the system")
+    check_encodes(value, where, "surrogateescape")
+    return value
+
+
+def check_encodes(text, where, errors="strict", needed=""):
+    """UsageError unless a text has a form in UTF-8. errors: as in `str.encode`; needed: said at the
+    end."""
     try:
-        value.encode("utf-8", "surrogateescape")
+        text.encode("utf-8", errors)
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"{where}={value!r}: has half of a surrogate pair, {value[error.start]!r}, which is no "
-            "character"
+            f"{where}={text!r}: has half of a surrogate pair, {text[error.start]!r}, which is no "
+            f"character{needed}"
         ) from None
-    return value
 
 
 def check_regex(pattern, where):

@@ -55,6 +55,14 @@ _LLAMA = dict(
     rope_parameters=None,
 )
 _WINDOWS = dict(use_sliding_window=False, sliding_window=None, layer_types=None)
+_QWEN = dict(
+    vocab_size=151936,
+    intermediate_size=22016,
+    num_key_value_heads=32,
+    max_position_embeddings=32768,
+    **_WINDOWS,
+    max_window_layers=28,
+)
 _DEFAULTS = {
     "gpt2": dict(
         vocab_size=50257,
@@ -91,25 +99,10 @@ _DEFAULTS = {
     "llama": _LLAMA,
     "olmo2": {key: value for key, value in _LLAMA.items() if key != "mlp_bias"}
     | dict(vocab_size=50304, rms_norm_eps=1e-5),
-    "qwen2": {key: value for key, value in _LLAMA.items() if not key.endswith("_bias")}
-    | dict(
-        vocab_size=151936,
-        intermediate_size=22016,
-        num_key_value_heads=32,
-        max_position_embeddings=32768,
-        **_WINDOWS,
-        max_window_layers=28,
-    ),
+    "qwen2": {key: value for key, value in _LLAMA.items() if not key.endswith("_bias")} | _QWEN,
     "qwen3": {key: value for key, value in _LLAMA.items() if key != "mlp_bias"}
-    | dict(
-        vocab_size=151936,
-        intermediate_size=22016,
-        num_key_value_heads=32,
-        head_dim=128,
-        max_position_embeddings=32768,
-        **_WINDOWS,
-        max_window_layers=28,
-    ),
+    | _QWEN
+    | dict(head_dim=128),
     "smollm3": _LLAMA
     | dict(
         vocab_size=128256,
@@ -233,6 +226,11 @@ def _check_known(hf, kind):
         )
 
 
+def _bias(keys):
+    """`attention.bias` of architectures that have it at all projections or at none."""
+    return "all" if keys.flag("attention_bias") else "none"
+
+
 def _gpt2(keys):
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
@@ -265,7 +263,7 @@ def _gpt_neox(keys):
         "attention.num_heads": keys.count("num_attention_heads"),
         "attention.num_kv_heads": 0,
         "attention.head_dim": 0,
-        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "attention.bias": _bias(keys),
         "block_kind": "parallel" if parallel else "pre_norm",
         "norm": "layernorm",
         "norm_eps": keys.number("layer_norm_eps"),
@@ -298,31 +296,28 @@ def _llama(keys):
 
 
 def _with_biases(keys):
-    bias = "all" if keys.flag("attention_bias") else "none"
-    return {**_llama(keys), "attention.bias": bias, "use_bias": keys.flag("mlp_bias")}
+    return {**_llama(keys), "attention.bias": _bias(keys), "use_bias": keys.flag("mlp_bias")}
 
 
 def _olmo2(keys):
     return {
         **_llama(keys),
-        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "attention.bias": _bias(keys),
         "attention.qk_norm": "width",
         "block_kind": "post_norm",
     }
 
 
 def _qwen2(keys):
-    first = _max_window_layers(keys)
-    return {**_llama(keys), "attention.bias": "qkv", "attention.window": _window(keys, first)}
+    return {**_llama(keys), "attention.bias": "qkv", "attention.window": _window(keys)}
 
 
 def _qwen3(keys):
-    first = _max_window_layers(keys)
     return {
         **_llama(keys),
-        "attention.bias": "all" if keys.flag("attention_bias") else "none",
+        "attention.bias": _bias(keys),
         "attention.qk_norm": "head",
-        "attention.window": _window(keys, first),
+        "attention.window": _window(keys),
     }
 
 
@@ -349,13 +344,11 @@ def _smollm3(keys):
     return changes | {"attention.window": _window_of(keys, windowed)}
 
 
-def _max_window_layers(keys):
-    value = keys["max_window_layers"]
-    return 0 if value == 0 and not isinstance(value, bool) else keys.count("max_window_layers")
-
-
-def _window(keys, first):
-    """`attention.window` of a Qwen, whose layers from number `first` on have one."""
+def _window(keys):
+    """`attention.window` of a Qwen, whose layers from number `max_window_layers` on have one."""
+    first = keys["max_window_layers"]
+    if first != 0 or isinstance(first, bool):
+        first = keys.count("max_window_layers")
     return _window_of(keys, [i >= first for i in range(keys.count("num_hidden_layers"))])
 
 

@@ -128,6 +128,10 @@ def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, documents_BT):
     return jax.shard_map(function, in_specs=specs, out_specs=q_spec, check_vma=False)(*arrays)
 
 
+def _whole_lanes(length):
+    return -(-length // LANES) * LANES
+
+
 def _pad(length, *arrays):
     """Arrays [B, T, ...] with zeros up to this length: no query sees what comes after it."""
     return [
@@ -155,7 +159,7 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
-    length = -(-case.length // LANES) * LANES
+    length = _whole_lanes(case.length)
     block = next(size for size in (512, 256, LANES) if length % size == 0)
     sizes = lib.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block,
@@ -234,7 +238,7 @@ def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     """JAX's attention in Pallas for Triton; keys and values are repeated for grouped heads."""
     from jax.experimental.pallas.ops.gpu import attention as lib
 
-    length = -(-case.length // LANES) * LANES
+    length = _whole_lanes(case.length)
     groups = case.num_heads // case.num_kv_heads
 
     def local(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None):
@@ -285,7 +289,7 @@ def mosaic(case, q_BTNH, k_BTKH, v_BTKH, first_BT, scale):
 
     if first_BT is not None:
         first_BT = jnp.broadcast_to(first_BT, (q_BTNH.shape[0], case.length))
-    length = -(-case.length // LANES) * LANES  # first keys are told in blocks of queries
+    length = _whole_lanes(case.length)  # first keys are told in blocks of queries
     arrays = _pad(length, q_BTNH, k_BTKH, v_BTKH, first_BT)
     return _over_devices(local, *arrays)[:, : case.length].astype(q_BTNH.dtype)
 

@@ -35,8 +35,7 @@ class Block(nn.Module):
         if info.access == "write":
             return None
         a_BTD = apply_dropout(c, "attention_output", after(a_BTD), info)
-        h_BTD = x_BTD if c.kind == "parallel" else x_BTD + a_BTD
-        return a_BTD + masked_mlp(self, c, h_BTD, info)
+        return a_BTD + masked_mlp(self, c, after_attention(c, x_BTD, a_BTD), info)
 
 
 class SkipMLP(nn.Module):
@@ -62,6 +61,11 @@ def sublayer_norms(c, name):
     the two is the norm of this name, the other nothing."""
     norm = make_norm(c, name)
     return (_as_it_is, norm) if c.kind == "post_norm" else (norm, _as_it_is)
+
+
+def after_attention(c, x, a):
+    """What the next part of the block `c` reads after an attention, or attentions, gave `a`."""
+    return x if c.kind == "parallel" else x + a
 
 
 def _as_it_is(x):

@@ -48,7 +48,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=16,
 )
 QK_BIAS_TIED = dict(num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True)
-NEOX = {key: value for key, value in LLAMA.items()} | dict(
+NEOX = LLAMA | dict(
     rope_parameters=dict(rope_type="default", rope_theta=50.0, partial_rotary_factor=0.25),
 )
 # With every setting that is not the usual one of each architecture.

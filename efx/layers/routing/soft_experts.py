@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
-from efx.layers.blocks import apply_dropout, make_attention, sublayer_norms
+from efx.layers.blocks import after_attention, apply_dropout, make_attention, sublayer_norms
 from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
 from efx.layers.routing.moe import ExpertLinear, Experts
@@ -197,9 +197,7 @@ class SoftBlock(nn.Module):
         if info.access == "write":
             return None
         a_XBTD = _dropout(c, "attention_output", after(a_XBTD), info)
-        h_XBTD = jnp.broadcast_to(x_BTD[None], a_XBTD.shape)
-        if c.kind != "parallel":
-            h_XBTD = h_XBTD + a_XBTD
+        h_XBTD = after_attention(c, jnp.broadcast_to(x_BTD[None], a_XBTD.shape), a_XBTD)
         before, after = sublayer_norms(c, "norm_mlp")
         m_XBTD = after(SoftMLP(c, name="mlp")(before(constrain(h_XBTD, *BY_CHANNEL))))
         m_XBTD = _dropout(c, "mlp_output", m_XBTD, info)

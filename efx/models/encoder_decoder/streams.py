@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers.blocks import apply_dropout, make_attention, masked_mlp, sublayer_norms
+from efx.layers.blocks import (
+    after_attention,
+    apply_dropout,
+    make_attention,
+    masked_mlp,
+    sublayer_norms,
+)
 from efx.layers.config import AttentionConfig
 from efx.layers.norms import LayerNorm
 from efx.layers.routing.soft_experts import SoftBlock
@@ -115,12 +121,10 @@ class DecoderBlock(nn.Module):
                 infos["self"] = info.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
 
-        def state():
-            return d_BTD if self.config.kind == "parallel" else d_BTD + delta_BTD
-
         for kind, block in self.spec.kinds.items():
             if info.access != "write":
-                y_BTD = self._attend(kind, block, state(), infos[kind], contexts[kind])
+                read_BTD = after_attention(self.config, d_BTD, delta_BTD)
+                y_BTD = self._attend(kind, block, read_BTD, infos[kind], contexts[kind])
                 delta_BTD = delta_BTD + y_BTD
             elif infos[kind].access == "write":
                 self._attend(kind, block, d_BTD, infos[kind], contexts[kind])
@@ -128,7 +132,8 @@ class DecoderBlock(nn.Module):
             return None
         if self.config.soft is not None:
             return delta_BTD
-        return delta_BTD + masked_mlp(self, self.config, state(), info)
+        read_BTD = after_attention(self.config, d_BTD, delta_BTD)
+        return delta_BTD + masked_mlp(self, self.config, read_BTD, info)
 
     def _attend(self, kind, block, x_BTD, info, context):
         """The increment of an attention, or of the channels that have it for themselves."""

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.layers.blocks import apply_dropout, make_attention, make_norm, masked_mlp, sublayer_norms
+from efx.layers.blocks import (
+    after_attention,
+    apply_dropout,
+    make_attention,
+    make_norm,
+    masked_mlp,
+    sublayer_norms,
+)
 from efx.layers.config import BlockConfig
 from efx.layers.linear import Linear
 from efx.layers.mask_dropout.modules import make_mask_input
@@ -213,8 +220,8 @@ class Compress(nn.Module):
         mask_input = make_mask_input(b, "mask_input")
         info, _ = with_mask_input(mask_input, h_BTD, None, info, None, None)
         a_BTD = apply_dropout(b, "attention_output", after(a_BTD), info)
-        read_BTD = h_BTD if b.kind == "parallel" else h_BTD + a_BTD
-        h_BTD = h_BTD + a_BTD + masked_mlp(self, b, read_BTD, info)
+        m_BTD = masked_mlp(self, b, after_attention(b, h_BTD, a_BTD), info)
+        h_BTD = h_BTD + a_BTD + m_BTD
         if c.model.compression == "perceiver":
             return h_BTD
         more_blocks = (LayerSpec(b),) * (c.model.compression_blocks - 1)
