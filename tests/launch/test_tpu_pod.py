@@ -25,17 +25,26 @@ echo "start $count: $action"
 trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
 case "$action" in
   preempted)
-    # Not before all have started: what is taken away at once has one history.
-    for _ in $(seq 600); do
-      begun=0
-      for each in "$STORAGE"/*.starts; do
-        [ "$(wc -l <"$each")" -lt "$count" ] || begun=$((begun + 1))
-      done
-      [ "$begun" -lt "${TOGETHER:-0}" ] || break
-      sleep 0.05
-    done
-    echo SUSPENDED >"$CLOUD/request"
-    echo PREEMPTED >"$CLOUD/nodes/$SLICE/state"
+    # The cloud takes everything away at once, when all have started, and once: the first worker
+    # plays it, and no reader finds half a file. The others end when it is done.
+    taken="$STORAGE/preempted.$count"
+    case "$SLICE.$WORKER" in
+      pod.0 | pod-0.0)
+        for _ in $(seq 600); do
+          begun=0
+          for each in "$STORAGE"/*.starts; do
+            [ "$(wc -l <"$each")" -lt "$count" ] || begun=$((begun + 1))
+          done
+          [ "$begun" -lt "$TOGETHER" ] || break
+          sleep 0.05
+        done
+        for slice in "$CLOUD"/nodes/*; do
+          echo PREEMPTED >"$slice/new" && mv "$slice/new" "$slice/state"
+        done
+        echo SUSPENDED >"$CLOUD/new" && mv "$CLOUD/new" "$CLOUD/request"
+        touch "$taken" ;;
+      *) for _ in $(seq 1200); do [ ! -e "$taken" ] || break; sleep 0.05; done ;;
+    esac
     kill -TERM 0 ;;   # as a machine that shuts down does, to all processes
   rebooted) [ "$WORKER" = 0 ] || kill -TERM 0 ;;
   finished) exit 0 ;;
@@ -55,9 +64,9 @@ def no_real_cloud(monkeypatch, tmp_path):
 
 
 class Cloud:
-    """A cloud in a folder, with `WORKERS` workers a slice, and a tree to launch from."""
+    """A cloud in a folder, of slices with `workers` workers each, and a tree to launch from."""
 
-    def __init__(self, folder, workers):
+    def __init__(self, folder, workers, slices=1):
         self.folder, self.storage = folder / "cloud", folder / "storage"
         self.tree, tools = folder / "tree", folder / "tools"
         self.folder.mkdir()
@@ -71,6 +80,7 @@ class Cloud:
             "CLOUD": self.folder,
             "STORAGE": self.storage,
             "WORKERS": workers,
+            "TOGETHER": workers * slices,
             "EFX_VENV": script(folder / "venv" / "bin" / "python", TRAINER).parent.parent,
             "EFX_POLL": "0.1",
             "TMPDIR": folder,
@@ -232,9 +242,8 @@ def test_create_waits_and_says_the_state(cloud):
 
 def test_preempted_twice_training_goes_on_to_its_end(tmp_path):
     """Two slices of two workers; the arguments arrive as they were given, every time."""
-    cloud = Cloud(tmp_path, workers=2)
+    cloud = Cloud(tmp_path, workers=2, slices=2)
     cloud.plan("preempted", "preempted", "finished")
-    cloud.env["TOGETHER"] = 4
     cloud.next("WAITING_FOR_RESOURCES", "ACTIVE")
     prompt = 'it\'s "a" $HOME `b`'
     options = ("--type=v5litepod-16", "--slices=2", "--delete-after", "--setup", "touch mounted")
