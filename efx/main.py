@@ -36,6 +36,8 @@ from efx.hostmemory import keep_freed_memory
 from efx.settings import Count, Range, converted
 
 gc.enable()
+# Of garbage there is little, of objects of traced programs millions: look through them seldom.
+gc.set_threshold(100_000, 30, 30)
 
 MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {

@@ -50,8 +50,11 @@ class Sampler:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
         and tokens_per_second, of decoding alone; cache_bytes; expert_overflow, how many choices of
-        an expert found it full. With routed blocks routed_fraction_by_block, {block: of the tokens
-        read}; routed_fraction, their mean; overflow, tokens that found a block's cache full.
+        an expert found it full, of expert_choices. With routed blocks routed_fraction_by_block,
+        {block: of the tokens read}; routed_fraction, their mean; overflow, how many tokens found a
+        block's cache full, of wanted, which decided for it. Room is that of a row of cache_size
+        tokens, and these are the numbers of a forward pass over such rows; over shorter ones, such
+        as an evaluation's, more are left out.
     """
 
     def __init__(
@@ -295,7 +298,8 @@ class _Run:
         self.prompt_tokens = sum(map(len, texts))
         self.new_tokens = self.slides = self.tokens_read = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
-        self.counts = {name: collections.Counter() for name in ("routed", "overflow", "dropped")}
+        names = ("routed", "overflow", "taken", "dropped")
+        self.counts = {name: collections.Counter() for name in names}
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
             leaves, structure = jax.tree.flatten(self.variables)
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
@@ -387,12 +391,15 @@ class _Run:
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
             "expert_overflow": sum(self.counts["dropped"].values()),
+            "expert_choices": sum(self.counts["dropped"].values())
+            + sum(self.counts["taken"].values()),
         }
         if routed := self.counts["routed"]:
             fractions = {name: routed[name] / max(1, self.tokens_read) for name in routed}
             stats["routed_fraction"] = float(np.mean(list(fractions.values())))
             stats["routed_fraction_by_block"] = fractions
             stats["overflow"] = sum(self.counts["overflow"].values())
+            stats["wanted"] = stats["overflow"] + round(sum(routed.values()))
         return stats
 
 

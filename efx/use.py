@@ -43,7 +43,22 @@ def sample(config, workdir, step=None, stream=None):
     line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
-    if stats["expert_overflow"]:
-        line += f"; {stats['expert_overflow']} choices of an expert found it full"
-    print(line, file=sys.stderr)
+    print(line + _left_out(stats, sampler.cache_size, config.data.seq_len), file=sys.stderr)
     return stats
+
+
+def _left_out(stats, cache_size, seq_len):
+    """What found no room, and why an evaluation of the same text may count another number."""
+    lost = []
+    for name, count, of, unit in (
+        ("routed blocks", stats.get("overflow", 0), stats.get("wanted"), "tokens"),
+        ("experts", stats["expert_overflow"], stats.get("expert_choices"), "choices"),
+    ):
+        if count:
+            lost.append(f"{name} had no room for {count} of {of} {unit} ({count / of:.1%})")
+    if not lost:
+        return ""
+    room = f"; room is that of rows of {cache_size} tokens"
+    if cache_size != seq_len:
+        room += f", evaluation has rows of {seq_len}"
+    return "; " + ", ".join(lost) + room

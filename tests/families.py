@@ -702,6 +702,7 @@ FAMILIES = {
                 "adapter.routing": "inclusion",
                 "adapter.capacity": 0.4,
                 "adapter.slack": 1.0,
+                "adapter.sites": ".*/(query|value|up)",  # of each kind; all take six times as long
                 "memory_local": 2,
                 "upsampling": "attention",
             },
@@ -787,13 +788,17 @@ def constant(values, dtype):
         return jnp.asarray(values, dtype)
 
 
+@functools.cache
+def variable_shapes(model):
+    """Shapes of the variables of a model. Tracing an initialisation is half of what a test of a
+    small model costs."""
+    return jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
+
+
 def random_params(model, seed=0):
     """Parameters in which nothing is all ones or zeros: matrices N(0, 0.2^2), vectors 0.3 about
     their initial value. Drawn by numpy, because compiling initialisers takes seconds a model."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(
-        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
-    )
 
     def draw(path, leaf):
         kind = path[-1].key
@@ -802,7 +807,7 @@ def random_params(model, seed=0):
         std = 0.4 if path[0].key == "mask_input" else STD.get(kind, 0.3)
         return constant(rng.normal(centre, std, leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, variable_shapes(model)["params"])
 
 
 @functools.cache
@@ -813,8 +818,7 @@ def state_of(name):
 
 def random_state(model):
     """{"state": ...} of a model that keeps running averages, past their warm-up; else {}."""
-    shapes = jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
-    rng = np.random.default_rng(1)
+    shapes, rng = variable_shapes(model), np.random.default_rng(1)
 
     def draw(leaf):
         if leaf.dtype == jnp.int32:

@@ -11,7 +11,7 @@ import pytest
 from families import VOCAB
 from flax import linen as nn
 
-from efx import flops, models
+from efx import flops, means, models
 from efx.layers import attend, blocks, stack
 from efx.layers.routing import plans
 
@@ -153,7 +153,7 @@ def build(name):
 
 @functools.cache
 def forward(name):
-    """(logits, what every layer returned) of the full forward on `tokens()`."""
+    """(logits, what every layer returned, statistics) of the full forward on `tokens()`."""
     model, params = build(name)
 
     @families.jit
@@ -162,14 +162,13 @@ def forward(name):
             {"params": params, **families.random_state(model)},
             tokens_BT,
             capture_intermediates=lambda module, method: isinstance(module, stack.Layer),
-            mutable=["intermediates"],
+            mutable=["intermediates", "stats", means.COLLECTION],
         )
 
     logits_BTV, state = apply(tokens())
     layers = state["intermediates"]["layers"]
-    return np.asarray(logits_BTV), [
-        np.asarray(layers[f"block_{i}"]["__call__"][0]) for i in range(model.config.depth)
-    ]
+    states = [np.asarray(layers[f"block_{i}"]["__call__"][0]) for i in range(model.config.depth)]
+    return np.asarray(logits_BTV), states, means.sown(state, "stats")
 
 
 @functools.cache
@@ -222,7 +221,7 @@ def decode_all(name, chunk, singles_from=CONTEXT, lengths=LENGTHS):
 
 
 def check_logits(name, logits_BTV, lengths=LENGTHS):
-    expected_BTV, _ = forward(name)
+    expected_BTV = forward(name)[0]
     for b, length in enumerate(lengths):
         np.testing.assert_allclose(
             logits_BTV[b, :length], expected_BTV[b, :length], atol=1e-4, err_msg=f"row {b}"
@@ -323,7 +322,7 @@ def test_slots_of_a_routed_block(capacity, slack, size, slots):
 def test_the_cache_holds_routed_tokens_only(name, overflows, chunk):
     """With their original positions, in order; what found no room is counted, not kept."""
     _, cache = decode_all(name, chunk)
-    _, layers = forward(name)
+    layers = forward(name)[1]
     params = build(name)[1]
     overflow = 0
     for i, block, room in routed_caches(name, cache):
@@ -341,6 +340,26 @@ def test_the_cache_holds_routed_tokens_only(name, overflows, chunk):
             assert block["overflow"][b] == len(wanted) - kept
             overflow += len(wanted) - kept
     assert (overflow > 0) == overflows
+
+
+@pytest.mark.parametrize("name", ["mod_full", "moe", "mode_context_choice", "mode_context"])
+def test_what_a_full_pass_leaves_out_decoding_does(name):
+    """As many, of rows as long as the cache; what counts them in one says so in the other."""
+    _, cache = decode_all(name, 64, lengths=(CONTEXT,) * len(LENGTHS))
+    decoded = collections.Counter()
+    for path, value in jax.tree_util.tree_leaves_with_path(cache):
+        if path[-1].key in ("overflow", "dropped"):
+            decoded[path[-1].key] += int(np.sum(value))
+    full, moe = collections.Counter(), build(name)[0].config.mlp.moe
+    each = moe.top_k if moe.router == "token_choice" else 1  # experts that a token asks for
+    for path, mean in means.leaves(forward(name)[2]):
+        statistic = path[-2].key if hasattr(path[-1], "idx") else path[-1].key
+        if statistic == "router/overflow_fraction":
+            full["overflow"] += float(mean.total)
+        if statistic == "moe/dropped_fraction":
+            full["dropped"] += float(mean.total) * each
+    assert decoded == {kind: pytest.approx(count) for kind, count in full.items()}
+    assert sum(decoded.values()) > 0
 
 
 # ---- what is not computed ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from efx import build, flops, models, sample, sharding
+from efx import build, flops, models, sample, sharding, use
 from efx.configs import common, mode
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
@@ -429,6 +429,13 @@ def test_a_sampler_counts_what_experts_turn_away():
     list(sampler.tokens({"params": params}, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
     read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
     assert sampler.stats["expert_overflow"] == 2 * (read - 12)
+    assert sampler.stats["expert_choices"] == 2 * read
+    said = use._left_out(sampler.stats, sampler.cache_size, seq_len=16)
+    assert said == (
+        "; experts had no room for 24 of 48 choices (50.0%); room is that of rows of 24 tokens,"
+        " evaluation has rows of 16"
+    )
+    assert use._left_out({"expert_overflow": 0}, 24, 16) == ""
 
 
 class Held:

@@ -422,7 +422,7 @@ def test_statistics():
     wanted = int(jnp.sum(wanting()(jnp.asarray([ids + new], jnp.int32))))
     room = 10  # ceil(0.4 * 24)
     assert wanted > room  # so that some overflow
-    assert stats["overflow"] == wanted - room
+    assert (stats["overflow"], stats["wanted"]) == (wanted - room, wanted)
     assert stats["routed_fraction_by_block"] == {"block_1": pytest.approx(room / CONTEXT)}
     assert stats["routed_fraction"] == pytest.approx(room / CONTEXT)
     assert (stats["prompt_tokens"], stats["new_tokens"], stats["slides"]) == (10, CONTEXT - 10, 0)
