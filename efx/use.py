@@ -43,7 +43,8 @@ def sample(config, workdir, step=None, stream=None):
     line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
-    print(line + _left_out(stats, sampler.cache_size, config.data.seq_len), file=sys.stderr)
+    cache_size, seq_len = sampler.sampler.cache_size, config.data.seq_len
+    print(line + _left_out(stats, cache_size, seq_len), file=sys.stderr)
     return stats
 
 
