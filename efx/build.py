@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -117,6 +118,23 @@ class Training:
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
 
+    def lower_step(self, model):
+        """`step.make_train_step` of a stage's model, lowered for arguments of the shapes and
+        shardings that a run of this experiment has."""
+        e, c = self.experiment, self.experiment.config
+        function = step_lib.make_train_step(
+            model,
+            self.optimizer,
+            self.schedule,
+            c,
+            total_steps=e.steps,
+            groups=sharding.batch_shards(e.mesh, e.rules),
+        )
+        batch = _batch_shapes(c, sharding.batch_sharding(e.mesh, e.rules))
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))
+        return jitted.lower(self.shapes, batch, seed)
+
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
         e, c, state = self.experiment, self.experiment.config, self.shapes
@@ -142,6 +160,17 @@ class Training:
         name = max(numbers, key=numbers.get)
         what = f"{name}={numbers[name]}, the largest number of the model and its batch: training"
         memory.check(what, parts, f"; the largest array is {memory.largest(state.params)}")
+
+
+def _batch_shapes(config, layout):
+    """Shapes of a batch as the data pipeline makes it."""
+    shape = (config.data.batch_size, config.data.seq_len)
+    dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if config.data.packing:
+        dtypes |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for name, dtype in dtypes.items()
+    }
 
 
 def _variables(model):

@@ -18,11 +18,42 @@ _STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "S
 # shell, and timeout(1) tells the process and then its group.
 _SAME_SECONDS = 1.0
 
-_left_behind = []  # threads whose work nobody waits for any more
+_threads = []  # of every `Beside` that may not have ended
 
 
 class Interrupted(Exception):
     """A signal came before the work was done."""
+
+
+class Beside:
+    """`work()`, from now on, in a thread beside the one that asks for it. A process that ends does
+    not wait for it, see `work_is_left`."""
+
+    def __init__(self, work):
+        self._outcome, self._done = None, threading.Event()
+
+        def run():
+            try:
+                self._outcome = work(), None
+            except BaseException as error:
+                self._outcome = None, error
+            self._done.set()
+
+        thread = threading.Thread(target=run, name="efx-work")
+        _threads[:] = [thread, *(other for other in _threads if other.is_alive())]
+        thread.start()
+
+    def wait(self, seconds):
+        """Whether it is done, at the latest so many seconds from now."""
+        return self._done.wait(seconds)
+
+    def result(self):
+        """What the work returned, or raises what it raised; waits for it."""
+        self._done.wait()
+        result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
 
 
 class StopSignals:
@@ -97,26 +128,13 @@ class StopSignals:
         """
         if _several() or not self._previous_handlers:
             return work()
-        outcome, done = [], threading.Event()
-
-        def run():
-            try:
-                outcome.append((work(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-            done.set()
-
-        thread = threading.Thread(target=run, name="efx-work")
-        if not self.name:
-            thread.start()
-        while not done.wait(0.1):
+        if self.name:
+            raise Interrupted
+        beside = Beside(work)
+        while not beside.wait(0.1):
             if self.name:
-                _left_behind.append(thread)
                 raise Interrupted
-        ((result, error),) = outcome
-        if error is not None:
-            raise error
-        return result
+        return beside.result()
 
     def stop_requested(self):
         """Whether to stop after the step that was just taken; the same answer on every host, each
@@ -178,7 +196,7 @@ class SecondSignal:
 
 def work_is_left():
     """Whether a thread still does what nobody waits for: Python would wait for it at its end."""
-    return any(thread.is_alive() for thread in _left_behind)
+    return any(thread.is_alive() for thread in _threads)
 
 
 def _several():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
-from efx import step as step_lib
 from efx.checkpoint import start_from
 from efx.checkpoint.files import warn
 from efx.errors import UsageError
@@ -20,7 +19,7 @@ from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
-from efx.signals import Interrupted, StopSignals
+from efx.signals import Beside, Interrupted, StopSignals
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -111,6 +110,7 @@ class _Launch:
         self.buffer = MetricsBuffer()
         self.last_row = {}
         self.step, self.restored = 0, False
+        self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
         self.written = None  # the record of the rows that are in the metrics at this step
@@ -215,6 +215,8 @@ class _Launch:
             if config.checkpoint.keep_best:
                 shapes, metric = self.training.shapes, config.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
+            if not untrained:
+                self._compile_ahead()
             iterator, origin = self._restore()
             self._commit(origin, files)
             self.progress.println(self._banner())
@@ -288,7 +290,7 @@ class _Launch:
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 try:
-                    compiled = self._apart(lambda: self._compiled(stage, batch))  # noqa: B023
+                    compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
                 except Interrupted:
                     self._log(self.buffer.pop_all(), clock)
                     self._pause([], True, position)
@@ -331,32 +333,33 @@ class _Launch:
 
     def _apart(self, work):
         """`work()`, for which a signal does not have to wait: then it is Interrupted."""
+        return self.signals.unless_stopped(lambda: self._in_thread(work))
+
+    def _in_thread(self, work):
         e = self.experiment
+        with sharding.used_in_thread(e.mesh, e.rules):
+            return work()
 
-        def used():
-            with sharding.used_in_thread(e.mesh, e.rules):
-                return work()
+    def _compile_ahead(self):
+        """Begin to compile the first step, beside what else there is to do before it: initialising
+        and restoring take as long. Of several processes each waits for its turn, since compilers of
+        several devices may talk to each other, and threads would not do so in one order."""
+        e, step = self.experiment, self.checkpoints.latest_step() or 0
+        if step >= e.steps or jax.process_count() > 1:
+            return
+        stage = e.stage(step)
+        self.ahead = stage, Beside(lambda: self._in_thread(lambda: self._compile(stage)))
 
-        return self.signals.unless_stopped(used)
-
-    def _compiled(self, stage, batch):
-        e = self.experiment
-        with self._timed("count FLOPs"):
-            e.flops(self.step + 1, nominal=False)  # traced here, outside of the timed steps
-        step_fn = step_lib.make_train_step(
-            stage.model,
-            self.training.optimizer,
-            self.training.schedule,
-            self.config,
-            total_steps=e.steps,
-            groups=sharding.batch_shards(e.mesh, e.rules),
-        )
+    def _compiled(self, stage):
+        """The compiled step of a stage, maybe begun before."""
+        begun, beside = self.ahead or (None, None)
+        self.ahead = None
         with self._timed("compile"):
-            return (
-                jax.jit(step_fn, donate_argnums=0, out_shardings=(self.training.shardings, None))
-                .lower(self.state, batch, self.seed)
-                .compile()
-            )
+            return beside.result() if begun is stage else self._compile(stage)
+
+    def _compile(self, stage):
+        self.experiment.flops(stage.start + 1, nominal=False)  # traced here, before timed steps
+        return self.training.lower_step(stage.model).compile()
 
     def _log(self, rows, clock):
         """Take finished steps; write a row at each multiple of `log.every` and at the last step."""

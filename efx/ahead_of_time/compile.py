@@ -6,10 +6,8 @@ import re
 import time
 
 import jax
-import jax.numpy as jnp
 
 from efx import build, flops, run_settings, runfolder, settings, sharding
-from efx import step as step_lib
 from efx.ahead_of_time import hlo, topology
 from efx.ahead_of_time.report import Estimate, Memory, Report
 from efx.data import tokenizers
@@ -62,16 +60,6 @@ def compile_step(config, topology_name, vocab_size):
     asked = jax.default_device(target.devices[0])
     with jax.set_mesh(one), asked:  # kernels are chosen for the devices of the topology here, too
         training = build.Training(experiment)
-    function = step_lib.make_train_step(
-        model,
-        training.optimizer,
-        training.schedule,
-        config,
-        total_steps=experiment.steps,
-        groups=sharding.batch_shards(mesh, rules),
-    )
-    batch = _batch(config, sharding.batch_sharding(mesh, rules))
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(mesh))
     length, rows = config.data.seq_len, config.data.batch_size
     # The products of kernels are not in their program as such, so those of plain XLA are counted.
     plain = settings.replaced(config, {"model.attention.kernel": "xla"})
@@ -90,11 +78,9 @@ def compile_step(config, topology_name, vocab_size):
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()
     with sharding.use(mesh, rules), asked:
-        jitted = jax.jit(
-            function, donate_argnums=0, out_shardings=(training.shardings, None)
-        ).lower(training.shapes, batch, seed)
+        lowered = training.lower_step(model)
         try:
-            compiled = jitted.compile()
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             report.memory = _refused(str(error), target.chip)
             return report
@@ -107,17 +93,6 @@ def compile_step(config, topology_name, vocab_size):
     peak = flops.device_peak(config.train.dtype, target.devices[0])
     report.estimate = _estimate(program, report, target, peak)
     return report
-
-
-def _batch(config, layout):
-    """Shapes of a batch as the data pipeline makes it."""
-    shape = (config.data.batch_size, config.data.seq_len)
-    dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if config.data.packing:
-        dtypes |= {"positions": jnp.int32, "segment_ids": jnp.int32}
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for name, dtype in dtypes.items()
-    }
 
 
 def _memory(needs, chip):
