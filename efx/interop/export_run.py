@@ -18,6 +18,13 @@ from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import SHARD_BYTES, WRITTEN_DTYPES
 from efx.metrics import quantity
 
+# How the tokenizer of Qwen2 splits a text. transformers makes its own of the tokens of any folder
+# with this architecture, so that another tokenizer would give other ids there.
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SHARD_BYTES):
     """Write the model of a run's checkpoint into a new folder.
@@ -67,6 +74,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
             "tokenizer_config.json": _json(settings),
             "generation_config.json": _json(ids),
         },
+        without=() if _splits_as_qwen2(text) else ("qwen2",),
         dtype=dtype,
         shard_bytes=shard_bytes,
     )
@@ -87,6 +95,14 @@ def _ids(tokenizer):
 
 def _json(contents):
     return json.dumps(contents, indent=2) + "\n"
+
+
+def _splits_as_qwen2(text):
+    """Whether this is a tokenizer.json like that of Qwen2."""
+    contents = json.loads(text)
+    steps = (contents["pre_tokenizer"] or {}).get("pretokenizers", [])
+    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    return contents["normalizer"] == {"type": "NFC"} and patterns == [_QWEN2_SPLIT]
 
 
 def _library_form(tokenizer):

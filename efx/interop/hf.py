@@ -311,6 +311,7 @@ def save_hf(
     state=None,
     ids=None,
     files=None,
+    without=(),
     dtype="float32",
     shard_bytes=SHARD_BYTES,
 ):
@@ -323,12 +324,13 @@ def save_hf(
       state: the model's collection of this name, if it has one.
       ids: {"bos_token_id": ..., "eos_token_id": ...} for config.json.
       files: {name: text} of further files.
+      without: architectures that are not to be taken.
       dtype, shard_bytes: as in `weights.write`.
     Returns: the contents of config.json.
     Raises: UsageError naming the setting that cannot be written, or what is wrong with the folder.
     """
     folder, files = Path(folder), dict(files or {})
-    config, _ = find_architecture(model)
+    config, _ = find_architecture(model, without)
     if config is not None:
         arrays = arrays_of(params, model)
     else:
@@ -346,6 +348,8 @@ def save_hf(
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
             weights.write(part, arrays, dtype, shard_bytes)
+            for path in part.iterdir():  # the library lets nobody else read its files
+                shutil.copymode(part / "config.json", path)
     except BaseException as error:
         for path in made:
             with contextlib.suppress(OSError):

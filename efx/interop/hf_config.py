@@ -572,9 +572,9 @@ def config_to_hf(model):
     return config
 
 
-def find_architecture(model):
+def find_architecture(model, without=()):
     """(config.json of an architecture that has the settings of a decoder exactly, or None; which
-    setting none of them has)."""
+    setting none of them has). without: architectures that do not count."""
     if problem := _without_place(model):
         return None, problem
     c, nearest_one = model.config, None
@@ -586,15 +586,17 @@ def find_architecture(model):
             vocab_size=model.vocab_size,
             tie_word_embeddings=c.tied,
             dtype="float32",
+            # Some architectures have ids by default, of tokens that may not be there.
             bos_token_id=None,
             eos_token_id=None,
+            pad_token_id=None,
             initializer_range=c.init_std,
             **architecture.write(c),
         )
         differences = _differences(c, config)
-        if not differences:
+        if not differences and kind not in without:
             return config, ""
-        if nearest_one is None or len(differences) < len(nearest_one[1]):
+        if differences and (nearest_one is None or len(differences) < len(nearest_one[1])):
             nearest_one = kind, differences
     kind, differences = nearest_one
     name, (ours, theirs) = next(iter(differences.items()))
@@ -634,6 +636,8 @@ def _without_place(model):
         return (
             f"config.adapter.kind={model.adapter.kind!r}: {checkpoint} adapters; write their base"
         )
+    if c.positions == "none":
+        return "config.model.positions='none': no Hugging Face format is without"
     if c.depth_routing.kind != "none":
         return (
             f"config.model.depth_routing.kind={c.depth_routing.kind!r}: {checkpoint} routers; only "

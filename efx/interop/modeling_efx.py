@@ -1,6 +1,6 @@
 """A language model of efx in PyTorch: Mixture of Depths, Mixture of Experts, learned dropout.
 
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
