@@ -20,7 +20,7 @@ from efx.metrics import quantity
 
 # How the tokenizer of Qwen2 splits a text. transformers makes its own of the tokens of any folder
 # with this architecture, so that another tokenizer would give other ids there.
-_QWEN2_SPLIT = (
+QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -54,27 +54,15 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
     own_format.check(checked.model, checked.adapter.kind)
     hf.check_new(folder)
     built, step, params, variables = build.finished(config, workdir, step)
-    tokenizer, model = built.tokenizer, built.model
-    text, names = _library_form(tokenizer)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.context,
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
-    ids = _ids(tokenizer)
+    files = tokenizer_files(built.tokenizer, built.model.context)
     contents = hf.save_hf(
         folder,
         params,
-        model,
+        built.model,
         state=variables.get("state"),
-        ids=ids,
-        files={
-            "tokenizer.json": text,
-            "tokenizer_config.json": _json(settings),
-            "generation_config.json": _json(ids),
-        },
-        without=() if _splits_as_qwen2(text) else ("qwen2",),
+        ids=_ids(built.tokenizer),
+        files=files,
+        without=foreign_architectures(files[runfolder.TOKENIZER_FILE]),
         dtype=dtype,
         shard_bytes=shard_bytes,
     )
@@ -87,22 +75,38 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
     return contents
 
 
-def _ids(tokenizer):
-    """What generation goes by."""
-    first = tokenizer.start[0] if len(tokenizer.start) == 1 else None
-    return {"bos_token_id": first, "eos_token_id": tokenizer.eot}
+# ---- the tokenizer -------------------------------------------------------------------------------
 
 
-def _json(contents):
-    return json.dumps(contents, indent=2) + "\n"
+def tokenizer_files(tokenizer, context):
+    """{name: text} of what transformers' AutoTokenizer reads, and of what generation goes by."""
+    text, names = _library_form(tokenizer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
+    return {
+        runfolder.TOKENIZER_FILE: text,
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+        "generation_config.json": json.dumps(_ids(tokenizer), indent=2) + "\n",
+    }
 
 
-def _splits_as_qwen2(text):
-    """Whether this is a tokenizer.json like that of Qwen2."""
+def foreign_architectures(text):
+    """The architectures that a model with this tokenizer.json cannot be exported as."""
     contents = json.loads(text)
     steps = (contents["pre_tokenizer"] or {}).get("pretokenizers", [])
     patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    return contents["normalizer"] == {"type": "NFC"} and patterns == [_QWEN2_SPLIT]
+    of_qwen2 = contents["normalizer"] == {"type": "NFC"} and patterns == [QWEN2_SPLIT]
+    return () if of_qwen2 else ("qwen2",)
+
+
+def _ids(tokenizer):
+    """The ids that begin and end a document, if there are any."""
+    first = tokenizer.start[0] if len(tokenizer.start) == 1 else None
+    return {"bos_token_id": first, "eos_token_id": tokenizer.eot}
 
 
 def _library_form(tokenizer):
