@@ -76,7 +76,7 @@ def config_of(model):
         attention_window=a.window,
         attention_softcap=a.softcap,
         positions=c.positions,
-        rope=_rope(a) if c.positions == "rope" else None,
+        rope=rope_of(a) if c.positions == "rope" else None,
         logit_scale=model.logit_scale,
         logit_softcap=c.logit_softcap,
         blocks=[
@@ -93,7 +93,8 @@ def config_of(model):
     )
 
 
-def _rope(a):
+def rope_of(a):
+    """Rotary positions of an attention's config."""
     scaling = a.rope_scaling
     rope = dict(theta=a.rope_theta, size=a.rotary_size(a.head_dim), kind=scaling.kind)
     if scaling.kind != "none":

@@ -1,6 +1,7 @@
 """--mode=export: folders that transformers loads and that compute the same, or one line and nothing
 written."""
 
+import ast
 import errno
 import json
 import shutil
@@ -20,6 +21,7 @@ from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
 from efx.interop import export_run, hf, own_format, weights
+from efx.layers import positions
 from efx.layers.stack import scan_params
 
 T = families.LENGTH
@@ -29,10 +31,10 @@ FIRST = 12  # tokens that the cache gets at first
 @pytest.fixture(scope="module")
 def load(transformers, tmp_path_factory):  # noqa: F811
     """folder -> the model in it, by whatever code it brings, and nobody asked."""
-    folder = tmp_path_factory.mktemp("modules")
+    cache = str(tmp_path_factory.mktemp("modules"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
-        patch.syspath_prepend(str(folder))
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        patch.syspath_prepend(cache)
 
         def load(path, **options):
             path, options = str(path), {"trust_remote_code": True, **options}
@@ -52,25 +54,37 @@ def logits_of(model, tokens_BT, **options):
 
 # ---- modeling_efx.py -----------------------------------------------------------------------------
 
-# Of tests/families.py: between them every setting that the file knows.
+# Of tests/families.py: between them, and the next, every setting that the file knows.
 OWN = (
-    "llama_options", "post_norm", "mup", "mod_options", "mod_parallel", "mod_capacity_list",
-    "mod_predictor", "mod_threshold", "mod_context", "moe", "moe_switch", "moe_expert_choice",
-    "mode_staged", "dropout_elementwise", "dropout_elementwise_mod", "dropout_attention",
-    "dropout_attention_mod", "dropout_embedding_moe", "dropout_tokens",
+    "llama_options", "mup", "mod_options", "mod_parallel", "mod_capacity_list", "mod_threshold",
+    "mod_context", "moe", "moe_switch", "moe_expert_choice", "mode_staged", "dropout_elementwise",
+    "dropout_elementwise_mod", "dropout_attention_mod", "dropout_embedding_moe", "dropout_tokens",
 )  # fmt: skip
+MASKS_OF_ONE_ATTENTION = {
+    "dropout.kind": "attention",
+    "dropout.sites": families.NO_PROBS,
+    "dropout.attention.input": "embedding_linear",
+    "dropout.attention.rounding": "sigmoid",
+    "dropout.attention.num_heads": 2,
+    "attention.window": 9,
+}
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, "masks_of_one_attention"])
 def test_the_logits_are_those_of_efx(name, tmp_path, load):
     """Of whole sequences; in pieces from the cache, with padding before the texts."""
     import torch
 
-    model, tokens_BT = families.build(name), np.asarray(families.tokens())
-    state = families.state_of(name).get("state")
-    hf.save_hf(tmp_path / "new", families.params_of(name), model, state=state)
+    tokens_BT = np.asarray(families.tokens())
+    if name in families.FAMILIES:
+        model, params = families.build(name), families.params_of(name)
+        state, expected = families.state_of(name), families.logits_of(name, families.tokens())
+    else:
+        model = families.make(MASKS_OF_ONE_ATTENTION)
+        params, state = families.random_params(model), {}
+        expected = families.jit(model.apply)({"params": params}, families.tokens())
+    hf.save_hf(tmp_path / "new", params, model, state=state.get("state"))
     theirs = load(tmp_path / "new")
-    expected = families.logits_of(name, families.tokens())
     assert expected.std() > 0.3
     np.testing.assert_allclose(logits_of(theirs, tokens_BT)[0], expected, atol=1e-4)
     # Row i begins with i padding tokens.
@@ -86,6 +100,29 @@ def test_the_logits_are_those_of_efx(name, tmp_path, load):
     found = np.concatenate(found, axis=1)
     for i in rows:
         np.testing.assert_allclose(found[i, i : i + T], expected[i], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "linear", "llama3"])
+def test_rotary_positions(kind, transformers):  # noqa: F811
+    import torch
+
+    from efx.interop.modeling_efx import turned
+
+    changes = {**families.LLAMA3, "attention.rope_scaling.kind": kind, "attention.head_dim": 16}
+    a = families.make({**changes, "attention.rope_fraction": 0.5}).config.attention
+    x_BTNH = np.random.default_rng(0).normal(size=(1, 40, 2, 16)).astype(np.float32)
+    positions_BT = np.arange(40)[None] * 3
+    found = turned(torch.tensor(x_BTNH), torch.tensor(positions_BT), own_format.rope_of(a))
+    expected = positions.rope(jnp.asarray(x_BTNH), jnp.asarray(positions_BT), a)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+
+
+def test_the_code_stands_by_itself():
+    tree = ast.parse(own_format.CODE.read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in nodes]
+    used = {name.partition(".")[0] for name in names}
+    assert used == {"functools", "math", "typing", "torch", "transformers"}
 
 
 def test_the_cache_holds_the_tokens_that_a_block_computed(tmp_path, load):
