@@ -11,7 +11,8 @@ from efx import models
 from efx.errors import UsageError
 from efx.interop.weights import NewArray
 
-CODE = Path(__file__).with_name("modeling_efx.py")
+# No module of efx: a file of data, whose imports are those of who loads it.
+CODE = Path(__file__).parent / "exported/modeling_efx.py"
 # What a leaf of efx is called there, if it is called otherwise.
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 

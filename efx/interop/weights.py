@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -18,11 +18,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What arrays may be of; all become float32.
 _DTYPES = ("F32", "BF16", "F16")
 # What arrays may be written as.
-WRITTEN_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+WRITTEN_DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 SHARD_BYTES = 5 * 10**9  # a file has no more arrays than come to this, as transformers writes them
 
 

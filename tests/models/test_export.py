@@ -3,6 +3,7 @@ written."""
 
 import ast
 import errno
+import importlib.util
 import json
 import shutil
 
@@ -106,13 +107,14 @@ def test_the_logits_are_those_of_efx(name, tmp_path, load):
 def test_rotary_positions(kind, transformers):  # noqa: F811
     import torch
 
-    from efx.interop.modeling_efx import turned
-
+    spec = importlib.util.spec_from_file_location("modeling_efx", own_format.CODE)
+    code = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
     changes = {**families.LLAMA3, "attention.rope_scaling.kind": kind, "attention.head_dim": 16}
     a = families.make({**changes, "attention.rope_fraction": 0.5}).config.attention
     x_BTNH = np.random.default_rng(0).normal(size=(1, 40, 2, 16)).astype(np.float32)
     positions_BT = np.arange(40)[None] * 3
-    found = turned(torch.tensor(x_BTNH), torch.tensor(positions_BT), own_format.rope_of(a))
+    found = code.turned(torch.tensor(x_BTNH), torch.tensor(positions_BT), own_format.rope_of(a))
     expected = positions.rope(jnp.asarray(x_BTNH), jnp.asarray(positions_BT), a)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
 
