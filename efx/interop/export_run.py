@@ -8,7 +8,7 @@ import json
 
 import jax
 
-from efx import build, run_settings, runfolder
+from efx import build, run_settings, runfolder, storage
 from efx.data.bpe import END_OF_TEXT, byte_of_character
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError, nearest
@@ -52,7 +52,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         )
     checked = run_settings.check(config)
     own_format.check(checked.model, checked.adapter.kind)
-    hf.check_new(folder)
+    hf.check_new(storage.local_folder(folder, "--to"))
     built, step, params, variables = build.finished(config, workdir, step)
     files = tokenizer_files(built.tokenizer, built.model.context)
     contents = hf.save_hf(

@@ -339,11 +339,11 @@ def save_hf(
     config |= {"dtype": dtype, **(ids or {})}
     files["config.json"] = json.dumps(config, indent=2) + "\n"
     check_new(folder)
-    made = []
+    made, place = [], folder.resolve()  # which has a name, and is no link
     try:
-        made = _make_parents(folder)
-        _check_space(folder, size_of(arrays, dtype) + sum(map(len, files.values())))
-        with atomic.replacing(folder) as part:
+        made = _make_parents(place)
+        _check_space(folder, place, size_of(arrays, dtype) + sum(map(len, files.values())))
+        with atomic.replacing(place) as part:
             part.mkdir()
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
@@ -374,13 +374,13 @@ def check_new(folder):
 
 def _make_parents(folder):
     """The folders above this one that were not there, the innermost first."""
-    missing = [path for path in folder.absolute().parents if not path.exists()]
+    missing = [path for path in folder.parents if not path.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     return missing
 
 
-def _check_space(folder, needed):
-    free = shutil.disk_usage(folder.parent).free
+def _check_space(folder, place, needed):
+    free = shutil.disk_usage(place.parent).free
     if needed > free:
         raise UsageError(
             f"{folder} needs {memory.in_words(needed)}, and its disk has {memory.in_words(free)} "

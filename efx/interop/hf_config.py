@@ -660,6 +660,11 @@ def _without_place(model):
 def complete(hf):
     """config.json completed with transformers' defaults."""
     kind = hf.get("model_type") if isinstance(hf, dict) else None
+    if kind == "efx":
+        raise UsageError(
+            "config.json: model_type='efx': this was exported by efx, which goes on from the run "
+            "folder that it came from"
+        )
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UsageError(
             f"config.json: model_type={kind!r}: efx reads "

@@ -130,11 +130,13 @@ def test_the_code_stands_by_itself():
 def test_the_cache_holds_the_tokens_that_a_block_computed(tmp_path, load):
     hf.save_hf(tmp_path / "new", families.params_of("mod"), families.build("mod"))
     theirs = load(tmp_path / "new")
-    hidden, routed = [], theirs.layers[1]
-    routed.register_forward_hook(lambda _, inputs, out: hidden.append((inputs[0], out)))
-    _, cache = logits_of(theirs, families.tokens())
-    (x_BTD, out_BTD) = hidden[0]
-    changed_B = (x_BTD != out_BTD).any(dim=-1).sum(dim=1)
+    changed, cache, routed = [], None, theirs.layers[1]
+    routed.register_forward_hook(
+        lambda _, inputs, out: changed.append((inputs[0] != out).any(dim=-1).sum(dim=1))
+    )
+    for piece_BT in np.split(np.asarray(families.tokens()), (9, 10, 20), axis=1):
+        _, cache = logits_of(theirs, piece_BT, past_key_values=cache)
+    changed_B = sum(changed)
     held_B = (cache.kept[routed.attention][0] >= 0).sum(dim=1)
     assert changed_B.tolist() == held_B.tolist() and 0 < int(changed_B.sum()) < 0.8 * 8 * T
     assert cache.kept[routed.attention][1].shape[1] == int(held_B.max())
@@ -317,6 +319,7 @@ def test_bad_input_is_one_line(routed, tmp_path, capsys, monkeypatch):
     (tmp_path / "full/notes.txt").write_text("mine")
     refused(capsys, "full is not empty (notes.txt): give a new folder", *to, tmp_path / "full")
     refused(capsys, "a part of the path is a file", *to, tmp_path / "full/notes.txt/new")
+    refused(capsys, "--to=gs://a/b: this needs a folder on a disk", *to, "gs://a/b")
     refused(capsys, "--dtype=float8: expected float32", *to, tmp_path / "x", "--dtype=float8")
     refused(capsys, "there is no checkpoint 7", *to, tmp_path / "x", "--step=7")
     refused(capsys, "not a run folder", "--workdir", tmp_path / "none", "--to", tmp_path / "x")

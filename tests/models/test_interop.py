@@ -378,6 +378,7 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 .*olmo2.*qwen3"),
         ("gpt2", dict(model_type=["gpt2"]), "model_type=.*: efx reads gpt2"),
         ("gemma2", {}, "model_type='gemma2': efx reads gpt2"),
+        ("efx", {}, "model_type='efx': this was exported by efx"),
         ("gpt2", dict(alibi=True), "alibi=True: efx does not know this setting of gpt2"),
         (
             "llama",
