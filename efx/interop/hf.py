@@ -23,15 +23,17 @@ from safetensors import SafetensorError
 
 from efx import atomic, memory, models, runfolder
 from efx.errors import UsageError
-from efx.interop import hf_config, own_format, weights
+from efx.interop import hf_config, own_format
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, find_architecture
 from efx.interop.weights import (
     SHARD_BYTES,
     NewArray,
     StoredArray,
     Weights,
+    in_a_line,
     read_json,
     size_of,
+    write,
 )
 from efx.layers.stack import scan_params, unroll_params
 
@@ -325,7 +327,7 @@ def save_hf(
       ids: {"bos_token_id": ..., "eos_token_id": ...} for config.json.
       files: {name: text} of further files.
       without: architectures that are not to be taken.
-      dtype, shard_bytes: as in `weights.write`.
+      dtype, shard_bytes: as in `write`.
     Returns: the contents of config.json.
     Raises: UsageError naming the setting that cannot be written, or what is wrong with the folder.
     """
@@ -339,15 +341,16 @@ def save_hf(
     config |= {"dtype": dtype, **(ids or {})}
     files["config.json"] = json.dumps(config, indent=2) + "\n"
     check_new(folder)
-    made, place = [], folder.resolve()  # which has a name, and is no link
+    place = folder.resolve()  # which has a name, and is no link
+    made = [path for path in place.parents if not path.exists()]
     try:
-        made = _make_parents(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder, place, size_of(arrays, dtype) + sum(map(len, files.values())))
         with atomic.replacing(place) as part:
             part.mkdir()
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
-            weights.write(part, arrays, dtype, shard_bytes)
+            write(part, arrays, dtype, shard_bytes)
             for path in part.iterdir():  # the library lets nobody else read its files
                 shutil.copymode(part / "config.json", path)
     except BaseException as error:
@@ -372,13 +375,6 @@ def check_new(folder):
         raise UsageError(f"{folder} is not empty ({existing[0]}): give a new folder")
 
 
-def _make_parents(folder):
-    """The folders above this one that were not there, the innermost first."""
-    missing = [path for path in folder.parents if not path.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _check_space(folder, place, needed):
     free = shutil.disk_usage(place.parent).free
     if needed > free:
@@ -389,7 +385,7 @@ def _check_space(folder, place, needed):
 
 
 def _reason(error):
-    return runfolder.reason(error) if isinstance(error, OSError) else weights.in_a_line(error)
+    return runfolder.reason(error) if isinstance(error, OSError) else in_a_line(error)
 
 
 def _arrays(model, style, shapes):

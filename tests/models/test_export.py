@@ -58,7 +58,7 @@ def logits_of(model, tokens_BT, **options):
 # Of tests/families.py: between them, and the next, every setting that the file knows.
 OWN = (
     "llama_options", "mup", "mod_options", "mod_parallel", "mod_capacity_list", "mod_threshold",
-    "mod_context", "moe", "moe_switch", "moe_expert_choice", "mode_staged", "dropout_elementwise",
+    "mod_context", "moe", "moe_switch", "moe_expert_choice", "mode_staged",
     "dropout_elementwise_mod", "dropout_attention_mod", "dropout_embedding_moe", "dropout_tokens",
 )  # fmt: skip
 MASKS_OF_ONE_ATTENTION = {

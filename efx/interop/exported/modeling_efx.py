@@ -205,7 +205,7 @@ class Tokens(NamedTuple):
     cache: EfxCache | None
     mask_input_BTD: Any = None
 
-    def take(self, index_BC, is_real_BC):
+    def at(self, index_BC, is_real_BC):
         """Those at these places."""
         masks = self.mask_input_BTD
         return Tokens(
@@ -590,9 +590,9 @@ class RoutedBlock(Block):
     """
 
     def __init__(self, config, block, length):
-        self_room = share(block["capacity"] * config.routing["slack"], length)
-        super().__init__(config, block, self_room)
-        self.room, self.routing, width = self_room, config.routing, config.hidden_size
+        room = share(block["capacity"] * config.routing["slack"], length)
+        super().__init__(config, block, room)
+        self.room, self.routing, width = room, config.routing, config.hidden_size
         self.router = nn.Parameter(torch.zeros(width))
         self.predictor = self.skip_mlp = None
         if self.routing["decision"] == "predictor":
@@ -611,7 +611,7 @@ class RoutedBlock(Block):
             out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(run_BT[..., None], 0)
         # In the end a block that no token wants computes nothing: C is 0.
         index_BC, is_real_BC = front(run_BT)
-        inner = tokens.take(index_BC, is_real_BC)
+        inner = tokens.at(index_BC, is_real_BC)
         # Tokens that are not computed may still be attended to by later ones that are.
         read = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
         delta_BCD = self.increment(take(x_BTD, index_BC), inner, read)
@@ -713,6 +713,11 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             positions_BT = start_B1 + torch.arange(length, device=input_ids.device)
             positions_BT = positions_BT.expand(len(input_ids), -1)
         else:
+            whole = length + (0 if cache is None else cache.length)
+            if attention_mask.shape[1] != whole:
+                raise ValueError(
+                    f"attention_mask has {attention_mask.shape[1]} columns, of {whole} tokens so far"
+                )
             positions_BT = attention_mask.long().cumsum(dim=1) - 1
             positions_BT = positions_BT.masked_fill(attention_mask == 0, -1)[:, -length:]
         if cache is not None:
