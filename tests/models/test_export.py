@@ -57,15 +57,16 @@ def logits_of(model, tokens_BT, **options):
 
 # Of tests/families.py: between them, and the next, every setting that the file knows.
 OWN = (
-    "llama_options", "mup", "mod_options", "mod_parallel", "mod_capacity_list", "mod_threshold",
-    "mod_context", "moe", "moe_switch", "moe_expert_choice", "mode_staged",
-    "dropout_elementwise_mod", "dropout_attention_mod", "dropout_embedding_moe", "dropout_tokens",
+    "llama_options", "mup", "mod_options", "mod_parallel", "mod_threshold", "mod_context", "moe",
+    "moe_switch", "moe_expert_choice", "mode_staged", "dropout_elementwise_mod",
+    "dropout_attention_mod", "dropout_embedding_moe",
 )  # fmt: skip
 MASKS_OF_ONE_ATTENTION = {
     "dropout.kind": "attention",
     "dropout.sites": families.NO_PROBS,
     "dropout.attention.input": "embedding_linear",
     "dropout.attention.rounding": "sigmoid",
+    "dropout.attention.granularity": "token",
     "dropout.attention.num_heads": 2,
     "attention.window": 9,
 }

@@ -716,7 +716,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             whole = length + (0 if cache is None else cache.length)
             if attention_mask.shape[1] != whole:
                 raise ValueError(
-                    f"attention_mask has {attention_mask.shape[1]} columns, of {whole} tokens so far"
+                    f"attention_mask has {attention_mask.shape[1]} columns for {whole} tokens"
                 )
             positions_BT = attention_mask.long().cumsum(dim=1) - 1
             positions_BT = positions_BT.masked_fill(attention_mask == 0, -1)[:, -length:]
