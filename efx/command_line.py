@@ -26,11 +26,14 @@ def _define():
         flags.DEFINE_string,
         "mode",
         "train",
-        "train, compose, import, evaluate, sample, cluster or compile.",
+        "train, compose, import, export, evaluate, sample, cluster or compile.",
     )
     define(flags.DEFINE_string, "from", None, "import: folder of a Hugging Face model.")
+    define(flags.DEFINE_string, "to", None, "export: new folder, for transformers.")
+    define(flags.DEFINE_string, "dtype", None, "export: float32, bfloat16 or float16.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
-    define(flags.DEFINE_integer, "step", None, "evaluate, sample: checkpoint (default: newest).")
+    text = "evaluate, sample, export: checkpoint (default: newest)."
+    define(flags.DEFINE_integer, "step", None, text)
     text = "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8."
     define(flags.DEFINE_string, "topology", None, text)
     text = "compile: token ids (default: as many as the tokenizer has)."

@@ -2,8 +2,9 @@
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=import makes that of a
-pretrained model in Hugging Face's format, --from=FOLDER, at step 0. --mode=evaluate and
---mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
+pretrained model in Hugging Face's format, --from=FOLDER, at step 0; --mode=export writes a run into
+such a folder, --to=FOLDER. --mode=evaluate and --mode=sample read config and tokenizer from the run
+folder and, like --mode=export, need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
 for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
 fits, what it communicates and about how long it takes; it needs no --workdir.
@@ -39,11 +40,13 @@ gc.enable()
 # Of garbage there is little, of objects of traced programs millions: look through them seldom.
 gc.set_threshold(100_000, 30, 30)
 
-MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
+MODES = ("train", "compose", "import", "export", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {
     "prompt": ("sample",),
-    "step": ("evaluate", "sample"),
+    "step": ("evaluate", "sample", "export"),
     "from": ("import",),
+    "to": ("export",),
+    "dtype": ("export",),
     "topology": ("compile",),
     "vocab_size": ("compile",),
     "json": ("compile",),
@@ -73,6 +76,8 @@ def run(argv):
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
     if values.mode == "compile":
         _check_compile(values)
+    if values.mode == "export" and not values.to:
+        raise UsageError("--to is missing: the new folder of the exported model")
     start_jax(values)
     if values.mode == "compile":
         _compile(values)
@@ -86,6 +91,8 @@ def run(argv):
         getattr(verb, values.mode)(config, values.workdir, step=values.step)
     elif values.mode == "import":
         verb.import_run(config, values["from"].value, values.workdir, command_line=argv)
+    elif values.mode == "export":
+        verb.export_run(config, values.workdir, values.to, step=values.step, dtype=values.dtype)
     elif values.mode == "cluster":
         verb.run(config, values.workdir, command_line=argv)
     else:
@@ -126,8 +133,8 @@ def _module(values, kind):
         return USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
-    if values.mode == "import":
-        return "efx.interop.import_run"
+    if values.mode in ("import", "export"):
+        return f"efx.interop.{values.mode}_run"
     if kind == "clustering":
         raise UsageError(
             f"--workdir={values.workdir} holds a clustering, and its runs have folders of "

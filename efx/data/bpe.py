@@ -208,7 +208,7 @@ def _joined(encodings):
     return np.concatenate([np.asarray(encoding.ids, np.int32) for encoding in encodings])
 
 
-def _byte_of_character():
+def byte_of_character():
     """{character that byte-level tokenizers write: the byte it stands for}.
 
     Printable bytes of Latin-1 stand for themselves; the others, in order, are U+0100 and up.
@@ -224,7 +224,7 @@ def _byte_level_table(settings, vocabulary, added, size):
     decoder = settings["decoder"]
     if settings["normalizer"] is not None or not decoder or decoder["type"] != "ByteLevel":
         return None
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     table = [b""] * size
     for token, i in vocabulary.items():
         if i in added:

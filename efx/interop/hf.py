@@ -1,5 +1,5 @@
-"""Reads Hugging Face checkpoints, of `hf_config.ARCHITECTURES`; writes those of GPT-2 and Llama;
-makes MoD models of dense parameters.
+"""Reads and writes Hugging Face checkpoints, of `hf_config.ARCHITECTURES`; makes MoD models of
+dense parameters.
 
     config, model, params = load_hf("path/to/gpt2", common.base())   # config.json, *.safetensors
     save_hf("path/to/new", params, model)                            # transformers loads this
@@ -8,8 +8,11 @@ Needs numpy and safetensors only. The functions without a folder work on dicts: 
 (names to numpy, jax or torch arrays) and the contents of config.json.
 """
 
+import contextlib
+import functools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,12 +20,21 @@ import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from efx import atomic, models
+from efx import atomic, memory, models, runfolder
 from efx.errors import UsageError
-from efx.interop.hf_config import complete, config_from_hf, config_to_hf, kind_of
-from efx.interop.weights import StoredArray, Weights, read_json
+from efx.interop import hf_config, own_format
+from efx.interop.hf_config import complete, config_from_hf, config_to_hf, find_architecture
+from efx.interop.weights import (
+    SHARD_BYTES,
+    NewArray,
+    StoredArray,
+    Weights,
+    in_a_line,
+    read_json,
+    size_of,
+    write,
+)
 from efx.layers.stack import scan_params, unroll_params
 
 # Buffers that some checkpoints have in addition to the parameters.
@@ -172,23 +184,44 @@ def params_to_hf(params, model):
 
     A GPT-2 without biases gets biases of zero, which is the same function.
     """
+    config = config_to_hf(model)
+    return {array.name: array.read() for array in arrays_of(params, model)}, config
+
+
+def arrays_of(params, model):
+    """`NewArray`s of a dense decoder that `config_to_hf` has an architecture for."""
     model, params = models.unroll(model, params)
-    config, kind = config_to_hf(model), kind_of(model)
-    flat = {path: _numpy(array) for path, array in flatten_dict(params, sep="/").items()}
+    kind, flat, arrays = _style(model), flatten_dict(params, sep="/"), []
+
+    def name_of(name):
+        return name if name == "lm_head.weight" else _PREFIX[kind] + name
+
     shapes = {path: array.shape for path, array in flat.items()}
-    state = {}
+    no_biases = hf_config.with_biases(model.config) != model.config
     for name, paths, transposed in _arrays(model, kind, shapes):
-        arrays = [
-            flat[path][tuple(slice(n) for n in _unpadded_shape(path, shapes[path], model))]
-            for path in paths
-        ]
-        array = np.concatenate(arrays, axis=-1)
-        name = name if name == "lm_head.weight" else _PREFIX[kind] + name
-        state[name] = np.ascontiguousarray(array.T if transposed else array)
-        if kind == "gpt2" and not model.config.use_bias and paths[0].endswith(("kernel", "scale")):
-            if not name.startswith("lm_head"):
-                state[name.replace("weight", "bias")] = np.zeros(array.shape[-1], np.float32)
-    return state, config
+        shape = _joined_shape(paths, shapes, model)
+        read = functools.partial(_read, name, paths, flat, shapes, model, transposed)
+        arrays.append(NewArray(name_of(name), _oriented(shape, transposed), read))
+        if no_biases and paths[0].endswith(("kernel", "scale")) and name != "lm_head.weight":
+            bias = name_of(name).replace("weight", "bias")
+            zeros = functools.partial(np.zeros, shape[-1:], np.float32)
+            arrays.append(NewArray(bias, shape[-1:], zeros))
+    return arrays
+
+
+def _read(name, paths, flat, shapes, model, transposed):
+    """An array of theirs, float32, of the parameters that it has."""
+    parts = [
+        _numpy(flat[path])[tuple(slice(n) for n in _unpadded_shape(path, shapes[path], model))]
+        for path in paths
+    ]
+    if _BY_HEAD in name:
+        heads = model.config.attention.num_heads
+        parts = [part.reshape(*part.shape[:-1], heads, -1) for part in parts]
+        array = np.stack(parts, axis=-2).reshape(*parts[0].shape[:-2], -1)
+    else:
+        array = np.concatenate(parts, axis=-1)
+    return np.ascontiguousarray(array.T if transposed else array)
 
 
 def mod_from_dense(params, model, key=None):
@@ -272,20 +305,87 @@ def check_size(folder, model_config, vocab_size, weights):
         )
 
 
-def save_hf(folder, params, model):
-    """Writes config.json and model.safetensors for transformers into a new folder."""
-    state, config = params_to_hf(params, model)
-    folder = Path(folder)
+def save_hf(
+    folder,
+    params,
+    model,
+    *,
+    state=None,
+    ids=None,
+    files=None,
+    without=(),
+    dtype="float32",
+    shard_bytes=SHARD_BYTES,
+):
+    """Writes a decoder into a new folder that transformers loads; all of it or nothing.
+
+    It has config.json and the parameters; where no architecture of transformers has the model's
+    settings, also modeling_efx.py, which computes it (`own_format`).
+
+    Args:
+      state: the model's collection of this name, if it has one.
+      ids: {"bos_token_id": ..., "eos_token_id": ...} for config.json.
+      files: {name: text} of further files.
+      without: architectures that are not to be taken.
+      dtype, shard_bytes: as in `write`.
+    Returns: the contents of config.json.
+    Raises: UsageError naming the setting that cannot be written, or what is wrong with the folder.
+    """
+    folder, files = Path(folder), dict(files or {})
+    config, _ = find_architecture(model, without)
+    if config is not None:
+        arrays = arrays_of(params, model)
+    else:
+        config, arrays = own_format.config_of(model), own_format.arrays_of(params, state, model)
+        files[own_format.CODE.name] = own_format.CODE.read_text(encoding="utf-8")
+    config |= {"dtype": dtype, **(ids or {})}
+    files["config.json"] = json.dumps(config, indent=2) + "\n"
+    check_new(folder)
+    place = folder.resolve()  # which has a name, and is no link
+    made = [path for path in place.parents if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        existing = sorted(path.name for path in folder.iterdir())
-        if existing:
-            raise UsageError(f"{folder} is not empty ({existing[0]}): give a new folder")
-        with atomic.replacing(folder / "model.safetensors") as temporary:
-            save_file(state, temporary, metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{folder} cannot be written: {error}") from error
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, place, size_of(arrays, dtype) + sum(map(len, files.values())))
+        with atomic.replacing(place) as part:
+            part.mkdir()
+            for name, text in files.items():
+                (part / name).write_text(text, encoding="utf-8")
+            write(part, arrays, dtype, shard_bytes)
+            for path in part.iterdir():  # the library lets nobody else read its files
+                shutil.copymode(part / "config.json", path)
+    except BaseException as error:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise UsageError(f"{folder} cannot be written: {_reason(error)}") from error
+        raise
+    return config
+
+
+def check_new(folder):
+    """UsageError unless there is nothing at this path, or an empty folder."""
+    try:
+        existing = sorted(path.name for path in Path(folder).iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {_reason(error)}") from error
+    if existing:
+        raise UsageError(f"{folder} is not empty ({existing[0]}): give a new folder")
+
+
+def _check_space(folder, place, needed):
+    free = shutil.disk_usage(place.parent).free
+    if needed > free:
+        raise UsageError(
+            f"{folder} needs {memory.in_words(needed)}, and its disk has {memory.in_words(free)} "
+            "free"
+        )
+
+
+def _reason(error):
+    return runfolder.reason(error) if isinstance(error, OSError) else in_a_line(error)
 
 
 def _arrays(model, style, shapes):

@@ -9,6 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 
+from efx import settings
 from efx.errors import UsageError, nearest
 
 # Keys that carry no mathematics of a forward pass: who made the file and with what, special tokens
@@ -128,8 +129,7 @@ _ACTIVATIONS = {
     },
     "llama": {"silu": "swiglu"},
 }
-# The values that the formats of GPT-2 and Llama have; other values of these settings cannot be
-# written, and a config.json that says nothing of them means these.
+# The values of settings that a config.json which says nothing of them means.
 _PLAIN = {
     "attention.qk_norm": "none",
     "attention.scale": "sqrt",
@@ -429,144 +429,245 @@ def _rope(keys, theta, fraction=None):
     }
 
 
+# ---- from settings to a config.json -------------------------------------------------------------
+
+
+def _named(kind, activation):
+    """What a format calls an activation, of several names the first; one that it lacks, anything:
+    what is written is read again and compared."""
+    names = _ACTIVATIONS[kind]
+    return next((theirs for theirs, ours in names.items() if ours == activation), next(iter(names)))
+
+
+def _write_gpt2(c):
+    return dict(
+        n_positions=c.context,
+        n_embd=c.width,
+        n_layer=c.depth,
+        n_head=c.attention.num_heads,
+        n_inner=c.mlp.hidden_size(c.width),
+        layer_norm_epsilon=c.norm_eps,
+        activation_function=_named("gpt2", c.mlp.activation),
+    )
+
+
+def _write_gpt_neox(c):
+    turned = {"partial_rotary_factor": c.attention.rope_fraction}
+    return dict(
+        _write_sizes(c),
+        layer_norm_eps=c.norm_eps,
+        hidden_act=_named("gpt_neox", c.mlp.activation),
+        attention_bias=c.attention.bias == "all",
+        use_parallel_residual=c.block_kind == "parallel",
+        # Before transformers 5.
+        rotary_pct=c.attention.rope_fraction,
+        rotary_emb_base=c.attention.rope_theta,
+        **_write_rope(c.attention, turned),
+    )
+
+
+def _write_sizes(c):
+    return dict(
+        max_position_embeddings=c.context,
+        hidden_size=c.width,
+        intermediate_size=c.mlp.hidden_size(c.width),
+        num_hidden_layers=c.depth,
+        num_attention_heads=c.attention.num_heads,
+    )
+
+
+def _write_rope(a, further=()):
+    """Before transformers 5 the first keys are read, since then the last."""
+    theta = a.rope_theta or 1.0  # without rotary positions, which reading it again shows
+    scaling = dict(rope_type="default" if a.rope_scaling.kind == "none" else a.rope_scaling.kind)
+    for theirs, ours in _ROPE_SCALING[scaling["rope_type"]].items():
+        scaling[theirs] = getattr(a.rope_scaling, ours)
+    return dict(
+        rope_theta=theta,
+        **({} if scaling["rope_type"] == "default" else {"rope_scaling": scaling}),
+        rope_parameters=dict(scaling, rope_theta=theta, **dict(further)),
+    )
+
+
+def _write_common(c):
+    return dict(
+        _write_sizes(c),
+        num_key_value_heads=c.attention.num_kv_heads,
+        head_dim=c.attention.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=c.norm_eps,
+        **_write_rope(c.attention),
+    )
+
+
+def _write_bias(c):
+    return dict(attention_bias=c.attention.bias == "all")
+
+
+def _write_window(c):
+    window = c.attention.window
+    return dict(
+        use_sliding_window=window > 0,
+        sliding_window=window or None,
+        layer_types=["sliding_attention" if window else "full_attention"] * c.depth,
+    )
+
+
+def _write_llama(c):
+    return dict(_write_common(c), **_write_bias(c), mlp_bias=c.use_bias)
+
+
+def _write_olmo2(c):
+    return dict(_write_common(c), **_write_bias(c))
+
+
+def _write_qwen2(c):
+    return dict(_write_common(c), **_write_window(c))
+
+
+def _write_qwen3(c):
+    return dict(_write_common(c), **_write_bias(c), **_write_window(c))
+
+
+def _write_smollm3(c):
+    layers = [int(c.attention.of_block(i).rope_theta > 0) for i in range(c.depth)]
+    return dict(_write_llama(c), **_write_window(c), no_rope_layers=layers)
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A `model_type` of transformers.
 
     Attributes:
       settings: _Keys -> settings of `config.model`.
+      write: config of a decoder -> keys of config.json; of settings that the architecture lacks
+        something else, which reading it again shows.
+      model_class: that has a language model's output layer.
       name: for people.
     """
 
     settings: Callable
+    write: Callable
+    model_class: str
     name: str
 
 
 ARCHITECTURES = {
-    "gpt2": Architecture(_gpt2, "GPT-2"),
-    "gpt_neox": Architecture(_gpt_neox, "GPT-NeoX, Pythia"),
-    "llama": Architecture(_with_biases, "Llama 2 and 3, SmolLM2"),
-    "olmo2": Architecture(_olmo2, "OLMo 2"),
-    "qwen2": Architecture(_qwen2, "Qwen2, Qwen2.5"),
-    "qwen3": Architecture(_qwen3, "Qwen3"),
-    "smollm3": Architecture(_smollm3, "SmolLM3"),
+    "gpt2": Architecture(_gpt2, _write_gpt2, "GPT2LMHeadModel", "GPT-2"),
+    "gpt_neox": Architecture(_gpt_neox, _write_gpt_neox, "GPTNeoXForCausalLM", "GPT-NeoX, Pythia"),
+    "llama": Architecture(_with_biases, _write_llama, "LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
+    "olmo2": Architecture(_olmo2, _write_olmo2, "Olmo2ForCausalLM", "OLMo 2"),
+    "qwen2": Architecture(_qwen2, _write_qwen2, "Qwen2ForCausalLM", "Qwen2, Qwen2.5"),
+    "qwen3": Architecture(_qwen3, _write_qwen3, "Qwen3ForCausalLM", "Qwen3"),
+    "smollm3": Architecture(_smollm3, _write_smollm3, "SmolLM3ForCausalLM", "SmolLM3"),
 }
 
 
 def config_to_hf(model):
-    """The config.json, as a dict, of a dense decoder. Raises UsageError if it has none."""
-    c, kind = model.config, kind_of(model)
+    """The config.json, as a dict, of a dense decoder: that of an architecture that has its settings
+    exactly. Raises UsageError naming the setting for which there is none."""
+    config, problem = find_architecture(model)
+    if config is None:
+        raise UsageError(problem)
+    return config
+
+
+def find_architecture(model, without=()):
+    """(config.json of an architecture that has the settings of a decoder exactly, or None; which
+    setting none of them has). without: architectures that do not count."""
+    if problem := _without_place(model):
+        return None, problem
+    c, nearest_one = model.config, None
+    c = settings.replaced(with_biases(c), {"mlp.hidden": c.mlp.hidden_size(c.width)})
+    for kind, architecture in ARCHITECTURES.items():
+        config = dict(
+            model_type=kind,
+            architectures=[architecture.model_class],
+            vocab_size=model.vocab_size,
+            tie_word_embeddings=c.tied,
+            dtype="float32",
+            # Some architectures have ids by default, of tokens that may not be there.
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            initializer_range=c.init_std,
+            **architecture.write(c),
+        )
+        differences = _differences(c, config)
+        if not differences and kind not in without:
+            return config, ""
+        if differences and (nearest_one is None or len(differences) < len(nearest_one[1])):
+            nearest_one = kind, differences
+    kind, differences = nearest_one
+    name, (ours, theirs) = next(iter(differences.items()))
+    return None, f"{name}={ours!r}: Hugging Face's {kind} format has {theirs!r}"
+
+
+def with_biases(c):
+    """A config whose function is the same with biases of zero, if these are all that a GPT-2 has
+    in addition."""
+    if c.positions == "learned" and not c.use_bias and c.attention.bias == "none":
+        return settings.replaced(c, {"use_bias": True, "attention.bias": "all"})
+    return c
+
+
+def _differences(c, hf):
+    """{setting: (its value, that of a config.json)} where these differ."""
+    changes = {key.removeprefix("model."): value for key, value in config_from_hf(hf).items()}
+    del changes["preset"]
+    heads = changes["attention.num_heads"]
+    changes["attention.num_kv_heads"] = changes["attention.num_kv_heads"] or heads
+    changes["attention.head_dim"] = changes["attention.head_dim"] or changes["width"] // heads
+    read = settings.replaced(c, changes)
+    return {
+        name: (ours, theirs)
+        for (name, _, ours), (_, _, theirs) in zip(
+            settings.leaves(c), settings.leaves(read), strict=True
+        )
+        if ours != theirs
+    }
+
+
+def _without_place(model):
+    """What of a decoder no architecture has a place for, in one line, or ""."""
+    c = model.config
+    checkpoint = "a Hugging Face checkpoint has no place for"
+    if hasattr(model, "adapter"):
+        return (
+            f"config.adapter.kind={model.adapter.kind!r}: {checkpoint} adapters; write their base"
+        )
+    if c.positions == "none":
+        return "config.model.positions='none': no Hugging Face format is without"
     if c.depth_routing.kind != "none":
-        raise UsageError(
-            f"config.model.depth_routing.kind={c.depth_routing.kind!r}: a Hugging Face "
-            f"{kind} checkpoint has no place for routers; only dense models can be written"
+        return (
+            f"config.model.depth_routing.kind={c.depth_routing.kind!r}: {checkpoint} routers; only "
+            "dense models can be written"
         )
     if c.mlp.kind != "dense":
-        raise UsageError(
-            f"config.model.mlp.kind={c.mlp.kind!r}: a Hugging Face {kind} checkpoint has no "
-            "place for experts; only dense models can be written"
+        return (
+            f"config.model.mlp.kind={c.mlp.kind!r}: {checkpoint} experts; only dense models can be "
+            "written"
         )
     if c.dropout.learned:
-        raise UsageError(
-            f"config.model.dropout.kind={c.dropout.kind!r}: a Hugging Face {kind} checkpoint "
-            "has no place for learned masks"
-        )
-    if hasattr(model, "adapter"):
-        raise UsageError(
-            f"config.adapter.kind={model.adapter.kind!r}: a Hugging Face {kind} checkpoint has no "
-            "place for adapters; write their base"
-        )
-    common = dict(
-        model_type=kind,
-        vocab_size=model.vocab_size,
-        tie_word_embeddings=c.tied,
-        dtype="float32",
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=c.init_std,
-    )
-    if kind == "gpt2":
-        names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS[kind].items())}
-        return dict(
-            common,
-            architectures=["GPT2LMHeadModel"],
-            n_positions=c.context,
-            n_embd=c.width,
-            n_layer=c.depth,
-            n_head=c.attention.num_heads,
-            n_inner=c.mlp.hidden_size(c.width),
-            layer_norm_epsilon=c.norm_eps,
-            activation_function=names[c.mlp.activation],
-        )
-    return dict(
-        common,
-        architectures=["LlamaForCausalLM"],
-        max_position_embeddings=c.context,
-        hidden_size=c.width,
-        intermediate_size=c.mlp.hidden_size(c.width),
-        num_hidden_layers=c.depth,
-        num_attention_heads=c.attention.num_heads,
-        num_key_value_heads=c.attention.num_kv_heads,
-        head_dim=c.attention.head_dim,
-        hidden_act="silu",
-        rms_norm_eps=c.norm_eps,
-        attention_bias=c.attention.bias == "all",
-        mlp_bias=c.use_bias,
-        # Before transformers 5 the first key is read, since then the second.
-        rope_theta=c.attention.rope_theta,
-        rope_parameters=dict(rope_theta=c.attention.rope_theta, rope_type="default"),
-    )
+        return f"config.model.dropout.kind={c.dropout.kind!r}: {checkpoint} learned masks"
+    for name, value in _ABSENT.items():
+        actual = operator.attrgetter(name)(c)
+        if actual != value:
+            return f"config.model.{name}={actual}: {checkpoint} it"
+    return ""
 
 
 def complete(hf):
     """config.json completed with transformers' defaults."""
     kind = hf.get("model_type") if isinstance(hf, dict) else None
+    if kind == "efx":
+        raise UsageError(
+            "config.json: model_type='efx': this was exported by efx, which goes on from the run "
+            "folder that it came from"
+        )
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UsageError(
             f"config.json: model_type={kind!r}: efx reads "
             + ", ".join(f"{name} ({each.name})" for name, each in ARCHITECTURES.items())
         )
     return {**_DEFAULTS[kind], **hf}
-
-
-def kind_of(model):
-    """ "gpt2" or "llama": the format of the function of this decoder, apart from routing."""
-    c = model.config
-    kind = {"learned": "gpt2", "rope": "llama", "none": None}[c.positions]
-    required = {
-        "gpt2": {
-            "norm": "layernorm",
-            "attention.num_kv_heads": c.attention.num_heads,
-            "attention.bias": "all" if c.use_bias else "none",
-        },
-        "llama": {"norm": "rmsnorm"},
-    }
-    if kind is None:
-        raise UsageError("config.model.positions='none': no Hugging Face format is without")
-    for name, value in _ABSENT.items():
-        actual = operator.attrgetter(name)(c)
-        if actual != value:
-            raise UsageError(
-                f"config.model.{name}={actual}: Hugging Face's {kind} format has no place for it"
-            )
-    for name, value in {**_PLAIN, **required[kind]}.items():
-        actual = operator.attrgetter(name)(c)
-        if actual != value:
-            raise UsageError(
-                f"config.model.{name}={actual!r}: Hugging Face's {kind} format has {value!r}"
-            )
-    if c.attention.bias == "qkv":
-        raise UsageError(
-            f"config.model.attention.bias='qkv': Hugging Face's {kind} format has 'all' or 'none'"
-        )
-    if c.mlp.activation not in _ACTIVATIONS[kind].values():
-        raise UsageError(
-            f"config.model.mlp.activation={c.mlp.activation!r}: Hugging Face's {kind} format "
-            f"has {' or '.join(sorted(set(_ACTIVATIONS[kind].values())))}"
-        )
-    if kind == "gpt2" and c.attention.num_heads * c.attention.head_dim != c.width:
-        raise UsageError(
-            f"config.model.attention.head_dim={c.attention.head_dim}: Hugging Face's gpt2 format "
-            f"has width / num_heads = {c.width / c.attention.num_heads:g}"
-        )
-    return kind

@@ -235,10 +235,10 @@ def test_a_vocabulary_without_a_token_for_unknown_words_is_one_clear_line(kind):
 
 def test_bytes_written_as_characters_agree_with_the_library():
     library = pytest.importorskip("tokenizers")
-    assert set(bpe._byte_of_character()) == set(library.pre_tokenizers.ByteLevel.alphabet())
+    assert set(bpe.byte_of_character()) == set(library.pre_tokenizers.ByteLevel.alphabet())
     pieces = library.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é ~\x00")
     spelt = "".join(piece for piece, _ in pieces)
-    assert bytes(bpe._byte_of_character()[c] for c in spelt) == "é ~\x00".encode()
+    assert bytes(bpe.byte_of_character()[c] for c in spelt) == "é ~\x00".encode()
 
 
 @pytest.mark.parametrize("ids", [[257], [-1], [1, 2, 10**6]])

@@ -213,7 +213,7 @@ def decoded(model, params, chunk=6):
     return np.concatenate(result, axis=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *NEW_VARIANTS])
 def test_out_and_in_again(theirs, variant, tmp_path, transformers):
     """What transformers saves is read; what efx saves is what transformers saved."""
     their_model = theirs(variant)
@@ -221,7 +221,8 @@ def test_out_and_in_again(theirs, variant, tmp_path, transformers):
     config, model, params = hf.load_hf(tmp_path / "theirs", base(scan_layers=True))
     assert config.model.width == 32 and model.config.scan_layers and "units" in params["layers"]
     hf.save_hf(tmp_path / "ours", params, model)
-    back = type(their_model).from_pretrained(tmp_path / "ours").eval()
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(back) is type(their_model)
     state, expected = back.state_dict(), their_model.state_dict()
     assert set(state) == set(expected)
     for name, value in expected.items():
@@ -232,15 +233,14 @@ def test_out_and_in_again(theirs, variant, tmp_path, transformers):
 
 
 def test_transformers_reads_a_model_of_ours(transformers, tmp_path):
-    """A padded vocabulary is cut; a GPT-2 without biases gets biases of zero."""
-    for preset, reader in (
-        ("gpt2", transformers.GPT2LMHeadModel),
-        ("llama", transformers.LlamaForCausalLM),
-    ):
-        model = families.make({"preset": preset, "use_bias": False, "vocab_multiple": 16})
+    """A padded vocabulary is cut; a GPT-2 without biases gets biases of zero; what transformers
+    itself gives none of its models is read as well."""
+    windows = {"attention.window": 7, "attention.head_dim": 6, "attention.no_rope_every": 2}
+    for i, changes in enumerate([{"preset": "gpt2", "use_bias": False}, windows]):
+        model = families.make({"vocab_multiple": 16, **changes})
         params = families.random_params(model)
-        hf.save_hf(tmp_path / preset, params, model)
-        their_model = reader.from_pretrained(tmp_path / preset).eval()
+        hf.save_hf(tmp_path / str(i), params, model)
+        their_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(i)).eval()
         assert their_model.config.vocab_size == V
         np.testing.assert_allclose(apply(model, params), logits_of(their_model), atol=1e-4)
 
@@ -378,6 +378,7 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 .*olmo2.*qwen3"),
         ("gpt2", dict(model_type=["gpt2"]), "model_type=.*: efx reads gpt2"),
         ("gemma2", {}, "model_type='gemma2': efx reads gpt2"),
+        ("efx", {}, "model_type='efx': this was exported by efx"),
         ("gpt2", dict(alibi=True), "alibi=True: efx does not know this setting of gpt2"),
         (
             "llama",
@@ -571,16 +572,18 @@ def test_defaults_of_transformers():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"attention.qk_norm": "head"}, r"config\.model\.attention\.qk_norm='head'.*'none'"),
-        ({"attention.window": 4}, r"config\.model\.attention\.window=4"),
+        ({"attention.qk_norm": "width"}, r"config\.model\.attention\.qk_norm='width'.*'none'"),
         ({"attention.scale": "mup"}, r"config\.model\.attention\.scale='mup'"),
+        ({"attention.softcap": 3.0}, r"config\.model\.attention\.softcap=3\.0"),
         ({"logit_softcap": 3.0}, r"config\.model\.logit_softcap=3\.0"),
         ({"block_kind": "parallel"}, r"config\.model\.block_kind='parallel'.*'pre_norm'"),
-        ({"attention.bias": "qkv"}, r"config\.model\.attention\.bias='qkv'.*'all' or 'none'"),
+        ({"block_kind": "post_norm"}, r"config\.model\.block_kind='post_norm'.*'pre_norm'"),
+        (
+            {"attention.bias": "qkv", "attention.qk_norm": "head"},
+            r"config\.model\.attention\.qk_norm='head'.*qwen2 format has 'none'",
+        ),
         ({"preset": "gpt2", "attention.bias": "none"}, r"attention\.bias='none'.*has 'all'"),
         ({"attention.rope_fraction": 0.5}, r"config\.model\.attention\.rope_fraction=0\.5"),
-        ({"attention.no_rope_every": 2}, r"config\.model\.attention\.no_rope_every=2"),
-        ({"attention.rope_scaling.kind": "linear"}, r"attention\.rope_scaling\.kind='linear'"),
         ({"norm": "layernorm"}, r"config\.model\.norm='layernorm'.*llama format has 'rmsnorm'"),
         ({"mlp.activation": "gelu"}, r"config\.model\.mlp\.activation='gelu'.*swiglu"),
         ({"positions": "none"}, r"config\.model\.positions='none'"),
@@ -588,16 +591,31 @@ def test_defaults_of_transformers():
             {"preset": "gpt2", "attention.num_kv_heads": 2},
             r"config\.model\.attention\.num_kv_heads=2.*gpt2 format has 4",
         ),
-        ({"preset": "gpt2", "attention.head_dim": 6}, r"config\.model\.attention\.head_dim=6.*= 8"),
+        ({"preset": "gpt2", "attention.head_dim": 6}, r"config\.model\.attention\.head_dim=6.* 8"),
         ({"depth_routing.kind": "mod"}, r"config\.model\.depth_routing\.kind='mod'.*routers"),
         ({"dropout.kind": "elementwise"}, r"config\.model\.dropout\.kind='elementwise'.*masks"),
     ],
 )
-def test_models_that_the_formats_cannot_hold(changes, message, tmp_path):
-    model = families.make(changes)
+def test_models_that_no_architecture_has(changes, message):
     with pytest.raises(UsageError, match=message):
-        hf.save_hf(tmp_path / "new", families.random_params(model), model)
-    assert not (tmp_path / "new").exists()
+        hf_config.config_to_hf(families.make(changes))
+
+
+@pytest.mark.parametrize(
+    "changes, kind",
+    [
+        ({"preset": "gpt2", "use_bias": False}, "gpt2"),
+        ({"attention.rope_scaling.kind": "linear"}, "llama"),
+        ({"attention.bias": "qkv", "attention.head_dim": 6}, "qwen2"),
+        ({"attention.qk_norm": "head", "attention.window": 4}, "qwen3"),
+        ({"attention.window": 4}, "smollm3"),
+        ({"attention.no_rope_every": 2}, "smollm3"),
+        ({"norm": "layernorm", "use_bias": True, "mlp.activation": "gelu"}, "gpt_neox"),
+        ({"block_kind": "post_norm", "attention.qk_norm": "width"}, "olmo2"),
+    ],
+)
+def test_an_architecture_that_has_the_settings(changes, kind):
+    assert hf_config.config_to_hf(families.make(changes))["model_type"] == kind
 
 
 def refused(state, model, message, key=None):

@@ -1,0 +1,750 @@
+"""A language model of efx in PyTorch: Mixture of Depths, Mixture of Experts, learned dropout.
+
+    tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+
+The file needs PyTorch and transformers and nothing else. It computes what efx computes when it
+evaluates and samples: nothing depends on later tokens.
+
+A routed block (Raposo et al. 2024, arXiv 2404.02258) computes only the tokens that its router
+picks, each with its own position, and its cache keeps only their keys and values. Routed blocks and
+experts have room for a fixed share of a sequence of `max_position_embeddings` tokens, first come
+first served; so a token has the same logits in a short text as in a long one, with a cache as
+without.
+
+Arrays carry their axes in their name: B rows, T tokens, S the tokens that are attended to, C the
+tokens that a block computes, D width, N heads, K heads of keys and values, H width of a head,
+E experts, R the features of a head that turn with the position.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+MASKED = -1e30
+GATES = {
+    "identity": lambda score: score,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "one": torch.ones_like,
+}
+
+
+class EfxConfig(PretrainedConfig):
+    """What is in config.json.
+
+    Args:
+      block_kind: how attention A and MLP M make a block, which adds to its input x
+        "pre_norm" a + M(norm(x + a)), a = A(norm x); "post_norm" a + norm(M(x + a)),
+        a = norm(A(x)); "parallel" A(norm x) + M(norm x).
+      hidden_act: "gelu", "gelu_tanh" or "swiglu".
+      use_bias: in norms and MLPs. attention_bias: "none", "qkv" or "all".
+      qk_norm: RMS norm of queries and keys over each "head", over the "width", or "none".
+      attention_scale: factor on the scores. attention_window: positions a query looks back, its own
+        included; 0: all. attention_softcap, logit_softcap: x <- cap tanh(x / cap); 0: off.
+      positions: "rope", "learned" or "none".
+      rope: base `theta`, `size` of the part of a head that turns, `kind` of scaling, its numbers.
+      blocks: of each block whether it has `rope` and `experts`, and its `capacity`, the share of a
+        sequence that it computes; None: it is not routed.
+      routing: of routed blocks. moe: of blocks with experts. masks: learned dropout. None: none.
+    """
+
+    model_type = "efx"
+
+    def __init__(
+        self,
+        vocab_size=257,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        block_kind="pre_norm",
+        hidden_act="gelu",
+        norm="layernorm",
+        norm_eps=1e-5,
+        use_bias=False,
+        attention_bias="none",
+        qk_norm="none",
+        attention_scale=1.0,
+        attention_window=0,
+        attention_softcap=0.0,
+        positions="learned",
+        rope=None,
+        logit_scale=1.0,
+        logit_softcap=0.0,
+        blocks=(),
+        routing=None,
+        moe=None,
+        masks=None,
+        use_cache=True,
+        **kwargs,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.block_kind = block_kind
+        self.hidden_act = hidden_act
+        self.norm = norm
+        self.norm_eps = norm_eps
+        self.use_bias = use_bias
+        self.attention_bias = attention_bias
+        self.qk_norm = qk_norm
+        self.attention_scale = attention_scale
+        self.attention_window = attention_window
+        self.attention_softcap = attention_softcap
+        self.positions = positions
+        self.rope = rope
+        self.logit_scale = logit_scale
+        self.logit_softcap = logit_softcap
+        self.blocks = blocks
+        self.routing = routing
+        self.moe = moe
+        self.masks = masks
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+# ---- some of the tokens ------------------------------------------------------------------------
+
+
+def front(keep_BT):
+    """The places of the entries that are kept, in order, as many columns as the fullest row has.
+
+    Returns: (places [B, C], which of them are kept entries: in shorter rows the last are not).
+    """
+    most = int(keep_BT.sum(dim=1).max())
+    index_BC = torch.argsort((~keep_BT).int(), dim=1, stable=True)[:, :most]
+    return index_BC, keep_BT.gather(1, index_BC)
+
+
+def take(x_BT, index_BC):
+    """The entries of x [B, T, ...] at these places: [B, C, ...]."""
+    return x_BT.gather(1, _wide(index_BC, x_BT))
+
+
+def add_at(x_BTD, index_BC, y_BCD):
+    """x with y added at these places."""
+    return x_BTD.scatter_add(1, _wide(index_BC, x_BTD), y_BCD.to(x_BTD.dtype))
+
+
+def _wide(index_BC, x):
+    return index_BC.reshape(*index_BC.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+
+
+def share(fraction, length):
+    """How many of so many tokens a fraction is: at least one, at most all."""
+    # Rounding first: 0.07 * 100 must be 7, not 8.
+    return max(1, min(length, math.ceil(round(fraction * length, 6))))
+
+
+class EfxCache:
+    """What generation keeps of the tokens so far.
+
+    Every attention has its own keys and values, with the positions of their tokens: in a routed
+    block those of the tokens that it has computed. Padding is not kept.
+    """
+
+    def __init__(self):
+        self.length = 0  # columns of the input that were read, padding included
+        self.next_B1 = 0  # the position of each row's next token
+        self.kept = {}  # attention: (positions [B, S], keys, values)
+        self.taken = {}  # routed block, experts: how many tokens of each row they have computed
+
+    def extend(self, attention, positions_BT, *new):
+        """What the attention has kept, and now the new tokens behind it."""
+        new = (positions_BT, *new)
+        if attention in self.kept:
+            new = tuple(
+                torch.cat(pair, dim=1) for pair in zip(self.kept[attention], new, strict=True)
+            )
+        if bool((new[0] < 0).any()):
+            index_BC, is_real_BC = front(new[0] >= 0)
+            positions_BS, *rest = (take(y, index_BC) for y in new)
+            new = (positions_BS.masked_fill(~is_real_BC, -1), *rest)
+        self.kept[attention] = new
+        return new
+
+    def get_seq_length(self, layer_idx=0):
+        return self.length
+
+    def reorder_cache(self, beam_idx):
+        """The rows at these places, as beam search asks for."""
+        self.next_B1 = self.next_B1[beam_idx]
+        self.taken = {module: count[beam_idx] for module, count in self.taken.items()}
+        for attention, arrays in self.kept.items():
+            self.kept[attention] = tuple(array[beam_idx] for array in arrays)
+
+
+class Tokens(NamedTuple):
+    """Which tokens the rows of an activation are.
+
+    Attributes:
+      positions_BT: places in the text; -1 for padding, which nothing attends to.
+      cache: `EfxCache`, or None.
+      mask_input_BTD: what learned dropout reads in place of the activations, or None.
+    """
+
+    positions_BT: torch.Tensor
+    cache: EfxCache | None
+    mask_input_BTD: Any = None
+
+    def at(self, index_BC, is_real_BC):
+        """Those at these places."""
+        masks = self.mask_input_BTD
+        return Tokens(
+            take(self.positions_BT, index_BC).masked_fill(~is_real_BC, -1),
+            self.cache,
+            None if masks is None else take(masks, index_BC),
+        )
+
+    def keys(self, attention, k_BTKH, v_BTKH):
+        """(positions, keys, values) that an attention reads, which is given those of the tokens."""
+        if self.cache is None:
+            return self.positions_BT, k_BTKH, v_BTKH
+        return self.cache.extend(attention, self.positions_BT, k_BTKH, v_BTKH)
+
+    def admit(self, module, wanted, room):
+        """Those of the wanted tokens [B, T] or [B, T, E] that find room: the first of each row."""
+        before = 0 if self.cache is None else self.cache.taken.get(module, 0)
+        run = wanted & (before + wanted.cumsum(dim=1) <= room)
+        if self.cache is not None:
+            self.cache.taken[module] = before + run.sum(dim=1, keepdim=True)
+        return run
+
+
+# ---- attention and MLP -------------------------------------------------------------------------
+
+
+def make_norm(config):
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.use_bias)
+
+
+def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, mask_probs=None):
+    """Causal attention: a query sees the keys whose position is its own or an earlier one.
+
+    Args:
+      keys: (positions [B, S], keys [B, S, K, H], values [B, S, K, H]), each for N / K heads.
+      mask_probs: (probabilities [B, N, T, S], positions of the keys) -> probabilities, or None.
+    """
+    key_positions_BS, k_BSKH, v_BSKH = keys
+    heads = q_BTNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (y.repeat_interleave(heads, dim=2) for y in (k_BSKH, v_BSKH))
+    back_BTS = positions_BT[:, :, None] - key_positions_BS[:, None]
+    visible_BTS = (key_positions_BS[:, None] >= 0) & (back_BTS >= 0)
+    if window:
+        visible_BTS = visible_BTS & (back_BTS < window)
+    scores_BNTS = torch.einsum("btnh,bsnh->bnts", q_BTNH, k_BSNH).float() * scale
+    if softcap:
+        scores_BNTS = softcap * torch.tanh(scores_BNTS / softcap)
+    probs_BNTS = scores_BNTS.masked_fill(~visible_BTS[:, None], MASKED).softmax(dim=-1)
+    if mask_probs is not None:
+        probs_BNTS = mask_probs(probs_BNTS, key_positions_BS)
+    return torch.einsum("bnts,bsnh->btnh", probs_BNTS.to(v_BSNH.dtype), v_BSNH)
+
+
+def turned(x_BTNH, positions_BT, rope):
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864): feature i of the first R turns together
+    with feature i + R/2."""
+    half = rope["size"] // 2
+    exponent_R = torch.arange(half, dtype=torch.float32, device=x_BTNH.device) / half
+    frequency_R = rope["theta"] ** -exponent_R
+    if rope["kind"] == "linear":
+        frequency_R = frequency_R / rope["factor"]
+    elif rope["kind"] == "llama3":  # arXiv 2407.21783: slow turns become slower, fast ones stay
+        turns_R = rope["original_context"] * frequency_R / (2 * math.pi)
+        low, high = rope["low_frequency_factor"], rope["high_frequency_factor"]
+        stays_R = ((turns_R - low) / (high - low)).clamp(0, 1)
+        frequency_R = frequency_R * (stays_R + (1 - stays_R) / rope["factor"])
+    angle_BT1R = (positions_BT[..., None].float() * frequency_R)[:, :, None]
+    cos, sin = angle_BT1R.cos(), angle_BT1R.sin()
+    a, b, rest = x_BTNH.float().split([half, half, x_BTNH.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x_BTNH.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, has_rope):
+        super().__init__()
+        self.config, self.rope = config, config.rope if has_rope else None
+        width, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias != "none"
+        self.query = nn.Linear(width, heads * head_dim, bias=bias)
+        self.key = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(heads * head_dim, width, bias=config.attention_bias == "all")
+        self.norm_query = self.norm_key = None
+        if config.qk_norm != "none":
+            whole = config.qk_norm == "width"
+            self.norm_query = nn.RMSNorm(heads * head_dim if whole else head_dim, config.norm_eps)
+            self.norm_key = nn.RMSNorm(kv_heads * head_dim if whole else head_dim, config.norm_eps)
+        self.probs_dropout = None
+        if config.masks and "attention_probs" in config.masks["sites"]:
+            self.probs_dropout = ElementwiseMask(config, config.max_position_embeddings)
+
+    def heads(self, y_BTX, norm=None, positions_BT=None):
+        """[B, T, heads * H] -> [B, T, heads, H], normalised, and turned by their positions."""
+        if norm is not None and self.config.qk_norm == "width":
+            y_BTX = norm(y_BTX)
+        y_BTNH = y_BTX.unflatten(-1, (-1, self.config.head_dim))
+        if norm is not None and self.config.qk_norm == "head":
+            y_BTNH = norm(y_BTNH)
+        if positions_BT is not None and self.rope is not None:
+            y_BTNH = turned(y_BTNH, positions_BT, self.rope)
+        return y_BTNH
+
+    def forward(self, x_BTD, tokens, read=None):
+        """read: (other tokens [B, S, D], their `Tokens`) to attend to in place of x."""
+        c, (x_BSD, read_tokens) = self.config, read or (x_BTD, tokens)
+        q_BTNH = self.heads(self.query(x_BTD), self.norm_query, tokens.positions_BT)
+        k_BSKH = self.heads(self.key(x_BSD), self.norm_key, read_tokens.positions_BT)
+        v_BSKH = self.heads(self.value(x_BSD))
+        out_BTNH = attend(
+            q_BTNH,
+            tokens.positions_BT,
+            read_tokens.keys(self, k_BSKH, v_BSKH),
+            c.attention_scale,
+            c.attention_window,
+            c.attention_softcap,
+            None if self.probs_dropout is None else self.probs_dropout.of_probs,
+        )
+        return self.out(out_BTNH.flatten(2))
+
+
+class MLP(nn.Module):
+    """`linear` makes its layers; what its calls take after x, the MLP's call takes too."""
+
+    def __init__(self, config, hidden, linear=nn.Linear):
+        super().__init__()
+        self.activation, width = config.hidden_act, config.hidden_size
+        self.gate = None
+        if self.activation == "swiglu":
+            self.gate = linear(width, hidden, bias=config.use_bias)
+        self.up = linear(width, hidden, bias=config.use_bias)
+        self.down = linear(hidden, width, bias=config.use_bias)
+
+    def forward(self, x, *expert):
+        h = self.up(x, *expert)
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x, *expert)) * h, *expert)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.down(F.gelu(h, approximate=approximate), *expert)
+
+
+class SkipMLP(nn.Module):
+    """A small MLP for the tokens that a routed block does not compute."""
+
+    def __init__(self, config, hidden):
+        super().__init__()
+        self.norm, self.mlp = make_norm(config), MLP(config, hidden)
+
+    def forward(self, x_BTD):
+        return self.mlp(self.norm(x_BTD))
+
+
+# ---- Mixture of Experts ------------------------------------------------------------------------
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert."""
+
+    def __init__(self, count, inputs, outputs, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(count, outputs)) if bias else None
+
+    def forward(self, x, expert):
+        return F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
+
+
+class MoE(nn.Module):
+    """Experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538).
+
+    "token_choice": a token goes to the k experts of the largest probability. "expert_choice"
+    (Zhou et al. 2022, arXiv 2202.09368): experts chose the best tokens in training; whether one
+    takes a token is decided here by the sign of its logit, from that token alone. The last
+    `num_noop` choices are no experts: who makes one keeps its residual.
+
+    length: how many tokens of a sequence come here at most.
+    """
+
+    def __init__(self, config, length):
+        super().__init__()
+        moe = self.moe = config.moe
+        count = moe["num_experts"]
+        self.router = nn.Parameter(torch.zeros(config.hidden_size, count + moe["num_noop"]))
+        linear = functools.partial(ExpertLinear, count)
+        self.experts = MLP(config, moe["expert_hidden"], linear)
+        self.shared = None
+        if moe["num_shared"]:
+            self.shared = MLP(config, moe["num_shared"] * moe["expert_hidden"])
+        self.room = share(moe["room"], length)
+
+    def forward(self, x_BTD, tokens):
+        moe = self.moe
+        logits_BTE = x_BTD.float() @ self.router.float()
+        if moe["router"] == "token_choice":
+            best = logits_BTE.argsort(dim=-1, descending=True, stable=True)[..., : moe["top_k"]]
+            wanted_BTE = torch.zeros_like(logits_BTE).scatter(-1, best, 1.0) > 0
+            weight_BTE = logits_BTE.softmax(dim=-1) * wanted_BTE
+            if moe["renormalise"]:
+                weight_BTE = weight_BTE / weight_BTE.sum(dim=-1, keepdim=True)
+        else:
+            wanted_BTE, weight_BTE = logits_BTE > 0, logits_BTE.sigmoid()
+        wanted_BTE = wanted_BTE & (tokens.positions_BT >= 0)[..., None]
+        run_BTE = tokens.admit(self, wanted_BTE[..., : moe["num_experts"]], self.room)
+        y_BTD = torch.zeros_like(x_BTD)
+        for expert in range(moe["num_experts"]):
+            places = run_BTE[..., expert].nonzero(as_tuple=True)
+            weight = weight_BTE[..., expert][places][:, None]
+            y = self.experts(x_BTD[places], expert) * weight.to(x_BTD.dtype)
+            y_BTD = y_BTD.index_put(places, y, accumulate=True)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+
+# ---- learned dropout ---------------------------------------------------------------------------
+
+
+def cosine(angle):
+    return 0.5 * torch.cos(angle) + 0.5
+
+
+class ElementwiseMask(nn.Module):
+    """x * m, m = 0.5 cos(a x + b) + 0.5 with a, b of each feature, or of each position of a key."""
+
+    def __init__(self, config, size):
+        super().__init__()
+        self.sharpness = config.masks["sharpness"]
+        self.mask_frequency = nn.Parameter(torch.zeros(size))
+        self.mask_phase = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x_BTD, tokens):
+        return self.apply_mask(x_BTD, self.mask_frequency, self.mask_phase)
+
+    def of_probs(self, probs_BNTS, positions_BS):
+        """The same of probabilities, which are not normalised again."""
+        a, b = (y[positions_BS.clamp(min=0)] for y in (self.mask_frequency, self.mask_phase))
+        return self.apply_mask(probs_BNTS, a[:, None, None], b[:, None, None])
+
+    def apply_mask(self, x, a, b):
+        mask = cosine(a.float() * x.float() + b.float())
+        if self.sharpness:
+            mask = torch.sigmoid(self.sharpness * (mask - 0.5))
+        return (x.float() * mask).to(x.dtype)
+
+
+class MaskAttention(nn.Module):
+    """Causal self-attention without positions and without an output matrix."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.heads, self.window = config.masks["num_heads"], config.attention_window
+        self.scale, width = config.masks["attention_scale"], config.hidden_size
+        for name in ("mask_query", "mask_key", "mask_value"):
+            setattr(self, name, nn.Parameter(torch.zeros(width, width)))
+
+    def forward(self, x_BTD, tokens):
+        q_BTNH, k_BTNH, v_BTNH = (
+            (x_BTD @ matrix).unflatten(-1, (self.heads, -1))
+            for matrix in (self.mask_query, self.mask_key, self.mask_value)
+        )
+        keys = tokens.keys(self, k_BTNH, v_BTNH)
+        return attend(q_BTNH, tokens.positions_BT, keys, self.scale, self.window).flatten(2)
+
+
+class AttentionMask(nn.Module):
+    """x * m, m = 0.5 cos(u + b) + 0.5, rounded; u is a `MaskAttention` of x or of what is made once
+    of the model's input embedding ("embedding"), or a linear layer of the latter
+    ("embedding_linear")."""
+
+    def __init__(self, config):
+        super().__init__()
+        masks = self.masks = config.masks
+        width = config.hidden_size
+        outputs = 1 if masks["granularity"] == "token" else width
+        linear = masks["input"] == "embedding_linear"
+        self.attention = None if linear else MaskAttention(config)
+        self.mask_linear = None
+        if linear or outputs == 1:
+            self.mask_linear = nn.Parameter(torch.zeros(width, outputs))
+        self.mask_shift = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x_BTD, tokens):
+        u = x_BTD if self.masks["input"] == "hidden" else tokens.mask_input_BTD
+        if self.attention is not None:
+            u = self.attention(u, tokens)
+        if self.mask_linear is not None:
+            u = u @ self.mask_linear
+        mask = cosine(u.float() + self.mask_shift.float())
+        if self.masks["rounding"] == "stochastic":
+            mask = (mask >= 0.5).float()
+        elif self.masks["rounding"].startswith("sigmoid"):
+            mask = torch.sigmoid(self.masks["sharpness"] * (mask - 0.5))
+        return (x_BTD.float() * mask).to(x_BTD.dtype)
+
+
+class MaskInput(nn.Module):
+    """What the masks of a model read that is made of its input embedding."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention, self.mask_linear = MaskAttention(config), None
+        if config.masks["input"] == "embedding":
+            width = config.hidden_size
+            self.mask_linear = nn.Parameter(torch.zeros(width, width))
+
+    def forward(self, embedded_BTD, tokens):
+        y_BTD = self.attention(embedded_BTD, tokens)
+        return y_BTD if self.mask_linear is None else y_BTD @ self.mask_linear
+
+
+def make_mask(config, site):
+    """The learned dropout at "embedding", "attention_output" or "mlp_output", or None."""
+    if not config.masks or site not in config.masks["sites"]:
+        return None
+    if config.masks["kind"] == "elementwise":
+        return ElementwiseMask(config, config.hidden_size)
+    return AttentionMask(config)
+
+
+# ---- blocks ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """x + attention + MLP. length: how many tokens of a sequence it computes at most."""
+
+    def __init__(self, config, block, length):
+        super().__init__()
+        self.kind = config.block_kind
+        self.norm_attention = make_norm(config)
+        self.attention = Attention(config, block["rope"])
+        self.dropout_attention_output = make_mask(config, "attention_output")
+        self.norm_mlp = make_norm(config)
+        if block["experts"]:
+            self.mlp = MoE(config, length)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        self.has_experts = block["experts"]
+        self.dropout_mlp_output = make_mask(config, "mlp_output")
+
+    def forward(self, x_BTD, tokens):
+        return x_BTD + self.increment(x_BTD, tokens)
+
+    def increment(self, x_BTD, tokens, read=None):
+        """What the block adds. read: as in `Attention`."""
+        before = self.kind != "post_norm"  # whether norms come before what they belong to
+        norm = self.norm_attention
+        if before and read is not None:
+            read = norm(read[0]), read[1]
+        a_BTD = self.attention(norm(x_BTD) if before else x_BTD, tokens, read)
+        a_BTD = a_BTD if before else norm(a_BTD)
+        if self.dropout_attention_output is not None:
+            a_BTD = self.dropout_attention_output(a_BTD, tokens)
+        y_BTD = x_BTD if self.kind == "parallel" else x_BTD + a_BTD
+        y_BTD = self.norm_mlp(y_BTD) if before else y_BTD
+        m_BTD = self.mlp(y_BTD, tokens) if self.has_experts else self.mlp(y_BTD)
+        m_BTD = m_BTD if before else self.norm_mlp(m_BTD)
+        if self.dropout_mlp_output is not None:
+            m_BTD = self.dropout_mlp_output(m_BTD, tokens)
+        return a_BTD + m_BTD
+
+
+class Predictor(nn.Module):
+    """Whether to compute a token, told from it by a small network."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.kernel_in = nn.Parameter(torch.zeros(width, hidden))
+        self.kernel_out = nn.Parameter(torch.zeros(hidden, 1))
+
+    def forward(self, x_BTD):
+        h_BTF = F.silu(x_BTD.float() @ self.kernel_in.float())
+        return (h_BTF @ self.kernel_out.float())[..., 0]
+
+
+class RoutedBlock(Block):
+    """A block that computes some of the tokens: x + gate(r) * increment for these, x for others,
+    where r = x w is the router's score.
+
+    Which, is decided for each token by itself: r > 0 ("aux_loss"), a small network ("predictor"),
+    or r above what in training all but `capacity` of the scores were below ("threshold"). There is
+    room for a fixed number of them; who comes later is not computed.
+    """
+
+    def __init__(self, config, block, length):
+        room = share(block["capacity"] * config.routing["slack"], length)
+        super().__init__(config, block, room)
+        self.room, self.routing, width = room, config.routing, config.hidden_size
+        self.router = nn.Parameter(torch.zeros(width))
+        self.predictor = self.skip_mlp = None
+        if self.routing["decision"] == "predictor":
+            self.predictor = Predictor(width, self.routing["predictor_hidden"])
+        if self.routing["decision"] == "threshold":
+            self.register_buffer("quantile", torch.zeros(()))
+        if self.routing["skip_mlp"]:
+            self.skip_mlp = SkipMLP(config, self.routing["skip_mlp"])
+
+    def forward(self, x_BTD, tokens):
+        score_BT = x_BTD.float() @ self.router.float()
+        wanted_BT = (self.decision(x_BTD, score_BT) > 0) & (tokens.positions_BT >= 0)
+        run_BT = tokens.admit(self, wanted_BT, self.room)
+        out_BTD = x_BTD
+        if self.skip_mlp is not None:
+            out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(run_BT[..., None], 0)
+        # In the end a block that no token wants computes nothing: C is 0.
+        index_BC, is_real_BC = front(run_BT)
+        inner = tokens.at(index_BC, is_real_BC)
+        # Tokens that are not computed may still be attended to by later ones that are.
+        read = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
+        delta_BCD = self.increment(take(x_BTD, index_BC), inner, read)
+        gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_real_BC
+        return add_at(out_BTD, index_BC, delta_BCD * gate_BC[..., None].to(delta_BCD.dtype))
+
+    def decision(self, x_BTD, score_BT):
+        if self.predictor is not None:
+            return self.predictor(x_BTD)
+        return score_BT - self.quantile if self.routing["decision"] == "threshold" else score_BT
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+class EfxForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = EfxConfig
+    _no_split_modules = ["Block", "RoutedBlock"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        length, width = config.max_position_embeddings, config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, width)
+        self.positions_embed = None
+        if config.positions == "learned":
+            self.positions_embed = nn.Embedding(length, width)
+        masks = config.masks
+        self.mask_input = None
+        if masks and masks["kind"] == "attention" and masks["input"] != "hidden":
+            self.mask_input = MaskInput(config)
+        self.dropout_embedding = make_mask(config, "embedding")
+        self.layers = nn.ModuleList(
+            (Block if block["capacity"] is None else RoutedBlock)(config, block, length)
+            for block in config.blocks
+        )
+        self.norm_final = make_norm(config)
+        self.head = None  # the token embedding, if tied
+        if not config.tie_word_embeddings:
+            self.head = nn.Linear(width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        past_key_values=None,
+        use_cache=None,
+        labels=None,
+        logits_to_keep=0,
+        return_dict=None,
+    ):
+        """Logits [B, T, V] in float32, or of the last `logits_to_keep` tokens.
+
+        Args:
+          input_ids: the new tokens [B, T].
+          attention_mask: 1 for tokens and 0 for padding, on either side, of all tokens so far.
+          past_key_values: the `EfxCache` of the tokens before, or None.
+          labels: ids [B, T], -100 where none counts; the loss is that of predicting the next token.
+        """
+        c, cache = self.config, past_key_values
+        use_cache = c.use_cache if use_cache is None else use_cache
+        if use_cache and not isinstance(cache, EfxCache):
+            if cache is not None and cache.get_seq_length():
+                raise ValueError(f"past_key_values: expected an EfxCache, got {type(cache)}")
+            cache = EfxCache()
+        tokens = Tokens(self.positions_of(input_ids, attention_mask, cache), cache)
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        x_BTD = self.embed(input_ids)
+        if self.positions_embed is not None:
+            x_BTD = x_BTD + self.positions_embed(tokens.positions_BT.clamp(min=0))
+        if self.mask_input is not None:
+            tokens = tokens._replace(mask_input_BTD=self.mask_input(x_BTD, tokens))
+        if self.dropout_embedding is not None:
+            x_BTD = self.dropout_embedding(x_BTD, tokens)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, tokens)
+        x_BTD = self.norm_final(x_BTD[:, -logits_to_keep:])
+        head_VD = self.embed.weight if self.head is None else self.head.weight
+        logits_BTV = F.linear(x_BTD, head_VD).float() * c.logit_scale
+        if c.logit_softcap:
+            logits_BTV = c.logit_softcap * torch.tanh(logits_BTV / c.logit_softcap)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
+
+    def positions_of(self, input_ids, attention_mask, cache):
+        """The position of each new token in its row, -1 for padding."""
+        length = input_ids.shape[1]
+        if attention_mask is None:
+            start_B1 = 0 if cache is None else cache.next_B1
+            positions_BT = start_B1 + torch.arange(length, device=input_ids.device)
+            positions_BT = positions_BT.expand(len(input_ids), -1)
+        else:
+            whole = length + (0 if cache is None else cache.length)
+            if attention_mask.shape[1] != whole:
+                raise ValueError(
+                    f"attention_mask has {attention_mask.shape[1]} columns for {whole} tokens"
+                )
+            positions_BT = attention_mask.long().cumsum(dim=1) - 1
+            positions_BT = positions_BT.masked_fill(attention_mask == 0, -1)[:, -length:]
+        if cache is not None:
+            last_B1 = positions_BT.amax(dim=1, keepdim=True)
+            cache.next_B1 = torch.maximum(last_B1 + 1, torch.zeros_like(last_B1) + cache.next_B1)
+        if int(positions_BT.max()) >= self.config.max_position_embeddings:
+            raise ValueError(
+                f"more than max_position_embeddings={self.config.max_position_embeddings} tokens: "
+                "shorten the text, or, with rotary positions, load the model with a larger number"
+            )
+        return positions_BT
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        past_key_values=None,
+        attention_mask=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """What `generate` passes on to `forward`."""
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return {
+            "input_ids": input_ids[:, seen:],
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
