@@ -216,6 +216,12 @@ def main(argv=None):
         hosts.fail(error)
     if hosts.connected():
         hosts.fail(None, status)
+    return status
+
+
+def command():
+    """`main` as a process of its own, which ends without waiting for what nobody needs any more."""
+    status = main()
     if signals.work_is_left():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -241,4 +247,4 @@ def _status(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -81,7 +81,7 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
     expected |= {f"efx/{path.relative_to(root)}" for path in (root / "configs").rglob("*.py")}
     assert {name for name in names if not name.startswith(dist)} == expected
     assert metadata["Version"] == efx.__version__ and f"{dist}/licenses/LICENSE" in names
-    assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:main"]
+    assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:command"]
 
 
 def test_the_library_and_the_configs_outside_a_checkout(root, wheel, tmp_path):

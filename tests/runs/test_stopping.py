@@ -182,7 +182,7 @@ elif where == "evaluate":
 else:
     from efx.checkpoint import Checkpointer
     Checkpointer.save = stuck
-sys.exit(main.main())
+sys.exit(main.command())
 """
 
 
