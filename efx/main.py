@@ -2,7 +2,8 @@
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=import makes that of a
-pretrained model in Hugging Face's format, --from=FOLDER, at step 0. --mode=evaluate and
+pretrained model in Hugging Face's format, --from=FOLDER, at step 0; --mode=convert that of a dense
+run, --from=RUN, with routed blocks, --to=mod, at step 0. --mode=evaluate and
 --mode=sample read config and tokenizer from the run folder and need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
 for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
@@ -37,11 +38,12 @@ from efx.settings import Count, Range, converted
 
 gc.enable()
 
-MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
+MODES = ("train", "compose", "import", "convert", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {
     "prompt": ("sample",),
     "step": ("evaluate", "sample"),
-    "from": ("import",),
+    "from": ("import", "convert"),
+    "to": ("convert",),
     "topology": ("compile",),
     "vocab_size": ("compile",),
     "json": ("compile",),
@@ -84,6 +86,9 @@ def run(argv):
         getattr(verb, values.mode)(config, values.workdir, step=values.step)
     elif values.mode == "import":
         verb.import_run(config, values["from"].value, values.workdir, command_line=argv)
+    elif values.mode == "convert":
+        folder, to = values["from"].value, values["to"].value
+        verb.convert(config, folder, to, values.workdir, command_line=argv)
     elif values.mode == "cluster":
         verb.run(config, values.workdir, command_line=argv)
     else:
@@ -91,10 +96,16 @@ def run(argv):
         action(config, values.workdir, command_line=argv, started=_STARTED)
 
 
-def _config_for(folder, config):
-    from efx.interop import import_run
+def _config_for(values, config):
+    """The config of a mode that makes a run of something else, from that in --config or None."""
+    folder = values["from"].value
+    if values.mode == "import":
+        from efx.interop import import_run
 
-    return import_run.config_for(folder, config)
+        return import_run.config_for(folder, config)
+    from efx.interop import convert_run
+
+    return convert_run.config_for(folder, values["to"].value, config)
 
 
 def _check_compile(values):
@@ -124,8 +135,8 @@ def _module(values, kind):
         return USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
-    if values.mode == "import":
-        return "efx.interop.import_run"
+    if values.mode in ("import", "convert"):
+        return f"efx.interop.{values.mode}_run"
     if kind == "clustering":
         raise UsageError(
             f"--workdir={values.workdir} holds a clustering, and its runs have folders of "

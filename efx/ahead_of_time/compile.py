@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from efx import build, flops, run_settings, runfolder, settings, sharding
-from efx import step as step_lib
 from efx.ahead_of_time import hlo, topology
 from efx.ahead_of_time.report import Estimate, Memory, Report
 from efx.data import tokenizers
@@ -62,14 +61,7 @@ def compile_step(config, topology_name, vocab_size):
     asked = jax.default_device(target.devices[0])
     with jax.set_mesh(one), asked:  # kernels are chosen for the devices of the topology here, too
         training = build.Training(experiment)
-    function = step_lib.make_train_step(
-        model,
-        training.optimizer,
-        training.schedule,
-        config,
-        total_steps=experiment.steps,
-        groups=sharding.batch_shards(mesh, rules),
-    )
+    function = training.make_step(model)
     batch = _batch(config, sharding.batch_sharding(mesh, rules))
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(mesh))
     length, rows = config.data.seq_len, config.data.batch_size
@@ -84,15 +76,17 @@ def compile_step(config, topology_name, vocab_size):
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         parameters=flops.count_params(training.shapes.params),
         tokens=experiment.tokens_per_step,
-        ledger_flops=experiment.ledger.train_flops(experiment.tokens_per_step),
-        executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward,
+        ledger_flops=experiment.ledger.train_flops(experiment.tokens_per_step)
+        + experiment.teacher_flops(),
+        executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward
+        + experiment.teacher_flops(nominal=False),
     )
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()
     with sharding.use(mesh, rules), asked:
         jitted = jax.jit(
             function, donate_argnums=0, out_shardings=(training.shardings, None)
-        ).lower(training.shapes, batch, seed)
+        ).lower(training.shapes, batch, seed, training.teacher)
         try:
             compiled = jitted.compile()
         except jax.errors.JaxRuntimeError as error:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from efx import build, optim, sharding
-from efx import step as step_lib
 from efx.config import config_of_run
 from efx.hostmemory import keep_freed_memory
 from efx.runfolder import TOKENIZER_FILE
@@ -31,22 +30,16 @@ class Stepper:
         self.config, self.model = experiment.config, experiment.model
         training, mesh, rules = build.Training(experiment), experiment.mesh, experiment.rules
         self._placement = sharding.Placement(mesh, rules, self.config.data.batch_size)
-        function = step_lib.make_train_step(
-            self.model,
-            training.optimizer,
-            training.schedule,
-            self.config,
-            total_steps=experiment.steps,
-            groups=sharding.batch_shards(mesh, rules),
-        )
+        function = training.make_step(self.model)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
         with sharding.use(mesh, rules):
             self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
+            self._teacher = training.teacher and build.read_teacher(experiment)[1]
             begin = time.perf_counter()
             self._step = (
                 jax.jit(function, donate_argnums=0, out_shardings=(training.shardings, None))
-                .lower(self.state, self._batch, self._seed)
+                .lower(self.state, self._batch, self._seed, self._teacher)
                 .compile()
             )
         self.compile_seconds = time.perf_counter() - begin
@@ -61,7 +54,7 @@ class Stepper:
     def __call__(self, tokens_BT1=None):
         """Waits for one step on rows of context + 1 tokens; returns the loss before it, in nats."""
         batch = self._batch if tokens_BT1 is None else self._put_batch(tokens_BT1)
-        self.state, metrics = self._step(self.state, batch, self._seed)
+        self.state, metrics = self._step(self.state, batch, self._seed, self._teacher)
         jax.block_until_ready((self.state, metrics))
         return float(metrics["train/loss"])
 

@@ -1,0 +1,70 @@
+"""A finished dense model becomes a Mixture-of-Depths: the parent's parameters, routers that start
+from zero, and a capacity that falls from 1 while it trains.
+
+    python -m efx.main --mode=convert --from runs/dense --to mod --workdir runs/converted
+    python -m efx.main --workdir runs/converted --config.steps=200
+
+The first command makes the run folder at step 0, the second trains. Without --config the settings
+are the parent's with those of `RECIPE` below; with `--config convert_mod` data and training are
+this file's and the model is the parent's:
+
+    python -m efx.main --mode=convert --from runs/dense --to mod --workdir runs/distilled \\
+        --config configs/convert_mod.py:distill
+
+Routers start at zero, where the gate "twice_sigmoid", 2 sigmoid(r), is exactly 1: at capacity 1
+step 0 is the parent. While all tokens are computed, routers learn by the gate which of them gain by
+it; then the capacity falls in stages. Evaluation and sampling decide by a running quantile of the
+scores, which follows faster than in a long run (`threshold_decay`).
+
+Knobs: `config.model.depth_routing` as in configs/mod.py, `config.losses.distill` (the weight of
+KL(parent || model); the parent's forward pass is then part of the step and of its FLOPs),
+`config.train.teacher` (the parent, unless another model is to be followed).
+
+Variants, to be combined with commas:
+    configs/convert_mod.py:smoke      half a minute on a CPU
+    configs/convert_mod.py:distill    follows the parent's distribution, too
+    configs/convert_mod.py:routers    trains only the routers
+    configs/convert_mod.py:adapters   trains the routers and a LoRA adapter of every linear layer
+
+Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_your_model.md.
+"""
+
+from efx.configs import common
+
+ROUTING = {
+    "model.depth_routing.kind": "mod",
+    "model.depth_routing.gate": "twice_sigmoid",
+    "model.depth_routing.causal": "threshold",
+    "model.depth_routing.threshold_decay": 0.9,
+    # Until a tenth of the steps all tokens, then half and a quarter, then `capacity`.
+    "model.depth_routing.capacity_stages": ((0.1, 1.0), (0.25, 0.5), (0.4, 0.25)),
+}
+# How to train what is trained already: a rate that is lower than the one from scratch.
+RECIPE = {"optim.schedule.warmup_steps": 5}
+_NEW = r"layers/(units/)?block_\d+/(router|predictor/.*|skip_mlp/.*)"
+
+VARIANTS = {
+    "smoke": common.SMOKE,
+    "distill": {"losses.distill": 1.0},
+    "routers": {"optim.frozen": rf"(?!{_NEW}$).*"},
+    "adapters": {
+        "adapter.kind": "lora",
+        "optim.frozen": rf"(?!({_NEW}|.*/adapter/.*)$).*",
+    },
+}
+
+
+def get_config(arg=""):
+    config = common.base()
+    common.apply(
+        config,
+        {
+            **common.STDLIB,
+            "model.depth": 8,
+            **ROUTING,
+            **RECIPE,
+            "steps": 200,
+            "optim.learning_rate": 1e-3,
+        },
+    )
+    return common.variant(config, arg, **VARIANTS)
