@@ -25,6 +25,8 @@ Variants, to be combined with commas:
     configs/convert_mod.py:distill    follows the parent's distribution, too
     configs/convert_mod.py:routers    trains only the routers
     configs/convert_mod.py:adapters   trains the routers and a LoRA adapter of every linear layer
+    configs/convert_mod.py:parent     a dense model to be converted, 64 wide
+    configs/convert_mod.py:scratch    a Mixture-of-Depths that is no conversion, for comparison
 
 Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_your_model.md.
 """
@@ -39,17 +41,30 @@ ROUTING = {
     # Until a tenth of the steps all tokens, then half and a quarter, then `capacity`.
     "model.depth_routing.capacity_stages": ((0.1, 1.0), (0.25, 0.5), (0.4, 0.25)),
 }
-# How to train what is trained already: a rate that is lower than the one from scratch.
+# How training begins on parameters that are trained already.
 RECIPE = {"optim.schedule.warmup_steps": 5}
 _NEW = r"layers/(units/)?block_\d+/(router|predictor/.*|skip_mlp/.*)"
+_FROM_SCRATCH = {
+    "steps": 0,
+    "train_flops": 2e13,
+    "optim.learning_rate": 2e-3,
+    "optim.schedule.warmup_steps": 50,
+    "model.depth_routing.capacity_stages": (),
+}
 
 VARIANTS = {
-    "smoke": common.SMOKE,
+    "smoke": {**common.SMOKE, "train_flops": 0.0},
     "distill": {"losses.distill": 1.0},
     "routers": {"optim.frozen": rf"(?!{_NEW}$).*"},
     "adapters": {
         "adapter.kind": "lora",
         "optim.frozen": rf"(?!({_NEW}|.*/adapter/.*)$).*",
+    },
+    "parent": {**_FROM_SCRATCH, "model.depth_routing.kind": "none"},
+    "scratch": {
+        **_FROM_SCRATCH,
+        "model.depth_routing.gate": "sigmoid",
+        "model.depth_routing.threshold_decay": 0.99,
     },
 }
 
@@ -60,6 +75,7 @@ def get_config(arg=""):
         config,
         {
             **common.STDLIB,
+            "model.width": 64,
             "model.depth": 8,
             **ROUTING,
             **RECIPE,

@@ -208,6 +208,7 @@ class _Launch:
     def train(self, untrained=False):
         e, config = self.experiment, self.config
         peak = device_peak(config.train.dtype) or 0.0
+        self._read_teacher()
         with (
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
@@ -220,7 +221,6 @@ class _Launch:
                 shapes, metric = self.training.shapes, config.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
             iterator, origin = self._restore()
-            self._read_teacher()
             self._commit(origin, files)
             self.progress.println(self._banner())
             if e.data.origin["of"] != e.data.origin["source"]:  # split by an earlier text

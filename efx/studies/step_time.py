@@ -33,9 +33,9 @@ class Stepper:
         function = training.make_step(self.model)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
+        self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
         with sharding.use(mesh, rules):
             self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
-            self._teacher = training.teacher and build.read_teacher(experiment)[1]
             begin = time.perf_counter()
             self._step = (
                 jax.jit(function, donate_argnums=0, out_shardings=(training.shardings, None))
