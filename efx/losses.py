@@ -65,8 +65,13 @@ def cross_entropy(
     logits_BTV = logits_BTV.astype(jnp.float32)
     weights_BT = weights_BT.astype(jnp.float32)
     column_BTV = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
-    if vocab_size is not None and vocab_size < logits_BTV.shape[-1]:
-        logits_BTV = jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
+
+    def without_padding(logits_BTV):
+        if vocab_size is None or vocab_size == logits_BTV.shape[-1]:
+            return logits_BTV
+        return jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
+
+    logits_BTV = without_padding(logits_BTV)
     scored_BT = weights_BT != 0
     # Comparing with the column number instead of indexing keeps a sharded vocabulary in place, and
     # its gradient is elementwise where that of indexing is a scatter.
@@ -86,8 +91,7 @@ def cross_entropy(
     total, distance = loss + z_loss * z, jnp.zeros((), jnp.float32)
     if teacher_logits_BTV is not None:
         teacher_BTV = jax.lax.stop_gradient(teacher_logits_BTV.astype(jnp.float32))
-        teacher_BTV = jnp.where(column_BTV < (vocab_size or math.inf), teacher_BTV, -jnp.inf)
-        log_p_BTV = jax.nn.log_softmax(teacher_BTV)
+        log_p_BTV = jax.nn.log_softmax(without_padding(teacher_BTV))
         p_BTV = jnp.exp(log_p_BTV)
         # Where the teacher gives no probability, both logarithms may be infinite.
         gap_BTV = jnp.where(p_BTV > 0, log_p_BTV - (logits_BTV - lse_BT[..., None]), 0.0)
