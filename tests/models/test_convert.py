@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from efx import build, flops, main, models, optim, runfolder, sharding, use
+from efx.checkpoint import files
 from efx.config import config_of_run
 from efx.data import bpe
 from efx.errors import UsageError
@@ -177,9 +178,11 @@ def test_it_follows_its_parent(parents, distilled):
     own = 3 * flops.executed(c.model, 16, 4)
     assert rows[-1]["flops_realised"] == 4 * (own + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    files = {f.name for f in (folder / "checkpoints" / "4").rglob("*") if f.is_file()}
-    untaught = {f.name for f in (start / "checkpoints" / "0").rglob("*") if f.is_file()}
-    assert len(files) <= len(untaught) + 2
+    arrays, untaught = (
+        files.read_metadata(run / "checkpoints" / step).keys()
+        for run, step in ((folder, "4"), (start, "0"))
+    )
+    assert arrays == untaught
     record = runfolder.run_record(folder)["teacher"]
     assert record["run"] == str(parents["trained"]) and record["step"] == 2
 
