@@ -469,11 +469,12 @@ def on_devices_of(config, run, key):
     path = storage.folder(run) / runfolder.CONFIG_FILE
     plain = run_settings.of_plain(runfolder.recorded_config(run), path)
     of = run_settings.check(plain, path)
-    if of.model.member_runs:
+    model_config = of.model
+    if model_config.member_runs:
         raise UsageError(f"{key}={run} is a model made of others itself")
     changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
     changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
-    if all("vocab_multiple" in settings.names_of(type(c)) for c in (of.model, config.model)):
+    if all("vocab_multiple" in settings.names_of(type(c)) for c in (model_config, config.model)):
         changes["model.vocab_multiple"] = config.model.vocab_multiple
     return settings.replaced(of, changes)
 
