@@ -275,7 +275,7 @@ class _Launch:
         e, run = self.experiment, self.config.train.teacher
         if e.teacher is None:
             return
-        began = runfolder.run_record(self.workdir).get("teacher")
+        began = None if self.opened.is_new else runfolder.run_record(self.workdir).get("teacher")
         with self._timed("read the teacher"):
             step, self.teacher = build.read_teacher(e, began and began["step"])
             found = fingerprint(self.teacher["params"], e.teacher.model.vocab_size)

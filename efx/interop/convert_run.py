@@ -74,10 +74,7 @@ def config_for(folder, to, config=None):
         routing.kind = "none"
     elif routing.kind == "none":
         config.update_from_flattened_dict(convert_mod.ROUTING)
-    path = storage.folder(folder)
-    config.train.teacher = str(folder if storage.is_remote(folder) else path.resolve())
-    if config.adapter.kind != "none":
-        config.init.run = config.train.teacher
+    config.train.teacher = _whole_path(folder)
     return config
 
 
@@ -90,8 +87,10 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Returns: {"parameters": their number}.
     Raises: UsageError, also for a workdir that holds a run; nothing is written then.
     """
-    config = run_settings.check(config)
+    config, parent_path = run_settings.check(config), _whole_path(folder)
     _check_config(config, config_of_run(folder), to)
+    if config.adapter.kind != "none":  # whose base a run has to name
+        config = settings.replaced(config, {"init.run": parent_path})
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
         opened = new_run.open_new(workdir, config, command_line)
@@ -104,14 +103,13 @@ def convert(config, folder, to, workdir, *, command_line=()):
             state, new = _state(training, parent.model, {"params": params, **averages}, to)
             files, entries = _of_the_text(config.data, folder, parent.tokenizer.to_json())
             entries["converted"] = {
-                "from": config.train.teacher,
+                "from": parent_path,
                 "to": to,
                 "step": step,
                 "parameters": found,
             }
-            if e.teacher is not None:
-                run = config.train.teacher
-                entries["teacher"] = {"run": run, "step": step, "parameters": found}
+            if e.teacher is not None and config.train.teacher == parent_path:
+                entries["teacher"] = {"run": parent_path, "step": step, "parameters": found}
             new_run.write(opened, lock, config, state, files, **entries)
     parameters = count_params(state.params)
     if is_primary():
@@ -121,6 +119,11 @@ def convert(config, folder, to, workdir, *, command_line=()):
             f"{step}; step 0"
         )
     return {"parameters": parameters}
+
+
+def _whole_path(folder):
+    """A folder as a run records it, which may be started from elsewhere the next time."""
+    return str(folder if storage.is_remote(folder) else storage.folder(folder).resolve())
 
 
 def _check_parent(parent, folder, to):

@@ -325,6 +325,7 @@ def test_only_what_is_new_is_to_be_trained(parents, tmp_path, variant):
     config = ("--config", f"convert_mod:{variant}")
     folder = converted(parents["trained"], tmp_path / "run", *config, **{"data.seq_len": 16})
     config, (_, variables) = config_of_run(folder), read(folder)
+    assert config.init.run == (str(parents["trained"]) if variant == "adapters" else "")
     assert config.model.width == 32 and config.data.source == "stdlib"
     groups = optim.parameter_groups(config.optim, variables["params"])
     trained = {path for path, group in groups.items() if not group.frozen}
