@@ -38,8 +38,8 @@ ROUTING = {
     "model.depth_routing.gate": "twice_sigmoid",
     "model.depth_routing.causal": "threshold",
     "model.depth_routing.threshold_decay": 0.9,
-    # Until a tenth of the steps all tokens, then half and a quarter, then `capacity`.
-    "model.depth_routing.capacity_stages": ((0.1, 1.0), (0.25, 0.5), (0.4, 0.25)),
+    # All tokens in the first twentieth of the steps, half in the second, then `capacity`.
+    "model.depth_routing.capacity_stages": ((0.05, 1.0), (0.1, 0.5)),
 }
 # How training begins on parameters that are trained already.
 RECIPE = {"optim.schedule.warmup_steps": 5}
@@ -47,7 +47,6 @@ _NEW = r"layers/(units/)?block_\d+/(router|predictor/.*|skip_mlp/.*)"
 _FROM_SCRATCH = {
     "steps": 0,
     "train_flops": 2e13,
-    "optim.learning_rate": 2e-3,
     "optim.schedule.warmup_steps": 50,
     "model.depth_routing.capacity_stages": (),
 }
@@ -80,7 +79,6 @@ def get_config(arg=""):
             **ROUTING,
             **RECIPE,
             "steps": 200,
-            "optim.learning_rate": 1e-3,
         },
     )
     return common.variant(config, arg, **VARIANTS)
