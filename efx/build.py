@@ -35,8 +35,10 @@ from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.runfolder import TOKENIZER_FILE
 
-# Of config.data: what else decides which part of a source is held out.
+# Of config.data: what decides which text there is, and what else which part of it is held out.
+_SOURCES = ("source", "eval_source")
 _OF_THE_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
+OF_THE_TEXT = (*_SOURCES, *_OF_THE_SPLIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment(Setup):
-    """A setup with its text; `ledger` is that of the last stage."""
+    """A setup with its text; `ledger` is that of the last stage.
+
+    Attributes:
+      teacher: the `Setup` of the model whose distribution is followed in training, or None.
+    """
 
     data: object
     steps: int
     stages: tuple
+    teacher: Setup | None = None
 
     @property
     def tokens_per_step(self):
@@ -84,9 +91,10 @@ class Experiment(Setup):
         return [stage for stage in self.stages if stage.start <= step][-1]
 
     def flops(self, step, nominal=True):
-        """Training FLOPs of the first `step` steps. The first time that those executed
-        (`nominal=False`) are asked for, the model of each stage up to this step is traced."""
-        c, total = self.config.data, 0.0
+        """Training FLOPs of the first `step` steps, a teacher's included. The first time that those
+        executed (`nominal=False`) are asked for, the model of each stage up to this step is traced.
+        """
+        c, total = self.config.data, step * self.teacher_flops(nominal)
         micro_batches = self.config.train.accumulation
         ends = [stage.start for stage in self.stages[1:]] + [step]
         for stage, end in zip(self.stages, ends, strict=True):
@@ -98,6 +106,16 @@ class Experiment(Setup):
                 total += steps * flops.TRAIN_FACTOR * micro_batches * forward
         return total
 
+    def teacher_flops(self, nominal=True):
+        """FLOPs of the teacher's forward pass in a step; 0 without one."""
+        if self.teacher is None:
+            return 0.0
+        if nominal:
+            return _teacher_flops(self.config, self.teacher)
+        c, micro_batches = self.config.data, self.config.train.accumulation
+        rows = c.batch_size // micro_batches
+        return micro_batches * flops.executed(self.teacher.model, c.seq_len, rows, train=False)
+
 
 class Training:
     """An experiment and how its parameters are updated.
@@ -105,6 +123,7 @@ class Training:
     Attributes:
       optimizer, schedule: see `optim.make_optimizer`. summary: what is trained how, in words.
       init: seed -> `TrainState` of step 0. shapes: of that, with shardings; shardings: these alone.
+      teacher: the teacher's variables as shapes with shardings, or None.
     """
 
     def __init__(self, experiment):
@@ -117,6 +136,10 @@ class Training:
         self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
+        self.teacher = None
+        if e.teacher is not None:
+            shapes = _state(e.teacher, _variables(e.teacher.model), optax.identity())
+            self.teacher = {"params": shapes.params, **shapes.variables}
 
     def lower_step(self, model):
         """`step.make_train_step` of a stage's model, lowered for arguments of the shapes and
@@ -129,11 +152,12 @@ class Training:
             c,
             total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
+            teacher=e.teacher and e.teacher.model,
         )
         batch = _batch_shapes(c, sharding.batch_sharding(e.mesh, e.rules))
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))
-        return jitted.lower(self.shapes, batch, seed)
+        return jitted.lower(self.shapes, batch, seed, self.teacher)
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
@@ -151,6 +175,8 @@ class Training:
             "the batch": 12 * tokens,
             "logits": step_lib.logits_bytes(e.model, c, e.mesh, e.rules, rows),
         }
+        if self.teacher is not None:
+            parts["the teacher's parameters"] = memory.on_each_device(self.teacher)
         numbers = {
             name: value
             for name, _, value in settings.leaves(c)
@@ -217,10 +243,12 @@ def experiment(config, workdir=None, splits=SPLITS):
         model.check_packing()
         data.check_packing()
     _check_batch(config, mesh, rules)
+    # Who only evaluates needs none, and the run may have gone meanwhile.
+    teacher = _teacher(config, data.tokenizer) if "train" in splits else None
     stages = _capacity_stages(model, config.data.seq_len)
-    steps = _total_steps(config, stages)
+    steps = _total_steps(config, stages, teacher)
     stages = tuple(Stage(round(start * steps), *stage) for start, *stage in stages)
-    return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages)
+    return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
 def without_text(config, vocab_size, devices=None):
@@ -244,7 +272,8 @@ def without_text(config, vocab_size, devices=None):
     _check_batch(config, mesh, rules)
     stages = _capacity_stages(model, config.data.seq_len)
     stages = tuple(Stage(0, *stage) for _, *stage in stages)
-    return Experiment(config, None, model, mesh, rules, None, config.steps or 1000, stages)
+    teacher, steps = _teacher(config, vocab_size=vocab_size, devices=devices), config.steps or 1000
+    return Experiment(config, None, model, mesh, rules, None, steps, stages, teacher)
 
 
 def _devices(config, devices=None):
@@ -316,11 +345,8 @@ def _run_origin(c, workdir):
     """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
     if not runfolder.holds_result(workdir):
         return None, True
-    names = ("source", "eval_source")
-    trained = {
-        key: runfolder.recorded_setting(workdir, f"data.{key}") for key in (*names, *_OF_THE_SPLIT)
-    }
-    same = all(getattr(c, key) == trained[key] for key in names)
+    trained = {key: runfolder.recorded_setting(workdir, f"data.{key}") for key in OF_THE_TEXT}
+    same = all(getattr(c, key) == trained[key] for key in _SOURCES)
     for key in _OF_THE_SPLIT if same else ():
         if getattr(c, key) != trained[key]:
             raise UsageError(
@@ -408,7 +434,76 @@ def _check_batch(config, mesh, rules):
         )
 
 
-def _total_steps(config, parts):
+def _teacher(config, tokenizer=None, *, vocab_size=0, devices=None):
+    """The `Setup` of the model whose distribution the loss `distill` follows, on the same devices;
+    None where that has no weight. Its parameters are not read here, see `read_teacher`.
+
+    Args:
+      tokenizer: that of the run; None: any of so many tokens.
+      devices: see `without_text`.
+    """
+    run, name = config.train.teacher, f"config.train.teacher={config.train.teacher}"
+    if not config.losses.distils:
+        return None
+    if not run:
+        raise UsageError(
+            f"config.losses.distill={config.losses.distill!r} needs config.train.teacher, the run"
+            " folder of the model to follow; or set it to 0"
+        )
+    if not runfolder.holds_result(run):
+        raise UsageError(f"{name}: there is no such run with a checkpoint")
+    theirs = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
+    if theirs.fingerprint != (tokenizer or theirs).fingerprint or (
+        tokenizer is None and theirs.vocab_size != vocab_size
+    ):
+        raise UsageError(f"{name} has another tokenizer than this run: it says nothing of its ids")
+    of = on_devices_of(config, run, "config.train.teacher")
+    mesh, rules = _devices(config, devices)
+    model = _module_of_run(of, theirs.vocab_size, mesh, rules)
+    if model.context < config.data.seq_len:
+        raise UsageError(
+            f"{name} reads at most {model.context} tokens, and config.data.seq_len="
+            f"{config.data.seq_len}"
+        )
+    if config.data.packing:
+        model.check_packing()
+    return Setup(of, theirs, model, mesh, rules)
+
+
+def _teacher_flops(config, teacher):
+    """Nominal FLOPs of its forward pass over the batch of a step."""
+    c = config.data
+    ledger = teacher.model.ledger(c.seq_len, "causal")
+    return c.batch_size * c.seq_len * ledger.nominal_per_token
+
+
+def on_devices_of(config, run, key):
+    """The `Config` of the run in a folder, to be computed where and as `config` is.
+
+    Args:
+      key: the flag or setting that names the run, for messages.
+    """
+    path = storage.folder(run) / runfolder.CONFIG_FILE
+    plain = run_settings.of_plain(runfolder.recorded_config(run), path)
+    of = run_settings.check(plain, path)
+    model_config = of.model
+    if model_config.member_runs:
+        raise UsageError(f"{key}={run} is a model made of others itself")
+    changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
+    changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
+    if all("vocab_multiple" in settings.names_of(type(c)) for c in (model_config, config.model)):
+        changes["model.vocab_multiple"] = config.model.vocab_multiple
+    return settings.replaced(of, changes)
+
+
+def read_teacher(experiment, step=None):
+    """(step of the checkpoint, {"params": ..., "state": ... if there is any}) of its teacher."""
+    of = experiment.teacher.config
+    _, step, params, variables = finished(of, experiment.config.train.teacher, step)
+    return step, {"params": params, **variables}
+
+
+def _total_steps(config, parts, teacher=None):
     if bool(config.steps) == bool(config.train_flops):
         raise UsageError(
             f"config.steps={config.steps} and config.train_flops={config.train_flops}: "
@@ -421,6 +516,7 @@ def _total_steps(config, parts):
         (end - start) * ledger.train_flops(config.data.batch_size * config.data.seq_len)
         for (start, _, ledger), end in zip(parts, ends, strict=True)
     )
+    per_step += _teacher_flops(config, teacher) if teacher else 0.0
     if config.train_flops < per_step:
         raise UsageError(
             f"config.train_flops={config.train_flops:g} is less than one step ({per_step:g})"

@@ -7,6 +7,12 @@ from efx import run_settings, runfolder, storage
 from efx.config import config_of_run, load_config
 from efx.errors import UsageError, nearest
 
+# Modes that make a run of something else, and the flags that say of what.
+MADE_FROM = {
+    "import": {"from": "the folder of a Hugging Face model"},
+    "convert": {"from": "the folder of a dense run", "to": "mod, or layer_drop"},
+}
+
 
 def _define():
     """The flags, in a new set, so that one process can parse twice."""
@@ -26,10 +32,12 @@ def _define():
         flags.DEFINE_string,
         "mode",
         "train",
-        "train, compose, import, export, evaluate, sample, cluster or compile.",
+        "train, compose, import, convert, export, evaluate, sample, cluster or compile.",
     )
-    define(flags.DEFINE_string, "from", None, "import: folder of a Hugging Face model.")
-    define(flags.DEFINE_string, "to", None, "export: new folder, for transformers.")
+    text = "import: folder of a Hugging Face model; convert: folder of a dense run."
+    define(flags.DEFINE_string, "from", None, text)
+    text = "convert: mod, or layer_drop; export: new folder, for transformers."
+    define(flags.DEFINE_string, "to", None, text)
     define(flags.DEFINE_string, "dtype", None, "export: float32, bfloat16 or float16.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
     text = "evaluate, sample, export: checkpoint (default: newest)."
@@ -57,8 +65,8 @@ def parse(argv, usage="", config_for=None):
 
     Args:
       usage: text that --help prints before the list of flags.
-      config_for: function of the folder in --from and of the config in --config, or None, to the
-        config of --mode=import.
+      config_for: function of the flags and of the config in --config, or None, to the config of
+        a mode of `MADE_FROM`.
     """
     values = _define()
     flag_names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
@@ -67,11 +75,12 @@ def parse(argv, usage="", config_for=None):
         return None
     unknown = _parse(values, argv, known_only=True)
     keys = _keys(values, unknown)
-    if values.mode == "import":
-        if not values["from"].value:
-            raise UsageError("--from is missing: the folder of a Hugging Face model")
+    if values.mode in MADE_FROM:
+        for name, what in MADE_FROM[values.mode].items():
+            if not values[name].value:
+                raise UsageError(f"--{name} is missing: {what}")
         given = None if values.config is None else load_config(values.config)
-        config = config_for(values["from"].value, given)
+        config = config_for(values, given)
     else:
         config = _initial_config(values.config, values.workdir, values.mode)
     for key in keys:

@@ -1,4 +1,5 @@
-"""What is minimised: cross-entropy, the weighted sum of sown losses, coefficient schedules.
+"""What is minimised: cross-entropy, the distance to a teacher, the weighted sum of sown losses,
+coefficient schedules.
 
 All arithmetic is float32 whatever the input. Cross-entropy is returned as sums over tokens, never
 as a mean: the train step divides once, by the weight of the whole (accumulated, sharded) batch.
@@ -6,6 +7,7 @@ as a mean: the train step divides once, by the weight of the whole (accumulated,
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,14 +24,31 @@ class LossSums(NamedTuple):
     Only `total` carries a gradient; the others are for the log.
     """
 
-    total: jax.Array  # loss + z_loss * z: what is minimised
+    total: jax.Array  # loss + z_loss * z + distill * distance: what is minimised
     loss: jax.Array  # cross-entropy in nats
     z: jax.Array  # logsumexp(logits)^2
     weights: jax.Array
     correct: jax.Array  # tokens whose target has strictly the largest logit
+    distance: jax.Array  # KL(teacher || model) in nats; 0 without a teacher
 
 
-def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=None):
+class Teacher(NamedTuple):
+    """The features of a model whose distribution is followed, and what makes logits of them."""
+
+    head_fn: Callable  # pure function (head_params, x_ND) -> logits_NV
+    head_params: dict
+    x_BTD: jax.Array
+
+
+def cross_entropy(
+    logits_BTV,
+    targets_BT,
+    weights_BT,
+    z_loss=0.0,
+    vocab_size=None,
+    teacher_logits_BTV=None,
+    distill=0.0,
+):
     """Softmax cross-entropy of integer targets, as `LossSums`.
 
     Args:
@@ -38,12 +57,21 @@ def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=Non
       weights_BT: 0 for tokens that are not scored.
       z_loss: coefficient of logsumexp^2 (arXiv 2204.02311, section 5), may be traced.
       vocab_size: columns from here on are padding and get no probability; None: no padding.
+      teacher_logits_BTV: of the model whose distribution is followed, as wide as the others; None:
+        there is none.
+      distill: coefficient of KL(teacher || model) (arXiv 1503.02531 at temperature 1), may be
+        traced.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
     weights_BT = weights_BT.astype(jnp.float32)
     column_BTV = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, logits_BTV.ndim - 1)
-    if vocab_size is not None and vocab_size < logits_BTV.shape[-1]:
-        logits_BTV = jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
+
+    def without_padding(logits_BTV):
+        if vocab_size is None or vocab_size == logits_BTV.shape[-1]:
+            return logits_BTV
+        return jnp.where(column_BTV < vocab_size, logits_BTV, -jnp.inf)
+
+    logits_BTV = without_padding(logits_BTV)
     scored_BT = weights_BT != 0
     # Comparing with the column number instead of indexing keeps a sharded vocabulary in place, and
     # its gradient is elementwise where that of indexing is a scatter.
@@ -60,7 +88,16 @@ def cross_entropy(logits_BTV, targets_BT, weights_BT, z_loss=0.0, vocab_size=Non
 
     loss, z = summed(lse_BT - target_BT), summed(jnp.square(lse_BT))
     weights, correct = jnp.sum(weights_BT), summed(target_BT > best_other_BT)
-    return LossSums(loss + z_loss * z, *jax.lax.stop_gradient((loss, z, weights, correct)))
+    total, distance = loss + z_loss * z, jnp.zeros((), jnp.float32)
+    if teacher_logits_BTV is not None:
+        teacher_BTV = jax.lax.stop_gradient(teacher_logits_BTV.astype(jnp.float32))
+        log_p_BTV = jax.nn.log_softmax(without_padding(teacher_BTV))
+        p_BTV = jnp.exp(log_p_BTV)
+        # Where the teacher gives no probability, both logarithms may be infinite.
+        gap_BTV = jnp.where(p_BTV > 0, log_p_BTV - (logits_BTV - lse_BT[..., None]), 0.0)
+        distance = summed(jnp.sum(p_BTV * gap_BTV, axis=-1))
+        total += distill * distance
+    return LossSums(total, *jax.lax.stop_gradient((loss, z, weights, correct, distance)))
 
 
 def chunked_cross_entropy(
@@ -74,6 +111,8 @@ def chunked_cross_entropy(
     z_loss=0.0,
     vocab_size=None,
     groups=1,
+    teacher=None,
+    distill=0.0,
 ):
     """`cross_entropy(head_fn(head_params, x), ...)` without ever holding the logits of all tokens.
 
@@ -97,6 +136,8 @@ def chunked_cross_entropy(
         [groups, ...] of the head parameters. Set it to the number of shards of the batch axis:
         the accumulators then stay on their devices and are summed over devices once at the end, not
         once every slice. It must divide B.
+      teacher: `Teacher` of the same rows, or None; its logits are those of a slice, too, and it
+        gets no gradient. distill: as in `cross_entropy`.
 
     Returns:
       `LossSums`; only `total` carries a gradient.
@@ -110,45 +151,57 @@ def chunked_cross_entropy(
     def split(a):
         return a.reshape(groups, batch // groups, *a.shape[1:])
 
-    return _chunked(
-        (head_fn, min(chunk, length), vocab_size),
-        head_params,
-        split(x_BTD),
-        split(targets_BT),
-        split(weights_BT.astype(jnp.float32)),
-        jnp.asarray(z_loss, jnp.float32),
-    )
+    static = _Static(head_fn, min(chunk, length), vocab_size, teacher and teacher.head_fn)
+    rows = targets_BT, weights_BT.astype(jnp.float32), teacher and teacher.x_BTD
+    rates = jnp.asarray(z_loss, jnp.float32), jnp.asarray(distill, jnp.float32)
+    fixed = teacher and teacher.head_params, *rates
+    return _chunked(static, head_params, split(x_BTD), jax.tree.map(split, rows), fixed)
+
+
+class _Static(NamedTuple):
+    head_fn: Callable
+    chunk: int
+    vocab_size: int | None
+    teacher_head_fn: Callable | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, head_params, x, targets, weights, z_loss):
-    """Value only. x is [groups, B/groups, T, D]; targets and weights are [groups, B/groups, T]."""
+def _chunked(static, head_params, x, rows, fixed):
+    """Value only.
 
-    def one_group(x, targets, weights):
+    Args:
+      x: [groups, B/groups, T, D].
+      rows: (targets, weights, features of the teacher or None), [groups, B/groups, T, ...].
+      fixed: (head parameters of the teacher or None, z_loss, distill).
+    """
+
+    def one_group(x, rows):
         def step(sums, index):
-            _, slice_arrays = _slice(static, x, targets, weights, index)
-            return _add_sums(sums, _slice_sums(static, head_params, *slice_arrays, z_loss)), None
+            _, x_slice, rows_slice = _slice(static, x, rows, index)
+            return _add_sums(
+                sums, _slice_sums(static, head_params, x_slice, rows_slice, fixed)
+            ), None
 
         sums, _ = jax.lax.scan(step, _zero_sums(), jnp.arange(_slices(static, x)))
         return sums
 
-    return _over_groups(jax.vmap(one_group)(x, targets, weights))
+    return _over_groups(jax.vmap(one_group)(x, rows))
 
 
-def _chunked_forward(static, head_params, x, targets, weights, z_loss):
+def _chunked_forward(static, head_params, x, rows, fixed):
     """Value, and as residuals the gradients of `total` in head_params and x."""
 
-    def total(head_params, x_slice, targets_slice, weights_slice):
-        sums = _slice_sums(static, head_params, x_slice, targets_slice, weights_slice, z_loss)
+    def total(head_params, x_slice, rows_slice):
+        sums = _slice_sums(static, head_params, x_slice, rows_slice, fixed)
         return sums.total, sums
 
-    def one_group(x, targets, weights):
+    def one_group(x, rows):
         def step(carry, index):
             sums, d_head, d_x = carry
-            start, slice_arrays = _slice(static, x, targets, weights, index)
+            start, x_slice, rows_slice = _slice(static, x, rows, index)
             (_, slice_sums), (d_head_slice, d_x_slice) = jax.value_and_grad(
                 total, argnums=(0, 1), has_aux=True
-            )(head_params, *slice_arrays)
+            )(head_params, x_slice, rows_slice)
             d_head = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_head, d_head_slice)
             # Added, not set: the last slice may overlap the one before, with gradients 0 there.
             d_x_slice += jax.lax.dynamic_slice_in_dim(d_x, start, d_x_slice.shape[1], axis=1)
@@ -161,7 +214,7 @@ def _chunked_forward(static, head_params, x, targets, weights, z_loss):
         )
         return carry
 
-    sums, d_head, d_x = jax.vmap(one_group)(x, targets, weights)
+    sums, d_head, d_x = jax.vmap(one_group)(x, rows)
     # An empty slice of each parameter carries its dtype to the backward pass.
     dtypes = jax.tree.map(lambda p: jnp.zeros((0,), p.dtype), head_params)
     return _over_groups(sums), (_over_groups(d_head), d_x, dtypes)
@@ -172,35 +225,47 @@ def _chunked_backward(static, residuals, cotangent):
     scale = cotangent.total
     d_head = jax.tree.map(lambda d, like: (d * scale).astype(like.dtype), d_head, dtypes)
     d_x = (d_x.astype(jnp.float32) * scale).astype(d_x.dtype)
-    return d_head, d_x, None, None, None
+    return d_head, d_x, None, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _slices(static, x):
-    return math.ceil(x.shape[1] / static[1])
+    return math.ceil(x.shape[1] / static.chunk)
 
 
-def _slice(static, x, targets, weights, index):
-    """Start and (x, targets, weights) of slice `index` of one group, [B/groups, chunk, ...].
+def _slice(static, x, rows, index):
+    """Start, x and rows of slice `index` of one group, [B/groups, chunk, ...].
 
     The last slice is moved back to end at T; positions that the slice before it has too get
     weight 0.
     """
-    _, chunk, _ = static
+    chunk = static.chunk
     start = jnp.minimum(index * chunk, x.shape[1] - chunk)
-    x, targets, weights = (
-        jax.lax.dynamic_slice_in_dim(a, start, chunk, axis=1) for a in (x, targets, weights)
+    x, (targets, weights, teacher_x) = jax.tree.map(
+        lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk, axis=1), (x, rows)
     )
     fresh = start + jnp.arange(chunk)[None, :] >= index * chunk
-    return start, (x, targets, jnp.where(fresh, weights, 0.0))
+    return start, x, (targets, jnp.where(fresh, weights, 0.0), teacher_x)
 
 
-def _slice_sums(static, head_params, x, targets, weights, z_loss):
-    head_fn, _, vocab_size = static
-    logits = head_fn(head_params, x.reshape(-1, x.shape[-1]))
-    return cross_entropy(logits, targets.reshape(-1), weights.reshape(-1), z_loss, vocab_size)
+def _slice_sums(static, head_params, x, rows, fixed):
+    targets, weights, teacher_x = rows
+    teacher_params, z_loss, distill = fixed
+    logits, teacher_logits = static.head_fn(head_params, x.reshape(-1, x.shape[-1])), None
+    if teacher_x is not None:
+        flat = teacher_x.reshape(-1, teacher_x.shape[-1])
+        teacher_logits = static.teacher_head_fn(teacher_params, flat)
+    return cross_entropy(
+        logits,
+        targets.reshape(-1),
+        weights.reshape(-1),
+        z_loss,
+        static.vocab_size,
+        teacher_logits,
+        distill,
+    )
 
 
 def _zero_sums():

@@ -2,9 +2,10 @@
 
 --mode=train (default) trains, or goes on with the run in --workdir; --mode=compose makes the run
 folder of a model put together from other runs and does not train it; --mode=import makes that of a
-pretrained model in Hugging Face's format, --from=FOLDER, at step 0; --mode=export writes a run into
-such a folder, --to=FOLDER. --mode=evaluate and --mode=sample read config and tokenizer from the run
-folder and, like --mode=export, need no --config. --mode=cluster
+pretrained model in Hugging Face's format, --from=FOLDER, at step 0; --mode=convert that of a dense
+run, --from=RUN, with routed blocks, --to=mod, at step 0; --mode=export writes a run into a folder
+in Hugging Face's format, --to=FOLDER. --mode=evaluate and --mode=sample read config and tokenizer
+from the run folder and, like --mode=export, need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
 for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
 fits, what it communicates and about how long it takes; it needs no --workdir.
@@ -40,12 +41,14 @@ gc.enable()
 # Of garbage there is little, of objects of traced programs millions: look through them seldom.
 gc.set_threshold(100_000, 30, 30)
 
-MODES = ("train", "compose", "import", "export", "evaluate", "sample", "cluster", "compile")
+MODES = (
+    "train", "compose", "import", "convert", "export", "evaluate", "sample", "cluster", "compile",
+)  # fmt: skip
 FLAGS_OF_MODES = {
     "prompt": ("sample",),
     "step": ("evaluate", "sample", "export"),
-    "from": ("import",),
-    "to": ("export",),
+    "from": ("import", "convert"),
+    "to": ("convert", "export"),
     "dtype": ("export",),
     "topology": ("compile",),
     "vocab_size": ("compile",),
@@ -93,6 +96,9 @@ def run(argv):
         verb.import_run(config, values["from"].value, values.workdir, command_line=argv)
     elif values.mode == "export":
         verb.export_run(config, values.workdir, values.to, step=values.step, dtype=values.dtype)
+    elif values.mode == "convert":
+        folder, to = values["from"].value, values["to"].value
+        verb.convert(config, folder, to, values.workdir, command_line=argv)
     elif values.mode == "cluster":
         verb.run(config, values.workdir, command_line=argv)
     else:
@@ -100,10 +106,16 @@ def run(argv):
         action(config, values.workdir, command_line=argv, started=_STARTED)
 
 
-def _config_for(folder, config):
-    from efx.interop import import_run
+def _config_for(values, config):
+    """The config of a mode that makes a run of something else, from that in --config or None."""
+    folder = values["from"].value
+    if values.mode == "import":
+        from efx.interop import import_run
 
-    return import_run.config_for(folder, config)
+        return import_run.config_for(folder, config)
+    from efx.interop import convert_run
+
+    return convert_run.config_for(folder, values["to"].value, config)
 
 
 def _check_compile(values):
@@ -133,7 +145,7 @@ def _module(values, kind):
         return USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
-    if values.mode in ("import", "export"):
+    if values.mode in ("import", "convert", "export"):
         return f"efx.interop.{values.mode}_run"
     if kind == "clustering":
         raise UsageError(

@@ -164,6 +164,7 @@ class LossesConfig:
     dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py."""
 
     z_loss: object = 0.0
+    distill: object = 0.0  # KL from the distribution of `config.train.teacher`; 0: not computed
     router_bce: object = 0.01
     predictor_bce: object = 0.01
     load_balance: object = 0.01
@@ -184,6 +185,11 @@ class LossesConfig:
         for name in names_of(type(self)):
             loss_weight(getattr(self, name), f"{self.where}.{name}")
 
+    @property
+    def distils(self):
+        """Whether there is a teacher to be followed: a weight of constant 0 costs nothing."""
+        return self.distill != 0
+
 
 @block("config.train")
 class TrainConfig:
@@ -194,6 +200,9 @@ class TrainConfig:
     # Positions of a sequence whose logits are in memory at once; 0: all
     loss_chunk: Natural = 0
     max_nonfinite: Count = 10  # stop after so many non-finite steps in a row (each is skipped)
+    # Run folder of the finished model, frozen, that the loss `distill` follows; not read where that
+    # has no weight.
+    teacher: str = ""
 
 
 @block("config.optim.schedule")

@@ -2,8 +2,8 @@
 
     config.json      every key of the config, sorted, and a checksum of them
     run.json         one record per launch: versions, git revision, devices, command line, time;
-                     hashes of the text; the run that it started from, or the cluster that it
-                     trains on, if any; a checksum of all this
+                     hashes of the text; the run that it started from, was converted from or
+                     follows, or the cluster that it trains on, if any; a checksum of all this
     held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
@@ -55,6 +55,8 @@ _ENTRIES = {
     "launches": list,
     "origin": dict,
     "imported": dict,
+    "converted": dict,
+    "teacher": dict,
     "text": dict,
     "subset": str,
     "tokenizer": str,
@@ -62,6 +64,8 @@ _ENTRIES = {
 _KEYS_OF_ENTRIES = {
     "origin": ("run", "step", "parameters"),
     "imported": ("from", "model_type", "parameters"),
+    "converted": ("from", "to", "step", "parameters"),
+    "teacher": ("run", "step", "parameters"),
     "text": ("source", "eval_source", "held_out"),
 }
 

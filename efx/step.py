@@ -89,13 +89,15 @@ def _names(path):
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1):
-    """train_step(state, batch, seed) -> (state, metrics), to be jitted with the state donated.
+def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1, teacher=None):
+    """train_step(state, batch, seed, teacher_variables=None) -> (state, metrics), to be jitted with
+    the state donated.
 
     The seed is an argument, not a constant, so that runs of several seeds share one compilation.
 
     The objective is  sum(weight * cross-entropy) / sum(weight)  over the whole batch plus the
-    weighted sown losses of the whole batch. With `config.train.accumulation` = A it is summed over
+    weighted sown losses of the whole batch, and with a teacher plus the weighted mean of
+    KL(teacher || model). With `config.train.accumulation` = A it is summed over
     A micro-batches of every A-th row, and the gradient is that of the whole batch: for
     cross-entropy because the weight of the whole batch is known; for sown losses because a first
     pass over the micro-batches adds up the Means that these need. The compiler reduces that pass to
@@ -113,6 +115,9 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
     Args:
       groups: number of shards of the batch axis (see `losses.chunked_cross_entropy`).
+      teacher: the model whose distribution `config.losses.distill` follows, on the same tokens and
+        as it is in evaluation; its variables, an argument of the step, are neither trained nor part
+        of the state. None: no such loss, and nothing of it in the program.
     """
     accumulation, weights = config.train.accumulation, as_dict(config.losses)
 
@@ -122,10 +127,23 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     def weighted(sown, step):
         return losses.weighted_sum(sown, weights, step, total_steps)[0]
 
-    def micro_loss(params, variables, batch, total_weight, keys, step, totals):
+    def taught(teacher_variables, batch, keys):
+        """`losses.Teacher` of a batch, or None."""
+        if teacher is None:
+            return None
+        params = teacher_variables["params"]
+        averages = {name: tree for name, tree in teacher_variables.items() if name != "params"}
+        x_BTD, _ = _features(teacher, params, averages, batch, keys, train=False)
+        return losses.Teacher(teacher.head_fn, teacher.head_params(params), x_BTD)
+
+    def micro_loss(params, variables, batch, total_weight, keys, step, totals, teacher_variables):
         x_BTD, mutated = forward(params, variables, batch, keys)
-        z_loss = losses.coefficient(weights["z_loss"], step, total_steps, "z_loss")
-        sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss)
+        z_loss, distill = (
+            losses.coefficient(weights[name], step, total_steps, name)
+            for name in ("z_loss", "distill")
+        )
+        follow = taught(teacher_variables, batch, keys)
+        sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, follow, distill)
         reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
         extra = weighted(losses.collect_sown(reports["losses"], totals), step)
         averages = {name: mutated[name] for name in variables}
@@ -133,7 +151,7 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
     gradient = jax.grad(micro_loss, has_aux=True)
 
-    def train_step(state, batch, seed):
+    def train_step(state, batch, seed, teacher_variables=None):
         total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         base = jax.random.fold_in(jax.random.key(seed), state.step)
 
@@ -143,7 +161,14 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
 
         def micro_gradients(batch, index, totals=None):
             grads, aux = gradient(
-                state.params, state.variables, batch, total_weight, keys(index), state.step, totals
+                state.params,
+                state.variables,
+                batch,
+                total_weight,
+                keys(index),
+                state.step,
+                totals,
+                teacher_variables,
             )
             return grads, *aux
 
@@ -170,6 +195,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             **{f"losses/{name}": value for name, value in sown.items()},
             **stats,
         }
+        if teacher is not None:
+            metrics["losses/distill"] = sums.distance / total_weight
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
         norm = optim.grad_norm(opt_state)
@@ -238,20 +265,41 @@ def _features(model, params, variables, batch, keys, *, train):
     )
 
 
-def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss):
-    """LossSums of features [B, T, D]; logits of `loss_chunk` positions at a time."""
+def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, teacher=None, distill=0.0):
+    """LossSums of features [B, T, D]; logits of `loss_chunk` positions at a time.
+
+    teacher: `losses.Teacher` or None.
+    """
     head = model.head_params(params)
     chunk = config.train.loss_chunk
     if chunk and chunk < x_BTD.shape[1]:
         # Devices that share a sequence go over their own part of it, as if it were a row.
         parts = sharding.ways("length")
         rows = [_as_rows(y, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
+        if teacher is not None:
+            teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, parts))
         return losses.chunked_cross_entropy(
-            model.head_fn, head, *rows, chunk=chunk, z_loss=z_loss, groups=groups * parts
+            model.head_fn,
+            head,
+            *rows,
+            chunk=chunk,
+            z_loss=z_loss,
+            groups=groups * parts,
+            teacher=teacher,
+            distill=distill,
         )
-    logits_BTV = model.head_fn(head, x_BTD)
-    logits_BTV = sharding.constrain(logits_BTV, "batch", "length", "act_vocab")
-    return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], z_loss)
+
+    def logits(head_fn, head, x_BTD):
+        return sharding.constrain(head_fn(head, x_BTD), "batch", "length", "act_vocab")
+
+    return losses.cross_entropy(
+        logits(model.head_fn, head, x_BTD),
+        batch["targets"],
+        batch["weights"],
+        z_loss,
+        teacher_logits_BTV=None if teacher is None else logits(*teacher),
+        distill=distill,
+    )
 
 
 def logits_bytes(model, config, mesh, rules, rows):

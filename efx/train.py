@@ -11,6 +11,7 @@ import numpy as np
 from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
 from efx.checkpoint import start_from
 from efx.checkpoint.files import warn
+from efx.checkpoint.params import fingerprint
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
@@ -37,6 +38,7 @@ MAY_DIFFER = (
     r"cluster\..*",
     r"ensemble\..*",
     r"train\.max_nonfinite",
+    r"train\.teacher",  # a folder may move: that it is the same model is checked
     r"train\.loss_chunk",
     r"model\.remat",
     r"model\.vocab_multiple",
@@ -111,6 +113,7 @@ class _Launch:
         self.last_row = {}
         self.step, self.restored = 0, False
         self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
+        self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
         self.written = None  # the record of the rows that are in the metrics at this step
@@ -154,6 +157,8 @@ class _Launch:
             entries.update(self._lost_rows())
 
         entries = {"origin": origin} if origin else {}
+        if self.teacher_origin:
+            entries["teacher"] = self.teacher_origin
         if jax.process_index() != 0:
             open_metrics()  # which writes nothing
         runfolder.on_primary(self.workdir, open_metrics)
@@ -204,6 +209,7 @@ class _Launch:
     def train(self, untrained=False):
         e, config = self.experiment, self.config
         peak = device_peak(config.train.dtype) or 0.0
+        self._read_teacher()
         with (
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
@@ -267,6 +273,22 @@ class _Launch:
                     self.pending, self.written = restored.meta["pending"], restored.meta["rows"]
         return iterator, origin
 
+    def _read_teacher(self):
+        """Read the model that this run follows: the one that it began with, if it did begin."""
+        e, run = self.experiment, self.config.train.teacher
+        if e.teacher is None:
+            return
+        began = None if self.opened.is_new else runfolder.run_record(self.workdir).get("teacher")
+        with self._timed("read the teacher"):
+            step, self.teacher = build.read_teacher(e, began and began["step"])
+            found = fingerprint(self.teacher["params"], e.teacher.model.vocab_size)
+        if began and found != began["parameters"]:
+            raise UsageError(
+                f"config.train.teacher={run} has other parameters at step {step} than the model"
+                f" that --workdir={self.workdir} began to follow; give the folder of that one"
+            )
+        self.teacher_origin = {"run": run, "step": step, "parameters": found}
+
     def _banner(self):
         e = self.experiment
         devices = jax.device_count()
@@ -275,9 +297,15 @@ class _Launch:
             f"{heading}: {quantity(self.parameters, 'parameters')}, "
             f"{quantity(e.data.train_tokens, 'training tokens')}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
-            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step, "
+            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{self._taught()}, "
             f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
+
+    def _taught(self):
+        if self.teacher is None:
+            return ""
+        flops = quantity(self.experiment.teacher_flops(), "FLOPs")
+        return f" (of them {flops} by the teacher, {self.config.train.teacher})"
 
     def _loop(self, iterator):
         e, config = self.experiment, self.config
@@ -298,7 +326,7 @@ class _Launch:
                     return
                 clock = time.monotonic()
             self.signals.listen()
-            self.state, metrics = compiled(self.state, batch, self.seed)
+            self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
             self.step += 1
             position = iterator.get_state()
             if self.step < e.steps:
@@ -383,6 +411,8 @@ class _Launch:
                 "seconds": self.seconds,
                 "tokens_per_second": rate * e.tokens_per_step,
             }
+            if self.teacher is not None:
+                row["flops_teacher"] = step * e.teacher_flops(nominal=False)
             self.writer.write(step, row)
             self.mirror.upload(if_due=True)
             self.last_row.update(row, step=step)

@@ -72,8 +72,10 @@ def compile_step(config, topology_name, vocab_size):
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         parameters=flops.count_params(training.shapes.params),
         tokens=experiment.tokens_per_step,
-        ledger_flops=experiment.ledger.train_flops(experiment.tokens_per_step),
-        executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward,
+        ledger_flops=experiment.ledger.train_flops(experiment.tokens_per_step)
+        + experiment.teacher_flops(),
+        executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward
+        + experiment.teacher_flops(nominal=False),
     )
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()

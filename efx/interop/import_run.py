@@ -5,21 +5,19 @@ and checked before the run folder is made; it then holds config, tokenizer and a
 0, like the folder of a run that has just begun.
 """
 
-import contextlib
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import linen as nn
 
-from efx import build, models, run_settings, runfolder, settings, sharding, storage
+from efx import build, models, run_settings, runfolder, settings, sharding
 from efx import step as step_lib
 from efx.checkpoint.params import fingerprint
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.flops import count_params
-from efx.interop import hf
+from efx.interop import hf, new_run
 from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import Weights
 from efx.metrics import quantity
@@ -86,7 +84,7 @@ def import_run(config, folder, workdir, *, command_line=()):
     _check_vocabulary(folder, tokenizer.vocab_size, rows)
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
-        opened = _open(workdir, config, command_line)
+        opened = new_run.open_new(workdir, config, command_line)
         e = build.without_text(config, tokenizer.vocab_size)
         training = build.Training(e)
         params = hf.params_from_hf(weights, e.model, jax.random.key(config.seed), rows)
@@ -97,14 +95,10 @@ def import_run(config, folder, workdir, *, command_line=()):
                 "model_type": hf_config["model_type"],
                 "parameters": fingerprint(state.params, e.model.vocab_size),
             }
-            with _whole_or_not_at_all(workdir):
-                lock.take()
-                text = tokenizer.to_json()
-                contents = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
-                opened.commit(contents, imported=imported, tokenizer=runfolder.checksum(text))
-                with build.checkpointer(workdir, config.checkpoint) as checkpoints:
-                    meta = {"seconds": 0.0, "ending": ""}
-                    checkpoints.save(0, state, {"step": 0}, meta, force=True)
+            text = tokenizer.to_json()
+            files = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
+            entries = {"imported": imported, "tokenizer": runfolder.checksum(text)}
+            new_run.write(opened, lock, config, state, files, **entries)
     parameters = count_params(state.params)
     if is_primary():
         name = ARCHITECTURES[hf_config["model_type"]].name
@@ -115,18 +109,6 @@ def import_run(config, folder, workdir, *, command_line=()):
                 f"{runfolder.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}
-
-
-@contextlib.contextmanager
-def _whole_or_not_at_all(workdir):
-    """Takes a folder away again that was made in vain: a full disk is noticed at its end."""
-    was_there = storage.folder(workdir).exists()
-    try:
-        yield
-    except BaseException:
-        if not was_there and not storage.is_remote(workdir) and is_primary():
-            shutil.rmtree(workdir, ignore_errors=True)
-        raise
 
 
 def _check_config(config, decided):
@@ -158,15 +140,6 @@ def _check_vocabulary(folder, tokens, rows):
             f"config.json), of which at most {_MOST_PADDING:.0%} may stand for no token: it is the "
             "tokenizer of another model"
         )
-
-
-def _open(workdir, config, command_line):
-    opened = runfolder.open_run(
-        workdir, settings.as_dict(config), command_line=list(command_line), may_differ=(".*",)
-    )
-    if not opened.is_new:
-        raise UsageError(f"--workdir={workdir} holds a run; give a new folder")
-    return opened
 
 
 def _state(training, params):

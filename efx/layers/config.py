@@ -285,7 +285,8 @@ class DepthRoutingConfig:
     # documents compete. Causal decisions and experts count capacity by document always.
     per: Literal["document", "row"] = "document"
     # What multiplies a block's increment, of the score: "identity" in the paper, equation 1.
-    gate: Literal["identity", "sigmoid", "tanh", "one"] = "sigmoid"
+    # "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a finished block what it was.
+    gate: Literal["identity", "sigmoid", "tanh", "twice_sigmoid", "one"] = "sigmoid"
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
     # as it trains: "stochastic" (the paper's: random tokens, others in each batch),

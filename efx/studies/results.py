@@ -7,11 +7,11 @@ Without --from: writes docs/results.md, its pictures, and the part of README.md 
 `<!-- results -->` and `<!-- end of results -->`, all from results/*.json, the same bytes each time.
 
 With --from: first copies the table of a finished study (sweep, isoflop, cbtm_table, phatgoose,
-calm) from its WORKDIR into results/NAME.json. Seeds, git revision and machine are read from the run
-folders. The other fields of an existing NAME.json (title, text, config, command, columns, which
-rows are compared in the README) stay, except `stale`, which is emptied; a new file needs --title,
---section and --command. --add keeps the rows that WORKDIR does not have, with their revision, and
-`stale`, which may still be true of them.
+calm, convert) from its WORKDIR into results/NAME.json. Seeds, git revision and machine are read
+from the run folders. The other fields of an existing NAME.json (title, text, config, command,
+columns, which rows are compared in the README) stay, except `stale`, which is emptied; a new file
+needs --title, --section and --command. --add keeps the rows that WORKDIR does not have, with their
+revision, and `stale`, which may still be true of them.
 
 A file holds
 

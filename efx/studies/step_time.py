@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from efx import build, optim, sharding
-from efx import step as step_lib
 from efx.config import config_of_run
 from efx.hostmemory import keep_freed_memory
 from efx.runfolder import TOKENIZER_FILE
@@ -31,24 +30,13 @@ class Stepper:
         self.config, self.model = experiment.config, experiment.model
         training, mesh, rules = build.Training(experiment), experiment.mesh, experiment.rules
         self._placement = sharding.Placement(mesh, rules, self.config.data.batch_size)
-        function = step_lib.make_train_step(
-            self.model,
-            training.optimizer,
-            training.schedule,
-            self.config,
-            total_steps=experiment.steps,
-            groups=sharding.batch_shards(mesh, rules),
-        )
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
+        self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
         with sharding.use(mesh, rules):
             self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
             begin = time.perf_counter()
-            self._step = (
-                jax.jit(function, donate_argnums=0, out_shardings=(training.shardings, None))
-                .lower(self.state, self._batch, self._seed)
-                .compile()
-            )
+            self._step = training.lower_step(self.model).compile()
         self.compile_seconds = time.perf_counter() - begin
         needs = self._step.memory_analysis()
         self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
@@ -61,7 +49,7 @@ class Stepper:
     def __call__(self, tokens_BT1=None):
         """Waits for one step on rows of context + 1 tokens; returns the loss before it, in nats."""
         batch = self._batch if tokens_BT1 is None else self._put_batch(tokens_BT1)
-        self.state, metrics = self._step(self.state, batch, self._seed)
+        self.state, metrics = self._step(self.state, batch, self._seed, self._teacher)
         jax.block_until_ready((self.state, metrics))
         return float(metrics["train/loss"])
 
@@ -71,6 +59,10 @@ class Stepper:
             "targets": tokens_BT1[:, 1:],
             "weights": np.ones(tokens_BT1[:, 1:].shape, np.float32),
         }
+        if self.config.data.packing:  # a document a row
+            shape = batch["inputs"].shape
+            batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+            batch["segment_ids"] = np.ones(shape, np.int32)
         return self._placement(batch)
 
 

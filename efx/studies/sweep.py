@@ -256,6 +256,8 @@ FORMS = {
     "ms a step": ".0f",
     "sequences/s": ".1f",
     STEP_TIME: ".2f",
+    "FLOPs a token": "FLOPs",
+    "decoding over the parent's": ".2f",
 }
 
 

@@ -62,7 +62,7 @@ def routing(draw, depth, recursion, stochastic, further=0):
     controls = ["random_fixed", *["stochastic"] * stochastic] if kind == "mod" else []
     changes = pick(
         draw, "depth_routing.",
-        gate=["identity", "sigmoid", "tanh", "one"],
+        gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
         train_selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],

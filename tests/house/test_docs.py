@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -36,7 +37,7 @@ FENCE = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M |
 # What a command within a line of text begins with.
 COMMAND = r"(?:[A-Z_]+=\S+ )?(?:python -m|efx|\./launch/\S+|pip|git|sbatch|kubectl) \S"
 # Studies that check the command line of every run before the first one starts.
-CHECKED_STUDIES = ("sweep", "isoflop", "phatgoose", "calm", "cbtm", "cbtm_table")
+CHECKED_STUDIES = ("sweep", "isoflop", "phatgoose", "calm", "cbtm", "cbtm_table", "convert")
 SHELLS = ("bash", "sh", "console")
 
 
@@ -130,15 +131,18 @@ def python(module, argv):
 
 def efx_main(argv):
     """Everything up to the start of JAX, then the model; a run folder is left for what follows."""
-    for word in argv:
+    for before, word in itertools.pairwise(["", *argv]):
         if re.fullmatch(r"models/.*", word):
             leave_model(word)
         folder = re.fullmatch(r"(?:--workdir=)?(runs/.*)", word)
         if folder and not (Path(folder[1]) / "config.json").exists():
-            leave_run(folder[1], values_of("configs/mod.py"))
+            variant = ":dense" if before == "--from" else ""
+            leave_run(folder[1], values_of(f"configs/mod.py{variant}"))
     if not argv:
         return
-    fresh = any(re.fullmatch(r"--config|--config=.*|--mode=import", word) for word in argv)
+    fresh = any(
+        re.fullmatch(r"--config|--config=.*|--mode=(import|convert)", word) for word in argv
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "start_jax", lambda values: (_ for _ in ()).throw(Started(values)))
         with pytest.raises(Started) as start:

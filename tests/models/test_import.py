@@ -404,6 +404,6 @@ def test_other_refusals(folder, imported, tmp_path, capsys):
     assert run("--mode=import", "--workdir", tmp_path / "run") == 2
     assert "--from is missing" in capsys.readouterr().err
     assert run("--workdir", imported, "--from", folder) == 2
-    assert "--from goes with --mode=import, not train" in capsys.readouterr().err
+    assert "--from goes with --mode=import or convert, not train" in capsys.readouterr().err
     assert sorted(path.name for path in imported.iterdir()) == before
     assert runfolder.recorded_config(imported)["model"]["width"] == 32

@@ -30,6 +30,8 @@ ALL_ROUTED = {
     "dropout.elementwise.detach": False,
     "scan_layers": True,
 }
+# What a variant follows, with a vocabulary padded like its own.
+TEACHERS = {"routed blocks, experts, masks": {"depth": 1}}
 VARIANTS = {
     "routed blocks, experts, masks": ALL_ROUTED,
     "expert choice, inclusion": {
@@ -114,18 +116,21 @@ def one_step(name, batch, accumulation, mesh=None):
     config = settings(name, accumulation)
     model = families.make(VARIANTS[name], context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
+    teacher = families.make(TEACHERS[name], context=LENGTH) if name in TEACHERS else None
+    taught = teacher and {"params": families.random_params(teacher, seed=1)}
     train_step = step.make_train_step(
-        model, gradient_keeper(), lambda count: 0.0, config, total_steps=9
+        model, gradient_keeper(), lambda count: 0.0, config, total_steps=9, teacher=teacher
     )
     zero = jnp.zeros((), jnp.int32)
     opt_state = params, optim.GradNormState(jnp.zeros(()))
     state = step.TrainState(zero, params, opt_state, variables, zero, zero)
     if mesh is None:
-        state, metrics = families.jit(train_step)(state, batch, np.uint32(0))
+        state, metrics = families.jit(train_step)(state, batch, np.uint32(0), taught)
     else:
         with sharding.use(mesh, sharding.DEFAULT_RULES):
             placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, ROWS)
-            state, metrics = families.jit(train_step)(state, placement(batch), np.uint32(0))
+            batch = placement(batch)
+            state, metrics = families.jit(train_step)(state, batch, np.uint32(0), taught)
     return state.opt_state[0], state.variables, jax.device_get(metrics)
 
 

@@ -21,6 +21,7 @@ GATES = {
     "identity": lambda r: r,  # the paper's equation 1
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
+    "twice_sigmoid": lambda r: 2.0 * jax.nn.sigmoid(r),  # 1 where r is 0
     "one": jnp.ones_like,
 }
 

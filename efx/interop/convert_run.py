@@ -1,0 +1,270 @@
+"""The run folder of a dense run's model with routed blocks: --mode=convert --from RUN --to mod.
+
+It holds a checkpoint of step 0: the parent's parameters, and routers that leave it the parent's
+model. The gate "twice_sigmoid" is exactly 1 for a score of 0, and routers start at zero, so that
+with capacity 1 the routed stack computes what the dense one does; training then lowers the capacity
+(`capacity_stages`). `--to layer_drop` leaves every second block out instead, for comparison.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from efx import build, models, run_settings, runfolder, settings, sharding, storage
+from efx import step as step_lib
+from efx.checkpoint.params import fingerprint
+from efx.config import config_of_run
+from efx.configs import convert_mod
+from efx.errors import UsageError, nearest
+from efx.flops import count_params
+from efx.interop import new_run
+from efx.layers.stack import scan_params
+from efx.metrics import quantity
+from efx.metrics.progress import is_primary
+
+KINDS = ("mod", "layer_drop")
+# Settings of the model that the parent does not decide: what is new, and how it is computed.
+_OWN = r"depth_routing\..*|scan_layers|remat|vocab_multiple|attention\.(chunk|kernel)"
+# Gates that are 1 to begin with.
+_GATES = ("twice_sigmoid", "one")
+# What a routed block, or an adapter, has besides a dense one.
+_NEW = re.compile(
+    r"layers/block_\d+/(router|predictor/.*|skip_mlp/.*|quantile\w*|seed)|.*/adapter/.*"
+)
+# Where running quantiles start: below the score 0, so that before any training, too, all tokens are
+# wanted. The first step of training forgets it.
+_BELOW_ALL_SCORES = -1.0
+
+
+def config_for(folder, to, config=None):
+    """The config of a run that trains the converted model of a run.
+
+    Args:
+      folder: the parent. to: one of `KINDS`.
+      config: ConfigDict that says how the run trains, and where `to` is "mod" which blocks are
+        routed how; all else of its model becomes the parent's. None: the parent's config, with what
+        `configs/convert_mod.py` changes.
+    Raises: UsageError for a parent that cannot be converted.
+    """
+    parent = config_of_run(folder)
+    _check_parent(parent, folder, to)
+    if config is None:
+        config = run_settings.known()
+        config.update(parent)
+        config.init = run_settings.known().init
+        config.optim.frozen, config.optim.lr_multipliers = "", ()
+        config.update_from_flattened_dict(convert_mod.RECIPE)
+    else:
+        run_settings.check(config)
+        if config.model.family != "decoder":
+            raise UsageError(
+                f"config.model.family={config.model.family!r}: --mode=convert makes a decoder; "
+                "give another --config"
+            )
+    config.update_from_flattened_dict(
+        {f"model.{key}": value for key, value in _decided(parent, to).items()}
+    )
+    routing = config.model.depth_routing
+    if to != "mod":
+        routing.kind = "none"
+    elif routing.kind == "none":
+        config.update_from_flattened_dict(convert_mod.ROUTING)
+    config.train.teacher = _whole_path(folder)
+    return config
+
+
+def convert(config, folder, to, workdir, *, command_line=()):
+    """Make the run folder of the converted model.
+
+    Args:
+      config: ConfigDict, `config_for` the folder with further changes.
+      folder: the parent. to: one of `KINDS`. command_line: recorded in run.json.
+    Returns: {"parameters": their number}.
+    Raises: UsageError, also for a workdir that holds a run; nothing is written then.
+    """
+    config, parent_path = run_settings.check(config), _whole_path(folder)
+    _check_config(config, config_of_run(folder), to)
+    if config.adapter.kind != "none":  # whose base a run has to name
+        config = settings.replaced(config, {"init.run": parent_path})
+    runfolder.check_shared(workdir)
+    with runfolder.Lock(workdir) as lock:
+        opened = new_run.open_new(workdir, config, command_line)
+        of = build.on_devices_of(config, folder, "--from")
+        parent, step, params, averages = build.finished(of, folder)
+        e = build.without_text(config, parent.tokenizer.vocab_size)
+        training = build.Training(e)
+        with sharding.use(e.mesh, e.rules):
+            found = fingerprint(params, e.model.vocab_size)
+            state, new = _state(training, parent.model, {"params": params, **averages}, to)
+            files, entries = _of_the_text(config.data, folder, parent.tokenizer.to_json())
+            entries["converted"] = {
+                "from": parent_path,
+                "to": to,
+                "step": step,
+                "parameters": found,
+            }
+            if e.teacher is not None and config.train.teacher == parent_path:
+                entries["teacher"] = {"run": parent_path, "step": step, "parameters": found}
+            new_run.write(opened, lock, config, state, files, **entries)
+    parameters = count_params(state.params)
+    if is_primary():
+        added = f", {quantity(new, 'of them')} new" if new else ""
+        print(
+            f"{workdir}: {quantity(parameters, 'parameters')}{added}, {to} of {folder} at step "
+            f"{step}; step 0"
+        )
+    return {"parameters": parameters}
+
+
+def _whole_path(folder):
+    """A folder as a run records it, which may be started from elsewhere the next time."""
+    return str(folder if storage.is_remote(folder) else storage.folder(folder).resolve())
+
+
+def _check_parent(parent, folder, to):
+    if to not in KINDS:
+        raise UsageError(f"--to={to}: expected {' or '.join(KINDS)}{nearest(to, KINDS)}")
+    model, cannot = parent.model, ""
+    if model.family != "decoder":
+        cannot = f"config.model.family={model.family!r}, and --mode=convert reads decoders"
+    elif model.depth_routing.kind != "none":
+        cannot = (
+            f"config.model.depth_routing.kind={model.depth_routing.kind!r}: it is routed already; "
+            "config.init.run starts a run with other settings of its routing"
+        )
+    elif parent.adapter.kind != "none":
+        cannot = (
+            f"config.adapter.kind={parent.adapter.kind!r}: convert the run that it adapts "
+            f"({parent.init.run})"
+        )
+    elif to == "layer_drop" and model.depth < 2:
+        cannot = f"config.model.depth={model.depth}: there is no second block to leave out"
+    elif to == "layer_drop" and model.dense_former.on:
+        cannot = "config.model.dense_former.on=True, whose averages count on every block"
+    if cannot:
+        raise UsageError(f"--from={folder} has {cannot}")
+
+
+def _decided(parent, to):
+    """{key of config.model: value} of all that the parent decides."""
+    model = runfolder.dotted(parent.model.to_dict())
+    decided = {key: value for key, value in model.items() if not re.fullmatch(_OWN, key)}
+    decided["context"] = decided["context"] or parent.data.seq_len
+    if to == "layer_drop":
+        decided["depth"] = len(_kept(decided["depth"]))
+    return decided
+
+
+def _kept(depth):
+    """The blocks that --to layer_drop keeps: those that --to mod by default leaves dense."""
+    return range(0, depth, 2)
+
+
+def _check_config(config, parent, to):
+    """UsageError for a setting with which this is not the parent's model to begin with."""
+    routing, plain = config.model.depth_routing, runfolder.dotted(settings.as_dict(config.model))
+    if routing.kind != ("mod" if to == "mod" else "none"):
+        raise UsageError(
+            f"config.model.depth_routing.kind={routing.kind!r}: --to={to} makes "
+            + ("'mod'" if to == "mod" else "a model without routed blocks, 'none'")
+        )
+    if to == "mod" and not routing.control and routing.gate not in _GATES:
+        raise UsageError(
+            f"config.model.depth_routing.gate={routing.gate!r}: a converted model begins as its "
+            f"parent, with a gate that is 1 for a score of 0: {' or '.join(_GATES)}"
+        )
+    for key, value in _decided(parent, to).items():
+        shorter = key == "context" and plain["positions"] != "learned" and 0 < plain[key] < value
+        if plain[key] != value and not shorter:
+            raise UsageError(
+                f"config.model.{key}={plain[key]!r}: the model of --from has {value!r}"
+            )
+
+
+def _of_the_text(data, folder, tokenizer):
+    """(files, entries of run.json) about the text: of the parent's what it holds out."""
+    files = {runfolder.TOKENIZER_FILE: tokenizer, runfolder.HELD_OUT_FILE: None}
+    entries = {"tokenizer": runfolder.checksum(tokenizer)}
+    same = all(
+        getattr(data, key) == runfolder.recorded_setting(folder, f"data.{key}")
+        for key in (*build.OF_THE_TEXT, "subset")
+    )
+    record = runfolder.run_record(folder)
+    if same and runfolder.recorded_origin(folder) is not None:
+        path = storage.folder(folder) / runfolder.HELD_OUT_FILE
+        files[runfolder.HELD_OUT_FILE] = path.read_text("utf-8") if path.is_file() else None
+        entries |= {name: record[name] for name in ("text", "subset") if name in record}
+    return files, entries
+
+
+def _state(training, parent, variables, to):
+    """(the `TrainState` of step 0, how many of its parameters the parent lacks).
+
+    Args:
+      parent: its model. variables: of that.
+    """
+    e = training.experiment
+    model = models.unrolled(e.model)
+    kept = _kept(parent.config.depth) if to == "layer_drop" else range(parent.config.depth)
+    _check_blocks(parent, model, kept)
+    count = 0
+
+    def make(variables, seed):
+        nonlocal count
+        fresh = nn.unbox(models.init(model, jax.random.key(seed)))
+        of_parent = models.unroll_variables(parent, variables)
+        made = {}
+        for collection, tree in fresh.items():
+            inherited = flatten_dict(of_parent.get(collection, {}), sep="/")
+            made[collection] = unflatten_dict(
+                {
+                    path: _value(path, leaf, inherited, kept, model.config.depth_routing)
+                    for path, leaf in flatten_dict(tree, sep="/").items()
+                },
+                sep="/",
+            )
+            if collection == "params":
+                leaves = flatten_dict(tree, sep="/").items()
+                count = sum(leaf.size for path, leaf in leaves if _NEW.fullmatch(path))
+        if e.model.config.scan_layers:
+            made = {
+                name: {**tree, "layers": scan_params(tree["layers"], e.model.specs())}
+                for name, tree in made.items()
+            }
+        return step_lib.state_of(made, training.optimizer)
+
+    state = jax.jit(make, out_shardings=training.shardings)(variables, np.uint32(e.config.seed))
+    return state, count
+
+
+def _check_blocks(parent, model, kept):
+    """UsageError unless the blocks are those of the parent. What differs by a block's number
+    (experts in every second one, layers without positions) does not survive that others go."""
+    specs, of_parent = model.specs(), parent.specs()
+
+    def computed(spec):
+        return dataclasses.replace(spec.block, std=0.0, std_out=0.0)
+
+    for number, (spec, i) in enumerate(zip(specs, kept, strict=True)):
+        if computed(spec) != computed(of_parent[i]):
+            raise UsageError(
+                f"--to=layer_drop: block {i} of the parent would become block {number}, which is of"
+                " another kind: what depends on a block's number (experts, positions) has to repeat"
+                " in every second block"
+            )
+
+
+def _value(path, leaf, inherited, kept, routing):
+    """The array at a path: the parent's, or what is new as it starts."""
+    if not _NEW.fullmatch(path):
+        return inherited[re.sub(r"(?<=^layers/block_)\d+", lambda m: str(kept[int(m[0])]), path)]
+    if path.endswith("/router") and routing.gate == "twice_sigmoid":
+        return jnp.zeros_like(leaf)
+    if path.endswith("/quantile"):
+        return jnp.full_like(leaf, _BELOW_ALL_SCORES)
+    return leaf

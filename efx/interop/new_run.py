@@ -1,0 +1,44 @@
+"""Run folders that hold a checkpoint of step 0 of parameters that were made elsewhere."""
+
+import contextlib
+import shutil
+
+from efx import build, runfolder, settings, storage
+from efx.errors import UsageError
+from efx.metrics.progress import is_primary
+
+
+def open_new(workdir, config, command_line):
+    """The `runfolder.OpenedRun` of a folder without a run; UsageError if there is one."""
+    opened = runfolder.open_run(
+        workdir, settings.as_dict(config), command_line=list(command_line), may_differ=(".*",)
+    )
+    if not opened.is_new:
+        raise UsageError(f"--workdir={workdir} holds a run; give a new folder")
+    return opened
+
+
+def write(opened, lock, config, state, files, **entries):
+    """Write the run folder, with `state` as its checkpoint of step 0.
+
+    Args:
+      lock: the `runfolder.Lock` of the folder. files, entries: see `runfolder.OpenedRun.commit`.
+    """
+    with _whole_or_not_at_all(opened.path):
+        lock.take()
+        opened.commit(files, **entries)
+        with build.checkpointer(opened.path, config.checkpoint) as checkpoints:
+            meta = {"seconds": 0.0, "ending": ""}
+            checkpoints.save(0, state, {"step": 0}, meta, force=True)
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(workdir):
+    """Takes a folder away again that was made in vain: a full disk is noticed at its end."""
+    was_there = storage.folder(workdir).exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there and not storage.is_remote(workdir) and is_primary():
+            shutil.rmtree(workdir, ignore_errors=True)
+        raise

@@ -1,0 +1,98 @@
+"""The study of conversions apart from its runs: commands, budgets, going on, table, bad input."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from efx.studies import convert
+
+LOSS = {"parent": 1.5, "scratch": 1.25, "mod_5": 1.75, "drop_5": 2.0, "distilled_5": 1.625}
+
+
+@pytest.fixture
+def study(monkeypatch, tmp_path):
+    """(commands so far, function of flags that runs the study, none of whose runs is started)."""
+    commands = []
+
+    def run(command, check):
+        arguments = command[3:]
+        commands.append(arguments)
+        flags = dict(word.split("=", 1) for word in arguments)
+        folder = Path(flags["--workdir"])
+        if "--mode" in flags:
+            assert (Path(flags["--from"]) / "metrics.jsonl").is_file()
+            (folder / "checkpoints/0").mkdir(parents=True)
+            return subprocess.CompletedProcess(command, 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        loss = LOSS[folder.name] + int(folder.parent.name[-1]) / 8
+        row = {"step": 3, "flops": 4e9, "tokens": 7, "eval/loss": loss, "eval/split_fraction": 1.0}
+        if folder.name == "mod_5":
+            row["eval/router/flops_per_token"] = 12.0
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    known = {name: 20.0 for name in LOSS}, {name: 8 * loss for name, loss in LOSS.items()}
+    monkeypatch.setattr(convert.Study, "_costs_and_speeds", lambda self: known)
+    flags = [f"--workdir={tmp_path}", "--seeds=0,1", "--fractions=0.05"]
+    return commands, lambda *more: convert.main([*flags, *more])
+
+
+def test_commands_budgets_and_going_on(study, tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    commands, run = study
+    assert run("--", "--config.log.every=7", "drop:--config.optim.learning_rate=0.5") == 0
+    folders = [next(w for w in c if w.startswith("--workdir=")).split("/", 1)[1] for c in commands]
+    assert [folder[-12:] for folder in folders[:2]] == ["seed0/parent", "seed1/parent"]
+    of_seed = {Path(f).name: c for f, c in zip(folders, commands, strict=True) if "seed1" in f}
+    assert of_seed.keys() == LOSS.keys()
+    made = {Path(f).name: c for f, c in zip(folders, commands, strict=True) if "seed1" in f and (
+        "--mode=convert" in c)}  # fmt: skip
+    assert made.keys() == {"mod_5", "drop_5", "distilled_5"}
+    assert all(len(of_seed[name]) == 1 for name in made)  # trained by what the folder says
+    assert f"--config.train_flops={0.05 * 4e9}" in made["mod_5"] and "--to=mod" in made["mod_5"]
+    assert "--config.train_flops=4000000000.0" in of_seed["scratch"]
+    assert "--config=convert_mod:scratch" in of_seed["scratch"]
+    assert "--config=convert_mod:distill" in made["distilled_5"]
+    assert "--to=layer_drop" in made["drop_5"] and "--config.seed=1" in made["drop_5"]
+    rate = "--config.optim.learning_rate=0.5"
+    assert rate in made["drop_5"] and rate not in made["mod_5"] + of_seed["parent"]
+    assert all("--config.log.every=7" in c for c in (*made.values(), of_seed["parent"]))
+    count = len(commands)
+    assert run() == 0  # again: what is converted is not converted again
+    assert not any("--mode=convert" in c for c in commands[count:])
+
+
+def test_table(study, tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    assert study[1]() == 0
+    rows = json.loads((tmp_path / "table.json").read_text())
+    row = rows["converted to MoD, 5% of its FLOPs"]
+    assert row[convert.DIFFERENCE] == [0.25, 0.25] and row[convert.COST] == [12.0, 12.0]
+    assert row[convert.SPEED] == [1.75 / 1.5]
+    assert rows["dense parent"][convert.COST] == [20.0, 20.0]
+    text = (tmp_path / "table.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| every second block"))
+    assert "| 2.0625 ± 0.0884 | 0.5000 ± 0.0000 | 20 FLOPs | 1.33 |" in line
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--fractions=0.1,x"], "--fractions=0.1,x: expected different numbers above 0"),
+        (["--fractions=0.1,0.1"], "--fractions=0.1,0.1: expected different numbers above 0"),
+        (["--", "mood:--config.steps=3"], "no run's name begins with 'mood' (did you mean 'mod'"),
+        (["--", "drop:--config.stps=3"], "the run 'drop_5': --config.stps is not a setting"),
+        (["--", "--config.seed=3"], "--config.seed=3: the study gives each of its runs its own"),
+        (["--config=convert_mod:smok"], "did you mean 'smoke'"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_runs(study, capsys, root, monkeypatch, arguments,
+                                                    words):  # fmt: skip
+    monkeypatch.chdir(root)
+    commands, run = study
+    assert run(*arguments) == 2 and not commands
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("efx: error: ") and words in line
