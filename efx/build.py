@@ -141,8 +141,8 @@ class Training:
             shapes = _state(e.teacher, _variables(e.teacher.model), optax.identity())
             self.teacher = {"params": shapes.params, **shapes.variables}
 
-    def lower_step(self, model):
-        """`step.make_train_step` of a stage's model, lowered for arguments of the shapes and
+    def trace_step(self, model):
+        """`step.make_train_step` of a stage's model, traced for arguments of the shapes and
         shardings that a run of this experiment has."""
         e, c = self.experiment, self.experiment.config
         function = step_lib.make_train_step(
@@ -157,7 +157,7 @@ class Training:
         batch = _batch_shapes(c, sharding.batch_sharding(e.mesh, e.rules))
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))
-        return jitted.lower(self.shapes, batch, seed, self.teacher)
+        return jitted.trace(self.shapes, batch, seed, self.teacher)
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""

@@ -387,7 +387,7 @@ class _Launch:
 
     def _compile(self, stage):
         self.experiment.flops(stage.start + 1, nominal=False)  # traced here, before timed steps
-        return self.training.lower_step(stage.model).compile()
+        return self.training.trace_step(stage.model).lower().compile()
 
     def _log(self, rows, clock):
         """Take finished steps; write a row at each multiple of `log.every` and at the last step."""

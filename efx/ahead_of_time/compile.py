@@ -80,7 +80,7 @@ def compile_step(config, topology_name, vocab_size):
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()
     with sharding.use(mesh, rules), asked:
-        lowered = training.lower_step(model)
+        lowered = training.trace_step(model).lower()
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:

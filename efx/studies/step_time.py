@@ -36,7 +36,7 @@ class Stepper:
         with sharding.use(mesh, rules):
             self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
             begin = time.perf_counter()
-            self._step = training.lower_step(self.model).compile()
+            self._step = training.trace_step(self.model).lower().compile()
         self.compile_seconds = time.perf_counter() - begin
         needs = self._step.memory_analysis()
         self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes

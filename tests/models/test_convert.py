@@ -200,13 +200,8 @@ def test_it_goes_on_bit_for_bit(distilled, tmp_path):
 def dot_flops(config, vocab_size):
     """FLOPs of the traced training step of a config."""
     e = build.without_text(config, vocab_size)
-    training, shape = build.Training(e), (4, 16)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
-    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    arguments = training.shapes, batch, seed, training.teacher
     with sharding.use(e.mesh, e.rules):
-        return flops.jaxpr_flops(training.make_step(e.model), *arguments), e
+        return flops._walk(build.Training(e).trace_step(e.model).jaxpr.jaxpr), e
 
 
 def test_without_a_weight_nothing_of_the_teacher_is_computed(children):
@@ -316,7 +311,7 @@ def test_other_refusals(parents, children, capsys):
     words = r"holds a run; give a new folder"
     refused(capsys, words, *flags, "--workdir", children["trained"])
     flags = ("--to", "mod", "--workdir", children["trained"])
-    refused(capsys, "--to goes with --mode=convert, not train", *flags)
+    refused(capsys, "--to goes with --mode=convert or export, not train", *flags)
 
 
 @pytest.mark.parametrize("variant", ["routers", "adapters"])
