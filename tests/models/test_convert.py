@@ -200,8 +200,9 @@ def test_it_goes_on_bit_for_bit(distilled, tmp_path):
 def dot_flops(config, vocab_size):
     """FLOPs of the traced training step of a config."""
     e = build.without_text(config, vocab_size)
+    training = build.Training(e)
     with sharding.use(e.mesh, e.rules):
-        return flops._walk(build.Training(e).trace_step(e.model).jaxpr.jaxpr), e
+        return flops._walk(training.trace_step(e.model).jaxpr.jaxpr), e
 
 
 def test_without_a_weight_nothing_of_the_teacher_is_computed(children):
