@@ -12,6 +12,7 @@ from efx.errors import UsageError
 END_OF_TEXT = "<|endoftext|>"
 # The first of these special tokens that another tokenizer has ends a document there.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_MOST_IDS = 1 << 24  # the largest vocabularies have a million
 _CHUNK = 1 << 18
 _BATCH = 1 << 22
 # Where a text may be cut: no token has white space after another character.
@@ -42,6 +43,11 @@ class LibraryTokenizer(Tokenizer):
         if not vocabulary:
             raise UsageError("its vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MOST_IDS:
+            raise UsageError(
+                f"its ids reach up to {self.vocab_size - 1}, and a table of the bytes of each has"
+                f" at most {_MOST_IDS} places"
+            )
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eot = next((special[name] for name in _END_NAMES if name in special), None)

@@ -81,7 +81,8 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
         split: TokenSplit(
             name,
             Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")]),
-            np.load(folder / f"{split}_spans.npy"),
+            # Mapped, its size is compared with that of the file, before there is room for it.
+            np.array(np.load(folder / f"{split}_spans.npy", mmap_mode="r", allow_pickle=False)),
             info["text_bytes"][split],
         )
         for split in splits

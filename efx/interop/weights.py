@@ -1,12 +1,12 @@
 """The arrays of a folder of safetensors files: found, checked, and read one at a time."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from efx import reading
 from efx.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -93,7 +93,7 @@ def _shards(index):
     if not isinstance(shards, dict) or not shards:
         raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
     for name, shard in shards.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not reading.is_plain_name(shard):
             raise UsageError(f"{index}: weight_map says {name} is in {shard!r}, no name of a file")
     return shards
 
@@ -101,10 +101,10 @@ def _shards(index):
 def read_json(path):
     """The contents of a file of a checkpoint."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return reading.read_json(path)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {_line(error)}") from error
 
 

@@ -15,6 +15,7 @@ from efx.metrics.progress import is_primary
 from efx.runfolder import METRICS_FILE, reason, write_atomic, writing
 
 WANDB_ID_FILE = "wandb_id"
+_LONGEST_ROW = 16 << 20  # bytes; a row has some hundred numbers
 SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
 WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on needs of the last
@@ -37,8 +38,10 @@ def _rows(path):
     """
     with path.open("rb") as file:
         offset = 0
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW), b""), 1):
             try:
+                if len(line) == _LONGEST_ROW:
+                    raise ValueError("a line without an end")
                 row = json.loads(line)
                 if type(row["step"]) is not int:
                     raise ValueError(f"step {row['step']!r}")
