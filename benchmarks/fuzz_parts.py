@@ -203,7 +203,7 @@ class Settings:
 
     def cases(self):
         def values(case):
-            keys = st.lists(st.sampled_from(sorted(self.hints[case])), min_size=1, max_size=4)
+            keys = st.lists(st.sampled_from(sorted(self.hints[case])), min_size=1, max_size=3)
             return keys.flatmap(
                 lambda keys: st.tuples(
                     st.just(case),

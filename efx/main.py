@@ -14,17 +14,28 @@ several.
 """
 
 import gc
+import sys
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
+
+
+def _impatient(kind, error, trace):
+    """Ctrl-C during the imports is no fault of theirs, whose lines a traceback would show."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("efx: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+_shown_before, sys.excepthook = sys.excepthook, _impatient
 
 # ruff: noqa: E402
 import importlib
 import logging as standard_logging
 import os
 import pathlib
-import sys
 from typing import Annotated
 
 from absl import logging
@@ -36,6 +47,7 @@ from efx.hostmemory import keep_freed_memory
 from efx.settings import Count, Range, converted
 
 gc.enable()
+sys.excepthook = _shown_before
 
 MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {

@@ -1,5 +1,6 @@
 """The command line: bad input is one line and status 2; variants, overrides, run folders."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from efx import main
+from efx.metrics import writer
 
 SETTINGS = {
     "steps": 2,
@@ -199,14 +201,14 @@ def test_a_workdir_that_cannot_be_written(text, capsys):
     assert "/proc/efx" in error_line(capsys)
 
 
-def test_a_workdir_on_a_full_disk(text, capsys, tmp_path):
-    """/dev/full answers every write with "no space left"."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_workdir_on_a_full_disk(text, capsys, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "_write_at", full)
     given = {**SETTINGS, "data.source": f"text:{text}"}
-    assert call(f"--workdir={run}", **given) == 2
-    error_line(capsys)
+    assert call(f"--workdir={tmp_path / 'run'}", **given) == 2
+    assert "run/metrics.jsonl: the disk is full" in error_line(capsys)
 
 
 def test_overrides_reach_tuples_and_placeholders(text, tmp_path):
