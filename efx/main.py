@@ -14,28 +14,29 @@ several.
 """
 
 import gc
-import sys
+import signal
+import threading
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
-
-def _impatient(kind, error, trace):
-    """Ctrl-C during the imports is no fault of theirs, whose lines a traceback would show."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("efx: interrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-_shown_before, sys.excepthook = sys.excepthook, _impatient
+# Ctrl-C ends a program that still imports: there is nothing to save, and Python's own handling of it
+# in the middle of a library's import gives that library's traceback, or a crash. A program that
+# ignores it, or is not in its main thread, is left alone.
+_ENDS = (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
+if _ENDS:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # ruff: noqa: E402
 import importlib
 import logging as standard_logging
 import os
 import pathlib
+import sys
 from typing import Annotated
 
 from absl import logging
@@ -47,7 +48,8 @@ from efx.hostmemory import keep_freed_memory
 from efx.settings import Count, Range, converted
 
 gc.enable()
-sys.excepthook = _shown_before
+if _ENDS:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODES = ("train", "compose", "import", "evaluate", "sample", "cluster", "compile")
 FLAGS_OF_MODES = {
