@@ -21,8 +21,8 @@ import time
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
-# Ctrl-C ends a program that still imports: there is nothing to save, and Python's own handling of it
-# in the middle of a library's import gives that library's traceback, or a crash. A program that
+# Ctrl-C ends a program that still imports: there is nothing to save, and Python's own way to handle
+# it, in the middle of a library's import, gives that library's traceback, or a crash. A program that
 # ignores it, or is not in its main thread, is left alone.
 _ENDS = (
     threading.current_thread() is threading.main_thread()
