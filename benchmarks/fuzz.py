@@ -8,7 +8,7 @@ finds. Anything else than these two ends is printed with the command that makes 
 traceback from the depths, a process that died, hangs or takes too much memory, a file that was
 written by what was refused. Exit status 1 if there is any.
 
-The cases run in a process beside this one (but with --here), which is watched.
+The cases run in a process beside this one, which is watched (with --once: in this one).
 """
 
 import argparse
@@ -241,8 +241,7 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=60.0, help="how long")
     parser.add_argument("--seed", type=int, default=0, help="of the first batch of each part")
     parser.add_argument("--parts", default=",".join(PARTS), help="which, joined by commas")
-    parser.add_argument("--once", action="store_true", help="one batch of each part")
-    parser.add_argument("--here", action="store_true", help="in this process; with --once")
+    parser.add_argument("--once", action="store_true", help="one batch of each, in this process")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
@@ -256,7 +255,7 @@ def main(argv=None):
     if unknown := [name for name in parts if name not in PARTS]:
         raise UsageError(f"--parts={options.parts}: {unknown[0]!r} is none of {', '.join(PARTS)}")
     began = time.monotonic()
-    if options.once or options.here:
+    if options.once:
         with tempfile.TemporaryDirectory(prefix="efx_fuzz_") as scratch:
             fuzzer = Fuzzer(scratch)
             found = [fuzzer.batch(name, options.seed) for name in parts]

@@ -81,11 +81,12 @@ _DEEP = "[" * 100_000  # in the place of "DEEP"
 def changed_json():
     """Changes of a JSON value: [(which of its nodes, what becomes of it)]."""
     kinds = st.one_of(
+        st.tuples(st.just("nudge"), st.integers(-2, 2)),
         st.tuples(st.just("put"), st.sampled_from(VALUES)),
         st.tuples(st.just("put"), st.integers() | st.floats() | st.text(max_size=8)),
         st.tuples(st.sampled_from(("remove", "add", "swap")), st.sampled_from(VALUES)),
     )
-    return st.lists(st.tuples(st.integers(0, 10**6), kinds), min_size=1, max_size=3)
+    return st.lists(st.tuples(st.integers(0, 10**6), kinds), max_size=3)
 
 
 def apply_json(value, changes):
@@ -100,6 +101,8 @@ def apply_json(value, changes):
         owner, key = places[number % len(places)]
         if kind == "put":
             owner[key] = new
+        elif kind == "nudge":
+            owner[key] = _nudged(owner[key], new)
         elif kind == "remove":
             del owner[key]
         elif isinstance(owner, dict):
@@ -107,6 +110,17 @@ def apply_json(value, changes):
         else:
             owner.append(new if kind == "add" else owner[key])
     return json.dumps(value).replace('"DEEP"', _DEEP)
+
+
+def _nudged(value, by):
+    """A value of the same type that is close to this one."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return value + by
+    if isinstance(value, list):
+        return value[by:] + value[:by]
+    return value + "a" * by if isinstance(value, str) else dict(reversed(value.items()))
 
 
 def _places(value):

@@ -22,7 +22,7 @@ _STARTED = time.monotonic()  # before the slow imports, so that start-up time co
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
 # Ctrl-C ends a program that still imports: there is nothing to save, and Python's own way to handle
-# it, in the middle of a library's import, gives that library's traceback, or a crash. A program that
+# it, in the middle of an import, gives the traceback of that library, or a crash. A program that
 # ignores it, or is not in its main thread, is left alone.
 _ENDS = (
     threading.current_thread() is threading.main_thread()

@@ -35,10 +35,6 @@ class LibraryTokenizer(Tokenizer):
             self._inner = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises no narrower type
             raise UsageError(f"not a file of the tokenizers library ({error})") from error
-        self._inner.encode_special_tokens = True
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        self._json = self._inner.to_str()
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UsageError("its vocabulary is empty")
@@ -48,6 +44,10 @@ class LibraryTokenizer(Tokenizer):
                 f"its ids reach up to {self.vocab_size - 1}, and a table of the bytes of each has"
                 f" at most {_MOST_IDS} places"
             )
+        self._inner.encode_special_tokens = True
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._json = self._inner.to_str()  # which counts up to the largest id
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eot = next((special[name] for name in _END_NAMES if name in special), None)

@@ -213,7 +213,7 @@ def load_tokenizer(path):
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
     except ValueError as error:
-        raise UsageError(f"the tokenizer {path} cannot be read ({error})") from error
+        raise UsageError(f"the tokenizer {path} is not JSON that can be read ({error})") from error
     try:
         if isinstance(fields, dict) and "kind" in fields:
             if fields["kind"] == "bytes":
