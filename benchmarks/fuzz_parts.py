@@ -125,11 +125,12 @@ def _nudged(value, by):
 
 def _places(value):
     """Yields (owner, key or index) of every node below a value."""
+    if not isinstance(value, dict | list):
+        return
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, child in list(items):
         yield value, key
-        if isinstance(child, dict | list):
-            yield from _places(child)
+        yield from _places(child)
 
 
 def changed_bytes():

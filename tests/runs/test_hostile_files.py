@@ -213,6 +213,35 @@ def data_of(tmp_path, **changes):
     return replaced(Config().data, changes)
 
 
+def test_a_library_that_panics_is_one_line(tmp_path):
+    """What it raises then is no Exception."""
+    import tokenizers as library
+
+    inner = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    inner.post_processor = library.processors.TemplateProcessing(
+        single="b $A", special_tokens=[("b", 1)]
+    )
+    contents = json.loads(inner.to_str())
+    contents["post_processor"]["special_tokens"]["b"]["id"] = "c"  # what its tokens are kept by
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(contents))
+    load_tokenizer(path)
+    contents["post_processor"]["special_tokens"]["c"] = contents["post_processor"][
+        "special_tokens"
+    ].pop("b")
+    path.write_text(json.dumps(contents))
+    with pytest.raises(UsageError) as error:
+        load_tokenizer(path)
+    one_line(error, str(path), "its template cannot be used")
+
+
+def test_names_and_errors_of_others_are_one_line_that_a_terminal_can_show(tmp_path):
+    path = tmp_path / "a\nefx: error: b\x1b[2J\ud800"
+    with pytest.raises(UsageError) as error:
+        Weights(path)
+    one_line(error, "a efx: error: b\\x1b[2J\\ud800/model.safetensors does not exist")
+
+
 def test_a_record_file_that_is_cut_in_its_records(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -229,14 +258,23 @@ def test_a_record_file_that_is_cut_in_its_records(tmp_path):
     one_line(error, f"cannot read {path}")
 
 
-def test_a_line_of_the_metrics_without_an_end(run):
-    """Not held in memory to see how long it is."""
-    with open(run / "metrics.jsonl", "wb") as file:
+def test_a_line_of_the_metrics_without_an_end(run, monkeypatch):
+    """Not held in memory to see how long it is; nor taken for the last one, which may be torn."""
+    path = run / "metrics.jsonl"
+    with open(path, "wb") as file:
         file.write(b'{"step": 1}\n{"step": ')
         file.truncate(10 * writer._LONGEST_ROW)
     with pytest.raises(UsageError) as error:
         read_metrics(run)
     one_line(error, "metrics.jsonl line 2 is not a metrics row")
+    monkeypatch.setattr(writer, "_LONGEST_ROW", 100)
+    for long in ('{"step": 2}' + 100 * " ", json.dumps({"step": 2, "x": [0] * 100})):
+        path.write_text(f'{{"step": 1}}\n{long}\n{{"step": 3}}\n')
+        with pytest.raises(UsageError) as error:
+            read_metrics(run)
+        one_line(error, "metrics.jsonl line 2 is not a metrics row")
+    path.write_text('{"step": 1}\n' + json.dumps({"step": 2, "name": "x" * 70}) + "\n")
+    assert len(read_metrics(run)) == 2
 
 
 def test_arrays_of_the_cache_are_no_larger_than_their_files_and_hold_no_objects(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import crash, fuzz
 from efx.data import tokenizers
-from efx.errors import UsageError
 
 
 def test_two_kills_lose_nothing(capfd):
@@ -69,12 +68,12 @@ def test_hostile_input_works_or_is_one_line(capsys):
 
 
 def test_what_is_found_is_printed_with_the_command_for_it(capsys, monkeypatch):
-    """A traceback, an error of several lines, and a panic of a library."""
+    """A traceback, and a panic of a library."""
 
     class Panic(BaseException):
         pass
 
-    for error in (KeyError("depths"), UsageError("two\nlines"), Panic("of Rust")):
+    for error in (KeyError("depths"), Panic("of Rust")):
         with monkeypatch.context() as patch:
 
             def encode(self, text, error=error):
