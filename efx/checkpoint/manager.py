@@ -69,8 +69,8 @@ class Checkpointer:
     """Saves and restores one run's checkpoints. A context manager: leaving it finishes the save.
 
     Args:
-      root: folder of the checkpoints; made at the first save. Nothing in it is changed before
-        that, so reading the run of another process is safe.
+      root: folder of the checkpoints; made at the first save, in a folder that has to be there.
+        Nothing in it is changed before that, so reading the run of another process is safe.
       every: save at multiples of this step; 0: only when forced.
       keep_last: this many newest steps are kept (>= 1).
       keep_best: and this many with the lowest `best_metric` (0: none).

@@ -13,7 +13,7 @@ from efx.data import tokenizers
 
 
 def test_two_kills_lose_nothing(capfd):
-    """One in the steps, one in a save, after an undisturbed run."""
+    """One at the start and one in the steps, after an undisturbed run."""
     status = crash.main(["--kills=2", "--steps=20", "--faults=kills", "--seed=3"])
     said = capfd.readouterr().out
     assert status == 0, said
