@@ -97,6 +97,11 @@ def test_bad_settings(text, tmp_path, capsys, settings, words):
         (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
         (["--workdir=x", "--wrkdir=y"], "configs/mod.py", "wrkdir"),
         (["--workdir=x", "stray"], "configs/mod.py", "unexpected argument 'stray'"),
+        (
+            ["--workdir=x", "--", "--config.nothing.x=3"],
+            "configs/mod.py",
+            "unexpected argument '--'",
+        ),
         (["--workdir=x", "--num_processes=2"], "configs/mod.py", "--coordinator_address"),
         (["--workdir=nowhere", "--mode=sample"], None, "nowhere is not a run folder"),
         (["--workdir=nowhere", "--mode=evaluate"], None, "nowhere is not a run folder"),
