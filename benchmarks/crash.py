@@ -112,7 +112,7 @@ class Outcome:
     def lost(self):
         return (
             self.bits + self.doubled + self.missing + self.different + self.samples
-            + len(self.problems) + self.times - self.survived
+            + len(self.problems) + self.times - self.survived + (not self.times)
         )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ class Bench:
     def moment(self, phase, launch):
         """Waits for a random moment of a phase of a launch; whether the process still runs."""
         if phase == "start-up":
-            time.sleep(self.rng.uniform(0, self.startup))
+            time.sleep(self.rng.uniform(0, min([self.startup, *self.startups])))
             return launch.process.poll() is None
         if not launch.stepping():
             return False
@@ -374,9 +374,11 @@ def signals(bench):
         default = {-number, 130, 128 + number}
         for phase, times in (("start-up", 1), ("steps", 1), ("evaluation", 2)):
             launch = Launch(bench, folder)
-            if not bench.moment(phase, launch):
+            while not bench.moment(phase, launch) and not outcome.problems:
+                # It came to its end before; the next run gets this signal.
                 outcome.problems += launch.problem(launch.end(), {0})
-                continue
+                folder = bench.folder()
+                launch = Launch(bench, folder)
             had_begun = "first step after" in launch.output()
             launch.process.send_signal(number)
             if times == 2:
