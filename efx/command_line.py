@@ -125,7 +125,7 @@ def _keys(values, arguments):
             is_value = False
             continue
         if argument == "--":
-            break
+            raise UsageError("unexpected argument '--': nothing is behind the flags and settings")
         name, equals, _ = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             raise UsageError(f"--{name} is not a flag{_nearest_flag(values, name)}")

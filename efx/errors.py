@@ -6,7 +6,13 @@ class UsageError(ValueError):
 
     The message names the key, value, file or shape at fault and what would be right. `efx.main`
     prints it as `efx: error: <message>` and exits with status 2; library callers see a ValueError.
+    What names of files and errors of libraries have in them does not make it more lines, and says
+    nothing to a terminal.
     """
+
+    def __init__(self, message=""):
+        line = " ".join(str(message).splitlines())
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 def extra(name):

@@ -16,10 +16,22 @@ several.
 """
 
 import gc
+import signal
+import threading
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
+
+# Ctrl-C ends a program that still imports: there is nothing to save, and Python's own way to handle
+# it, in the middle of an import, gives the traceback of that library, or a crash. A program that
+# ignores it, or is not in its main thread, is left alone.
+_ENDS = (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
+if _ENDS:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # ruff: noqa: E402
 import importlib
@@ -40,6 +52,8 @@ from efx.settings import Count, Range, converted
 gc.enable()
 # Of garbage there is little, of objects of traced programs millions: look through them seldom.
 gc.set_threshold(100_000, 30, 30)
+if _ENDS:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODES = (
     "train", "compose", "import", "convert", "export", "evaluate", "sample", "cluster", "compile",

@@ -6,6 +6,7 @@ waits for, and longer the more layers it has. What is kept here is the program a
 (`jax.export`) and the shapes of a model's variables, under a hash of all that tracing depends on.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -23,6 +24,7 @@ from efx import atomic
 
 # Packages whose code is part of a traced program.
 _TRACED = ("flax", "jax", "jaxlib", "numpy")
+_DIGEST = hashlib.sha256().digest_size
 
 
 def kept(function, of, shapes):
@@ -36,8 +38,8 @@ def kept(function, of, shapes):
       shapes: () -> the arguments as shapes; called if nothing was kept.
     """
     path = _path(of, ".traced")
-    if path and path.is_file():
-        return export.deserialize(bytearray(path.read_bytes()))
+    if content := _read(path):
+        return export.deserialize(bytearray(content))
     exported = export.export(jax.jit(function))(*shapes())
     _write(path, exported.serialize())
     return exported
@@ -49,8 +51,8 @@ def kept_shapes(function, of):
     Boxes of logical axes are kept with the shapes in them. of: as in `kept`.
     """
     path = _path(of, ".shapes.json")
-    if path and path.is_file():
-        rows = json.loads(path.read_text())
+    if content := _read(path):
+        rows = json.loads(content)
         leaves = {tuple(keys): _leaf(*of_leaf) for keys, *of_leaf in rows}
         return traverse_util.unflatten_dict(leaves)
     tree = jax.eval_shape(function)
@@ -85,11 +87,22 @@ def _path(of, suffix):
     return pathlib.Path(folder) / f"efx_{key}{suffix}"
 
 
+def _read(path):
+    """What `_write` wrote; nothing if there is none, or it is damaged."""
+    with contextlib.suppress(OSError):
+        stored = path.read_bytes() if path else b""
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return stored[_DIGEST:]
+    return b""
+
+
 def _write(path, content):
+    """Keeps `content` where there is room for it; without it another process traces again."""
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.replacing(path) as part:
-            part.write_bytes(content)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.replacing(path) as part:
+                part.write_bytes(hashlib.sha256(content).digest() + content)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 
-from efx import __version__, atomic, storage
+from efx import __version__, atomic, reading, storage
 from efx.errors import UsageError
 
 CONFIG_FILE = "config.json"
@@ -81,6 +81,9 @@ _LIBRARIES = (
     "ml-collections",
     "tokenizers",
 )
+# Folders of a run whose every entry is looked at (`check_entries`).
+_FOLDERS = (CHECKPOINTS, "samples", "tensorboard")
+_ONLY_HERE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
 _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
 
@@ -137,7 +140,34 @@ def recorded_config(workdir):
             f"--workdir={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
             " --mode=train made"
         )
+    check_entries(folder)
     return _read_sealed(path)
+
+
+def check_entries(folder):
+    """UsageError for a link in a run folder that leads out of it, and for a pipe or a device there:
+    a folder from a stranger would have other files read, overwritten or deleted."""
+    if storage.is_remote(folder):
+        return
+    top = os.path.realpath(folder)
+    pending = [folder]
+    while pending:
+        try:
+            entries = list(os.scandir(pending.pop()))
+        except OSError:  # who needs what is in it will say so
+            continue
+        for entry in entries:
+            target = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
+            if entry.is_symlink() and os.path.commonpath([top, target]) != top:
+                raise UsageError(
+                    f"{entry.path} is a link that leads out of the run folder, to {target}; put"
+                    " there what it leads to, or make --workdir itself the link"
+                )
+            if entry.is_dir(follow_symlinks=False):
+                if pathlib.Path(entry.path).relative_to(folder).parts[0] in _FOLDERS:
+                    pending.append(entry.path)
+            elif not entry.is_file() and not entry.is_symlink():
+                raise UsageError(f"{entry.path} is not a file: nothing of a run is of its kind")
 
 
 def recorded_setting(workdir, key):
@@ -252,6 +282,7 @@ def on_primary(workdir, action):
 
 def _is_new(workdir):
     folder = storage.folder(workdir)
+    check_entries(folder)
     if (folder / CONFIG_FILE).exists():
         for name in _OF_A_CONFIG:
             if name not in recorded_config(workdir):
@@ -324,7 +355,8 @@ class Lock:
         path = self._folder / LOCK_FILE
         with writing(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            # What a link leads to is not ours to write into, and opening a pipe may never end.
+            file = os.open(path, os.O_RDWR | os.O_CREAT | _ONLY_HERE, 0o644)
         try:
             import fcntl  # not on Windows
 
@@ -601,10 +633,10 @@ def _read_sealed(path):
 
 def _read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return reading.read_json(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(
             f"{path} is damaged: not JSON ({error}); restore the file, or use another --workdir"
         ) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from efx import reading
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, extra
 from efx.run_blocks import ClusterConfig
@@ -106,7 +107,7 @@ class Clustering:
             if not (folder / name).is_file():
                 raise UsageError(f"{folder} holds no clustering (no {name}): run --mode=cluster")
         try:
-            about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+            about = reading.read_json(folder / ABOUT)
             stored, vocabulary = about.pop("fingerprint"), about.pop("vocabulary")
             clustering = cls(vocabulary, about=about, **load_file(str(folder / ARRAYS)))
             sound = clustering.fingerprint == stored

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from efx import atomic, storage
+from efx import atomic, reading, storage
 from efx.errors import UsageError
 from efx.runfolder import reason
 
@@ -141,7 +141,7 @@ def write_own_digests(item_folder, item):
 def read_manifest(folder):
     """The manifest of a step as a dict. Raises Damage."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = reading.read_json(folder / MANIFEST)
         manifest["files"].items(), manifest["metrics"].items()
         return manifest
     except FileNotFoundError as error:
@@ -157,6 +157,9 @@ def verify(folder):
     """
     files = read_manifest(folder)["files"]
     file_names = sorted(files)
+    for name in file_names:
+        if not reading.stays_below(name):
+            raise Damage(f"file {MANIFEST} names {name!r}, which is not in the checkpoint")
 
     def problem(index):
         name = file_names[index]

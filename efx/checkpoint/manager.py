@@ -17,15 +17,19 @@ its share of the files.
 import dataclasses
 import json
 import math
+import os
+import time
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
+from efx import storage
 from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 from efx.errors import UsageError
+from efx.runfolder import CONFIG_FILE
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
 
@@ -65,8 +69,8 @@ class Checkpointer:
     """Saves and restores one run's checkpoints. A context manager: leaving it finishes the save.
 
     Args:
-      root: folder of the checkpoints; made at the first save. Nothing in it is changed before
-        that, so reading the run of another process is safe.
+      root: folder of the checkpoints; made at the first save, in a folder that has to be there.
+        Nothing in it is changed before that, so reading the run of another process is safe.
       every: save at multiples of this step; 0: only when forced.
       keep_last: this many newest steps are kept (>= 1).
       keep_best: and this many with the lowest `best_metric` (0: none).
@@ -88,6 +92,8 @@ class Checkpointer:
         self._best_metric = best_metric
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
+        self._began = 0.0  # when it did
+        self._has_config = False  # whether `root` is in a run folder, as of the first save
         self._damaged = set()  # steps that `restore` skipped
         files.quieten()
 
@@ -144,7 +150,9 @@ class Checkpointer:
             "meta": ocp.args.JsonSave(json.loads(json.dumps(meta))),
         }
         self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
+        self._began = time.monotonic()
         try:
+            self._check_home()
             self._rename_unusable(step)
             self._manager = self._manager or self._open()
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -191,10 +199,26 @@ class Checkpointer:
 
     def _save_failed(self, error):
         step, self._saving = self._saving[0], None
+        why = files.explain(error)
+        # Orbax takes the time from a clock that may be set.
+        waited = time.monotonic() - self._began
+        if why.startswith("TimeoutError") and waited < _COMMIT_TIMEOUT / 2:
+            why = "the clock of this machine jumped while it was written"
         return CheckpointError(
-            f"checkpoint {step} could not be saved in {self._root}: {files.explain(error)};"
+            f"checkpoint {step} could not be saved in {self._root}: {why};"
             " put that right and start the same command again, which goes on from the one before"
         )
+
+    def _check_home(self):
+        """OSError unless the folder that `root` is in is there, with the config that it had: orbax
+        would make it again, and the run would be in two places."""
+        if storage.is_remote(self._root):
+            return
+        os.stat(self._root.parent)
+        config = self._root.parent / CONFIG_FILE
+        self._has_config = self._has_config or config.exists()
+        if self._has_config:
+            os.stat(config)
 
     def _open(self):
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -239,6 +263,7 @@ class Checkpointer:
 
     def _write_manifest(self):
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
+        self._check_home()
         step, metrics = self._saving
         names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
         # If committing is not a rename (object stores) the folder has its final name already.

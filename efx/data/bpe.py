@@ -12,10 +12,33 @@ from efx.errors import UsageError
 END_OF_TEXT = "<|endoftext|>"
 # The first of these special tokens that another tokenizer has ends a document there.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_MOST_IDS = 1 << 24  # the largest vocabularies have a million
 _CHUNK = 1 << 18
 _BATCH = 1 << 22
 # Where a text may be cut: no token has white space after another character.
 _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
+
+
+class _LibraryError(ValueError):
+    """Whatever the `tokenizers` library raises: it has no type of its own, and when it panics, as
+    it does over some files, not even an Exception."""
+
+
+def _called(function, *arguments, **options):
+    """The result of a function of the library."""
+    try:
+        return function(*arguments, **options)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise _LibraryError(str(error)) from error
+
+
+def _decoded(function, *arguments, **options):
+    try:
+        return _called(function, *arguments, **options)
+    except _LibraryError as error:
+        raise UsageError(f"the tokenizer cannot decode its ids ({error})") from error
 
 
 class LibraryTokenizer(Tokenizer):
@@ -31,17 +54,22 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, text):
         library = _library()
         try:
-            self._inner = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises no narrower type
+            self._inner = _called(library.Tokenizer.from_str, text)
+        except _LibraryError as error:
             raise UsageError(f"not a file of the tokenizers library ({error})") from error
-        self._inner.encode_special_tokens = True
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        self._json = self._inner.to_str()
-        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        vocabulary = _called(self._inner.get_vocab, with_added_tokens=True)
         if not vocabulary:
             raise UsageError("its vocabulary is empty")
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MOST_IDS:
+            raise UsageError(
+                f"its ids reach up to {self.vocab_size - 1}, and a table of the bytes of each has"
+                f" at most {_MOST_IDS} places"
+            )
+        self._inner.encode_special_tokens = True
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._json = _called(self._inner.to_str)  # which counts up to the largest id
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eot = next((special[name] for name in _END_NAMES if name in special), None)
@@ -56,14 +84,17 @@ class LibraryTokenizer(Tokenizer):
         tokenizer can encode: a vocabulary may lack letters, and a token for what it lacks."""
         for text in texts:
             try:
-                bare = self._inner.encode(text, add_special_tokens=False).ids
-            except Exception:  # the library raises no narrower type
+                bare = _called(self._inner.encode, text, add_special_tokens=False).ids
+            except _LibraryError:
                 continue
             if bare:
                 break
         else:
             return ()
-        framed = self._inner.encode(text, add_special_tokens=True).ids
+        try:
+            framed = _called(self._inner.encode, text, add_special_tokens=True).ids
+        except _LibraryError as error:
+            raise UsageError(f"its template cannot be used ({error})") from error
         places = (i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
         return tuple(framed[: next(places, 0)])
 
@@ -105,8 +136,8 @@ class LibraryTokenizer(Tokenizer):
 
     def _encoded(self, texts):
         try:
-            return self._inner.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises no narrower type
+            return _called(self._inner.encode_batch_fast, texts, add_special_tokens=False)
+        except _LibraryError as error:
             raise UsageError(
                 f"the tokenizer cannot encode this text ({error}); it needs a token for what it"
                 " does not know, or the words of this text"
@@ -129,7 +160,8 @@ class LibraryTokenizer(Tokenizer):
         """The text of `ids` without special tokens."""
         if self._table is not None:
             return super().decode(ids)
-        return self._inner.decode(checked_ids(ids, self.vocab_size), skip_special_tokens=True)
+        ids = checked_ids(ids, self.vocab_size)
+        return _decoded(self._inner.decode, ids, skip_special_tokens=True)
 
     def decode_bytes(self, ids):
         """The bytes of `ids`; those of `decode` if the tokenizer is not byte-level."""
@@ -158,7 +190,7 @@ class _LibraryStreamDecoder:
 
     def feed(self, token_id):
         """The text that the next id completes, perhaps empty."""
-        return self._stream.step(self._inner, int(token_id)) or ""
+        return _decoded(self._stream.step, self._inner, int(token_id)) or ""
 
     def finish(self):
         """Nothing: an incomplete character is left out."""

@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 
+from efx import reading
 from efx.data import bpe, tokenizers
 from efx.data.disk_cache import cached_folder, content_key
 from efx.data.shards import token_dtype
@@ -76,16 +77,21 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
         _tokenise(folder, name, pieces(), tokenizer, splits)
 
     folder = cached_folder(root, "tokens", key, build)
-    info = json.loads((folder / "info.json").read_text())
-    return {
-        split: TokenSplit(
-            name,
-            Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")]),
-            np.load(folder / f"{split}_spans.npy"),
-            info["text_bytes"][split],
-        )
-        for split in splits
-    }
+    try:
+        info = reading.read_json(folder / "info.json")
+        return {split: _stored(folder, name, split, info) for split in splits}
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder}, of the cache, cannot be used: {error}; delete it") from error
+
+
+def _stored(folder, name, split, info):
+    return TokenSplit(
+        name,
+        Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")]),
+        # Mapped, its size is compared with that of the file before there is room for it.
+        np.array(np.load(folder / f"{split}_spans.npy", mmap_mode="r", allow_pickle=False)),
+        info["text_bytes"][split],
+    )
 
 
 def _tokenise(folder, source_name, pieces, tokenizer, splits):

@@ -16,7 +16,7 @@ import urllib.parse
 import zlib
 from pathlib import Path
 
-from efx import atomic, storage
+from efx import atomic, reading, storage
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _seal(folder):
 
 def _intact(folder):
     try:
-        files = json.loads((folder / MANIFEST).read_text())
+        files = reading.read_json(folder / MANIFEST)
         return bool(files) and all(_checksums(folder / n) == sums for n, sums in files.items())
     except (OSError, ValueError, AttributeError, TypeError):
         return False
@@ -151,7 +151,7 @@ def remember(root, key, compute):
     """`compute()` (JSON-able), stored under `key`; computed again if that cannot be read."""
     path = root / "memo" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = json.loads(path.read_text())
+        stored = reading.read_json(path)
         if stored["sum"] == content_key(stored["value"]):
             return stored["value"]
     value = compute()

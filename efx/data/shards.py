@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic, storage
+from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key, fetched, file_digests, remember, remember_for_file
 from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
@@ -112,9 +112,12 @@ class TokenShards:
 
     def _size(self, path):
         try:
+            reading.check_regular(path)
             return path.stat().st_size
         except OSError as error:
             raise UsageError(f"{self.name}: cannot read {path} ({error.strerror})") from error
+        except ValueError as error:
+            raise UsageError(f"{self.name}: cannot read {path}: {error}") from error
 
     def _list(self):
         """[(path, split, tokens or None)], dtype: from meta.json or the names of the files."""
@@ -133,17 +136,22 @@ class TokenShards:
                 )
             return shards, np.dtype("<u2")
         try:
-            meta = json.loads(meta_path.read_text())
+            meta = reading.read_json(meta_path)
             if meta["format"] != FORMAT or meta["version"] != VERSION:
                 raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
             if meta["dtype"] not in _DTYPES:
                 raise ValueError(f"dtype {meta['dtype']!r}")
+            for shard in meta["shards"]:
+                if not reading.is_plain_name(shard["file"]):
+                    raise ValueError(f"{shard['file']!r} is no name of a file in this folder")
+                if type(shard["tokens"]) is not int:
+                    raise ValueError(f"{shard['tokens']!r} is no number of tokens")
+                if shard["split"] not in ("train", "eval"):
+                    raise ValueError("a split that is neither train nor eval")
             shards = [
-                (self._folder / split["file"], split["split"], int(split["tokens"]))
-                for split in meta["shards"]
+                (self._folder / shard["file"], shard["split"], shard["tokens"])
+                for shard in meta["shards"]
             ]
-            if any(split not in ("train", "eval") for _, split, _ in shards):
-                raise ValueError("a split that is neither train nor eval")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{self.name}: {meta_path} is not an {FORMAT} version {VERSION} description"

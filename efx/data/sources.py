@@ -12,14 +12,13 @@
 
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from efx import storage
+from efx import reading, storage
 from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
 from efx.errors import UsageError, extra, nearest
 
@@ -257,16 +256,23 @@ class ArrayRecords:
                 reader = ArrayRecordReader(path)
                 count = reader.num_records()
             except RuntimeError as error:
-                raise UsageError(f"{self.name}: cannot read {path} ({error})") from error
+                raise self._unreadable(path, error) from error
             if not count:  # of a file in another format the reader only says that it has 0
                 raise UsageError(
                     f"{self.name}: {path} holds no records: not an ArrayRecord file, or cut short"
                 )
             for start in range(0, count, _RECORDS_AT_ONCE):
                 stop = min(start + _RECORDS_AT_ONCE, count)
-                for i, record in enumerate(reader.read(list(range(start, stop))), start):
+                try:
+                    records = reader.read(list(range(start, stop)))
+                except RuntimeError as error:
+                    raise self._unreadable(path, error) from error
+                for i, record in enumerate(records, start):
                     yield self._document(f"{path} record {i}", record)
             reader.close()
+
+    def _unreadable(self, path, error):
+        return UsageError(f"{self.name}: cannot read {path} ({' '.join(str(error).split())})")
 
     def _document(self, record_name, record):
         if not self._key:
@@ -279,7 +285,12 @@ class ArrayRecords:
                 f" config.data.text_key={self._key!r} (set it empty where records are plain text)"
             )
         text = fields[self._key]
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+        if not isinstance(text, str | bytes):  # bytes(10**10) would be as many zeros
+            raise UsageError(
+                f"{self.name}: {record_name} has no text under config.data.text_key={self._key!r},"
+                f" but a value of type {type(text).__name__}"
+            )
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         _refuse_nul(f"{self.name}: {record_name}", data)
         return Document(record_name, data)
 
@@ -326,7 +337,7 @@ class HuggingFace:
 def _fields(record):
     """`record` as JSON or else msgpack, or None."""
     try:
-        return json.loads(record)
+        return reading.parse_json(record)
     except ValueError:
         import msgpack
 

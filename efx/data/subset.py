@@ -7,6 +7,7 @@ so such a run can be on any machine that has the corpus (an expert of cBTM is su
 import json
 from pathlib import Path
 
+from efx import reading
 from efx.data.disk_cache import content_key
 from efx.data.sources import document_digest
 from efx.errors import UsageError
@@ -37,7 +38,8 @@ class Subset:
                 f"{setting}: there is no such file; --mode=cluster makes one for each cluster"
             )
         try:
-            stored = json.loads(Path(path).read_text())
+            # A list of all documents of a large corpus is large.
+            stored = reading.parse_json(Path(path).read_text())
             subset = cls(stored["documents"])
             sound = subset.key == stored["sum"]
         except (ValueError, TypeError, KeyError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic, storage
+from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
@@ -208,12 +208,12 @@ def load_tokenizer(path):
       UsageError: no such file, or not a tokenizer.
     """
     try:
-        text = storage.folder(path, "the tokenizer").read_text(encoding="utf-8")
-        fields = json.loads(text)
+        text = reading.read_text(storage.folder(path, "the tokenizer"))
+        fields = reading.parse_json(text)
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
     except ValueError as error:
-        raise UsageError(f"the tokenizer {path} is not JSON ({error})") from error
+        raise UsageError(f"the tokenizer {path} is not JSON that can be read ({error})") from error
     try:
         if isinstance(fields, dict) and "kind" in fields:
             if fields["kind"] == "bytes":
@@ -226,8 +226,12 @@ def load_tokenizer(path):
         from efx.data.bpe import LibraryTokenizer
 
         return LibraryTokenizer(text)
-    except (UsageError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a tokenizer: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a tokenizer: {_line(error)}") from error
+
+
+def _line(error):
+    return " ".join(str(error).split())
 
 
 def _utf8(text, errors="strict"):

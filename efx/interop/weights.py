@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from efx import reading
 from efx.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -103,7 +104,7 @@ def _shards(index):
     if not isinstance(shards, dict) or not shards:
         raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
     for name, shard in shards.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not reading.is_plain_name(shard):
             raise UsageError(f"{index}: weight_map says {name} is in {shard!r}, no name of a file")
     return shards
 
@@ -111,10 +112,10 @@ def _shards(index):
 def read_json(path):
     """The contents of a file of a checkpoint."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return reading.read_json(path)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {in_a_line(error)}") from error
 
 

@@ -12,9 +12,10 @@ from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
 from efx.metrics.progress import is_primary
-from efx.runfolder import METRICS_FILE, reason, write_atomic, writing
+from efx.runfolder import METRICS_FILE, check_entries, reason, write_atomic, writing
 
 WANDB_ID_FILE = "wandb_id"
+_LONGEST_ROW = 16 << 20  # bytes; a row has some hundred numbers
 SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
 WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on needs of the last
@@ -23,6 +24,7 @@ WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on n
 def read_metrics(workdir):
     """The rows of a run's metrics.jsonl as a list of dicts; a torn last line is left out."""
     path = storage.folder(workdir) / METRICS_FILE
+    check_entries(path.parent)
     try:
         return [row for row, _, _ in _rows(path)]
     except OSError as error:
@@ -37,8 +39,10 @@ def _rows(path):
     """
     with path.open("rb") as file:
         offset = 0
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW), b""), 1):
             try:
+                if len(line) == _LONGEST_ROW:
+                    raise ValueError("a line without an end")
                 row = json.loads(line)
                 if type(row["step"]) is not int:
                     raise ValueError(f"step {row['step']!r}")

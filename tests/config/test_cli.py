@@ -1,5 +1,6 @@
 """The command line: bad input is one line and status 2; variants, overrides, run folders."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from efx import main
+from efx.metrics import writer
 
 SETTINGS = {
     "steps": 2,
@@ -95,6 +97,11 @@ def test_bad_settings(text, tmp_path, capsys, settings, words):
         (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
         (["--workdir=x", "--wrkdir=y"], "configs/mod.py", "wrkdir"),
         (["--workdir=x", "stray"], "configs/mod.py", "unexpected argument 'stray'"),
+        (
+            ["--workdir=x", "--", "--config.nothing.x=3"],
+            "configs/mod.py",
+            "unexpected argument '--'",
+        ),
         (["--workdir=x", "--num_processes=2"], "configs/mod.py", "--coordinator_address"),
         (["--workdir=nowhere", "--mode=sample"], None, "nowhere is not a run folder"),
         (["--workdir=nowhere", "--mode=evaluate"], None, "nowhere is not a run folder"),
@@ -199,14 +206,14 @@ def test_a_workdir_that_cannot_be_written(text, capsys):
     assert "/proc/efx" in error_line(capsys)
 
 
-def test_a_workdir_on_a_full_disk(text, capsys, tmp_path):
-    """/dev/full answers every write with "no space left"."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_workdir_on_a_full_disk(text, capsys, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "_write_at", full)
     given = {**SETTINGS, "data.source": f"text:{text}"}
-    assert call(f"--workdir={run}", **given) == 2
-    error_line(capsys)
+    assert call(f"--workdir={tmp_path / 'run'}", **given) == 2
+    assert "run/metrics.jsonl: the disk is full" in error_line(capsys)
 
 
 def test_overrides_reach_tuples_and_placeholders(text, tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints where something goes wrong: damage, crashes, full disks; and of two processes."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -315,6 +316,43 @@ def test_a_full_disk_is_one_line(tmp_path, capfd):
         checkpointer.wait()
         assert checkpointer.latest_step() == 4
     assert capfd.readouterr().err == ""
+
+
+def test_a_run_folder_that_vanishes_is_not_made_again(tmp_path):
+    """The run would be in two places, and neither could go on."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    with make(run / "checkpoints") as checkpointer:
+        for is_there_again in (False, True):  # a folder of this name, but not of this run
+            assert checkpointer.save(1 + 2 * is_there_again, make_state(1), {}, {})
+            checkpointer.wait()
+            run.rename(away)
+            if is_there_again:
+                run.mkdir()
+            with pytest.raises(CheckpointError) as error:
+                checkpointer.save(2 + 2 * is_there_again, make_state(2), {}, {})
+            assert f"could not be saved in {run}/checkpoints: No such file" in one_line(error)
+            assert run.exists() == is_there_again and not list(run.glob("*"))
+            if is_there_again:
+                run.rmdir()
+            away.rename(run)
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_clock_that_jumps_in_a_save_is_told(tmp_path, monkeypatch):
+    real = time.time
+    jumping = itertools.count(real(), 10**6)
+    with make(tmp_path) as checkpointer:
+        monkeypatch.setattr(time, "time", lambda: next(jumping))
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.save(1, make_state(1), {}, {})
+            checkpointer.wait()
+        assert "the clock of this machine jumped while it was written" in one_line(error)
+        monkeypatch.setattr(time, "time", real)
+        assert checkpointer.save(1, make_state(1), {}, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1]
 
 
 def test_a_failed_save_does_not_hide_the_error_before_it(tmp_path, capfd):

@@ -356,6 +356,7 @@ def test_running_averages_of_the_run_started_from_are_dropped(tmp_path):
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, params, (), {"state": {"layers": layers}}, zero, zero)
 
+    (tmp_path / "a").mkdir()
     with Checkpointer(tmp_path / "a/checkpoints", every=1, keep_last=1, keep_best=0,
                       best_metric="", asynchronous=False) as checkpoints:  # fmt: skip
         saved = state(7.0, (3,), (1, 3, 5))

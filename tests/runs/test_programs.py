@@ -45,6 +45,29 @@ def test_a_program_is_traced_once(folder, monkeypatch):
     programs._environment.cache_clear()
 
 
+def test_what_is_damaged_or_has_no_room_is_traced_again(folder, monkeypatch):
+    def call():
+        shapes = lambda: (jax.ShapeDtypeStruct((3,), np.float32),)  # noqa: E731
+        x = np.arange(3, dtype=np.float32)
+        found = programs.kept(lambda x: 2 * x, "a", shapes).call(x)
+        np.testing.assert_array_equal(found, 2 * x)
+        return programs.kept_shapes(lambda: {"x": jnp.zeros(2)}, "a")["x"].shape
+
+    assert call() == (2,)
+    sound = {path: path.read_bytes() for path in folder.glob("efx_*")}
+    assert len(sound) == 2
+    for path, content in sound.items():
+        for damaged in (b"", content[:-1], content[:40], bytes([content[0] ^ 1]) + content[1:]):
+            path.write_bytes(damaged)
+            assert call() == (2,)
+            assert programs._read(path)  # made again, and sound
+    for path in sound:
+        path.unlink()
+    (folder / "file").write_text("")
+    monkeypatch.setattr(programs, "_path", lambda of, suffix: folder / "file" / suffix)
+    assert call() == (2,)
+
+
 def test_shapes_are_made_out_once(folder):
     """With the boxes that name logical axes, and what holds nothing."""
     made = []

@@ -164,6 +164,30 @@ def test_nohup_is_heeded():
         signal.signal(signal.SIGHUP, before)
 
 
+# A SIGINT while the first of the libraries is imported.
+IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "absl":
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(7)
+sys.meta_path.insert(0, Finder())
+from efx import main
+"""
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(root):
+    def ended(before):
+        command = [sys.executable, "-c", before + IMPORTING]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert ended("") == (-signal.SIGINT, "")
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as shells do with &
+    assert ended(ignoring) == (7, "")
+
+
 # Hangs where no signal reaches Python, as in a compiler: in C, for a lock that is never free.
 STUCK = """
 import ctypes, sys
