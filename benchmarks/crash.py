@@ -53,7 +53,9 @@ SETTINGS = {
     "log.every": 1,
 }
 # What a row says of the launch that wrote it, and not of the run.
-OF_A_LAUNCH = {"seconds", "tokens_per_second", "startup_seconds", "parameters"}
+OF_A_LAUNCH = {
+    "seconds", "tokens_per_second", "flops_per_second", "mfu", "startup_seconds", "parameters",
+}  # fmt: skip
 # More in one run, and it would come to its end before the last of them.
 KILLS_OF_A_RUN = 6
 PHASES = ("start-up", "steps", "evaluation", "save")

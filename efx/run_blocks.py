@@ -288,8 +288,18 @@ class LogConfig:
     every: Count = 20  # steps
     tensorboard: bool = True
     wandb: str = ""  # Weights & Biases project
+    wandb_group: str = ""  # under which it shows this run with others
+    wandb_tags: tuple[str, ...] = ()
     profile_at: Natural = 0  # step at which a profiler window opens; 0: never
     profile_steps: Count = 5
+
+    def check(self):
+        for name in ("wandb_group", "wandb_tags"):
+            if getattr(self, name) and not self.wandb:
+                raise UsageError(
+                    f"{self.where}.{name}={getattr(self, name)!r} needs {self.where}.wandb, the "
+                    "name of a project"
+                )
 
 
 @block("config.evaluate")

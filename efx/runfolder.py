@@ -69,6 +69,7 @@ _KEYS_OF_ENTRIES = {
     "text": ("source", "eval_source", "held_out"),
 }
 
+_LONGEST_NAME = 120  # characters; Weights & Biases takes 128
 # Packages whose versions decide what a run computes.
 _LIBRARIES = (
     "jax",
@@ -551,6 +552,20 @@ def dotted(config, prefix=""):
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def run_name(workdir, command_line):
+    """A name for a list of runs: the folder's, the config's, and what the command line changed."""
+    config, changed = "", []
+    for argument in command_line:
+        key, _, value = argument.lstrip("-").partition("=")
+        if key == "config":
+            config = pathlib.PurePath(value).name.replace(".py", "", 1)
+        elif key.startswith("config.") and not key.startswith("config.log."):
+            changed.append(f"{key.removeprefix('config.')}={value}")
+    name, said = pathlib.PurePath(workdir).name, ", ".join([config] * bool(config) + changed)
+    name += f" ({said})" if said else ""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def describe_launch(command_line):

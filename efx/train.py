@@ -149,8 +149,7 @@ class _Launch:
             writer = MetricsWriter(
                 self.mirror.path,
                 tensorboard=c.tensorboard,
-                wandb=c.wandb,
-                run_name=self.workdir.name,
+                wandb=self._for_wandb(),
                 resume=not opened.is_new,
             )
             self.writer = files.enter_context(writer)
@@ -175,6 +174,19 @@ class _Launch:
         self.writer.truncate_after(
             self.step if self.restored else -1, samples_of_step="sample" not in self.pending
         )
+
+    def _for_wandb(self):
+        """Arguments of `wandb.init`, None without."""
+        c = self.config.log
+        if not c.wandb:
+            return None
+        return {
+            "project": c.wandb,
+            "name": runfolder.run_name(self.workdir, self.opened.command_line),
+            "group": c.wandb_group or None,
+            "tags": list(c.wandb_tags),
+            "config": settings.as_dict(self.config),
+        }
 
     def _lost_rows(self):
         """An entry of run.json about rows that are no longer in the metrics, for whoever reads
@@ -208,14 +220,15 @@ class _Launch:
 
     def train(self, untrained=False):
         e, config = self.experiment, self.config
-        peak = device_peak(config.train.dtype) or 0.0
+        # Of all devices together; 0 where it is not known.
+        self.peak = jax.device_count() * (device_peak(config.train.dtype) or 0.0)
         self._read_teacher()
         with (
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
             build.checkpointer(self.workdir, config.checkpoint) as self.checkpoints,
             contextlib.ExitStack() as files,
-            Progress(e.steps, peak_flops_per_second=peak * jax.device_count()) as self.progress,
+            Progress(e.steps, peak_flops_per_second=self.peak) as self.progress,
         ):
             self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
             if config.checkpoint.keep_best:
@@ -410,7 +423,10 @@ class _Launch:
                 "flops_realised": e.flops(step, nominal=False),
                 "seconds": self.seconds,
                 "tokens_per_second": rate * e.tokens_per_step,
+                "flops_per_second": rate * (flops - e.flops(step - 1)),
             }
+            if self.peak:
+                row["mfu"] = row["flops_per_second"] / self.peak
             if self.teacher is not None:
                 row["flops_teacher"] = step * e.teacher_flops(nominal=False)
             self.writer.write(step, row)
@@ -421,7 +437,7 @@ class _Launch:
                 loss=row["train/loss"],
                 tokens_per_second=row["tokens_per_second"],
                 flops=row["flops"],
-                flops_per_second=rate * (flops - e.flops(step - 1)),
+                flops_per_second=row["flops_per_second"],
             )
             self.window = []
         return clock

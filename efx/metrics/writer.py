@@ -65,16 +65,16 @@ class MetricsWriter:
     Args:
       workdir: run folder (must exist).
       tensorboard: write event files to workdir/tensorboard.
-      wandb: Weights & Biases project, or "" for none. The run id is kept in workdir/wandb_id, so a
-        resumed run goes on in the same W&B run.
-      run_name: name shown by W&B.
+      wandb: what Weights & Biases is told of the run: arguments of `wandb.init`, `project` among
+        them; None: nothing. The run id is kept in workdir/wandb_id, so a resumed run goes on in
+        the same W&B run.
       resume: False for a new run in the folder of an earlier one: it gets a new W&B run.
 
     A context manager. No existing file is changed before the first call. Raises UsageError when a
     file cannot be written or an extra is missing.
     """
 
-    def __init__(self, workdir, *, tensorboard, wandb, run_name, resume=True):
+    def __init__(self, workdir, *, tensorboard, wandb=None, resume=True):
         self._workdir = pathlib.Path(workdir)
         self._path = self._workdir / METRICS_FILE
         self._tensorboard = tensorboard
@@ -96,7 +96,7 @@ class MetricsWriter:
             else:
                 os.stat(self._workdir)
         if wandb:
-            self._wandb = self._open_wandb(wandb, run_name, resume)
+            self._wandb = self._open_wandb(wandb, resume)
 
     def __enter__(self):
         return self
@@ -238,7 +238,8 @@ class MetricsWriter:
             self._events = Events(self._workdir / TENSORBOARD, self._purge_from)
         return self._events
 
-    def _open_wandb(self, project, run_name, resume):
+    def _open_wandb(self, of_run, resume):
+        project = of_run["project"]
         try:
             import wandb
         except ImportError as error:
@@ -250,8 +251,7 @@ class MetricsWriter:
         identity = path.read_text(encoding="utf-8").strip() if has_identity else None
         try:
             run = wandb.init(
-                project=project,
-                name=run_name,
+                **of_run,
                 id=identity,
                 resume="allow",
                 dir=str(self._workdir),
@@ -262,6 +262,8 @@ class MetricsWriter:
                 f" ({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or"
                 ' config.log.wandb=""'
             ) from error
+        # A later launch may differ in settings that do not bind the run.
+        run.config.update(of_run.get("config", {}), allow_val_change=True)
         # Our own `step` is the x axis: W&B's internal one cannot go back after a resume.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

@@ -8,8 +8,8 @@ import sys
 from efx.metrics import MetricsWriter
 
 
-def make(workdir, tensorboard=False, wandb="", run_name="run"):
-    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb, run_name=run_name)
+def make(workdir, tensorboard=False, wandb=None):
+    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb)
 
 
 def environment():

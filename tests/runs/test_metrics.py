@@ -128,7 +128,7 @@ def test_kill_9_while_writing(tmp_path):
         import sys
         from efx.metrics import MetricsWriter
         assert "jax" not in sys.modules and "numpy" not in sys.modules
-        writer = MetricsWriter(sys.argv[1], tensorboard=False, wandb="", run_name="")
+        writer = MetricsWriter(sys.argv[1], tensorboard=False)
         writer.truncate_after(0)
         print("go", flush=True)
         step = 0
@@ -302,7 +302,7 @@ def test_tensorboard_does_not_bring_torch_in(tmp_path):
     script = """if True:
         import sys
         from efx.metrics import MetricsWriter
-        with MetricsWriter(sys.argv[1], tensorboard=True, wandb="", run_name="") as writer:
+        with MetricsWriter(sys.argv[1], tensorboard=True) as writer:
             writer.write(1, {"loss": 1.0})
         print(any(name.startswith("torch.") for name in sys.modules))
     """
@@ -327,13 +327,13 @@ def test_samples_go_to_files(tmp_path):
 def test_wandb_is_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(UsageError) as error:
-        make(tmp_path, wandb="project")
+        make(tmp_path, wandb={"project": "project"})
     assert "config.log.wandb='project' needs the extra `wandb`" in str(error.value)
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
     """Against a stand-in: the real one needs an account or a server process."""
-    calls = []
+    calls, configs = [], []
 
     def init(**arguments):
         calls.append(arguments)
@@ -342,15 +342,18 @@ def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
             define_metric=lambda *a, **k: None,
             log=lambda row: calls.append(row),
             finish=lambda: calls.append("finish"),
+            config=types.SimpleNamespace(update=lambda config, **_: configs.append(config)),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
-        with make(tmp_path, wandb="project", run_name="a") as writer:
+        of_run = {"project": "project", "name": "a", "tags": ["x"], "config": {"seed": 1}}
+        with make(tmp_path, wandb=of_run) as writer:
             writer.truncate_after(0)
             writer.write(1, {"loss": 2.0})
     assert [c["id"] for c in (calls[0], calls[3])] == [None, "abc123"]
     assert calls[0]["project"] == "project" and calls[0]["resume"] == "allow"
+    assert calls[0]["config"] == configs[1] == {"seed": 1} and calls[0]["tags"] == ["x"]
     assert calls[1] == {"step": 1, "loss": 2.0} and calls[2] == "finish"
     assert (tmp_path / "wandb_id").read_text() == "abc123\n"
 

@@ -27,7 +27,9 @@ CHANGES = {
     "sample.every": 1,
     "sample.max_new_tokens": 2,
 }
-OF_A_LAUNCH = {"seconds", "tokens_per_second", "startup_seconds", "parameters"}
+OF_A_LAUNCH = {
+    "seconds", "tokens_per_second", "flops_per_second", "mfu", "startup_seconds", "parameters",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +321,25 @@ def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path, capsys):
         train.train_and_evaluate(config, tmp_path / "run")
 
 
-def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
+def stand_in_for_wandb(monkeypatch):
+    """{function: arguments of its calls}; the real one needs an account or a server process."""
+    told = {"init": [], "log": []}
+
+    def init(**of_run):
+        told["init"].append(of_run)
+        return types.SimpleNamespace(
+            id="1",
+            define_metric=lambda *a, **k: None,
+            log=told["log"].append,
+            finish=lambda: None,
+            config=types.SimpleNamespace(update=lambda *a, **k: None),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return told
+
+
+def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monkeypatch):
     """The whole loop in process, on eight devices: rows, evaluation of both routings, samples."""
     config = tiny(
         text,
@@ -335,7 +354,11 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
             "log.tensorboard": True,
         },
     )
-    row = train.train_and_evaluate(config, tmp_path / "run", command_line=["efx"])
+    monkeypatch.setattr(train, "device_peak", lambda dtype: 1e12)
+    told = stand_in_for_wandb(monkeypatch)
+    config.log.wandb, config.log.wandb_group, config.log.wandb_tags = "project", "group", ("tag",)
+    command = ["efx", "--config=configs/mod.py:smoke", "--config.seed=3"]
+    row = train.train_and_evaluate(config, tmp_path / "run", command_line=command)
     out = capsys.readouterr().out
     rows = read_metrics(tmp_path / "run")
     assert [r["step"] for r in rows if "train/loss" in r] == [3, 6, 9, 12]
@@ -343,6 +366,15 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
         if "train/loss" in r:
             assert {"tokens", "flops", "flops_realised", "seconds"} <= r.keys()
             assert r["tokens"] == r["step"] * 8 * 32
+            assert r["mfu"] == r["flops_per_second"] / (8 * 1e12) > 0
+            per_second = r["tokens_per_second"] * r["flops"] / r["tokens"]
+            assert r["flops_per_second"] == pytest.approx(per_second)
+    (of_run,) = told.pop("init")
+    assert of_run["name"] == "run (mod:smoke, seed=3)" and of_run["config"]["model"]["width"] == 32
+    assert (of_run["project"], of_run["group"], of_run["tags"]) == ("project", "group", ["tag"])
+    assert [(r["step"], r["mfu"]) for r in told["log"] if "mfu" in r] == [
+        (r["step"], r["mfu"]) for r in rows if "mfu" in r
+    ]
     losses = [r["train/loss"] for r in rows if "train/loss" in r]
     assert losses[-1] < losses[0] - 0.2
     assert {
@@ -357,7 +389,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys):
     assert list((tmp_path / "run/tensorboard").iterdir())
     assert "first step after" in out and "finished" in out and "--mode=sample" in out
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
-    assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == ["efx"]
+    assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == command
 
 
 def test_flops_can_be_given_instead_of_steps(text):

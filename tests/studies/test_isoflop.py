@@ -45,7 +45,7 @@ def fake_runs(grid, workdir, best):
             parameters = 1000 * number
             loss = parabola(parameters, a, 0.5, size) + 0.1 * seed
             cost = 6 * parameters * (0.5 if family == "MoD" else 1)
-            with MetricsWriter(run, tensorboard=False, wandb="", run_name="x") as writer:
+            with MetricsWriter(run, tensorboard=False) as writer:
                 writer.write(0, {"parameters": parameters})
                 row = {"tokens": budget / cost, "flops": budget, "train/loss": 9.0}
                 writer.write(10, {**row, "eval/loss": loss, "eval/bits_per_byte": 2 * loss})

@@ -32,7 +32,7 @@ def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
     """A run folder as a run leaves it, with chosen numbers."""
     run = sweep.folder(workdir, name, seed)
     run.mkdir(parents=True)
-    with MetricsWriter(run, tensorboard=False, wandb="", run_name="x") as writer:
+    with MetricsWriter(run, tensorboard=False) as writer:
         for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
             writer.write(
                 step,
@@ -144,7 +144,7 @@ def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
 
 
 def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False, wandb="", run_name="x") as writer:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step, loss in enumerate((3.0, 2.0, float("nan")), 1):
             writer.write(step, {"eval/loss": loss, "eval/bad": float("nan")})
     last = sweep.final_row(tmp_path)
