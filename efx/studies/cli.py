@@ -1,6 +1,7 @@
 """The command line of a study."""
 
 import argparse
+import pathlib
 import re
 import shlex
 import sys
@@ -108,3 +109,20 @@ def numbers(flag, text):
     if not all(number.isdigit() for number in texts) or len({*map(int, texts)}) < len(texts):
         raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
     return tuple(map(int, texts))
+
+
+def picture(out):
+    """The path of a picture; UsageError, before anything is computed, if none can be there."""
+    from matplotlib.figure import Figure
+
+    picture, kinds = pathlib.Path(out), Figure().canvas.get_supported_filetypes()
+    if picture.is_dir():
+        raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {picture / 'map.png'}")
+    if picture.suffix[1:].lower() not in kinds:
+        raise UsageError(
+            f"--out={out}: the ending says what kind of picture it is, e.g."
+            f" {picture.with_suffix('.png')}; there are {', '.join(sorted(kinds))}"
+        )
+    if not picture.parent.is_dir():
+        raise UsageError(f"--out={out}: there is no folder {picture.parent}")
+    return picture

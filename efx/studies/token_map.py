@@ -127,25 +127,8 @@ def main(argv=None):
     return parser.run(run, argv)
 
 
-def _picture(out):
-    """The path of a picture; UsageError, before anything is computed, if none can be there."""
-    from matplotlib.figure import Figure
-
-    picture, kinds = pathlib.Path(out), Figure().canvas.get_supported_filetypes()
-    if picture.is_dir():
-        raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {picture / 'map.png'}")
-    if picture.suffix[1:].lower() not in kinds:
-        raise UsageError(
-            f"--out={out}: the ending says what kind of picture it is, e.g."
-            f" {picture.with_suffix('.png')}; there are {', '.join(sorted(kinds))}"
-        )
-    if not picture.parent.is_dir():
-        raise UsageError(f"--out={out}: there is no folder {picture.parent}")
-    return picture
-
-
 def run(arguments):
-    picture = arguments.out is not None and _picture(arguments.out)
+    picture = arguments.out is not None and cli.picture(arguments.out)
     config = config_of_run(arguments.workdir)
     splits = ("eval",) if arguments.text is None else ()
     experiment, step, params, variables = build.finished(

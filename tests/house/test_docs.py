@@ -257,6 +257,8 @@ def checkout(tmp_path_factory):
     """A folder with everything that the checkout has, but for runs."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "mine.py").symlink_to(ROOT / "configs/gpt2.py")  # a user's own config
+    (sweep,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how_to.md").read_text(), re.DOTALL)
+    (folder / "rates.py").write_text(sweep)  # and sweep
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git", ".venv"):
             (folder / path.name).symlink_to(path)
