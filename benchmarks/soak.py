@@ -102,12 +102,12 @@ def rise(looks, of):
     return max(map(of, looks[-quarter:])) - max(map(of, looks[-2 * quarter : -quarter]))
 
 
-def soak(config, seconds, every, workdir, extra=()):
+def soak(config, seconds, every, workdir):
     """(looks, lines of the log) of a run of so many seconds."""
     log = workdir.parent / "log.txt"
     command = [sys.executable, "-m", "efx.main", f"--config={config}", f"--workdir={workdir}"]
     command += [f"--config.{name}.every={every}" for name in ("evaluate", "sample", "checkpoint")]
-    command += ["--config.log.every=1", "--config.steps=10000000", *extra]
+    command += ["--config.log.every=1", "--config.steps=10000000"]
     began, looks = time.monotonic(), []
     with open(log, "w") as stream:
         process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
@@ -131,14 +131,14 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--most", type=float, default=5.0, help="MB in 1,000 steps")
-    arguments, extra = parser.parse_known_args(argv)
+    arguments = parser.parse_args(argv)
     if not pathlib.Path("/proc/self/status").exists():
         raise UsageError("benchmarks.soak looks into /proc, which only Linux has")
     if arguments.seconds <= 0 or arguments.every < 1:
         raise UsageError("--seconds is more than 0, and --every at least 1")
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
-        looks, lines = soak(arguments.config, arguments.seconds, arguments.every, workdir, extra)
+        looks, lines = soak(arguments.config, arguments.seconds, arguments.every, workdir)
     rows = [
         (f"{look.seconds:.0f} s", look.step, *(f"{of(look):.0f}" for of in QUANTITIES.values()))
         for look in looks[LOOKS // SHOWN - 1 :: LOOKS // SHOWN]
