@@ -184,14 +184,10 @@ def _shard_tokenizer(source, spec, tokenizer_path):
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
         name = f"config.data.tokenizer={spec!r}"
-        kind, argument = tokenizers.parse(spec)
-        if kind == "bytes":
-            tokenizer = tokenizers.ByteTokenizer()
-        elif kind == "file":
-            tokenizer = tokenizers.load_tokenizer(argument)
-        elif stored is not None and stored.kind == kind:
+        tokenizer = tokenizers.ready(spec)
+        if tokenizer is None and stored is not None and stored.kind == tokenizers.parse(spec)[0]:
             tokenizer = stored
-        else:
+        if tokenizer is None:
             raise UsageError(
                 f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
                 " the tokenizer.json that they were made with"

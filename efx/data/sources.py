@@ -106,7 +106,7 @@ def _open(config_data, spec, root, key, limit, skip=()):
     if kind == "text":
         return TextFiles(name, _text_files(name, argument, root), limit, root)
     if kind == "arrayrecord":
-        return ArrayRecords(name, _glob(name, argument, root), config_data.text_key, limit, root)
+        return ArrayRecords(name, matching(name, argument, root), config_data.text_key, limit, root)
     if kind == "hf":
         return HuggingFace(name, argument, config_data.text_key, limit, root)
     raise ValueError(f"{kind} is not a source of documents")
@@ -126,15 +126,17 @@ def check_present(spec, key):
             check_present(component, key)
     elif storage.is_remote(argument):
         return
-    elif kind == "tokens" and not os.path.isdir(os.path.expanduser(argument)):
-        raise UsageError(f"{name}: no such folder")
+    elif kind == "tokens":
+        folder = os.path.expanduser(argument)
+        if not os.path.isdir(folder):
+            matching(name, folder)
     elif kind == "text":
         _text_files(name, argument, None)
     elif kind == "arrayrecord":
-        _glob(name, argument, None)
+        matching(name, argument)
 
 
-def _glob(name, pattern, root):
+def matching(name, pattern, root=None):
     """Files that match `pattern`, sorted; the name of an existing file matches itself alone.
 
     Those in an object store are copied into the cache folder `root`.
@@ -161,7 +163,7 @@ def _text_files(name, argument, root):
         return _fetched(name, argument, root)
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
-        return _glob(name, argument, root)
+        return matching(name, argument, root)
     paths = []
     for folder, folders, files in os.walk(path):
         folders[:] = [f for f in folders if not f.startswith(".")]
