@@ -33,11 +33,12 @@ class DataConfig:
     """Text, its tokens, and the batches that are made of them."""
 
     # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
-    # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME"; "pydoc",
-    # Python's language reference; "mix:stdlib,text:PATH", the documents of several of these.
+    # folder or glob); "tokens:PATH" (token shards); "arrayrecord:GLOB"; "jsonl:PATH" (also .gz,
+    # .zst); "parquet:PATH"; "hf:NAME"; "pydoc", Python's language reference;
+    # "mix:stdlib,text:PATH", the documents of several of these.
     source: str = "stdlib"
-    # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), or the
-    # path of a tokenizer.json.
+    # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"
+    # (of a model on the Hugging Face hub), or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     seq_len: Count = 256
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
