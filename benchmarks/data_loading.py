@@ -37,6 +37,7 @@ def config_for(source, cache, arguments, **changes):
             on_change="error",
             packing=False,
             shuffle="windows",
+            buffer_tokens=1 << 22,
             cache_dir=cache,
             text_key="",
             max_bytes=0,
