@@ -295,11 +295,17 @@ class _Launch:
         heading = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
             f"{heading}: {quantity(self.parameters, 'parameters')}, "
-            f"{quantity(e.data.train_tokens, 'training tokens')}{' so far' * e.data.grows}, "
+            f"{self._text_size()}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{self._taught()}, "
             f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
+
+    def _text_size(self):
+        data = self.experiment.data
+        if data.grows:
+            return "training tokens made meanwhile"
+        return quantity(data.train_tokens, "training tokens")
 
     def _taught(self):
         if self.teacher is None:

@@ -36,7 +36,7 @@ _VERSION = 1
 _SHARD_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of what was asked for, so that a long text does not fill the disk
 _CHECKED_SHARDS = 32  # whose content is compared when a folder is opened; the sizes of all are
-_MAPPED_SHARDS = 16  # at once: what is mapped counts as memory of the process
+_OPEN_SHARDS = 64  # at once
 _POLL_SECONDS = 0.05
 
 
@@ -130,10 +130,9 @@ class GrowingTokens:
             "shard_tokens": self._shard_tokens,
         }
         self._job = (json.dumps(job) + "\n").encode()
-        # Of a function that does not hold this object, which ends its process when it goes.
-        self._mapped = functools.lru_cache(_MAPPED_SHARDS)(
-            functools.partial(_mapped, self._folder, self._dtype)
-        )
+        # Of a function that does not hold this object, which ends its process when it goes. They
+        # are read, not mapped: what is mapped counts as memory of the process.
+        self._opened = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_opened, self._folder))
 
     def __len__(self):
         """Tokens so far."""
@@ -144,18 +143,23 @@ class GrowingTokens:
         """Whether there will be no more."""
         return self._progress.finished
 
+    def begin(self):
+        """Has the first tokens made meanwhile, whatever else is to be done before training."""
+        if not self.finished:
+            self._ask(_TOKENS_AHEAD)
+
     def wait(self, count):
         """Waits until there are `count` tokens, or all; returns how many there are then.
 
         Raises UsageError if there will not be any more, because the text cannot be read.
         """
-        while not self._progress.finished:
+        while not self.finished:
             self._ask(count + _TOKENS_AHEAD)
             if len(self) >= count:
                 break
             ended = self._writer.poll()  # asked first: what it wrote at last counts
             self._progress = Progress.read(self._folder)
-            if len(self) >= count or self._progress.finished:
+            if len(self) >= count or self.finished:
                 continue
             if ended is not None:
                 raise UsageError(self._failure(ended))
@@ -178,7 +182,7 @@ class GrowingTokens:
             weakref.finalize(self, _end, self._writer)
             self._send(self._job)
         # Not at every step, but when half of what was asked for may have been used.
-        if count - _TOKENS_AHEAD // 2 > self._asked:
+        if count - _TOKENS_AHEAD // 2 > self._asked or not self._asked:
             self._asked = count
             self._send(f"{count}\n".encode())
 
@@ -196,26 +200,30 @@ class GrowingTokens:
 
     def windows(self, starts, length):
         """int32[len(starts), length]: the tokens from each start on, all of them there."""
-        rows = np.empty((len(starts), length), np.int32)
+        rows = np.empty((len(starts), length), self._dtype)
         for row, start in zip(rows, starts, strict=True):
             copied = 0
             while copied < length:
                 number, offset = divmod(int(start) + copied, self._shard_tokens)
-                piece = self._mapped(number)[offset : offset + length - copied]
-                row[copied : copied + len(piece)] = piece
+                piece = row[copied : copied + self._shard_tokens - offset]
+                file = self._opened(number)
+                file.seek(offset * row.itemsize)
+                if file.readinto(piece) < piece.nbytes:
+                    raise UsageError(
+                        f"{_path(self._folder, number)} has become shorter; start again"
+                    )
                 copied += len(piece)
-        return rows
+        return rows.astype(np.int32)
 
     def arrays(self):
         """All tokens, in order, when there are all."""
         self.wait(sys.maxsize)
         count = len(self._progress.shards)
-        return [_mapped(self._folder, self._dtype, number) for number in range(count)]
+        return [np.memmap(_path(self._folder, i), self._dtype, "r") for i in range(count)]
 
 
-def _mapped(folder, dtype, number):
-    # As a plain array, of which slices are made much faster.
-    return np.asarray(np.memmap(_path(folder, number), dtype, "r"))
+def _opened(folder, number):
+    return open(_path(folder, number), "rb", buffering=0)
 
 
 def _end(process):

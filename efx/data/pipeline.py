@@ -368,6 +368,7 @@ class _BufferedWindows:
         self._tokens, self._seq_len, self._seed, self._source = tokens, seq_len, seed, source
         self._in_block = max(1, buffer_tokens // seq_len)
         self._all = None  # the _ShuffledWindows, once the whole text is there
+        tokens.begin()
         self._mixed = functools.lru_cache(maxsize=4)(functools.partial(_permutation, seed))
 
     def _start(self, index):
