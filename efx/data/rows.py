@@ -208,12 +208,13 @@ class HuggingFace:
             raise UsageError(
                 f"{name}: the data set cannot be opened ({_first_line(error)})"
             ) from error
-        files = (builder.config.data_files or {}).get("train")
-        if not files:
+        files_of_split = builder.config.data_files
+        if not files_of_split:
             raise UsageError(
                 f"{name}: this data set names no files, so that nothing tells whether it is the"
                 " same tomorrow; download its text and use parquet:PATH or jsonl:PATH"
             )
+        files = files_of_split["train"]
         self._local = [path for path in files if os.path.isfile(path)]
         # The address of a file on the hub has the commit in it; what else a server tells of a file
         # is beside it. What this says of a file on a disk is when it was written.

@@ -9,7 +9,7 @@
     hf:NAME[:CONFIG]   the train split of a Hugging Face dataset; each row is a document
     mix:A,B,...        the documents of several of these, one after another (`mixture.py`)
 
-(`tokens:DIR`, text that is already tokenised, is in `shards.py`.)
+(`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
 """
 
 import glob
@@ -61,12 +61,12 @@ def parse(source, key="config.data.source"):
         if os.path.exists(str(source)):
             hint = f" (a file or folder is 'text:{source}')"
         raise UsageError(
-            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc,"
-            " text:PATH, tokens:DIR, arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
+            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc, text:PATH,"
+            " tokens:PATH, arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
         )
     bare = kind in _WITHOUT_ARGUMENT
     if bare == bool(argument) or (bare and colon):
-        form = {"tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
+        form = {"arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
         form |= {name: name for name in _WITHOUT_ARGUMENT}
         expected = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
         raise UsageError(f"{key}={source!r} should read {expected}")

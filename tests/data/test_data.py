@@ -268,7 +268,7 @@ def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
         (dict(source="stdlb"), ["did you mean 'stdlib'"]),
         (dict(source="text:"), ["should read text:PATH"]),
         (dict(source="stdlib:3.11"), ["should read stdlib"]),
-        (dict(source="tokens"), ["should read tokens:DIR"]),
+        (dict(source="tokens"), ["should read tokens:PATH"]),
         (dict(source="text:/no/such/file"), ["/no/such/file", "no such file"]),
         (dict(source="text:/no/such/*.txt"), ["no file matches"]),
         (dict(source="arrayrecord:/no/such*"), ["no file matches"]),
