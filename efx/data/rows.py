@@ -170,18 +170,25 @@ class Parquet(RowFiles):
 
     def _texts(self, path):
         try:
-            with self._library.parquet.ParquetFile(path) as file:
+            with self._library.parquet.ParquetFile(path, buffer_size=_BLOCK) as file:
                 columns = file.schema_arrow.names
                 if self._key not in columns:
                     raise UsageError(
                         f"{self.name}: config.data.text_key={self._key!r} is not one of the columns"
                         f" of {path}: {', '.join(columns)}"
                     )
-                number = 0
-                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[self._key]):
-                    for text in batch.column(0).to_pylist():
-                        yield f"{path} row {number}", text
-                        number += 1
+                # One row group at a time: asked for all, the library reads far ahead.
+                groups = range(file.num_row_groups)
+                batches = (
+                    batch
+                    for group in groups
+                    for batch in file.iter_batches(
+                        _ROWS_AT_ONCE, row_groups=[group], columns=[self._key]
+                    )
+                )
+                rows = (text for batch in batches for text in batch.column(0).to_pylist())
+                for number, text in enumerate(rows):
+                    yield f"{path} row {number}", text
         except (self._library.ArrowException, OSError) as error:
             raise UsageError(
                 f"{self.name}: {path} is not a parquet file, or is damaged ({_first_line(error)})"

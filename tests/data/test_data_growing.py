@@ -106,7 +106,7 @@ def test_windows_come_once_an_epoch_in_the_order_of_the_text(tmp_path):
 def test_batches_depend_on_seed_and_step_alone(kill, tmp_path):
     """Property: not on how far the text was tokenised, by whom, or how often it was interrupted."""
     (tmp_path / "other").mkdir()
-    config = growing_config(tmp_path)
+    config = growing_config(tmp_path, buffer_tokens=700)  # some of seven files
     expected = take(open_data(config).train_iterator(), 240)  # two epochs and more
     config.cache_dir = str(tmp_path / "other")
     found, unfinished = [], 0
@@ -135,6 +135,37 @@ def test_two_that_share_a_cache_write_it_together(tmp_path):
     batches_of_two += take(two, 20)
     for batch, other in zip(batches, batches_of_two, strict=True):
         same(batch, other)
+
+
+PIECES = [b"", b"a long piece", b"", b"b", b"", b"c", b"another long piece", b"d", b"", b""]
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 2, 3, 7, 100])
+def test_files_written_one_by_one_hold_the_whole_text(shard_tokens, tmp_path, monkeypatch):
+    """Property: wherever a writer is interrupted, and whoever goes on, no more is written than was
+    asked for, nothing twice, and all of it."""
+    written, sums = [], growing.checksums
+    monkeypatch.setattr(growing, "checksums", lambda path: written.append(path) or sums(path))
+    expected = [*b"|".join(filter(None, PIECES))]
+    expected = [256 if byte == ord("|") else byte for byte in expected]
+
+    def writer():
+        return growing.Writer(
+            tmp_path, "text", lambda: (("", piece) for piece in PIECES),
+            tokenizers.ByteTokenizer(), shard_tokens,
+        )  # fmt: skip
+
+    one, two, tokens, finished = writer(), writer(), 0, False
+    while not finished:
+        for each in (one, two, one, one, writer()):
+            finished = each.grow(lambda: tokens + 1)  # noqa: B023
+            progress = growing.Progress.read(tmp_path)
+            assert progress.tokens == min(tokens + shard_tokens, len(expected))
+            tokens = progress.tokens
+    count = -(-len(expected) // shard_tokens)
+    assert written == [tmp_path / f"{i:05d}.bin" for i in range(count)]
+    ids = np.concatenate([np.fromfile(path, np.uint16) for path in written])
+    assert ids.tolist() == expected
 
 
 def test_text_that_is_there_twice_is_not_trained_on_where_it_is_held_out(tmp_path):
