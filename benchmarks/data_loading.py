@@ -3,21 +3,29 @@
     python -m benchmarks.data_loading [--seq-len=1024] [--batch-size=32] [--seconds=1]
 
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
-file of 100 million random tokens and from the standard library, for each order. Third: a jitted
-step of the size given by --step-width, fed the same batch over and over and fed from the pipeline,
-in turns; the two should take the same time (the best of --rounds is shown).
+file of 100 million random tokens and from the standard library, for each order. Third: memory, of
+training on a text that is tokenised meanwhile and is --buffers times as long as the buffer in which
+it is mixed; it should not grow. Fourth: tokenising, by the `tokenizers` library alone and as it is
+done here, in turns (the best of three is shown). Fifth: a jitted step of the size given by
+--step-width, fed the same batch over and over and fed from the pipeline, in turns; the two should
+take the same time (the best of --rounds is shown).
 """
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 
 import efx.data
 from benchmarks.common import command
+from efx.data import growing, sources
+from efx.data.bpe import train_bpe
 from efx.data.tokenizers import ByteTokenizer
 
 TOKENS = 100_000_000
@@ -37,6 +45,7 @@ def config_for(source, cache, arguments, **changes):
             on_change="error",
             packing=False,
             shuffle="windows",
+            buffer_tokens=1 << 22,
             cache_dir=cache,
             text_key="",
             max_bytes=0,
@@ -87,6 +96,68 @@ def making(kinds, arguments):
         print(f"  {name:<42}{batches_per_second:>10.0f}{tokens:>10.1f}{milliseconds:>8.2f}")
 
 
+def tokenising(cache, arguments):
+    config = config_for("stdlib", cache, arguments, max_bytes=1 << 24)
+    documents = [(d.name, d.data) for d in sources.open_source(config, Path(cache)).documents()]
+    texts = [data.decode() for _, data in documents]
+    megabytes = sum(len(data) for _, data in documents) / 1e6
+    tokenizer = train_bpe(texts, 8192)
+    folders = iter(range(100))
+
+    def to_disk():
+        folder = Path(cache) / f"tokenising{next(folders)}"
+        folder.mkdir()
+        writer = growing.Writer(folder, "", lambda: iter(documents), tokenizer, 1 << 22)
+        assert writer.grow(lambda: 1 << 60)
+
+    ways = {
+        "the library's encode_batch": lambda: tokenizer._inner.encode_batch(texts),
+        "encode_documents": lambda: sum(map(len, tokenizer.encode_documents(documents))),
+        "to token files": to_disk,
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(3):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    heading = f"tokenising {megabytes:.0f} MB of the standard library, {os.cpu_count()} cores"
+    print(f"\n{heading:<64}{'MB/s':>8}{'of the library':>16}")
+    library = best["the library's encode_batch"]
+    for name, seconds in best.items():
+        print(f"  {name:<62}{megabytes / seconds:>8.1f}{library / seconds:>16.2f}")
+
+
+def resident(process="self"):
+    """Memory of a process in MB."""
+    with open(f"/proc/{process}/status") as file:
+        (line,) = [line for line in file if line.startswith("VmRSS")]
+    return int(line.split()[1]) / 1e3
+
+
+def memory(cache, arguments):
+    buffer, rng = 1 << 22, np.random.default_rng(0)
+    path = Path(cache) / "long.jsonl"
+    with open(path, "w") as file:
+        for _ in range(arguments.buffers * buffer // 4000 + 1):
+            file.write(json.dumps({"text": rng.bytes(2000).hex()}) + "\n")
+    config = config_for(
+        f"jsonl:{path}", cache, arguments, text_key="text", split="documents", shuffle="buffer",
+        buffer_tokens=buffer,
+    )  # fmt: skip
+    data = efx.data.load(config, seed=0)
+    iterator, steps = data.train_iterator(), buffer // (arguments.batch_size * arguments.seq_len)
+    print(f"\n{'memory, MB, after so many buffers':<44}{'this process':>14}{'tokenising':>14}")
+    for buffers in range(1, arguments.buffers + 1):
+        for _ in range(steps):
+            next(iterator)
+        if buffers in (1, 2, 5) or buffers % 10 == 0:
+            # 0: it has ended.
+            writer = data._streams["train"]._writer
+            other = resident(writer.pid) if writer.poll() is None else 0
+            print(f"  {buffers:<42}{resident():>14.0f}{other:>14.0f}")
+
+
 def stepping(kinds, arguments):
     import jax
 
@@ -131,6 +202,7 @@ def main(argv=None):
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
     parser.add_argument("--step-width", type=int, default=256)
+    parser.add_argument("--buffers", type=int, default=20, help="length of the text for memory")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +220,8 @@ def main(argv=None):
                 label = f"{name}, {'packing' if 'packing' in order else order['shuffle']}"
                 kinds.append((label, config_for(source, cache, arguments, **changes, **order)))
         making(kinds, arguments)
+        memory(cache, arguments)
+        tokenising(cache, arguments)
         stepping(kinds[:3], arguments)
 
 

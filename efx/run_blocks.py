@@ -33,11 +33,12 @@ class DataConfig:
     """Text, its tokens, and the batches that are made of them."""
 
     # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
-    # folder or glob); "tokens:DIR" (token shards); "arrayrecord:GLOB"; "hf:NAME"; "pydoc",
-    # Python's language reference; "mix:stdlib,text:PATH", the documents of several of these.
+    # folder or glob); "tokens:PATH" (token shards); "arrayrecord:GLOB"; "jsonl:PATH" (also .gz,
+    # .zst); "parquet:PATH"; "hf:NAME"; "pydoc", Python's language reference;
+    # "mix:stdlib,text:PATH", the documents of several of these.
     source: str = "stdlib"
-    # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), or the
-    # path of a tokenizer.json.
+    # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"
+    # (of a model on the Hugging Face hub), or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     seq_len: Count = 256
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
@@ -52,8 +53,11 @@ class DataConfig:
     # If the source has other content than when the run began: "error"; "keep_split": what was
     # held out then is held out still, and all the rest is for training.
     on_change: Literal["error", "keep_split"] = "error"
-    # "windows": every window once an epoch; "random": random starts
-    shuffle: Literal["windows", "random"] = "windows"
+    # "windows": every window once an epoch; "random": random starts; "buffer": training begins
+    # while the text is tokenised, with windows in the order of the text, mixed within
+    # buffer_tokens, and after one epoch like "windows".
+    shuffle: Literal["windows", "random", "buffer"] = "windows"
+    buffer_tokens: Count = 1 << 22
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
     # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
     text_key: str = "text"
@@ -70,7 +74,7 @@ class DataConfig:
                 f"config.data.document_bytes={self.document_bytes}: must be 0 (whole) or at least "
                 "16"
             )
-        if self.packing and self.shuffle == "random":
+        if self.packing and self.shuffle != "windows":
             raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
         if self.withhold and not self.eval_source:
             raise UsageError(
@@ -79,6 +83,8 @@ class DataConfig:
             )
         mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
         splits = not self.eval_source or self.withhold
+        if self.shuffle == "buffer":
+            self._check_buffer(mixed, tokens, splits)
         if (mixed or self.subset) and splits and self.split != "documents":
             why = "a mixture" if mixed else "config.data.subset"
             raise UsageError(
@@ -90,6 +96,30 @@ class DataConfig:
             raise UsageError(
                 f"config.data.{key}={getattr(self, key)!r} needs text, and {self.source} holds "
                 "tokens"
+            )
+
+    def _check_buffer(self, mixed, tokens, splits):
+        key = "config.data.shuffle='buffer', which does not wait for the whole text,"
+        if mixed or tokens:
+            why = "follow one another" if mixed else "are tokens already"
+            raise UsageError(
+                f"{key} does not go with config.data.source={self.source!r}, whose parts {why}; "
+                "use config.data.shuffle=windows"
+            )
+        if self.tokenizer == "chars":
+            raise UsageError(
+                f"{key} does not go with config.data.tokenizer='chars', which needs all of its "
+                "characters; use bytes, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
+            )
+        if self.subset:
+            raise UsageError(
+                f"{key} does not go with config.data.subset={self.subset!r}; use "
+                "config.data.shuffle=windows"
+            )
+        if splits and self.split != "documents":
+            raise UsageError(
+                f"{key} does not know where its tail begins: with config.data.split={self.split!r} "
+                "give config.data.eval_source, or use config.data.split=documents"
             )
 
 

@@ -308,11 +308,17 @@ class _Launch:
         heading = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
         return (
             f"{heading}: {quantity(self.parameters, 'parameters')}, "
-            f"{quantity(e.data.train_tokens, 'training tokens')}, "
+            f"{self._text_size()}, "
             f"{e.steps} steps of {e.tokens_per_step} tokens, "
             f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{self._taught()}, "
             f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
+
+    def _text_size(self):
+        data = self.experiment.data
+        if data.grows:
+            return "training tokens made meanwhile"
+        return quantity(data.train_tokens, "training tokens")
 
     def _taught(self):
         if self.teacher is None:
@@ -323,7 +329,7 @@ class _Launch:
     def _loop(self, iterator):
         e, config = self.experiment, self.config
         position = iterator.get_state()
-        batch = self.placement(next(iterator))
+        batch = self._next(iterator)
         stage, clock = None, time.monotonic()
         is_first = True
         while self.step < e.steps:
@@ -344,7 +350,7 @@ class _Launch:
             position = iterator.get_state()
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
-                batch = self.placement(next(iterator))
+                batch = self._next(iterator)
             self.buffer.push(self.step, metrics)
             self.checkpoints.check()  # a failed background save ends the run here
             if is_first:
@@ -365,6 +371,15 @@ class _Launch:
             if self.pending or (stop and self.step < e.steps):
                 self._say_stopped()
                 return
+
+    def _next(self, iterator):
+        """The batch of the next step; None if a signal comes while its text is still tokenised."""
+        if not self.experiment.data.grows:
+            return self.placement(next(iterator))
+        try:
+            return self.placement(self.signals.unless_stopped(lambda: next(iterator)))
+        except Interrupted:
+            return None
 
     def _say_stopped(self):
         self.progress.println(

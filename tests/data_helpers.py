@@ -29,6 +29,7 @@ def make_config(source, tmp_path, **changes):
         on_change="error",
         packing=False,
         shuffle="windows",
+        buffer_tokens=64,
         cache_dir=str(tmp_path / "cache"),
         text_key="",
         max_bytes=0,

@@ -36,12 +36,10 @@ def _vocab_size(config, workdir):
     if workdir and (saved := runfolder.saved_tokenizer(workdir)):
         return tokenizers.load_tokenizer(saved).vocab_size
     kind, argument = tokenizers.parse(config.data.tokenizer)
-    if kind == "bytes":
-        return tokenizers.ByteTokenizer.vocab_size
     if kind == "bpe":
         return argument
-    if kind == "file":
-        return tokenizers.load_tokenizer(argument).vocab_size
+    if tokenizer := tokenizers.ready(config.data.tokenizer):
+        return tokenizer.vocab_size
     raise UsageError(
         f"config.data.tokenizer={config.data.tokenizer!r} has as many ids as its text has"
         " characters, and --mode=compile reads no text: give --vocab_size"

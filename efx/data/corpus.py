@@ -27,11 +27,9 @@ def make_tokenizer(spec, name, key, pieces, root):
       name, key, pieces: of that text, as for `load_corpus`. BPE is trained on its training split;
         `chars` takes the characters of all of it.
     """
+    if tokenizer := tokenizers.ready(spec):
+        return tokenizer
     kind, argument = tokenizers.parse(spec)
-    if kind == "bytes":
-        return tokenizers.ByteTokenizer()
-    if kind == "file":
-        return tokenizers.load_tokenizer(argument)
 
     def build(folder):
         log.info("making the tokenizer %s of %s", spec, name)

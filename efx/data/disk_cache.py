@@ -71,7 +71,7 @@ def cached_folder(root, kind, key, build):
         return folder
     try:
         (root / kind).mkdir(parents=True, exist_ok=True)
-        with _locked(root / kind / f"{key}.lock") as alone:
+        with locked(root / kind / f"{key}.lock") as alone:
             if _intact(folder):
                 return folder
             if alone:  # no other process is building, so these are from one that died
@@ -108,20 +108,25 @@ def _build(folder, key, build):
 
 
 @contextlib.contextmanager
-def _locked(path):
-    """Holds an exclusive lock on `path`; yields False where the file system has none."""
+def locked(path, wait=True):
+    """Holds an exclusive lock on `path`; yields False where the file system has none, and without
+    `wait` None where another process holds it."""
     with open(path, "w") as file:
         try:
             import fcntl  # not on Windows
 
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield None
+            return
         except (ImportError, OSError):
             yield False
             return
         yield True  # closing the file releases the lock
 
 
-def _checksums(path):
+def checksums(path):
+    """[size of a file, checksum of each of its blocks, or of some evenly spaced ones]"""
     size = path.stat().st_size
     blocks = -(-size // _BLOCK)
     count = min(blocks, _CHECKED_BLOCKS)
@@ -135,14 +140,14 @@ def _checksums(path):
 
 
 def _seal(folder):
-    files = {path.name: _checksums(path) for path in sorted(folder.iterdir())}
+    files = {path.name: checksums(path) for path in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps(files))
 
 
 def _intact(folder):
     try:
         files = reading.read_json(folder / MANIFEST)
-        return bool(files) and all(_checksums(folder / n) == sums for n, sums in files.items())
+        return bool(files) and all(checksums(folder / n) == sums for n, sums in files.items())
     except (OSError, ValueError, AttributeError, TypeError):
         return False
 

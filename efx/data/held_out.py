@@ -22,6 +22,34 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 _STRIDE = 1 << 24  # bytes counted at a time
+# Of a text that is trained on before all of it is read, documents are held out that begin here.
+HEAD_BYTES = 1 << 26
+
+
+class Head:
+    """The documents of a source that begin in its first HEAD_BYTES."""
+
+    def __init__(self, source):
+        self.name, self._source = source.name, source
+
+    def documents(self):
+        """Yields the Documents; reads no further."""
+        offset = 0
+        for document in self._source.documents():
+            yield document
+            offset += len(document.data)
+            if offset >= HEAD_BYTES:
+                return
+
+
+def held_out_in_head(pieces):
+    """The `pieces` of a whole source without held-out ones that begin behind its head: the same
+    text is there before, where it is scored."""
+    offset = 0
+    for split, name, data in pieces:
+        if split == "train" or offset < HEAD_BYTES:
+            yield split, name, data
+        offset += len(data)
 
 
 def decide(source, method, eval_fraction):
@@ -40,7 +68,8 @@ def decide(source, method, eval_fraction):
     if len(sizes) < 2:
         raise UsageError(
             f"config.data.split='documents' needs at least 2 different documents, and {source.name}"
-            f" has {len(sizes)}; use config.data.split=tail"
+            f" has {len(sizes)}; use config.data.split=tail, or cut them by"
+            " config.data.document_bytes"
         )
     return {"documents": sorted(digest.hex() for digest in _pick(sizes, eval_fraction))}
 

@@ -4,9 +4,10 @@ There are one or two: `source`, and `eval_source` if the held-out split is a tex
 holds documents (`sources`) or tokens (`shards`).
 """
 
-from efx.data import corpus, held_out, shards, sources, tokenizers
+from efx.data import corpus, growing, held_out, shards, sources, tokenizers
 from efx.data.corpus import SPLITS
 from efx.data.disk_cache import cache_root, content_key, remember
+from efx.data.stream import TokenSplit
 from efx.data.subset import Subset
 from efx.errors import UsageError
 
@@ -27,11 +28,15 @@ class OpenedTexts:
         that this was decided by.
       subset: the Subset that the training split is limited to, or None.
 
+    With config.data.shuffle="buffer" nothing but `training_pieces` reads the whole of the source:
+    what is held out, and a tokenizer that is made of it, is decided by its head.
+
     Raises UsageError for what cannot be opened, and for a text that has changed.
     """
 
     def __init__(self, config_data, splits=SPLITS, run_origin=None, same_text=True):
         self._config, self._root = config_data, cache_root(config_data.cache_dir)
+        self._splits, self.grows = splits, config_data.shuffle == "buffer"
         self.source = self.eval_source = self.subset = None
         if config_data.eval_source and splits:
             self.eval_source = self._open("eval_source")
@@ -92,12 +97,13 @@ class OpenedTexts:
         if is_tokens(self.source):
             decision = self.source.decide(c.split, c.eval_fraction)
         else:
-            key = content_key("split", identity, c.split, c.eval_fraction)
+            key = content_key("split", identity, c.split, c.eval_fraction, *self._of_head())
             decision = remember(self._root, key, self._decide)
         return {"of": identity, "held_out": decision}
 
     def _decide(self):
-        decision = held_out.decide(self.source, self._config.split, self._config.eval_fraction)
+        source = held_out.Head(self.source) if self.grows else self.source
+        decision = held_out.decide(source, self._config.split, self._config.eval_fraction)
         self._check_unchanged("source")
         return decision
 
@@ -111,12 +117,19 @@ class OpenedTexts:
     def _of_eval_source(self):
         return self._while_unchanged("eval_source", held_out.all_pieces(self.eval_source, "eval"))
 
-    def _of_source(self):
-        decision = self.origin["held_out"]
+    def training_pieces(self):
+        """Yields (name, bytes) for every document or piece of one that is for training."""
+        return ((name, data) for split, name, data in self._of_source() if split == "train")
+
+    def _of_source(self, head=False):
+        decision, source = self.origin["held_out"], self.source
+        source = held_out.Head(source) if head else source
         if decision:
-            pieces = held_out.pieces(self.source, decision)
+            pieces = held_out.pieces(source, decision)
         else:
-            pieces = held_out.all_pieces(self.source, "train")
+            pieces = held_out.all_pieces(source, "train")
+        if self.grows:
+            pieces = held_out.held_out_in_head(pieces)
         if self.eval_source:  # what is held out of the source is neither trained on nor scored
             pieces = (piece for piece in pieces if piece[0] == "train")
             if not is_tokens(self.eval_source):
@@ -128,6 +141,10 @@ class OpenedTexts:
         """`pieces`, then a UsageError if the text has changed since it was hashed."""
         yield from pieces
         self._check_unchanged(key)
+
+    def _of_head(self):
+        """What is part of the key of all that is made of the head of the source alone."""
+        return ("head", held_out.HEAD_BYTES) if self.grows else ()
 
     def _check_unchanged(self, key):
         text = getattr(self, key)
@@ -148,16 +165,18 @@ class OpenedTexts:
             return of_shards[0]
         if path is not None:
             return tokenizers.load_tokenizer(path)
-        name = (self.source or self.eval_source).name
-        return corpus.make_tokenizer(
-            self._config.tokenizer, name, self.key(), self.pieces, self._root
-        )
+        name, key, pieces = (self.source or self.eval_source).name, self.key(), self.pieces
+        if self.grows and self.source:
+            key, pieces = content_key(key, *self._of_head()), self._of_head_of_source
+        return corpus.make_tokenizer(self._config.tokenizer, name, key, pieces, self._root)
 
     def streams(self, tokenizer):
         """{"train" or "eval": stream.TokenSplit} of the texts that were opened."""
         token_splits = {}
         if is_tokens(self.source):
             token_splits = self.source.splits(self.origin["held_out"])
+        elif self.source and self.grows:
+            token_splits = self._growing(tokenizer)
         elif self.source:
             splits = ("train",) if self.eval_source else SPLITS
             token_splits = corpus.load_corpus(
@@ -169,6 +188,26 @@ class OpenedTexts:
             name, key, pieces = self.eval_source.name, self.key("eval"), self._of_eval_source
             token_splits |= corpus.load_corpus(name, key, pieces, tokenizer, self._root, ("eval",))
         return token_splits
+
+    def _growing(self, tokenizer):
+        name, key, token_splits = self.source.name, self.key(), {}
+        if not self.eval_source and "eval" in self._splits:
+            of_head = content_key(key, *self._of_head())
+            token_splits = corpus.load_corpus(
+                name, of_head, self._held_out_of_head, tokenizer, self._root, ("eval",)
+            )
+        if "train" in self._splits:
+            tokens = growing.GrowingTokens(
+                name, key, tokenizer, self._root, self._config, self.origin
+            )
+            token_splits["train"] = TokenSplit(name, tokens)
+        return token_splits
+
+    def _of_head_of_source(self):
+        return self._of_source(head=True)
+
+    def _held_out_of_head(self):
+        return (piece for piece in self._of_head_of_source() if piece[0] == "eval")
 
 
 def is_tokens(source):
@@ -184,14 +223,10 @@ def _shard_tokenizer(source, spec, tokenizer_path):
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
         name = f"config.data.tokenizer={spec!r}"
-        kind, argument = tokenizers.parse(spec)
-        if kind == "bytes":
-            tokenizer = tokenizers.ByteTokenizer()
-        elif kind == "file":
-            tokenizer = tokenizers.load_tokenizer(argument)
-        elif stored is not None and stored.kind == kind:
+        tokenizer = tokenizers.ready(spec)
+        if tokenizer is None and stored is not None and stored.kind == tokenizers.parse(spec)[0]:
             tokenizer = stored
-        else:
+        if tokenizer is None:
             raise UsageError(
                 f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
                 " the tokenizer.json that they were made with"

@@ -5,9 +5,10 @@ import operator
 
 import numpy as np
 
-from efx.data import corpus
+from efx.data import corpus, held_out
 from efx.data.corpus import SPLITS
 from efx.data.disk_cache import content_key
+from efx.data.growing import GrowingTokens
 from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
@@ -57,14 +58,12 @@ def load(
         if split in splits
     }
     for split, token_split in token_splits.items():
+        if split == "train" and opened.grows:  # how long it is shows when it ends
+            continue
         # A text that is held out as a whole may be shorter than a row.
         shortest = 2 if split == "eval" and c.eval_source else c.seq_len + 1
         if len(token_split.stream) < shortest:
-            raise UsageError(
-                f"config.data.seq_len={c.seq_len} is longer than the text: the"
-                f" {corpus.SPLIT_NAMES[split]} of {token_split.name} has"
-                f" {len(token_split.stream)} tokens, and a row takes one more than seq_len"
-            )
+            raise _too_short(c.seq_len, split, token_split.name, len(token_split.stream))
     streams = {split: token_split.stream for split, token_split in token_splits.items()}
     with_spans = {
         split: tokens for split, tokens in token_splits.items() if tokens.spans is not None
@@ -75,6 +74,13 @@ def load(
     data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
     data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
     return data
+
+
+def _too_short(seq_len, split, name, tokens):
+    return UsageError(
+        f"config.data.seq_len={seq_len} is longer than the text: the {corpus.SPLIT_NAMES[split]} of"
+        f" {name} has {tokens} tokens, and a row takes one more than seq_len"
+    )
 
 
 class Data:
@@ -88,8 +94,8 @@ class Data:
     Attributes:
       tokenizer: an efx tokenizer.
       vocab_size: number of token ids.
-      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 for
-        a split that was not loaded.
+      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 for a
+        split that was not loaded.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
       origin: what a run records about its text, see `opened.OpenedTexts`.
@@ -99,13 +105,25 @@ class Data:
 
     def __init__(self, config, seed, tokenizer, streams, spans, text_bytes, key):
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.train_tokens, self.eval_tokens = (len(streams.get(split, ())) for split in SPLITS)
+        self.eval_tokens = len(streams.get("eval", ()))
         self.fingerprint = key
         self._config, self._streams, self._packings = config, streams, {}
         self._spans, self._text_bytes = spans or {}, text_bytes or {}
         # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
         # common (grain derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
+
+    @property
+    def train_tokens(self):
+        """Tokens in the training split; those so far while it `grows`."""
+        return len(self._streams.get("train", ()))
+
+    @property
+    def grows(self):
+        """Whether the training split is still being tokenised: then the next batch may have to be
+        waited for."""
+        tokens = self._streams.get("train")
+        return isinstance(tokens, GrowingTokens) and not tokens.finished
 
     def documents(self, split):
         """int64[n, 2]: the first and last-plus-one token of each document of `split`."""
@@ -150,6 +168,9 @@ class Data:
         if self.origin["of"] != self.origin["source"]:
             description += ", as it was when the run began"
         limit = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
+        if c.shuffle == "buffer":
+            first = min(c.max_bytes or held_out.HEAD_BYTES, held_out.HEAD_BYTES)
+            limit = f" of the documents that begin in the first {first:,} bytes"
         return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
 
     def scored_tokens(self, split):
@@ -191,6 +212,10 @@ class Data:
             rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
         elif config.shuffle == "windows":
             rows_of_step = _ShuffledWindows(stream, config.seq_len, self._seed)
+        elif config.shuffle == "buffer":
+            rows_of_step = _BufferedWindows(
+                stream, config.seq_len, self._seed, config.buffer_tokens, config.source
+            )
         else:
             rows_of_step = _RandomWindows(stream, config.seq_len, self._seed)
         rows = np.arange(config.batch_size) if rows is None else np.asarray(rows)
@@ -314,9 +339,9 @@ class _ShuffledWindows:
     def __init__(self, stream, seq_len, seed):
         self._stream, self._seq_len, self._seed = stream, seq_len, seed
         # One window fewer than would fit, so that every offset up to seq_len is possible.
-        count = max(1, len(stream) // seq_len - 1)
-        self._offsets = min(seq_len, len(stream) - count * seq_len)
-        self._order = _Permutation(count, seed)
+        self.count = max(1, len(stream) // seq_len - 1)
+        self._offsets = min(seq_len, len(stream) - self.count * seq_len)
+        self._order = _Permutation(self.count, seed)
         self._offset = functools.lru_cache(maxsize=4)(self._offset)
 
     def _offset(self, epoch):
@@ -324,12 +349,53 @@ class _ShuffledWindows:
 
     def starts(self, indices):
         """First token of each of the windows number `indices` since the start of training."""
-        offsets = np.array([self._offset(i // self._order.count) for i in indices], np.int64)
+        offsets = np.array([self._offset(i // self.count) for i in indices], np.int64)
         return offsets + self._order(indices) * self._seq_len
 
     def __call__(self, step, batch_size, rows):
         starts = self.starts((step * batch_size + rows).tolist())
         return _batch(self._stream.windows(starts, self._seq_len + 1))
+
+
+class _BufferedWindows:
+    """Windows of a text that is still being tokenised (`growing.GrowingTokens`).
+
+    In the first epoch they come in the order of the text, mixed within blocks of `buffer_tokens`,
+    so that which one comes when depends on no later text; after that as `_ShuffledWindows`.
+    """
+
+    def __init__(self, tokens, seq_len, seed, buffer_tokens, source):
+        self._tokens, self._seq_len, self._seed, self._source = tokens, seq_len, seed, source
+        self._in_block = max(1, buffer_tokens // seq_len)
+        self._all = None  # the _ShuffledWindows, once the whole text is there
+        tokens.begin()
+        self._mixed = functools.lru_cache(maxsize=4)(functools.partial(_permutation, seed))
+
+    def _start(self, index):
+        block, position = divmod(index, self._in_block)
+        first, count = block * self._in_block, self._in_block
+        if self._all is None:
+            # A window more than the block has: the last of a text is left out, as by
+            # _ShuffledWindows, and this one may be the last.
+            needed = (first + count + 1) * self._seq_len
+            if self._tokens.wait(needed) < needed:
+                if len(self._tokens) <= self._seq_len:
+                    name = f"config.data.source={self._source!r}"
+                    raise _too_short(self._seq_len, "train", name, len(self._tokens))
+                self._all = _ShuffledWindows(self._tokens, self._seq_len, self._seed)
+        if self._all is not None:
+            if index >= self._all.count:
+                return self._all.starts([index])[0]
+            count = min(count, self._all.count - first)
+        return (first + self._mixed(block, count)[position]) * self._seq_len
+
+    def __call__(self, step, batch_size, rows):
+        starts = [self._start(i) for i in (step * batch_size + rows).tolist()]
+        return _batch(self._tokens.windows(starts, self._seq_len + 1))
+
+
+def _permutation(seed, block, count):
+    return np.random.default_rng([seed, block]).permutation(count)
 
 
 class _RandomWindows:

@@ -8,24 +8,56 @@ A folder written by `write_token_shards` holds
     tokenizer.json    the tokenizer that made them
     *.bin             token ids, little-endian, nothing else
 
-nanoGPT's folders are read too: `train.bin` and `val.bin`, uint16, no meta.json. Shards that say
-which split they belong to decide the split (config.data.split and eval_fraction are then not
-used); if none is for evaluation, the tail of the training shards is held out.
+nanoGPT's folders are read too: `train.bin` and `val.bin`, uint16, no meta.json. So are the shards
+of llm.c and modded-nanogpt, by a folder or a pattern: each file begins with 256 int32 (magic,
+version, number of tokens), and its name says `train` or `val`.
+
+Shards that say which split they belong to decide the split (config.data.split and eval_fraction
+are then not used); if none is for evaluation, the tail of the training shards is held out.
 """
 
+import dataclasses
+import glob
 import hashlib
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key, fetched, file_digests, remember, remember_for_file
+from efx.data.sources import matching
 from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
 FORMAT, VERSION = "efx-tokens", 1
 _DTYPES = ("uint16", "uint32")
+_HEADER = np.dtype(("<i4", 256))  # of llm.c
+# By the magic number of the header: version, type of a token.
+_MAGIC = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+_SPLIT_OF_WORD = {"train": "train", "val": "eval", "valid": "eval", "validation": "eval"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A file of tokens: `count` of them, or with None all that it holds, after `offset` bytes."""
+
+    path: Path
+    split: str
+    dtype: np.dtype
+    count: int | None = None
+    offset: int = 0
+
+    @property
+    def size(self):
+        return self.offset + self.count * self.dtype.itemsize
+
+    @property
+    def ids(self):
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.count)
 
 
 def token_dtype(vocab_size):
@@ -86,29 +118,44 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
 
 
 class TokenShards:
-    """The shards of a folder, memory-mapped."""
+    """The shards of a folder, or those that a pattern names, memory-mapped."""
 
-    def __init__(self, name, folder, max_bytes, root):
-        is_remote = storage.is_remote(folder)
+    def __init__(self, name, where, max_bytes, root):
         self.name, self._root = name, root
-        self._folder = fetched(name, folder, root) if is_remote else Path(folder).expanduser()
-        if not self._folder.is_dir():
-            raise UsageError(f"{name}: no such folder")
-        shards, dtype = self._list()
+        # Who names the shards by a pattern may leave some out.
+        self._may_lack, pattern = glob.has_magic(where), None
+        self._folder = Path(os.path.expanduser(where))
+        if storage.is_remote(where):
+            self._folder = fetched(name, where, root)
+        elif not self._folder.is_dir():
+            pattern = str(self._folder)
+            self._folder = self._folder.parent
         self._shards = []
-        remaining = max_bytes or float("inf")
-        for path, split, tokens in shards:
-            size = self._size(path)
-            if size % dtype.itemsize or (tokens is not None and size != tokens * dtype.itemsize):
-                expected = f"{tokens * dtype.itemsize} bytes" if tokens is not None else "even"
-                raise UsageError(f"{name}: {path} has {size} bytes, not {expected}: cut short?")
+        remaining = max_bytes or sys.maxsize
+        for shard in self._list(pattern):
+            shard = self._measured(shard)
             # max_bytes limits what is trained on; the held-out shards stay whole.
-            take = size if split == "eval" else min(size, remaining)
-            remaining -= take if split == "train" else 0
-            if count := int(take // dtype.itemsize):
-                self._shards.append((path, split, np.memmap(path, dtype, "r")[:count]))
-        if not any(split == "train" for _, split, _ in self._shards):
-            raise UsageError(f"{name}: the folder holds no training tokens")
+            if shard.split == "train":
+                count = min(shard.count, remaining // shard.dtype.itemsize)
+                remaining -= count * shard.dtype.itemsize
+                shard = dataclasses.replace(shard, count=count)
+            if shard.count:
+                self._shards.append(shard)
+        if not self._shards:
+            raise UsageError(f"{name}: the shards hold no tokens")
+
+    def _measured(self, shard):
+        """`shard` with its count, which fits the size of its file."""
+        size, itemsize = self._size(shard.path), shard.dtype.itemsize
+        count = (size - shard.offset) // itemsize if shard.count is None else shard.count
+        measured = dataclasses.replace(shard, count=count)
+        if measured.size != size:
+            expected = "even" if shard.count is None else f"{measured.size} bytes"
+            of_header = " as its header says" if shard.offset else ""
+            raise UsageError(
+                f"{self.name}: {shard.path} has {size} bytes, not {expected}{of_header}: cut short?"
+            )
+        return measured
 
     def _size(self, path):
         try:
@@ -119,37 +166,97 @@ class TokenShards:
         except ValueError as error:
             raise UsageError(f"{self.name}: cannot read {path}: {error}") from error
 
-    def _list(self):
-        """[(path, split, tokens or None)], dtype: from meta.json or the names of the files."""
-        meta_path = self._folder / "meta.json"
-        if not meta_path.exists():
-            pairs = (("train.bin", "train"), ("val.bin", "eval"))
-            shards = [
-                (self._folder / file, split, None)
-                for file, split in pairs
-                if (self._folder / file).exists()
-            ]
-            if not shards:
+    def _list(self, pattern):
+        """The shards that meta.json lists, or the files themselves."""
+        if pattern is not None:
+            return self._files(matching(self.name, pattern))
+        if (self._folder / "meta.json").exists():
+            return self._of_meta()
+        paths = sorted(self._folder.glob("*.bin"))
+        headed = [path for path in paths if self._header(path)[0] in _MAGIC]
+        nanogpt = {"train.bin": "train", "val.bin": "eval"}
+        if not headed and any(path.name in nanogpt for path in paths):
+            plain = [path for path in paths if path.name in nanogpt]
+            return [_Shard(path, nanogpt[path.name], np.dtype("<u2")) for path in plain]
+        if not paths:
+            raise UsageError(
+                f"{self.name}: the folder has neither meta.json nor a shard (*.bin); token shards"
+                " are written by efx.data.write_token_shards, nanoGPT (train.bin, val.bin) or llm.c"
+            )
+        if not self._may_lack:
+            self._refuse_gaps(paths)
+        return self._files(paths)
+
+    def _refuse_gaps(self, paths):
+        """UsageError if a number is left out where the files of a folder are numbered."""
+        numbers = {}
+        for path in paths:
+            if match := re.fullmatch(r"(.*\D)(\d+)", path.stem):
+                numbers.setdefault(match[1], {})[int(match[2])] = len(match[2])
+        for prefix, found in numbers.items():
+            missing = [i for i in range(min(found), max(found)) if i not in found]
+            if missing:
+                file = f"{prefix}{missing[0]:0{found[min(found)]}d}.bin"
+                more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
                 raise UsageError(
-                    f"{self.name}: the folder has neither meta.json nor train.bin; token shards"
-                    " are written by efx.data.write_token_shards"
+                    f"{self.name}: {file}{more} missing between {prefix}{min(found)} and"
+                    f" {max(found)}; to do without, name the shards by a pattern"
                 )
-            return shards, np.dtype("<u2")
+
+    def _header(self, path):
+        """The 256 numbers that a file of llm.c begins with; zeros for a shorter file."""
+        try:
+            with open(path, "rb") as file:
+                data = file.read(_HEADER.itemsize)
+        except OSError as error:
+            raise UsageError(f"{self.name}: cannot read {path} ({error.strerror})") from error
+        return np.frombuffer(data.ljust(_HEADER.itemsize, b"\0"), "<i4").tolist()
+
+    def _files(self, paths):
+        """llm.c's shards; each has to be one."""
+        shards = []
+        for path in map(Path, paths):
+            magic, version, count = self._header(path)[:3]
+            known, dtype = _MAGIC.get(magic, (None, None))
+            if known is None:
+                raise UsageError(
+                    f"{self.name}: {path} begins with {magic}, not with llm.c's magic number"
+                    f" {' or '.join(map(str, _MAGIC))}; shards without a header are train.bin and"
+                    " val.bin of a folder, or are listed in its meta.json"
+                )
+            if version != known or count < 0:
+                raise UsageError(
+                    f"{self.name}: the header of {path} tells of version {version} and"
+                    f" {count} tokens; version {known} can be read"
+                )
+            words = re.split(r"[^a-z]+", path.stem.lower())
+            splits = {_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD}
+            if len(splits) != 1:
+                raise UsageError(
+                    f"{self.name}: the name of {path} should say train or val, one of them, as in"
+                    " fineweb_train_000001.bin"
+                )
+            shards.append(_Shard(path, splits.pop(), dtype, count, _HEADER.itemsize))
+        return shards
+
+    def _of_meta(self):
+        meta_path = self._folder / "meta.json"
         try:
             meta = reading.read_json(meta_path)
             if meta["format"] != FORMAT or meta["version"] != VERSION:
                 raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
             if meta["dtype"] not in _DTYPES:
                 raise ValueError(f"dtype {meta['dtype']!r}")
+            dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             for shard in meta["shards"]:
                 if not reading.is_plain_name(shard["file"]):
                     raise ValueError(f"{shard['file']!r} is no name of a file in this folder")
-                if type(shard["tokens"]) is not int:
+                if type(shard["tokens"]) is not int or shard["tokens"] < 0:
                     raise ValueError(f"{shard['tokens']!r} is no number of tokens")
                 if shard["split"] not in ("train", "eval"):
                     raise ValueError("a split that is neither train nor eval")
             shards = [
-                (self._folder / shard["file"], shard["split"], shard["tokens"])
+                _Shard(self._folder / shard["file"], shard["split"], dtype, shard["tokens"])
                 for shard in meta["shards"]
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -157,7 +264,7 @@ class TokenShards:
                 f"{self.name}: {meta_path} is not an {FORMAT} version {VERSION} description"
                 f" ({type(error).__name__}: {error})"
             ) from error
-        return shards, np.dtype(meta["dtype"]).newbyteorder("<")
+        return shards
 
     def tokenizer_path(self):
         """Path of the folder's tokenizer.json, or None."""
@@ -169,38 +276,41 @@ class TokenShards:
         return self._identity(("train", "eval"))
 
     def _identity(self, splits):
-        shards = [shard for shard in self._shards if shard[1] in splits]
-        files = [(path, len(ids) * ids.itemsize) for path, _, ids in shards]
-        digests = file_digests(self._root, files)
+        shards = [shard for shard in self._shards if shard.split in splits]
+        digests = file_digests(self._root, [(shard.path, shard.size) for shard in shards])
         return content_key(
             "tokens",
             [
-                (split, len(ids), digest)
-                for (_, split, ids), digest in zip(shards, digests, strict=True)
+                (shard.split, shard.count, digest)
+                for shard, digest in zip(shards, digests, strict=True)
             ],
         )
 
     def check_ids(self, tokenizer, tokenizer_name):
         """Raises UsageError if some id is not in the vocabulary of `tokenizer`."""
-        for path, _, ids in self._shards:
+        for shard in self._shards:
+            ids = shard.ids
             largest = remember_for_file(
                 self._root,
-                path,
-                ["largest", len(ids)],
+                shard.path,
+                ["largest", shard.count],
                 lambda ids=ids: max(
                     int(ids[i : i + (1 << 22)].max()) for i in range(0, len(ids), 1 << 22)
                 ),
             )
             if largest >= tokenizer.vocab_size:
+                usual = ""
+                if shard.offset:
+                    usual = " (GPT-2's as a rule: its path, or config.data.tokenizer=hf:gpt2)"
                 raise UsageError(
-                    f"{self.name}: {path.name} holds token id {largest}, but the tokenizer"
-                    f" {tokenizer_name} has only {tokenizer.vocab_size} ids;"
-                    " name the tokenizer.json that these tokens were made with"
+                    f"{self.name}: {shard.path.name} holds token id {largest}, but the tokenizer"
+                    f" {tokenizer_name} has only {tokenizer.vocab_size} ids; name the"
+                    f" tokenizer.json that these tokens were made with{usual}"
                 )
 
     def stream(self, split=""):
         """Stream of the shards of a split; of all shards without one."""
-        return Stream([ids for _, shard_split, ids in self._shards if split in ("", shard_split)])
+        return Stream([shard.ids for shard in self._shards if split in ("", shard.split)])
 
     def decide(self, kind, eval_fraction):
         """What is held out, as plain data that a run keeps (compare `held_out.decide`):
@@ -224,6 +334,8 @@ class TokenShards:
         """{"train" or "eval": TokenSplit} by a decision, which has to fit these tokens; without one
         the training shards alone."""
         train, heldout = self.stream("train"), self.stream("eval")
+        if not len(train):
+            raise UsageError(f"{self.name}: no training tokens are among the shards")
         streams = {"train": train, "eval": heldout}
         if not decision:
             del streams["eval"]

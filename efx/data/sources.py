@@ -4,10 +4,12 @@
     stdlib             the source code of the running Python's standard library
     pydoc              the language reference that comes with Python; each topic is a document
     arrayrecord:GLOB   ArrayRecord files; each record is a document
+    jsonl:PATH         a JSON object a line (.jsonl, .jsonl.gz, .jsonl.zst); each is a document
+    parquet:PATH       parquet files; each row is a document
     hf:NAME[:CONFIG]   the train split of a Hugging Face dataset; each row is a document
     mix:A,B,...        the documents of several of these, one after another (`mixture.py`)
 
-(`tokens:DIR`, text that is already tokenised, is in `shards.py`.)
+(`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
 """
 
 import glob
@@ -20,9 +22,9 @@ from urllib.parse import unquote
 
 from efx import reading, storage
 from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
-from efx.errors import UsageError, extra, nearest
+from efx.errors import UsageError, nearest
 
-KINDS = ("stdlib", "text", "tokens", "arrayrecord", "hf", "pydoc", "mix")
+KINDS = ("stdlib", "text", "tokens", "arrayrecord", "jsonl", "parquet", "hf", "pydoc", "mix")
 _WITHOUT_ARGUMENT = ("stdlib", "pydoc")
 
 # Left out of the standard library: what is installed into it, its tests (a third of it and more,
@@ -58,12 +60,12 @@ def parse(source, key="config.data.source"):
         if os.path.exists(str(source)):
             hint = f" (a file or folder is 'text:{source}')"
         raise UsageError(
-            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc,"
-            " text:PATH, tokens:DIR, arrayrecord:GLOB, hf:NAME or mix:A,B"
+            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc, text:PATH,"
+            " tokens:PATH, arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
         )
     bare = kind in _WITHOUT_ARGUMENT
     if bare == bool(argument) or (bare and colon):
-        form = {"tokens": "tokens:DIR", "arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
+        form = {"arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
         form |= {name: name for name in _WITHOUT_ARGUMENT}
         expected = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
         raise UsageError(f"{key}={source!r} should read {expected}")
@@ -85,7 +87,7 @@ def open_source(config_data, root, key="source"):
 
 
 def _open(config_data, spec, root, key, limit, skip=()):
-    from efx.data import mixture
+    from efx.data import mixture, rows
 
     kind, argument = parse(spec, key)
     name = f"{key}={spec!r}"
@@ -105,9 +107,13 @@ def _open(config_data, spec, root, key, limit, skip=()):
     if kind == "text":
         return TextFiles(name, _text_files(name, argument, root), limit, root)
     if kind == "arrayrecord":
-        return ArrayRecords(name, _glob(name, argument, root), config_data.text_key, limit, root)
+        return ArrayRecords(name, matching(name, argument, root), config_data.text_key, limit, root)
+    if kind in ("jsonl", "parquet"):
+        files = rows.JsonLines if kind == "jsonl" else rows.Parquet
+        paths = _text_files(name, argument, root)
+        return files(name, paths, config_data.text_key, limit, root)
     if kind == "hf":
-        return HuggingFace(name, argument, config_data.text_key, limit, root)
+        return rows.HuggingFace(name, argument, config_data.text_key, limit, root)
     raise ValueError(f"{kind} is not a source of documents")
 
 
@@ -125,15 +131,17 @@ def check_present(spec, key):
             check_present(component, key)
     elif storage.is_remote(argument):
         return
-    elif kind == "tokens" and not os.path.isdir(os.path.expanduser(argument)):
-        raise UsageError(f"{name}: no such folder")
-    elif kind == "text":
+    elif kind == "tokens":
+        folder = os.path.expanduser(argument)
+        if not os.path.isdir(folder):
+            matching(name, folder)
+    elif kind in ("text", "jsonl", "parquet"):
         _text_files(name, argument, None)
     elif kind == "arrayrecord":
-        _glob(name, argument, None)
+        matching(name, argument)
 
 
-def _glob(name, pattern, root):
+def matching(name, pattern, root=None):
     """Files that match `pattern`, sorted; the name of an existing file matches itself alone.
 
     Those in an object store are copied into the cache folder `root`.
@@ -160,7 +168,7 @@ def _text_files(name, argument, root):
         return _fetched(name, argument, root)
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
-        return _glob(name, argument, root)
+        return matching(name, argument, root)
     paths = []
     for folder, folders, files in os.walk(path):
         folders[:] = [f for f in folders if not f.startswith(".")]
@@ -193,7 +201,7 @@ class TextFiles:
         self._files = []
         remaining = max_bytes or float("inf")
         for path in paths:
-            take = min(_size(name, path), remaining)
+            take = min(size_of(name, path), remaining)
             remaining -= take
             if take:
                 self._files.append((path, int(take)))
@@ -203,13 +211,13 @@ class TextFiles:
 
     def identity(self):
         """Hash of the content and its order; names and folders of the files do not matter."""
-        with _readable(self.name):
+        with readable(self.name):
             return content_key("text", file_digests(self._root, self._files))
 
     def documents(self):
         """Yields a Document a file. Raises UsageError on a binary file."""
         for path, size in self._files:
-            with _readable(self.name), open(path, "rb") as file:
+            with readable(self.name), open(path, "rb") as file:
                 data = file.read(size)
                 cut = bool(file.read(1))
             if cut:
@@ -238,9 +246,9 @@ class ArrayRecords:
 
     def identity(self):
         """Hash of the files' content and of the settings that the text is read by."""
-        with _readable(self.name):
+        with readable(self.name):
             digests = file_digests(
-                self._root, [(path, _size(self.name, path)) for path in self._paths]
+                self._root, [(path, size_of(self.name, path)) for path in self._paths]
             )
         return content_key("arrayrecord", digests, self._key, self._max_bytes)
 
@@ -293,45 +301,6 @@ class ArrayRecords:
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         _refuse_nul(f"{self.name}: {record_name}", data)
         return Document(record_name, data)
-
-
-class HuggingFace:
-    """Rows of the train split of a dataset that the `datasets` library finds, as documents."""
-
-    def __init__(self, name, argument, text_key, max_bytes, root):
-        try:
-            import datasets
-        except ImportError:
-            raise UsageError(f"{name} needs {extra('hf')}: datasets is not installed") from None
-        dataset, _, variant = argument.partition(":")
-        try:
-            self._rows = datasets.load_dataset(dataset, variant or None, split="train")
-        except Exception as error:  # the library raises many unrelated types
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UsageError(f"{name}: the dataset cannot be loaded ({first_line})") from error
-        if text_key not in self._rows.column_names:
-            raise UsageError(
-                f"{name}: config.data.text_key={text_key!r} is not one of its columns"
-                f" {', '.join(self._rows.column_names)}"
-            )
-        self.name, self._key, self._max_bytes, self._root = name, text_key, max_bytes, root
-
-    def identity(self):
-        """Hash of the dataset's files (of its rows where it has none)."""
-        paths = [file["filename"] for file in self._rows.cache_files]
-        with _readable(self.name):
-            digests = file_digests(self._root, [(path, _size(self.name, path)) for path in paths])
-        if not digests:
-            digests = [document_digest(d.data).hex() for d in self.documents()]
-        return content_key("hf", digests, self._key, self._max_bytes)
-
-    def documents(self):
-        """Yields a Document a row."""
-        rows = (
-            Document(f"row {i}", row[self._key].encode("utf-8", "surrogatepass"))
-            for i, row in enumerate(self._rows)
-        )
-        return limited(rows, self._max_bytes)
 
 
 def _fields(record):
@@ -390,12 +359,12 @@ def _refuse_nul(document_name, data):
         raise UsageError(f"{document_name} is binary (a NUL at byte {data.index(0)}), not text")
 
 
-def _size(name, path):
-    with _readable(name):
+def size_of(name, path):
+    with readable(name):
         return os.path.getsize(path)
 
 
-class _readable:
+class readable:
     """Turns an OSError into one line that names the source and the file."""
 
     def __init__(self, name):

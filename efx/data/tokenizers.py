@@ -16,7 +16,7 @@ from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
-KINDS = ("bytes", "chars", "bpe")
+KINDS = ("bytes", "chars", "bpe", "hf")
 _SMALLEST_BPE = 257  # 256 bytes and the end of text
 _STRIDE = 1 << 22  # characters encoded at a time
 
@@ -172,7 +172,8 @@ class CharTokenizer(Tokenizer):
 
 
 def parse(spec):
-    """`config.data.tokenizer` as (kind, argument): bytes, chars, (bpe, size) or (file, path).
+    """`config.data.tokenizer` as (kind, argument): bytes, chars, (bpe, size), (hf, name) or (file,
+    path).
 
     Raises:
       UsageError: no such kind and no such file; no or too small a size for bpe.
@@ -188,6 +189,8 @@ def parse(spec):
                 f" {_SMALLEST_BPE}, as in bpe:8192"
             )
         return "bpe", int(size)
+    if kind == "hf" and size:
+        return "hf", size
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -197,8 +200,39 @@ def parse(spec):
         raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
     raise UsageError(
         f"config.data.tokenizer={spec!r} is of an unknown kind{nearest(kind, KINDS)};"
-        " use bytes, chars, bpe:SIZE or the path of a tokenizer.json"
+        " use bytes, chars, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
     )
+
+
+def ready(spec):
+    """The tokenizer that `config.data.tokenizer` names, or None if it has to be made of a text.
+
+    Raises:
+      UsageError: see `parse` and `load_tokenizer`; the Hugging Face hub has none of this name.
+    """
+    kind, argument = parse(spec)
+    if kind == "bytes":
+        return ByteTokenizer()
+    if kind == "file":
+        return load_tokenizer(argument)
+    if kind == "hf":
+        return load_tokenizer(_downloaded(spec, argument))
+    return None
+
+
+def _downloaded(spec, name):
+    """Path of the tokenizer.json of a model of the Hugging Face hub, in the hub's own cache."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
+    except Exception as error:  # the library and what is below it raise many unrelated types
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        raise UsageError(
+            f"config.data.tokenizer={spec!r} cannot be had from the Hugging Face hub"
+            f" ({type(error).__name__}: {first_line}); check name and network, or give the path of"
+            " its tokenizer.json"
+        ) from error
 
 
 def load_tokenizer(path):

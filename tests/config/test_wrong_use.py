@@ -232,7 +232,7 @@ def nothing_runs(monkeypatch):
     ({"a": {}, "b": {"config": "configs/none.py"}}, "the run 'b': --config=configs/none.py"),
     ({"a": {}, "b": {"model.depth": 0}}, "the run 'b': config.model.depth=0"),
     ({"a": {}, "b": {"data.source": "text:none.txt"}}, "the run 'b': config.data.source='text:non"),
-    ({"a": {}, "b": {"data.source": "tokens:none"}}, "source='tokens:none': no such folder"),
+    ({"a": {}, "b": {"data.source": "tokens:none"}}, "'tokens:none': no such file or folder"),
     ({"a": {}, "b": {"data.split": "documents", "data.source": "mix:stdlib,text:no"}},
      "'text:no': no such file or folder"),
     ({"a": {}, "b": {"data.eval_source": "text:no*e"}}, "eval_source='text:no*e': no file matches"),

@@ -45,7 +45,7 @@ def test_windows_lie_in_the_text_and_do_not_overlap(seq_len, extra, seed):
     length = seq_len + 1 + extra
     stream = Stream([np.arange(length, dtype=np.uint16)])
     windows = pipeline._ShuffledWindows(stream, seq_len, seed)
-    count = windows._order.count
+    count = windows.count
     for epoch in range(2):
         starts = np.sort(windows.starts(range(epoch * count, (epoch + 1) * count)))
         assert starts[0] >= 0 and starts[-1] + seq_len + 1 <= length
@@ -56,7 +56,7 @@ def test_windows_lie_in_the_text_and_do_not_overlap(seq_len, extra, seed):
 
 def test_epochs_differ_in_order_and_offset():
     windows = pipeline._ShuffledWindows(COUNTING, 10, seed=1)
-    count = windows._order.count
+    count = windows.count
     epochs = [windows.starts(range(e * count, (e + 1) * count)) for e in range(20)]
     assert len({int(e.min()) for e in epochs}) > 5
     assert len({tuple((e - e.min()).tolist()) for e in epochs}) == 20
@@ -268,7 +268,7 @@ def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
         (dict(source="stdlb"), ["did you mean 'stdlib'"]),
         (dict(source="text:"), ["should read text:PATH"]),
         (dict(source="stdlib:3.11"), ["should read stdlib"]),
-        (dict(source="tokens"), ["should read tokens:DIR"]),
+        (dict(source="tokens"), ["should read tokens:PATH"]),
         (dict(source="text:/no/such/file"), ["/no/such/file", "no such file"]),
         (dict(source="text:/no/such/*.txt"), ["no file matches"]),
         (dict(source="arrayrecord:/no/such*"), ["no file matches"]),

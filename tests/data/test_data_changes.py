@@ -1,5 +1,7 @@
 """A text that changes between launches, and held-out text of its own."""
 
+import gzip
+import json
 import logging
 import sys
 import sysconfig
@@ -98,21 +100,38 @@ class Reference(TextFile):
         sys.modules["pydoc_data.topics"].topics["b"] = words("new")
 
 
-class HuggingFace(TextFile):
-    source, settings = "hf:some/set", {"text_key": "text"}
-
-    def rows(self, texts):
-        class Rows(list):
-            column_names, cache_files = ["text"], []
-
-        rows = Rows({"text": text} for text in texts)
-        sys.modules["datasets"].load_dataset = lambda *_, **__: rows
+class JsonLines(TextFile):
+    source, settings = "jsonl:{0}/*.gz", {"text_key": "text"}
 
     def begin(self, folder):
-        self.rows([words("old")])
+        self.write(folder / "a.jsonl.gz", [words("older"), words("old")])
 
     def grow(self, folder):
-        self.rows([words("old"), words("new")])
+        self.write(folder / "b.jsonl.gz", [words("new", 20)])
+
+    def write(self, path, texts):
+        with gzip.open(path, "wt") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+class HuggingFace(TextFile):
+    """Files on the hub, of which nothing is known but address and revision."""
+
+    source, settings = "hf:some/set", {"text_key": "text"}
+
+    def rows(self, revision, texts):
+        files = type("Files", (list,), {"origin_metadata": [("some/set", revision)]})
+        builder = types.SimpleNamespace(
+            config=types.SimpleNamespace(data_files={"train": files(["hf://some/set/a.parquet"])}),
+            as_streaming_dataset=lambda split: [{"text": text} for text in texts],
+        )
+        sys.modules["datasets"].load_dataset_builder = lambda *_: builder
+
+    def begin(self, folder):
+        self.rows("1", [words("old")])
+
+    def grow(self, folder):
+        self.rows("2", [words("old"), words("new")])
 
 
 class Tokens(TextFile):
@@ -139,7 +158,7 @@ class Shards(Tokens):
 
 
 KINDS = [TextFile, Folder, Documents, Glob, Mixture, Records, StandardLibrary, Reference,
-         HuggingFace, Tokens, Shards]  # fmt: skip
+         JsonLines, HuggingFace, Tokens, Shards]  # fmt: skip
 
 
 def lines(data, part):

@@ -247,13 +247,13 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_cache, "_CHECKED_BLOCKS", 3)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(42)))
-    whole = disk_cache._checksums(path)
+    whole = disk_cache.checksums(path)
     assert len(whole) == 4 and whole[0] == 42
     for byte, seen in ((0, True), (41, True), (20, True), (5, False)):
         data = bytearray(range(42))
         data[byte] ^= 1
         path.write_bytes(data)
-        assert (disk_cache._checksums(path) != whole) == seen
+        assert (disk_cache.checksums(path) != whole) == seen
 
 
 def _load_in_a_process(values, queue):

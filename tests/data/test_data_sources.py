@@ -9,7 +9,7 @@ import pytest
 from data_helpers import make_config, open_data, usage_error, write_folder, write_letters
 
 import efx.data
-from efx.data import shards, sources, tokenizers
+from efx.data import bpe, shards, sources, tokenizers
 from efx.errors import UsageError
 
 
@@ -204,9 +204,9 @@ def test_nanogpt_folders(tmp_path):
 def test_wrong_token_shards_are_one_clear_line(tmp_path):
     where = f"tokens:{tmp_path / 't'}"
     config = make_config(where, tmp_path)
-    usage_error(where, "no such folder", config_data=config)
+    usage_error(where, "no such file or folder", config_data=config)
     (tmp_path / "t").mkdir()
-    usage_error(where, "neither meta.json nor train.bin", config_data=config)
+    usage_error(where, "neither meta.json nor a shard", "train.bin", config_data=config)
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "t" / "train.bin")
     usage_error("train.bin", "id 299", "'bytes' has only 257 ids", config_data=config)
     config.tokenizer = "bpe:512"
@@ -228,6 +228,103 @@ def test_wrong_token_shards_are_one_clear_line(tmp_path):
     usage_error("cannot read", "train-00000.bin", config_data=config)
     (tmp_path / "t" / "meta.json").write_text('{"format": "other", "version": 1}')
     usage_error("meta.json", "'other'", config_data=config)
+
+
+def llm_c_shard(path, ids, magic=20240520, version=1, count=None):
+    """A shard as llm.c and modded-nanogpt write them."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(ids) if count is None else count
+    dtype = np.uint32 if magic == 20240801 else np.uint16
+    path.write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
+
+
+@pytest.fixture
+def llm_c(tmp_path):
+    """A folder of three training shards and one for evaluation, of tokens that all differ."""
+    folder = tmp_path / "fineweb10B"
+    folder.mkdir()
+    for i, (split, first) in enumerate([("val", 200)] + [("train", 50 * i) for i in range(3)]):
+        llm_c_shard(folder / f"fineweb_{split}_{i:06d}.bin", np.arange(first, first + 50))
+    return folder
+
+
+def test_shards_of_llm_c(llm_c, tmp_path):
+    config = make_config(f"tokens:{llm_c}", tmp_path)
+    data = open_data(config)
+    whole = {part: s.windows([0], len(s))[0].tolist() for part, s in data._streams.items()}
+    assert whole == {"train": list(range(150)), "eval": list(range(200, 250))}
+    again = open_data(config, run_origin=data.origin)
+    assert again.fingerprint == data.fingerprint and "shards" in data.origin["held_out"]
+    config.max_bytes = 120
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (60, 50)
+    # By patterns; without shards for evaluation the tail is held out.
+    config = make_config(f"tokens:{llm_c}/fineweb_train_*.bin", tmp_path)
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (112, 38)
+    config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
+    config = make_config(f"tokens:{llm_c}/*_00000[02].bin", tmp_path)  # some are left out
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (50, 50)
+    llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
+    usage_error("not the text that this run began with", run_origin=data.origin,
+                config_data=make_config(f"tokens:{llm_c}", tmp_path))  # fmt: skip
+
+
+def test_shards_of_llm_c_with_a_large_vocabulary(tmp_path):
+    tokenizer = tokenizers.CharTokenizer(map(chr, range(0x10000, 0x10000 + 70_000)))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    llm_c_shard(tmp_path / "a_train.bin", np.arange(70_000), magic=20240801, version=7)
+    config = make_config(f"tokens:{tmp_path}", tmp_path, tokenizer="chars")
+    assert next(iter(open_data(config).eval_batches(1)))["inputs"][0, 0] == 52_500
+
+
+def test_wrong_shards_of_llm_c_are_one_clear_line(llm_c, tmp_path):
+    config = make_config(f"tokens:{llm_c}", tmp_path)
+    first, last = llm_c / "fineweb_train_000001.bin", llm_c / "fineweb_train_000003.bin"
+    llm_c_shard(last, [50256])
+    usage_error("000003.bin holds token id 50256", "config.data.tokenizer=hf:gpt2",
+                config_data=config)  # fmt: skip
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-2])
+    usage_error(str(first), "1122 bytes, not 1124 bytes as its header says", config_data=config)
+    first.write_bytes(whole[:100])
+    usage_error(str(first), "100 bytes, not 1124 bytes as its header says", config_data=config)
+    llm_c_shard(first, range(50), magic=20240521)
+    usage_error(str(first), "begins with 20240521", "20240520", config_data=config)
+    llm_c_shard(first, range(50), version=2)
+    usage_error(str(first), "version 2", "version 1 can be read", config_data=config)
+    llm_c_shard(first, range(50), count=-50)
+    usage_error(str(first), "-50 tokens", config_data=config)
+    llm_c_shard(first, range(50), count=2**31 - 1)  # nothing of that size is reserved
+    usage_error(str(first), "not 4294968318 bytes as its header says", config_data=config)
+    first.write_bytes(b"")
+    usage_error(str(first), "begins with 0", config_data=config)
+    first.write_bytes(whole)
+    (llm_c / "fineweb_train_000002.bin").unlink()
+    usage_error("fineweb_train_000002.bin is missing", "pattern", config_data=config)
+    last.rename(llm_c / "fineweb_000002.bin")
+    usage_error("fineweb_000002.bin", "should say train or val", config_data=config)
+    config.source = f"tokens:{llm_c}/*_train_9*.bin"
+    usage_error(config.source, "no file matches", config_data=config)
+    config.source = f"tokens:{llm_c}/*_val_*.bin"
+    usage_error(config.source, "no training tokens", config_data=config)
+
+
+def test_a_tokenizer_of_the_hub_is_in_its_cache(tmp_path, monkeypatch):
+    """config.data.tokenizer=hf:gpt2 is how the tokens of llm.c are named."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = make_config("stdlib", tmp_path, tokenizer="hf:some/gpt2", max_bytes=9000)
+    usage_error("config.data.tokenizer='hf:some/gpt2'", "check name and network",
+                config_data=config)  # fmt: skip
+    model = tmp_path / "models--some--gpt2"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("a" * 40)
+    (model / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    made = bpe.train_bpe(["some text of some words"], 270)
+    made.save(model / "snapshots" / ("a" * 40) / "tokenizer.json")
+    assert open_data(config).tokenizer.fingerprint == made.fingerprint
 
 
 def test_the_vocabulary_on_disk():

@@ -14,6 +14,7 @@ from test_train import TINY, text, tiny  # noqa: F401 (a fixture)
 
 from efx import build, signals, train
 from efx.checkpoint import Checkpointer, files
+from efx.data.pipeline import Data, TrainIterator
 from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
@@ -137,6 +138,32 @@ def np_leaves(tree):
     import jax
 
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_signal_waits_for_no_text_that_is_still_tokenised(
+    text,  # noqa: F811
+    tmp_path,
+    stuck,
+    monkeypatch,
+    capsys,
+):
+    """Property: the run is saved after the step that was taken, and goes on as if never stopped."""
+    config = tiny(
+        text,
+        **CHANGES
+        | {"model.depth_routing.capacity_stages": ()}  # one program does
+        | {"data.shuffle": "buffer", "data.split": "documents", "data.document_bytes": 100}
+        | {"data.cache_dir": str(tmp_path / "cache"), "evaluate.every": 0, "sample.every": 0},
+    )
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train.train_and_evaluate(config, straight)
+    monkeypatch.setattr(Data, "grows", True)  # as while there is more text than this
+    stuck(TrainIterator, "__next__", lambda iterator: iterator.get_state()["step"] == 1)
+    capsys.readouterr()
+    for line in ("stopped at step 1 by SIGTERM; the run is saved", "finished: 2 steps, "):
+        train.train_and_evaluate(config, broken)
+        assert line in (said := capsys.readouterr().out), said
+    assert rows(broken) == rows(straight)
 
 
 def test_what_is_done_apart_fails_as_if_it_were_not():

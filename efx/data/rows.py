@@ -1,0 +1,272 @@
+"""Rows as documents, read as streams: JSON lines, parquet files, data sets of Hugging Face.
+
+However long a file is, no more than some of its rows are in memory, and nothing is unpacked or
+downloaded before it is read.
+"""
+
+import gzip
+import io
+import json
+import os
+import zlib
+
+from efx.data.disk_cache import content_key, file_digests
+from efx.data.sources import Document, limited, readable, size_of
+from efx.errors import UsageError, extra
+
+_BLOCK = 1 << 20
+_PACKED_BLOCK = 1 << 14  # decompressed at once, to a thousand times as much at worst
+_LONGEST_LINE = 1 << 28
+_ROWS_AT_ONCE = 256
+
+
+class RowFiles:
+    """Files of rows, in the order given; `text_key` is the column, or the field, of the text."""
+
+    kind: str
+
+    def __init__(self, name, paths, text_key, max_bytes, root):
+        if not text_key:
+            raise UsageError(
+                f"{name}: config.data.text_key is empty, and each row holds its text under a key,"
+                " as in config.data.text_key=text"
+            )
+        self.name, self._paths, self._key = name, paths, text_key
+        self._max_bytes, self._root = max_bytes, root
+
+    def identity(self):
+        """Hash of the files' content, as it is on the disk, and of what is read of it."""
+        with readable(self.name):
+            files = [(path, size_of(self.name, path)) for path in self._paths]
+            digests = file_digests(self._root, files)
+        return content_key(self.kind, digests, self._key, self._max_bytes)
+
+    def documents(self):
+        """Yields a Document a row; rows without text, or with null, are left out."""
+        return limited(self._all_documents(), self._max_bytes)
+
+    def _all_documents(self):
+        for path in self._paths:
+            with readable(self.name):
+                for row_name, text in self._texts(path):
+                    if isinstance(text, str):
+                        yield Document(row_name, text.encode("utf-8", "surrogatepass"))
+                    elif text is not None:
+                        raise UsageError(
+                            f"{self.name}: {row_name} has no text under"
+                            f" config.data.text_key={self._key!r}, but a value of the type"
+                            f" {type(text).__name__}"
+                        )
+
+    def _texts(self, path):
+        """Yields (name of the row, what it has under the key) of a file."""
+        raise NotImplementedError
+
+
+class JsonLines(RowFiles):
+    """Files with a JSON object a line, as they are or packed by gzip (.gz) or zstd (.zst)."""
+
+    kind = "jsonl"
+
+    def _texts(self, path):
+        for number, line in enumerate(self._lines(path), 1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{self.name}: {path} line {number} is not JSON") from error
+            if not isinstance(row, dict) or self._key not in row:
+                raise UsageError(
+                    f"{self.name}: {path} line {number} is not a JSON object with the key"
+                    f" config.data.text_key={self._key!r}"
+                )
+            yield f"{path} line {number}", row[self._key]
+
+    def _lines(self, path):
+        with self._unpacked(path) as file:
+            while line := self._read_line(path, file):
+                if len(line) > _LONGEST_LINE:
+                    raise UsageError(
+                        f"{self.name}: {path} has a line of more than {_LONGEST_LINE >> 20} MiB:"
+                        " it is no file of JSON lines"
+                    )
+                yield line
+
+    def _read_line(self, path, file):
+        try:
+            return file.readline(_LONGEST_LINE + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UsageError(f"{self.name}: cannot unpack {path} ({error})") from error
+
+    def _unpacked(self, path):
+        if str(path).endswith(".gz"):
+            return gzip.open(path)
+        if str(path).endswith(".zst"):
+            return io.BufferedReader(_Zstandard(path, self.name), _BLOCK)
+        return open(path, "rb")
+
+
+class _Zstandard(io.RawIOBase):
+    """The bytes of a zstd file of one or more frames; EOFError where one is cut short."""
+
+    def __init__(self, path, name):
+        try:
+            import zstandard
+        except ImportError:
+            raise UsageError(f"{name}: {path} needs {extra('data')}") from None
+        self._error = zstandard.ZstdError
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._file, self._frame = open(path, "rb"), None
+        self._packed = self._ready = b""
+
+    def readable(self):
+        """Asked by io.BufferedReader."""
+        return True
+
+    def readinto(self, buffer):
+        """Fills `buffer` as far as it goes; 0 at the end of the file."""
+        while not self._ready and self._refill():
+            pass
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _refill(self):
+        """Unpacks some more; False at the end of the file."""
+        self._packed = self._packed or self._file.read(_PACKED_BLOCK)
+        if not self._packed:
+            if self._frame:
+                raise EOFError("the file ends in the middle of a frame")
+            return False
+        self._frame = self._frame or self._new_frame()
+        try:
+            self._ready = memoryview(self._frame.decompress(self._packed))
+        except self._error as error:
+            raise EOFError(str(error)) from error
+        self._packed = b""
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, None
+        return True
+
+    def close(self):
+        """Closes the file, too."""
+        self._file.close()
+        super().close()
+
+
+class Parquet(RowFiles):
+    """Parquet files; only the column of the text is read."""
+
+    kind = "parquet"
+
+    def __init__(self, name, paths, text_key, max_bytes, root):
+        super().__init__(name, paths, text_key, max_bytes, root)
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            raise UsageError(f"{name} needs {extra('data')}: pyarrow is not installed") from None
+        self._library = pyarrow
+
+    def _texts(self, path):
+        try:
+            with self._library.parquet.ParquetFile(path, buffer_size=_BLOCK) as file:
+                columns = file.schema_arrow.names
+                if self._key not in columns:
+                    raise UsageError(
+                        f"{self.name}: config.data.text_key={self._key!r} is not one of the columns"
+                        f" of {path}: {', '.join(columns)}"
+                    )
+                # One row group at a time: asked for all, the library reads far ahead.
+                groups = range(file.num_row_groups)
+                batches = (
+                    batch
+                    for group in groups
+                    for batch in file.iter_batches(
+                        _ROWS_AT_ONCE, row_groups=[group], columns=[self._key]
+                    )
+                )
+                rows = (text for batch in batches for text in batch.column(0).to_pylist())
+                for number, text in enumerate(rows):
+                    yield f"{path} row {number}", text
+        except (self._library.ArrowException, OSError) as error:
+            raise UsageError(
+                f"{self.name}: {path} is not a parquet file, or is damaged ({_first_line(error)})"
+            ) from error
+
+
+class HuggingFace:
+    """Rows of the train split of a data set that the `datasets` library finds, as they come.
+
+    Nothing is downloaded first: each pass over the documents reads them where they are.
+    """
+
+    def __init__(self, name, argument, text_key, max_bytes, root):
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(f"{name} needs {extra('hf')}: datasets is not installed") from None
+        dataset, _, variant = argument.partition(":")
+        self.name, self._key, self._max_bytes, self._root = name, text_key, max_bytes, root
+        try:
+            builder = datasets.load_dataset_builder(dataset, variant or None)
+            self._rows = builder.as_streaming_dataset(split="train")
+        except Exception as error:  # the library raises many unrelated types
+            raise UsageError(
+                f"{name}: the data set cannot be opened ({_first_line(error)})"
+            ) from error
+        files_of_split = builder.config.data_files
+        if not files_of_split:
+            raise UsageError(
+                f"{name}: this data set names no files, so that nothing tells whether it is the"
+                " same tomorrow; download its text and use parquet:PATH or jsonl:PATH"
+            )
+        files = files_of_split["train"]
+        self._local = [path for path in files if os.path.isfile(path)]
+        # The address of a file on the hub has the commit in it; what else a server tells of a file
+        # is beside it. What this says of a file on a disk is when it was written.
+        self._remote = [] if self._local else [list(files), files.origin_metadata]
+
+    def identity(self):
+        """Hash of the content of files on a disk; elsewhere of their addresses, which have the
+        revision of the data set in them."""
+        with readable(self.name):
+            files = [(path, size_of(self.name, path)) for path in self._local]
+            digests = file_digests(self._root, files)
+        return content_key("hf", digests, self._remote, self._key, self._max_bytes)
+
+    def documents(self):
+        """Yields a Document a row; rows without text are left out."""
+        return limited(self._all_documents(), self._max_bytes)
+
+    def _all_documents(self):
+        rows, number = iter(self._rows), 0
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # see above
+                raise UsageError(
+                    f"{self.name}: row {number} cannot be read ({_first_line(error)}); start again"
+                    " when the data set can be reached"
+                ) from error
+            if self._key not in row:
+                raise UsageError(
+                    f"{self.name}: config.data.text_key={self._key!r} is not one of its columns"
+                    f" {', '.join(row)}"
+                )
+            text = row[self._key]
+            if isinstance(text, str):
+                yield Document(f"row {number}", text.encode("utf-8", "surrogatepass"))
+            elif text is not None:
+                raise UsageError(
+                    f"{self.name}: row {number} has no text under"
+                    f" config.data.text_key={self._key!r}, but a value of the type"
+                    f" {type(text).__name__}"
+                )
+            number += 1
+
+
+def _first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
