@@ -183,9 +183,10 @@ def _generation(settings):
     until, count = settings.pop("until"), settings.pop("max_gen_toks")
     for name in settings:
         if name not in _GENERATION:
+            known = ", ".join(("until", "max_gen_toks", *_GENERATION))
             raise UsageError(
-                f"generation_kwargs: {name}={settings[name]!r} is nothing that efx samples by;"
-                f" there are until, max_gen_toks, {', '.join(_GENERATION)}{nearest(name, _GENERATION)}"
+                f"generation_kwargs: {name}={settings[name]!r} is nothing that efx samples by"
+                f"{nearest(name, _GENERATION)}; there are {known}"
             )
     options = {"until": tuple(until), "max_new_tokens": count}
     if settings.pop("do_sample"):
