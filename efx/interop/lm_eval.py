@@ -9,10 +9,12 @@ of the tokens that the model read, with the tokens that routed blocks were seen 
 experts that tokens choose. Both go to WORKDIR/lm_eval/results_<time>.json. Needs the extra `eval`.
 """
 
+import contextlib
 import datetime
 import functools
 import json
 import logging
+import os
 import pathlib
 import sys
 
@@ -20,13 +22,15 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from efx import build, runfolder, tables
+from efx import build, runfolder, storage, tables
 from efx.config import config_of_run
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
 from efx.interop.scoring import Answering
 from efx.studies import cli
 
+# For the standard errors of what is no mean, such as a perplexity.
+_RESAMPLES = 1000
 # What a task may say about generation beside `until` and how many tokens; all that it does.
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p")
 
@@ -239,21 +243,23 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
     tasks = _tasks(tasks, manager)
     model = make(workdir, **options)
     try:
-        results = simple_evaluate(
-            model=model,
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            log_samples=log_samples,
-            batch_size=options.get("batch_size"),
-        )
+        with _without_forks():
+            results = simple_evaluate(
+                model=model,
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                log_samples=log_samples,
+                batch_size=options.get("batch_size"),
+                bootstrap_iters=_RESAMPLES,
+            )
     except OSError as error:  # of the libraries that read or download data
         raise UsageError(f"--tasks: their data cannot be read ({error})") from error
     results["efx"] = model.costs.per_answer()
     text = json.dumps(results, indent=1, default=utils.handle_non_serializable)
     time = datetime.datetime.now().isoformat().replace(":", "-")
-    path = runfolder.storage.folder(workdir) / "lm_eval" / f"results_{time}.json"
+    path = storage.folder(workdir) / "lm_eval" / f"results_{time}.json"
     with runfolder.writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     runfolder.write_atomic(path, text + "\n")
@@ -263,6 +269,21 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
     print(cost_table(results["efx"]))
     print(f"step {model.step}: {path}")
     return results
+
+
+@contextlib.contextmanager
+def _without_forks():
+    """lm-eval resamples for standard errors in processes that it forks, and one that has JAX's
+    threads may hang when it is forked: here it does so itself."""
+    name = "DISABLE_MULTIPROC"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def cost_table(per_answer):

@@ -324,13 +324,10 @@ class Answering:
                 if any(stop in self.tokenizer.decode(ids) for stop in until):
                     ended.add(b)
         stats = sampler.stats
-        read = stats["prompt_tokens"] + stats["new_tokens"]
-        routed = stats.get("routed_fraction_by_block", {})
-        computed = (stats["expert_choices"] - stats["expert_overflow"]) / read
-        for prompt, ids in zip(prompts, made, strict=True):
+        for b, (prompt, ids) in enumerate(zip(prompts, made, strict=True)):
             n = len(prompt) + len(ids)
-            of_row = {name: round(fraction * n) for name, fraction in routed.items()}
-            flops = self.cost(n, of_row, round(computed * n))
+            of_row = {name: int(count_B[b]) for name, count_B in stats["routed_by_row"].items()}
+            flops = self.cost(n, of_row, int(stats["computed_choices_by_row"][b]))
             yield Text(until_first(self.tokenizer.decode(ids), until), n, flops)
 
 

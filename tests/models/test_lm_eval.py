@@ -4,20 +4,23 @@ that lm-eval's own model for transformers has on the same weights.
 What lm-eval is not needed for is tested without it.
 """
 
+import importlib
 import json
+import sys
 
 import families
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_import import TEXT, folder, run  # noqa: F401
+from test_import import IDS, TEXT, run
 from test_interop import transformers  # noqa: F401
 
 from efx import build, means, sharding, step
+from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
-from efx.interop import lm_eval, scoring
+from efx.interop import hf, lm_eval, scoring
 from efx.layers.routing import reports
 
 T = families.LENGTH
@@ -90,3 +93,186 @@ def test_scores_and_flops_are_those_of_the_whole_row(name):
     whole = measured_flops(model, params, state, tokens_BT[5, :T])
     assert found[5].flops == pytest.approx(whole, rel=1e-6) and whole < 0.99 * at_most[5]
     assert all(s.flops != whole for s in found[:5])
+
+
+def test_what_is_too_long_loses_its_beginning():
+    model, params = families.build("llama_options"), families.params_of("llama_options")
+    row = np.asarray(families.tokens())[:2].reshape(-1).tolist()
+    asked = answering(model, params, max_length=16)
+    found = asked.scores([(row[:30], row[30:35]), (row[:1], row[1:17]), (row[18:30], row[30:35])])
+    assert found[0].logprob == pytest.approx(found[2].logprob, abs=1e-4)
+    assert [s.tokens for s in found] == [16, 16, 16]
+    with pytest.raises(UsageError, match=r"a continuation of 17 tokens: .* from 1 to 16, as many"):
+        asked.scores([(row[:1], row[1:18])])
+    with pytest.raises(UsageError, match="a continuation of 0 tokens"):
+        asked.scores([(row, [])])
+
+
+def test_what_a_model_goes_on_with():
+    """Greedily, and up to the first of the stops; in batches that are not full, and with prompts
+    that leave no room for what is made."""
+    name = "mod_options"
+    prompts = [np.asarray(families.tokens())[b, : 3 * b + 2].tolist() for b in range(3)]
+    asked = answering(
+        families.build(name), families.params_of(name), families.state_of(name), batch_size=2
+    )
+    long = np.asarray(families.tokens())[3].tolist()
+    found = asked.texts([*prompts, long], max_new_tokens=6)
+    expected = [prompt + [] for prompt in (*prompts, long[-T + 6 :])]
+    rows_BT = np.zeros((families.BATCH, T), np.int32)
+    for _ in range(6):
+        for b, row in enumerate(expected):
+            rows_BT[b, : len(row)] = row
+        logits_BTV = families.logits_of(name, jnp.asarray(rows_BT))
+        for b, row in enumerate(expected):
+            row.append(int(logits_BTV[b, len(row) - 1].argmax()))
+    made = [asked.tokenizer.decode(row[-6:]) for row in expected]
+    assert [text.text for text in found] == made and len(set(made)) == 4
+    assert [text.tokens for text in found] == [len(row) for row in expected]
+    scores = asked.scores([(row[:1], [*row[1:], 0]) for row in expected])
+    assert [text.flops for text in found] == [score.flops for score in scores]
+    stopped = asked.texts(prompts[:2], max_new_tokens=6, until=(made[0][2:4], made[1][3]))
+    assert [text.text for text in stopped] == [made[0][:2].split(made[1][3])[0], made[1][:3]]
+    with pytest.raises(UsageError, match="max_gen_toks=32: from 1 to 31, one less than"):
+        asked.texts(prompts, max_new_tokens=T)
+
+
+def test_generation_settings():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    greedy = {"until": ("a",), "max_new_tokens": 256}
+    assert lm_eval._generation({"until": "a", "do_sample": False, "temperature": 0.7}) == greedy
+    drawn = lm_eval._generation({"until": ["a"], "do_sample": True, "top_p": 0.9, "max_tokens": 3})
+    assert drawn == greedy | {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9}
+    with pytest.raises(UsageError, match="num_beams=4 is nothing that efx samples by; there are"):
+        lm_eval._generation({"until": [], "num_beams": 4})
+
+
+# ---- with lm-eval --------------------------------------------------------------------------------
+
+QUESTIONS = [
+    {"q": "The quick brown fox", "choices": ["jumps over", "the lazy dog", "x"], "answer": 0},
+    {"q": "over the lazy ", "choices": ["dog. The quick", "fox"], "answer": 1},  # a space moves
+    {"q": "brown fox jumps " * 9, "choices": ["over", "The", "lazy dog over the"], "answer": 2},
+    {"q": "", "choices": ["The quick", "lazy"], "answer": 0},
+]
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: " "
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last": """
+output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: " {{choices[answer]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "whole": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{q}}{{q}} {{choices[0]}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{q}} and"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """lm-eval, which keeps what it reads in a folder of its own and asks no network."""
+    module = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("datasets")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        # What it says about the machine takes half a minute.
+        evaluator = importlib.import_module("lm_eval.evaluator")
+        patch.setattr(evaluator, "add_env_info", lambda results: None)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Files of the tasks, and of their data."""
+    path = tmp_path_factory.mktemp("tasks")
+    (path / "data.json").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {path / 'data.json'}}}}}\n"
+    for name, text in TASKS.items():
+        (path / f"{name}.yaml").write_text(f"task: {name}\n{head}test_split: test{text}")
+    return [str(path / f"{name}.yaml") for name in TASKS]
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """The run folder of a small Llama with routed blocks, at step 0."""
+    path = tmp_path_factory.mktemp("lm_eval")
+    model = families.make({"attention.num_kv_heads": 2, "mlp.hidden": 24}, vocab_size=IDS)
+    hf.save_hf(path / "llama", families.random_params(model), model)
+    bpe.train_bpe([TEXT, *map(chr, range(300))], IDS).save(path / "llama/tokenizer.json")
+    arguments = ("--mode=import", "--config", "mod:smoke", "--from", path / "llama")
+    options = {"model.context": T, "data.seq_len": 16, "model.depth_routing.every": 1}
+    options |= {"model.depth_routing.slack": 3.0}
+    assert run(*arguments, "--workdir", path / "mod", **options) == 0
+    return path / "mod"
+
+
+def answers(results):
+    """{(task, document): what the model answered}"""
+    return {
+        (task, sample["doc_id"]): sample["resps"]
+        for task, samples in results["samples"].items()
+        for sample in samples
+    }
+
+
+def test_scores_are_those_of_transformers(library, tasks, routed, tmp_path, transformers, capsys):  # noqa: F811
+    """Choices, last words, whole texts longer than the context, texts up to a stop: of a
+    Mixture-of-Depths, by the command, and of the folder that it is exported to, by lm-eval's own
+    model `hf`."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
+    flags = ["--workdir", str(routed), "--tasks", ",".join(tasks), "--batch-size=8"]
+    assert lm_eval.main([*flags, "--log-samples"]) == 0
+    printed = capsys.readouterr().out
+    print(printed)
+    (file,) = (routed / "lm_eval").glob("results_*.json")
+    ours = json.loads(file.read_text())
+
+    exported = tmp_path / "exported"
+    assert run("--mode=export", "--workdir", routed, "--to", exported) == 0
+    theirs = importlib.import_module("lm_eval.models.huggingface").HFLM
+    with pytest.MonkeyPatch.context() as patch:
+        modules = str(tmp_path / "modules")
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+        patch.syspath_prepend(modules)
+        options = dict(device="cpu", dtype="float32", batch_size=3, trust_remote_code=True)
+        model = theirs(pretrained=str(exported), **options)
+        theirs = library.simple_evaluate(
+            model=model, tasks=tasks, log_samples=True, bootstrap_iters=0
+        )
+
+    assert set(ours["results"]) == set(TASKS)
+    for task in TASKS:
+        for name, value in theirs["results"][task].items():
+            if isinstance(value, float) and not name.endswith("_stderr,none"):
+                assert ours["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
+    mine, other = answers(ours), answers(theirs)
+    assert mine.keys() == other.keys()
+    print(mine, other)
+
+
+def test_without_lm_eval_it_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    lm_eval.model_class.cache_clear()
+    assert lm_eval.main(["--workdir", str(tmp_path), "--tasks", "hellaswag"]) == 2
+    assert "lm-eval is not installed: pip install -e '.[eval]'" in capsys.readouterr().err
