@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, sharding
+from efx import memory, models, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
 from efx.models.latent.ledger import stack_places
@@ -148,11 +148,21 @@ class Answering:
         self.has_room, self.cost = has_room(model), Cost(model)
         self._placement = sharding.Placement(self.mesh, self.rules, batch_size)
         self.model, self.variables = model, variables
-        if self.has_room and model.config.scan_layers:  # so that layers are counted one by one
-            self.model = models.unrolled(model)
-            with sharding.use(self.mesh, self.rules):
-                self.variables = models.unroll_variables(model, variables)
+        if self.has_room:
+            if model.config.scan_layers:  # so that layers are counted one by one
+                self.model = models.unrolled(model)
+                with sharding.use(self.mesh, self.rules):
+                    self.variables = models.unroll_variables(model, variables)
+            self._check_memory(shards)
         self._scored = jax.jit(self._score, out_shardings=sharding.replicated(self.mesh))
+
+    def _check_memory(self, shards):
+        """UsageError where the cache has no room."""
+        shapes = models.decoding_shapes(self.model, self.batch_size, self.max_length)
+        memory.check(
+            f"--batch-size={self.batch_size}, --max-length={self.max_length}: a cache",
+            {"keys and values": memory.on_each_device(shapes) // shards},
+        )
 
     # ---- scoring ---------------------------------------------------------------------------------
 

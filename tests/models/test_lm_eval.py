@@ -6,6 +6,7 @@ What lm-eval is not needed for is tested without it.
 
 import importlib
 import json
+import pathlib
 import sys
 
 import families
@@ -26,8 +27,9 @@ from efx.layers.routing import reports
 T = families.LENGTH
 
 
-def answering(model, params, state=(), mesh=None, **options):
-    mesh = mesh or sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+def answering(model, params, state=(), devices=1, **options):
+    axes = {**dict.fromkeys(sharding.MESH_AXES, 1), "data": devices}
+    mesh = sharding.make_mesh(axes, jax.local_devices()[:devices])
     setup = build.Setup(None, ByteTokenizer(), model, mesh, sharding.DEFAULT_RULES)
     options = {"batch_size": 4, **options}
     return scoring.Answering(setup, {"params": params, **dict(state)}, **options)
@@ -68,9 +70,7 @@ def measured_flops(model, params, state, row_T):
     return T * reports._routed(model, T, "router", stats)["eval/router/flops_per_token"]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama_options", "mod_options", "moe", "streams_mod", "latent_mod"]
-)
+@pytest.mark.parametrize("name", ["mod_options", "moe", "streams_mod", "latent"])
 def test_scores_and_flops_are_those_of_the_whole_row(name):
     """Of rows in the whole context, although each is computed in one that is hardly longer than
     itself, where routed blocks and experts would have room for less."""
@@ -79,7 +79,8 @@ def test_scores_and_flops_are_those_of_the_whole_row(name):
     tokens_BT = np.array(families.tokens())
     tokens_BT = np.concatenate([tokens_BT, tokens_BT[:, :1]], axis=1)
     tokens_BT[3, 1] = logits_BTV[3, 0].argmax()
-    found = answering(model, params, state).scores(
+    devices = 2 if name == "mod_options" else 1
+    found = answering(model, params, state, devices).scores(
         [(tokens_BT[b, :i].tolist(), tokens_BT[b, i:j].tolist()) for b, i, j in CUTS]
     )
     expected = list(expected_scores(logits_BTV, tokens_BT))
@@ -106,6 +107,8 @@ def test_what_is_too_long_loses_its_beginning():
         asked.scores([(row[:1], row[1:18])])
     with pytest.raises(UsageError, match="a continuation of 0 tokens"):
         asked.scores([(row, [])])
+    with pytest.raises(UsageError, match="--batch-size=3 does not divide over the 2 devices"):
+        answering(model, params, devices=2, batch_size=3)
 
 
 def test_what_a_model_goes_on_with():
@@ -214,7 +217,7 @@ def tasks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory):
+def routed(one_device, tmp_path_factory):
     """The run folder of a small Llama with routed blocks, at step 0."""
     path = tmp_path_factory.mktemp("lm_eval")
     model = families.make({"attention.num_kv_heads": 2, "mlp.hidden": 24}, vocab_size=IDS)
@@ -241,10 +244,9 @@ def test_scores_are_those_of_transformers(library, tasks, routed, tmp_path, tran
     Mixture-of-Depths, by the command, and of the folder that it is exported to, by lm-eval's own
     model `hf`."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
-    flags = ["--workdir", str(routed), "--tasks", ",".join(tasks), "--batch-size=8"]
+    flags = ["--workdir", str(routed), "--tasks", ",".join(tasks), "--batch-size=3"]
     assert lm_eval.main([*flags, "--log-samples"]) == 0
     printed = capsys.readouterr().out
-    print(printed)
     (file,) = (routed / "lm_eval").glob("results_*.json")
     ours = json.loads(file.read_text())
 
@@ -257,9 +259,9 @@ def test_scores_are_those_of_transformers(library, tasks, routed, tmp_path, tran
         patch.syspath_prepend(modules)
         options = dict(device="cpu", dtype="float32", batch_size=3, trust_remote_code=True)
         model = theirs(pretrained=str(exported), **options)
-        theirs = library.simple_evaluate(
-            model=model, tasks=tasks, log_samples=True, bootstrap_iters=0
-        )
+        options = dict(tasks=tasks, log_samples=True, bootstrap_iters=0)
+        manager = library.tasks.TaskManager(include_defaults=False)
+        theirs = library.simple_evaluate(model=model, task_manager=manager, **options)
 
     assert set(ours["results"]) == set(TASKS)
     for task in TASKS:
@@ -268,7 +270,45 @@ def test_scores_are_those_of_transformers(library, tasks, routed, tmp_path, tran
                 assert ours["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
     mine, other = answers(ours), answers(theirs)
     assert mine.keys() == other.keys()
-    print(mine, other)
+    for (task, document), found in mine.items():
+        if task == "written":
+            assert found == other[task, document]
+        else:
+            expected = np.asarray(other[task, document], float)
+            np.testing.assert_allclose(np.asarray(found, float), expected, atol=1e-3)
+    written = [mine["written", document][0][0] for document in range(4)]
+    assert len(set(written)) == 4 and not any("e" in text for text in written)
+    costs = ours["efx"]
+    assert [costs[task]["answers"] for task in TASKS] == [4] * 4
+    assert costs["choice"]["flops_per_answer"] > 2 * costs["last"]["flops_per_answer"]
+    assert printed.count("acc_norm") == 1 and "| choice | 4 | 39.2 | " in printed
+    assert ours["config"]["step"] == 0 and ours["config"]["workdir"] == str(routed)
+
+
+WRONG = {
+    "--tasks=choicee,last": "no task, group or tag of lm-eval (did you mean 'choice'?)",
+    "--tasks=nothing.yaml": "--tasks=nothing.yaml: there is no such file",
+    "--limit=0": "--limit=0: must be at least 1",
+    "--num-fewshot=-1": "--num-fewshot=-1: must be at least 0",
+    "--batch-size=0": "--batch-size=0: must be at least 1",
+    "--max-length=33": "--max-length=33: from 2 to 32, the model's context",
+    "--workdir=nothing": "nothing",
+}
+
+
+def test_what_is_wrong_is_one_line(library, tasks, routed, capsys, monkeypatch):
+    everything = library.tasks.TaskManager
+
+    def few(include_defaults=True):  # those that come with lm-eval take seconds to find
+        return everything(include_path=str(pathlib.Path(tasks[0]).parent), include_defaults=False)
+
+    monkeypatch.setattr(library.tasks, "TaskManager", few)
+    for flag, words in WRONG.items():
+        flags = {"--workdir": str(routed), "--tasks": tasks[0], **dict([flag.split("=")])}
+        assert lm_eval.main([f"{name}={value}" for name, value in flags.items()]) == 2, flag
+        line = capsys.readouterr().err
+        assert line.startswith("efx: error: ") and line.count("\n") == 1 and words in line, line
+    assert not list((routed / "lm_eval").glob("*.tmp"))
 
 
 def test_without_lm_eval_it_is_one_line(tmp_path, capsys, monkeypatch):
