@@ -6,7 +6,8 @@ The tasks are lm-eval's, or YAML files of your own in its format; it makes the p
 scores, and downloads the data of its tasks. The run answers as it samples, by the causal decisions,
 whatever its family. What is printed is lm-eval's table and what an answer cost: the nominal FLOPs
 of the tokens that the model read, with the tokens that routed blocks were seen to compute, and
-experts that tokens choose. Both go to WORKDIR/lm_eval/results_<time>.json. Needs the extra `eval`.
+experts that tokens choose. Both go to WORKDIR/lm_eval/results_<time>.json. Settings of the run that
+are to be others come after `--`, as in `-- --config.train.dtype=bfloat16`. Needs the extra `eval`.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from efx import build, runfolder, storage, tables
+from efx import build, command_line, runfolder, storage, tables
 from efx.config import config_of_run
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
@@ -75,11 +76,12 @@ class _Model:
       workdir: run folder. step: of the checkpoint; None: the newest.
       batch_size: rows that are computed together.
       max_length: tokens of the longest row; None: the model's context.
+      config: ConfigDict, that of the run with other settings; None: as it is.
     Attributes:
       costs: `Costs` of what was asked so far.
     """
 
-    def __init__(self, workdir, *, step=None, batch_size=8, max_length=None):
+    def __init__(self, workdir, *, step=None, batch_size=8, max_length=None, config=None):
         super().__init__()
         if jax.process_count() > 1:
             raise UsageError("lm-eval is run by one process: leave out what starts several")
@@ -88,7 +90,8 @@ class _Model:
                 f"--workdir={workdir} holds an ensemble, which cannot be asked here; its runs have"
                 " folders of their own in it, and each can be"
             )
-        setup, self.step, params, variables = build.finished(config_of_run(workdir), workdir, step)
+        config = config_of_run(workdir) if config is None else config
+        setup, self.step, params, variables = build.finished(config, workdir, step)
         self._info = {
             "workdir": str(workdir),
             "step": self.step,
@@ -336,6 +339,7 @@ def main(argv=None):
     )
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     parser.add_argument("--log-samples", action="store_true", help="write every answer, too")
+    parser.set_defaults(extra=[])
     return parser.run(run, argv)
 
 
@@ -344,6 +348,12 @@ def run(arguments):
         value, least = getattr(arguments, flag), 1 if flag == "limit" else 0
         if value is not None and value < least:
             raise UsageError(f"--{flag.replace('_', '-')}={value}: must be at least {least}")
+    for setting in arguments.extra:
+        if not setting.startswith("--config."):
+            raise UsageError(
+                f"{setting}: after -- come settings, as in --config.train.dtype=bfloat16"
+            )
+    flags = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
     evaluate(
         arguments.workdir,
         list(filter(None, arguments.tasks.split(","))),
@@ -353,6 +363,7 @@ def run(arguments):
         batch_size=arguments.batch_size,
         max_length=arguments.max_length,
         step=arguments.step,
+        config=command_line.parse(flags).config if arguments.extra else None,
     )
 
 

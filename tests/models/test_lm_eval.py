@@ -322,12 +322,23 @@ def test_what_is_wrong_is_one_line(library, tasks, routed, capsys, monkeypatch):
     def few(include_defaults=True):  # those that come with lm-eval take seconds to find
         return everything(include_path=str(pathlib.Path(tasks[0]).parent), include_defaults=False)
 
+    def check(words):
+        line = capsys.readouterr().err
+        assert line.startswith("efx: error: ") and line.count("\n") == 1 and words in line, line
+
     monkeypatch.setattr(library.tasks, "TaskManager", few)
     for flag, words in WRONG.items():
         flags = {"--workdir": str(routed), "--tasks": tasks[0], **dict([flag.split("=")])}
         assert lm_eval.main([f"{name}={value}" for name, value in flags.items()]) == 2, flag
-        line = capsys.readouterr().err
-        assert line.startswith("efx: error: ") and line.count("\n") == 1 and words in line, line
+        check(words)
+    for setting, words in (
+        ("--config.train.dtype=float17", "config.train.dtype='float17': "),
+        ("--config.model.dept=2", "config.model.dept"),
+        ("--step=3", "--step=3: after -- come settings"),
+    ):
+        flags = ["--workdir", str(routed), "--tasks", tasks[0], "--", setting]
+        assert lm_eval.main(flags) == 2, setting
+        check(words)
     assert not list((routed / "lm_eval").glob("*.tmp"))
 
 
