@@ -50,8 +50,8 @@ class Sampler:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
         and tokens_per_second, of decoding alone; cache_bytes; expert_overflow, how many choices of
-        an expert found it full, of expert_choices; by row computed_choices_by_row, of experts, and
-        routed_by_row, {block: how many tokens it computed}. With routed blocks
+        an expert found it full, of expert_choices; of each row [B] computed_choices_by_row, {layer:
+        choices of its experts}, and routed_by_row, {block: tokens}. With routed blocks
         routed_fraction_by_block, {block: of the tokens read}; routed_fraction, their mean;
         overflow, how many tokens found a block's cache full, of wanted, which decided for it. Room
         is that of a row of cache_size tokens, and these are the numbers of a forward pass over such
@@ -388,18 +388,18 @@ class _Run:
 
     def statistics(self):
         """`Sampler.stats`."""
-        taken_B, dropped_B = (
-            np.sum([np.zeros(self.sampler.batch_size), *self.counts[name].values()], axis=0)
-            for name in ("taken", "dropped")
+        taken, dropped, overflow = (
+            round(sum(map(np.sum, self.counts[name].values())))
+            for name in ("taken", "dropped", "overflow")
         )
         stats = {
             **{name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "slides")},
             **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
-            "expert_overflow": round(dropped_B.sum()),
-            "expert_choices": round(dropped_B.sum() + taken_B.sum()),
-            "computed_choices_by_row": taken_B,
+            "expert_overflow": dropped,
+            "expert_choices": dropped + taken,
+            "computed_choices_by_row": dict(self.counts["taken"]),
             "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:
@@ -407,7 +407,7 @@ class _Run:
             fractions = {name: total / max(1, self.tokens_read) for name, total in totals.items()}
             stats["routed_fraction"] = float(np.mean(list(fractions.values())))
             stats["routed_fraction_by_block"] = fractions
-            stats["overflow"] = round(sum(map(np.sum, self.counts["overflow"].values())))
+            stats["overflow"] = overflow
             stats["wanted"] = stats["overflow"] + round(sum(totals.values()))
         return stats
 

@@ -5,7 +5,7 @@ model, without the harness; `efx.interop.lm_eval` gives it to EleutherAI's.
 
 Few programs are compiled: rows are as long as the next power of two, from 32 up to the longest that
 is asked for, with padding at their end. Where the model has room for a share of a sequence (routed
-blocks, experts), a padded row would have less of it than the whole context, and a token's chances
+blocks, experts), a short row would have less of it than the whole context, and a token's chances
 would depend on how long its row happens to be. There the rows are read into the cache that a
 sampler has, whose room is that of the longest sequence, however short the text.
 """
@@ -25,6 +25,10 @@ from efx.sample import PLACES, Sampler
 
 SHORTEST = 32  # tokens of a row
 _LOGITS = 64  # places of all rows whose logits are in memory at once
+
+
+# The name of adapters below the layers that they adapt, whose experts are none of the MLP's.
+_ADAPTER = "adapter"
 
 
 class Score(NamedTuple):
@@ -57,17 +61,17 @@ def row_length(tokens, longest):
 
 def has_room(model):
     """Whether what is computed of a token depends on how long its row is: a share of the row's
-    tokens is all that routed blocks or experts have room for."""
-    return any(
-        spec.routing is not None or any(block.moe is not None for block in spec.blocks)
-        for spec in model.blocks().values()
-    ) or any(has_room(member) for member, _ in model.members.values())
+    tokens is all that something has room for, be it routed blocks, experts or adapters, in the
+    model or its members. A sampler's cache counts what found none."""
+    cache, _ = models.decoding_shapes(model, 1, min(SHORTEST, model.context))
+    counts = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(cache)]
+    return "overflow" in counts or "dropped" in counts
 
 
 class Cost:
     """Nominal FLOPs of a forward pass over so many tokens, output layer included, with what routed
-    blocks and experts that tokens choose were seen to compute of them. Experts that choose tokens
-    count as full, and so does all that is routed in the members of a bridged model."""
+    blocks and experts that tokens choose were seen to compute of them. Experts and adapters that
+    choose tokens count as full, and so does all that is routed in members of a bridged model."""
 
     def __init__(self, model):
         self._model, self._specs = model, model.blocks()
@@ -114,7 +118,7 @@ def _counts(cache):
     for path, value in jax.tree_util.tree_leaves_with_path(cache):
         if path[-1].key == "routed":
             routed[label("/".join(key.key for key in path[:-1]))] = value
-        elif path[-1].key == "taken":
+        elif path[-1].key == "taken" and path[-2].key != _ADAPTER:
             computed = computed + jnp.sum(value, axis=1)
     return routed, computed
 
@@ -334,10 +338,15 @@ class Answering:
                 if any(stop in self.tokenizer.decode(ids) for stop in until):
                     ended.add(b)
         stats = sampler.stats
+        computed_B = np.zeros(self.batch_size) + sum(
+            count_B
+            for layer, count_B in stats["computed_choices_by_row"].items()
+            if not layer.endswith(f"/{_ADAPTER}")
+        )
         for b, (prompt, ids) in enumerate(zip(prompts, made, strict=True)):
             n = len(prompt) + len(ids)
             of_row = {name: int(count_B[b]) for name, count_B in stats["routed_by_row"].items()}
-            flops = self.cost(n, of_row, int(stats["computed_choices_by_row"][b]))
+            flops = self.cost(n, of_row, int(computed_B[b]))
             yield Text(until_first(self.tokenizer.decode(ids), until), n, flops)
 
 

@@ -111,6 +111,13 @@ def test_what_is_too_long_loses_its_beginning():
         answering(model, params, devices=2, batch_size=3)
 
 
+def test_which_models_have_room_for_a_share_of_a_row():
+    for name, expected in (
+        ("adapter", False), ("adapter_inclusion", True), ("latent_moe", True), ("recursion", True),
+    ):  # fmt: skip
+        assert scoring.has_room(families.build(name)) == expected, name
+
+
 def test_what_a_model_goes_on_with():
     """Greedily, and up to the first of the stops; in batches that are not full, and with prompts
     that leave no room for what is made."""
