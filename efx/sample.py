@@ -50,11 +50,12 @@ class Sampler:
       stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
         how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
         and tokens_per_second, of decoding alone; cache_bytes; expert_overflow, how many choices of
-        an expert found it full, of expert_choices. With routed blocks routed_fraction_by_block,
-        {block: of the tokens read}; routed_fraction, their mean; overflow, how many tokens found a
-        block's cache full, of wanted, which decided for it. Room is that of a row of cache_size
-        tokens, and these are the numbers of a forward pass over such rows; over shorter ones, such
-        as an evaluation's, more are left out.
+        an expert found it full, of expert_choices; of each row [B] computed_choices_by_row, {layer:
+        choices of its experts}, and routed_by_row, {block: tokens}. With routed blocks
+        routed_fraction_by_block, {block: of the tokens read}; routed_fraction, their mean;
+        overflow, how many tokens found a block's cache full, of wanted, which decided for it. Room
+        is that of a row of cache_size tokens, and these are the numbers of a forward pass over such
+        rows; over shorter ones, such as an evaluation's, more are left out.
     """
 
     def __init__(
@@ -299,7 +300,9 @@ class _Run:
         self.new_tokens = self.slides = self.tokens_read = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
         names = ("routed", "overflow", "taken", "dropped")
-        self.counts = {name: collections.Counter() for name in names}
+        self.counts = {
+            name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
+        }  # of each block, of each row
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
             leaves, structure = jax.tree.flatten(self.variables)
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
@@ -377,29 +380,35 @@ class _Run:
         self.tokens_read += int(np.minimum(self.length_B[rows], self.sampler.cache_size).sum())
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
             if path[-1].key in self.counts:
-                # One number, or several for several models that are decoded together.
-                total = np.asarray(value)[rows].sum(axis=0)
-                total = total.mean() if path[-1].key == "routed" else total.sum()
+                # One number a row, or several for several models that are decoded together.
+                counts = np.asarray(value).reshape(len(value), -1)[rows]
+                of_rows = counts.mean(axis=1) if path[-1].key == "routed" else counts.sum(axis=1)
                 block = label("/".join(key.key for key in path[:-1]))
-                self.counts[path[-1].key][block] += total.item()
+                self.counts[path[-1].key][block][rows] += of_rows
 
     def statistics(self):
         """`Sampler.stats`."""
+        taken, dropped, overflow = (
+            round(sum(map(np.sum, self.counts[name].values())))
+            for name in ("taken", "dropped", "overflow")
+        )
         stats = {
             **{name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "slides")},
             **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
-            "expert_overflow": sum(self.counts["dropped"].values()),
-            "expert_choices": sum(self.counts["dropped"].values())
-            + sum(self.counts["taken"].values()),
+            "expert_overflow": dropped,
+            "expert_choices": dropped + taken,
+            "computed_choices_by_row": dict(self.counts["taken"]),
+            "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:
-            fractions = {name: routed[name] / max(1, self.tokens_read) for name in routed}
+            totals = {name: of_rows.sum() for name, of_rows in routed.items()}
+            fractions = {name: total / max(1, self.tokens_read) for name, total in totals.items()}
             stats["routed_fraction"] = float(np.mean(list(fractions.values())))
             stats["routed_fraction_by_block"] = fractions
-            stats["overflow"] = sum(self.counts["overflow"].values())
-            stats["wanted"] = stats["overflow"] + round(sum(routed.values()))
+            stats["overflow"] = overflow
+            stats["wanted"] = stats["overflow"] + round(sum(totals.values()))
         return stats
 
 

@@ -10,12 +10,22 @@ from efx.layers import costs, stack_specs
 from efx.models.latent import loss as latent_loss
 
 
+def groups_of(c, length):
+    """How many groups so many tokens are."""
+    return -(-length // c.group_size)
+
+
+def stack_places(c, length):
+    """What the latent stack computes for so many tokens: memory and latents."""
+    return c.memory_global + groups_of(c, length) * c.latents[-1]
+
+
 def ledger(model, length, selection, shares):
     """Nominal FLOPs of one sequence of a resolved model; see `Model.ledger`."""
     c = model.config
-    groups = -(-length // c.group_size)
+    groups = groups_of(c, length)
     latents = groups * c.latents[-1]
-    places, block = c.memory_global + latents, model.stack_block()
+    places, block = stack_places(c, length), model.stack_block()
     parts = [
         model.head_flops(length, c.level_widths[0]),
         stack_specs.stack_flops(model.blocks(), places, selection, shares),

@@ -1,0 +1,371 @@
+"""A run in EleutherAI's lm-eval, the harness that most published scores come from.
+
+    python -m efx.interop.lm_eval --workdir runs/mod --tasks hellaswag,arc_easy,wikitext
+
+The tasks are lm-eval's, or YAML files of your own in its format; it makes the prompts and the
+scores, and downloads the data of its tasks. The run answers as it samples, by the causal decisions,
+whatever its family. What is printed is lm-eval's table and what an answer cost: the nominal FLOPs
+of the tokens that the model read, with the tokens that routed blocks were seen to compute, and
+experts that tokens choose. Both go to WORKDIR/lm_eval/results_<time>.json. Settings of the run that
+are to be others come after `--`, as in `-- --config.train.dtype=bfloat16`. Needs the extra `eval`.
+"""
+
+import contextlib
+import datetime
+import functools
+import json
+import logging
+import os
+import pathlib
+import sys
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from efx import build, command_line, runfolder, storage, tables
+from efx.config import config_of_run
+from efx.errors import UsageError, nearest
+from efx.flops import count_params
+from efx.interop.scoring import Answering
+from efx.studies import cli
+
+# For the standard errors of what is no mean, such as a perplexity.
+_RESAMPLES = 1000
+# What a task may say about generation beside `until` and how many tokens; all that it does.
+_GENERATION = ("do_sample", "temperature", "top_k", "top_p")
+
+
+class Costs:
+    """What the answers of each task cost. An answer is all that is asked about one document, such
+    as every choice of a question.
+
+    Attributes:
+      totals: {task: {"answers", "tokens", "flops"}}
+    """
+
+    def __init__(self):
+        self.totals, self._documents = {}, set()
+
+    def add(self, requests, spent):
+        """Args:
+        requests: lm-eval's `Instance`s. spent: (tokens, FLOPs) of each.
+        """
+        for request, (tokens, flops) in zip(requests, spent, strict=True):
+            names = ("answers", "tokens", "flops")
+            total = self.totals.setdefault(request.task_name, dict.fromkeys(names, 0))
+            document = request.task_name, request.doc_id
+            total["answers"] += document not in self._documents
+            self._documents.add(document)
+            total["tokens"] += tokens
+            total["flops"] += flops
+
+    def per_answer(self):
+        """{task: {"answers": their number, "tokens_per_answer", "flops_per_answer"}}"""
+        return {
+            task: {"answers": total["answers"]}
+            | {f"{name}_per_answer": total[name] / total["answers"] for name in ("tokens", "flops")}
+            for task, total in self.totals.items()
+        }
+
+
+class _Model:
+    """What lm-eval asks of a model, a base beside its `TemplateLM`: see `model_class`.
+
+    Args:
+      workdir: run folder. step: of the checkpoint; None: the newest.
+      batch_size: rows that are computed together.
+      max_length: tokens of the longest row; None: the model's context.
+      config: ConfigDict, that of the run with other settings; None: as it is.
+    Attributes:
+      costs: `Costs` of what was asked so far.
+    """
+
+    def __init__(self, workdir, *, step=None, batch_size=8, max_length=None, config=None):
+        super().__init__()
+        if jax.process_count() > 1:
+            raise UsageError("lm-eval is run by one process: leave out what starts several")
+        if runfolder.kind_of_result(workdir) == "clustering":
+            raise UsageError(
+                f"--workdir={workdir} holds an ensemble, which cannot be asked here; its runs have"
+                " folders of their own in it, and each can be"
+            )
+        config = config_of_run(workdir) if config is None else config
+        setup, self.step, params, variables = build.finished(config, workdir, step)
+        self._info = {
+            "workdir": str(workdir),
+            "step": self.step,
+            "family": setup.model.config.family,
+            "parameters": count_params(params),
+        }
+        self._answering = Answering(
+            setup, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
+        )
+        self._tokenizer, self._spent, self.costs = setup.tokenizer, [], Costs()
+
+    def get_model_info(self):
+        """Goes into the entry `config` of the results."""
+        return dict(self._info)
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self):
+        return self._tokenizer.eot
+
+    @property
+    def prefix_token_id(self):
+        """What stands before a text that has no context: what begins documents, or else what ends
+        them, or else token 0, as before a prompt."""
+        t = self._tokenizer
+        return next(iter(t.start), 0 if t.eot is None else t.eot)
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        start = () if add_special_tokens is False else self._tokenizer.start
+        return [*map(int, start), *self._tokenizer.encode(string).tolist()]
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        found = super().loglikelihood(requests, disable_tqdm=True)
+        self.costs.add(requests, self._spent)
+        return found
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        scores = self._answering.scores(pairs, _shown("continuations"))
+        self._spent = [(score.tokens, score.flops) for score in scores]
+        return [(score.logprob, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """The whole of each text: windows as long as the longest row, each token predicted once."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        pairs, owners = [], []
+        for i, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._answering.max_length,
+                context_len=1,
+            )
+            of_text = [make_disjoint_window(window) for window in windows]
+            pairs += of_text
+            owners += [i] * len(of_text)
+        found, spent = [0.0] * len(requests), [(0, 0.0)] * len(requests)
+        scores = self._answering.scores(pairs, _shown("windows"))
+        for i, score in zip(owners, scores, strict=True):
+            found[i] += score.logprob
+            spent[i] = spent[i][0] + score.tokens, spent[i][1] + score.flops
+        self.costs.add(requests, spent)
+        return found
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """Those of equal settings together."""
+        groups = {}
+        for i, request in enumerate(requests):
+            key = json.dumps(request.args[1], sort_keys=True)
+            groups.setdefault(key, []).append(i)
+        found, spent = [None] * len(requests), [None] * len(requests)
+        for indices in groups.values():
+            # A prompt of nothing begins as documents do.
+            prompts = [
+                self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices
+            ]
+            options = _generation(requests[indices[0]].args[1])
+            texts = self._answering.texts(
+                prompts, seeds=indices, progress=_shown("texts"), **options
+            )
+            for i, text in zip(indices, texts, strict=True):
+                found[i], spent[i] = text.text, (text.tokens, text.flops)
+        self.costs.add(requests, spent)
+        return found
+
+
+def _generation(settings):
+    """Keywords of `Answering.texts` by a task's generation_kwargs."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    settings = normalize_gen_kwargs(settings)
+    until, count = settings.pop("until"), settings.pop("max_gen_toks")
+    for name in settings:
+        if name not in _GENERATION:
+            known = ", ".join(("until", "max_gen_toks", *_GENERATION))
+            raise UsageError(
+                f"generation_kwargs: {name}={settings[name]!r} is nothing that efx samples by"
+                f"{nearest(name, _GENERATION)}; there are {known}"
+            )
+    options = {"until": tuple(until), "max_new_tokens": count}
+    if settings.pop("do_sample"):
+        # Where a task leaves out the temperature it is 1 in sampling.
+        return options | {"temperature": 1.0} | settings
+    return options
+
+
+def _shown(what):
+    """A function that goes over batches and shows on stderr how far it is."""
+    if not sys.stderr.isatty():
+        return iter
+    return functools.partial(track, description=f"efx: {what}", console=Console(stderr=True))
+
+
+@functools.cache
+def model_class():
+    """A run as a model of lm-eval, a class whose arguments are those of `_Model`: an instance goes
+    to `lm_eval.simple_evaluate(model=...)`."""
+    try:
+        from lm_eval.api.model import TemplateLM
+    except ImportError:
+        raise UsageError(
+            "lm-eval is not installed: pip install -e '.[eval]' (or pip install lm-eval)"
+        ) from None
+    return type("EfxLM", (_Model, TemplateLM), {"__doc__": _Model.__doc__})
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False, **options):
+    """Print what a run scores in lm-eval's tasks, and write it into the run folder.
+
+    Args:
+      tasks: names or patterns of lm-eval's, or paths of YAML files.
+      num_fewshot: examples before each question; None: as many as each task says.
+      limit: documents of each task; None: all.
+      log_samples: whether the file has every document and answer, too.
+      options: of `model_class`.
+    Returns: lm-eval's results, with an entry "efx" (`Costs.per_answer`).
+    """
+    make = model_class()
+    from lm_eval import simple_evaluate, utils
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    # Reading the names of all that come with lm-eval takes a while.
+    manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
+    tasks = _tasks(tasks, manager)
+    model = make(workdir, **options)
+    try:
+        with _without_forks():
+            results = simple_evaluate(
+                model=model,
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                log_samples=log_samples,
+                batch_size=options.get("batch_size"),
+                bootstrap_iters=_RESAMPLES,
+            )
+    except OSError as error:  # of the libraries that read or download data
+        raise UsageError(f"--tasks: their data cannot be read ({error})") from error
+    results["efx"] = model.costs.per_answer()
+    text = json.dumps(results, indent=1, default=utils.handle_non_serializable)
+    time = datetime.datetime.now().isoformat().replace(":", "-")
+    path = storage.folder(workdir) / "lm_eval" / f"results_{time}.json"
+    with runfolder.writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    runfolder.write_atomic(path, text + "\n")
+    print(utils.make_table(results))
+    if "groups" in results:
+        print(utils.make_table(results, "groups"))
+    print(cost_table(results["efx"]))
+    print(f"step {model.step}: {path}")
+    return results
+
+
+@contextlib.contextmanager
+def _without_forks():
+    """lm-eval resamples for standard errors in processes that it forks, and one that has JAX's
+    threads may hang when it is forked: here it does so itself."""
+    name = "DISABLE_MULTIPROC"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def cost_table(per_answer):
+    """Lines of a table of `Costs.per_answer`."""
+    rows = [
+        (
+            task,
+            f"{row['answers']:,}",
+            f"{row['tokens_per_answer']:,.1f}",
+            tables.number(row["flops_per_answer"], "FLOPs"),
+        )
+        for task, row in per_answer.items()
+    ]
+    return tables.markdown(("Tasks", "answers", "tokens an answer", "FLOPs an answer"), rows)
+
+
+def _is_file(task):
+    return task.endswith((".yaml", ".yml"))
+
+
+def _tasks(names, manager):
+    """What the manager finds by these; UsageError for what is none."""
+    found = []
+    for name in names:
+        if _is_file(name):
+            path = pathlib.Path(name).expanduser()
+            if not path.is_file():
+                raise UsageError(f"--tasks={name}: there is no such file")
+            found.append(str(path.resolve()))
+            continue
+        matches = manager.match_tasks([name])
+        if not matches:
+            known = nearest(name, manager.all_tasks)
+            raise UsageError(f"--tasks={name}: no task, group or tag of lm-eval{known}")
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def main(argv=None):
+    parser = cli.Parser("efx.interop.lm_eval", __doc__)
+    parser.add_argument("--workdir", required=True, help="run folder")
+    parser.add_argument(
+        "--tasks", required=True, help="of lm-eval, or YAML files, with commas between"
+    )
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at a time")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a row (default: the context)"
+    )
+    parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
+    parser.add_argument("--log-samples", action="store_true", help="write every answer, too")
+    parser.set_defaults(extra=[])
+    return parser.run(run, argv)
+
+
+def run(arguments):
+    for flag in ("num_fewshot", "limit"):
+        value, least = getattr(arguments, flag), 1 if flag == "limit" else 0
+        if value is not None and value < least:
+            raise UsageError(f"--{flag.replace('_', '-')}={value}: must be at least {least}")
+    for setting in arguments.extra:
+        if not setting.startswith("--config."):
+            raise UsageError(
+                f"{setting}: after -- come settings, as in --config.train.dtype=bfloat16"
+            )
+    flags = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
+    evaluate(
+        arguments.workdir,
+        list(filter(None, arguments.tasks.split(","))),
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        log_samples=arguments.log_samples,
+        batch_size=arguments.batch_size,
+        max_length=arguments.max_length,
+        step=arguments.step,
+        config=command_line.parse(flags).config if arguments.extra else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""A run in lm-eval: what is likely and what is generated, for every family; the scores are those
+that lm-eval's own model for transformers has on the same weights.
+
+What lm-eval is not needed for is tested without it.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+from types import SimpleNamespace
+
+import families
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_import import IDS, TEXT, run
+from test_interop import transformers  # noqa: F401
+
+from efx import build, means, sharding, step
+from efx.data import bpe
+from efx.data.tokenizers import ByteTokenizer
+from efx.errors import UsageError
+from efx.interop import hf, lm_eval, scoring
+from efx.layers.routing import reports
+
+T = families.LENGTH
+
+
+def answering(model, params, state=(), devices=1, **options):
+    axes = {**dict.fromkeys(sharding.MESH_AXES, 1), "data": devices}
+    mesh = sharding.make_mesh(axes, jax.local_devices()[:devices])
+    setup = build.Setup(None, ByteTokenizer(), model, mesh, sharding.DEFAULT_RULES)
+    options = {"batch_size": 4, **options}
+    return scoring.Answering(setup, {"params": params, **dict(state)}, **options)
+
+
+@pytest.fixture(autouse=True)
+def short_rows(monkeypatch):
+    """Rows of 16 and 32 tokens."""
+    monkeypatch.setattr(scoring, "SHORTEST", 16)
+
+
+# ---- without lm-eval -----------------------------------------------------------------------------
+
+# (row of the tokens, where the continuation begins, where it ends); after the last token of the
+# row, which is read, comes its first again.
+CUTS = ((0, 3, 8), (1, 1, 6), (2, 20, 32), (3, 1, 2), (4, 7, 9), (5, 1, T + 1), (6, 1, 17))
+
+
+def expected_scores(logits_BTV, tokens_BT):
+    """[(log-probability, whether each is the most likely)] by logits of whole rows."""
+    logits_BTV = np.asarray(logits_BTV, np.float64)
+    logprob_BTV = logits_BTV - np.logaddexp.reduce(logits_BTV, axis=-1, keepdims=True)
+    for b, start, end in CUTS:
+        rows, chosen = logprob_BTV[b, start - 1 : end - 1], tokens_BT[b, start:end]
+        yield rows[np.arange(end - start), chosen].sum(), (rows.argmax(-1) == chosen).all()
+
+
+def measured_flops(model, params, state, row_T):
+    """What an evaluation says that a row as long as the context costs."""
+    sown = families.jit(
+        lambda params, tokens_BT: model.apply(
+            {"params": params, **state}, tokens_BT, mutable=("stats", means.COLLECTION)
+        )[1]
+    )(params, jnp.asarray(row_T)[None])
+    stats = {k: float(v) for k, v in step.by_layer(means.sown(sown, "stats"), model).items()}
+    if reports.routing_of(model) is None:
+        return T * reports._as_measured(model, stats).ledger(T, "causal").nominal_per_token
+    return T * reports._routed(model, T, "router", stats)["eval/router/flops_per_token"]
+
+
+@pytest.mark.parametrize("name", ["mod_options", "moe", "streams_mod", "latent"])
+def test_scores_and_flops_are_those_of_the_whole_row(name):
+    """Of rows in the whole context, although each is computed in one that is hardly longer than
+    itself, where routed blocks and experts would have room for less."""
+    model, params, state = families.build(name), families.params_of(name), families.state_of(name)
+    logits_BTV = families.logits_of(name, families.tokens())
+    tokens_BT = np.array(families.tokens())
+    tokens_BT = np.concatenate([tokens_BT, tokens_BT[:, :1]], axis=1)
+    tokens_BT[3, 1] = logits_BTV[3, 0].argmax()
+    devices = 2 if name == "mod_options" else 1
+    found = answering(model, params, state, devices).scores(
+        [(tokens_BT[b, :i].tolist(), tokens_BT[b, i:j].tolist()) for b, i, j in CUTS]
+    )
+    expected = list(expected_scores(logits_BTV, tokens_BT))
+    np.testing.assert_allclose([s.logprob for s in found], [e[0] for e in expected], atol=2e-4)
+    assert [s.is_greedy for s in found] == [e[1] for e in expected] and found[3].is_greedy
+    assert [s.tokens for s in found] == [end - 1 for _, _, end in CUTS]
+    at_most = [sum(model.ledger(s.tokens, "causal").nominal.values()) for s in found]
+    if not scoring.has_room(model):
+        assert [s.flops for s in found] == at_most
+        return
+    whole = measured_flops(model, params, state, tokens_BT[5, :T])
+    assert found[5].flops == pytest.approx(whole, rel=1e-6) and whole < 0.99 * at_most[5]
+
+
+def test_what_is_too_long_loses_its_beginning():
+    model, params = families.build("llama_options"), families.params_of("llama_options")
+    row = np.asarray(families.tokens())[:2].reshape(-1).tolist()
+    asked = answering(model, params, max_length=16)
+    found = asked.scores([(row[:30], row[30:35]), (row[:1], row[1:17]), (row[18:30], row[30:35])])
+    assert found[0].logprob == pytest.approx(found[2].logprob, abs=1e-4)
+    assert [s.tokens for s in found] == [16, 16, 16]
+    with pytest.raises(UsageError, match=r"a continuation of 17 tokens: .* from 1 to 16, as many"):
+        asked.scores([(row[:1], row[1:18])])
+    with pytest.raises(UsageError, match="a continuation of 0 tokens"):
+        asked.scores([(row, [])])
+    with pytest.raises(UsageError, match="--batch-size=3 does not divide over the 2 devices"):
+        answering(model, params, devices=2, batch_size=3)
+
+
+def test_which_models_have_room_for_a_share_of_a_row():
+    for name, expected in (
+        ("adapter", False), ("adapter_inclusion", True), ("latent_moe", True), ("recursion", True),
+    ):  # fmt: skip
+        assert scoring.has_room(families.build(name)) == expected, name
+
+
+def test_what_a_model_goes_on_with():
+    """Greedily, and up to the first of the stops; in batches that are not full, and with prompts
+    that leave no room for what is made."""
+    name = "mod_options"
+    prompts = [np.asarray(families.tokens())[b, : 3 * b + 2].tolist() for b in range(3)]
+    asked = answering(
+        families.build(name), families.params_of(name), families.state_of(name), batch_size=2
+    )
+    long = np.asarray(families.tokens())[3].tolist()
+    found = asked.texts([*prompts, long], max_new_tokens=6)
+    expected = [prompt + [] for prompt in (*prompts, long[-T + 6 :])]
+    rows_BT = np.zeros((families.BATCH, T), np.int32)
+    for _ in range(6):
+        for b, row in enumerate(expected):
+            rows_BT[b, : len(row)] = row
+        logits_BTV = families.logits_of(name, jnp.asarray(rows_BT))
+        for b, row in enumerate(expected):
+            row.append(int(logits_BTV[b, len(row) - 1].argmax()))
+    made = [asked.tokenizer.decode(row[-6:]) for row in expected]
+    assert [text.text for text in found] == made and len(set(made)) == 4
+    assert [text.tokens for text in found] == [len(row) for row in expected]
+    scores = asked.scores([(row[:1], [*row[1:], 0]) for row in expected])
+    assert [text.flops for text in found] == [score.flops for score in scores]
+    stopped = asked.texts(prompts[:2], max_new_tokens=6, until=(made[0][2:4], made[1][3]))
+    assert [text.text for text in stopped] == [made[0][:2].split(made[1][3])[0], made[1][:3]]
+    with pytest.raises(UsageError, match="max_gen_toks=32: from 1 to 31, one less than"):
+        asked.texts(prompts, max_new_tokens=T)
+
+
+@pytest.mark.parametrize("start, eot, prefix", [((7,), 2, 7), ((), 2, 2), ((), None, 0)])
+def test_what_begins_a_text(start, eot, prefix):
+    """As documents begin where the tokenizer says so, and without any context by a token too."""
+    tokenizer = ByteTokenizer()
+    tokenizer.start, tokenizer.eot = start, eot
+    model = SimpleNamespace(_tokenizer=tokenizer)
+    assert lm_eval._Model.prefix_token_id.fget(model) == prefix
+    assert lm_eval._Model.tok_encode(model, "ab") == [*start, 97, 98]
+    assert lm_eval._Model.tok_encode(model, "ab", add_special_tokens=False) == [97, 98]
+
+
+def test_generation_settings():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    greedy = {"until": ("a",), "max_new_tokens": 256}
+    assert lm_eval._generation({"until": "a", "do_sample": False, "temperature": 0.7}) == greedy
+    drawn = lm_eval._generation({"until": ["a"], "do_sample": True, "top_p": 0.9, "max_tokens": 3})
+    assert drawn == greedy | {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9}
+    with pytest.raises(UsageError, match="num_beams=4 is nothing that efx samples by; there are"):
+        lm_eval._generation({"until": [], "num_beams": 4})
+
+
+# ---- with lm-eval --------------------------------------------------------------------------------
+
+QUESTIONS = [
+    {"q": "The quick brown fox", "choices": ["jumps over", "the lazy dog", "x"], "answer": 0},
+    {"q": "over the lazy ", "choices": ["dog. The quick", "fox"], "answer": 1},  # a space moves
+    {"q": "brown fox jumps " * 9, "choices": ["over", "The", "lazy dog over the"], "answer": 2},
+    {"q": "", "choices": ["The quick", "lazy"], "answer": 0},
+]
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{q}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: " "
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last": """
+output_type: loglikelihood
+doc_to_text: "{{q}}"
+doc_to_target: " {{choices[answer]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "whole": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{q}}{{q}} {{choices[0]}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{q}} and"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """lm-eval, which keeps what it reads in a folder of its own and asks no network."""
+    module = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("datasets")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        # What it says about the machine takes half a minute.
+        evaluator = importlib.import_module("lm_eval.evaluator")
+        patch.setattr(evaluator, "add_env_info", lambda results: None)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Files of the tasks, and of their data."""
+    path = tmp_path_factory.mktemp("tasks")
+    (path / "data.json").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {path / 'data.json'}}}}}\n"
+    for name, text in TASKS.items():
+        (path / f"{name}.yaml").write_text(f"task: {name}\n{head}test_split: test{text}")
+    return [str(path / f"{name}.yaml") for name in TASKS]
+
+
+@pytest.fixture(scope="module")
+def routed(one_device, tmp_path_factory):
+    """The run folder of a small Llama with routed blocks, at step 0."""
+    path = tmp_path_factory.mktemp("lm_eval")
+    model = families.make({"attention.num_kv_heads": 2, "mlp.hidden": 24}, vocab_size=IDS)
+    hf.save_hf(path / "llama", families.random_params(model), model)
+    bpe.train_bpe([TEXT, *map(chr, range(300))], IDS).save(path / "llama/tokenizer.json")
+    arguments = ("--mode=import", "--config", "mod:smoke", "--from", path / "llama")
+    options = {"model.context": T, "data.seq_len": 16, "model.depth_routing.every": 1}
+    options |= {"model.depth_routing.slack": 3.0}
+    assert run(*arguments, "--workdir", path / "mod", **options) == 0
+    return path / "mod"
+
+
+def answers(results):
+    """{(task, document): what the model answered}"""
+    return {
+        (task, sample["doc_id"]): sample["resps"]
+        for task, samples in results["samples"].items()
+        for sample in samples
+    }
+
+
+def test_scores_are_those_of_transformers(
+    library,
+    tasks,
+    routed,
+    tmp_path,
+    transformers,  # noqa: F811
+    capsys,
+    recwarn,
+):
+    """Choices, last words, whole texts longer than the context, texts up to a stop: of a
+    Mixture-of-Depths, by the command, and of the folder that it is exported to, by lm-eval's own
+    model `hf`."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
+    flags = ["--workdir", str(routed), "--tasks", ",".join(tasks), "--batch-size=3"]
+    assert lm_eval.main([*flags, "--log-samples"]) == 0
+    printed = capsys.readouterr().out
+    (file,) = (routed / "lm_eval").glob("results_*.json")
+    ours = json.loads(file.read_text())
+    assert not [warning for warning in recwarn if "fork" in str(warning.message)]
+
+    exported = tmp_path / "exported"
+    assert run("--mode=export", "--workdir", routed, "--to", exported) == 0
+    theirs = importlib.import_module("lm_eval.models.huggingface").HFLM
+    with pytest.MonkeyPatch.context() as patch:
+        modules = str(tmp_path / "modules")
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+        patch.syspath_prepend(modules)
+        options = dict(device="cpu", dtype="float32", batch_size=3, trust_remote_code=True)
+        model = theirs(pretrained=str(exported), **options)
+        options = dict(tasks=tasks, log_samples=True, bootstrap_iters=0)
+        manager = library.tasks.TaskManager(include_defaults=False)
+        theirs = library.simple_evaluate(model=model, task_manager=manager, **options)
+
+    assert set(ours["results"]) == set(TASKS)
+    for task in TASKS:
+        for name, value in theirs["results"][task].items():
+            if isinstance(value, float) and not name.endswith("_stderr,none"):
+                assert ours["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
+    mine, other = answers(ours), answers(theirs)
+    assert mine.keys() == other.keys()
+    for (task, document), found in mine.items():
+        if task == "written":
+            assert found == other[task, document]
+        else:
+            expected = np.asarray(other[task, document], float)
+            np.testing.assert_allclose(np.asarray(found, float), expected, atol=1e-3)
+    written = [mine["written", document][0][0] for document in range(4)]
+    assert len(set(written)) == 4 and not any("e" in text for text in written)
+    costs = ours["efx"]
+    assert [costs[task]["answers"] for task in TASKS] == [4] * 4
+    assert costs["choice"]["flops_per_answer"] > 2 * costs["last"]["flops_per_answer"]
+    assert printed.count("acc_norm") == 1 and "| choice | 4 | 39.2 | " in printed
+    assert ours["config"]["step"] == 0 and ours["config"]["workdir"] == str(routed)
+
+
+WRONG = {
+    "--tasks=choicee,last": "no task, group or tag of lm-eval (did you mean 'choice'?)",
+    "--tasks=nothing.yaml": "--tasks=nothing.yaml: there is no such file",
+    "--limit=0": "--limit=0: must be at least 1",
+    "--num-fewshot=-1": "--num-fewshot=-1: must be at least 0",
+    "--batch-size=0": "--batch-size=0: must be at least 1",
+    "--max-length=33": "--max-length=33: from 2 to 32, the model's context",
+    "--workdir=nothing": "nothing",
+}
+
+
+def test_what_is_wrong_is_one_line(library, tasks, routed, capsys, monkeypatch):
+    everything = library.tasks.TaskManager
+
+    def few(include_defaults=True):  # those that come with lm-eval take seconds to find
+        return everything(include_path=str(pathlib.Path(tasks[0]).parent), include_defaults=False)
+
+    def check(words):
+        line = capsys.readouterr().err
+        assert line.startswith("efx: error: ") and line.count("\n") == 1 and words in line, line
+
+    monkeypatch.setattr(library.tasks, "TaskManager", few)
+    for flag, words in WRONG.items():
+        flags = {"--workdir": str(routed), "--tasks": tasks[0], **dict([flag.split("=")])}
+        assert lm_eval.main([f"{name}={value}" for name, value in flags.items()]) == 2, flag
+        check(words)
+    for setting, words in (
+        ("--config.train.dtype=float17", "config.train.dtype='float17': "),
+        ("--config.model.dept=2", "config.model.dept"),
+        ("--step=3", "--step=3: after -- come settings"),
+    ):
+        flags = ["--workdir", str(routed), "--tasks", tasks[0], "--", setting]
+        assert lm_eval.main(flags) == 2, setting
+        check(words)
+    assert not list((routed / "lm_eval").glob("*.tmp"))
+
+
+def test_without_lm_eval_it_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    lm_eval.model_class.cache_clear()
+    assert lm_eval.main(["--workdir", str(tmp_path), "--tasks", "hellaswag"]) == 2
+    assert "lm-eval is not installed: pip install -e '.[eval]'" in capsys.readouterr().err
