@@ -15,6 +15,7 @@ import datetime
 import functools
 import json
 import logging
+import multiprocessing
 import os
 import pathlib
 import sys
@@ -266,9 +267,10 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
     with runfolder.writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     runfolder.write_atomic(path, text + "\n")
-    print(utils.make_table(results))
-    if "groups" in results:
-        print(utils.make_table(results, "groups"))
+    with _without_forks():
+        print(utils.make_table(results))
+        if "groups" in results:
+            print(utils.make_table(results, "groups"))
     print(cost_table(results["efx"]))
     print(f"step {model.step}: {path}")
     return results
@@ -276,14 +278,16 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
 
 @contextlib.contextmanager
 def _without_forks():
-    """lm-eval resamples for standard errors in processes that it forks, and one that has JAX's
-    threads may hang when it is forked: here it does so itself."""
-    name = "DISABLE_MULTIPROC"
+    """lm-eval resamples for standard errors in processes that it forks, and so does the library
+    of its tables with the cells of a large one. A process that has JAX's threads may hang when it
+    is forked: here it does so itself."""
+    name, count = "DISABLE_MULTIPROC", multiprocessing.cpu_count
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name], multiprocessing.cpu_count = "1", lambda: 1
     try:
         yield
     finally:
+        multiprocessing.cpu_count = count
         del os.environ[name]
         if before is not None:
             os.environ[name] = before

@@ -112,7 +112,7 @@ def test_an_index_names_what_is_beside_it(tmp_path, name):
     meta["shards"][0]["file"] = name
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UsageError) as error:
-        shards.TokenShards("tokens", tmp_path, 0, tmp_path)
+        shards.TokenShards("tokens", str(tmp_path), 0, tmp_path)
     one_line(error, "meta.json", f"{name!r} is no name of a file in this folder")
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "a.bin")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
@@ -149,7 +149,7 @@ def test_every_reader_of_json_takes_it_for_what_it_is(tmp_path, run):
         run / "run.json": lambda path: runfolder.run_record(run),
         tmp_path / "tokenizer.json": load_tokenizer,
         tmp_path / INDEX: lambda path: Weights(tmp_path),
-        tmp_path / "shards/meta.json": lambda path: shards.TokenShards("x", path.parent, 0, run),
+        tmp_path / "shards/meta.json": lambda path: shards.TokenShards("x", str(path.parent), 0, run),
     }
     for path, read in readers.items():
         for kind in ("deep", "large", "pipe"):
@@ -176,7 +176,7 @@ def test_a_number_of_tokens_is_that_of_the_file(tmp_path, tokens):
     meta["shards"][0]["tokens"] = tokens
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UsageError) as error:
-        shards.TokenShards("tokens", tmp_path, 0, tmp_path)
+        shards.TokenShards("tokens", str(tmp_path), 0, tmp_path)
     one_line(error)
 
 
