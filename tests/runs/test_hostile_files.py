@@ -149,7 +149,9 @@ def test_every_reader_of_json_takes_it_for_what_it_is(tmp_path, run):
         run / "run.json": lambda path: runfolder.run_record(run),
         tmp_path / "tokenizer.json": load_tokenizer,
         tmp_path / INDEX: lambda path: Weights(tmp_path),
-        tmp_path / "shards/meta.json": lambda path: shards.TokenShards("x", str(path.parent), 0, run),
+        tmp_path / "shards/meta.json": lambda path: shards.TokenShards(
+            "x", str(path.parent), 0, run
+        ),
     }
     for path, read in readers.items():
         for kind in ("deep", "large", "pipe"):
