@@ -7,10 +7,13 @@ from efx import run_settings, runfolder, storage
 from efx.config import config_of_run, load_config
 from efx.errors import UsageError, nearest
 
-# Modes that make a run of something else, and the flags that say of what.
-MADE_FROM = {
+# Modes that make a run of something else.
+MADE_FROM = ("import", "convert")
+# Flags that a mode cannot do without, and what they say.
+NEEDED = {
     "import": {"from": "the folder of a Hugging Face model"},
     "convert": {"from": "the folder of a dense run", "to": "mod, or layer_drop"},
+    "export": {"to": "the new folder of the exported model"},
 }
 
 
@@ -75,10 +78,11 @@ def parse(argv, usage="", config_for=None):
         return None
     unknown = _parse(values, argv, known_only=True)
     keys = _keys(values, unknown)
-    if values.mode in MADE_FROM:
-        for name, what in MADE_FROM[values.mode].items():
+    if values.mode in NEEDED:
+        for name, what in NEEDED[values.mode].items():
             if not values[name].value:
                 raise UsageError(f"--{name} is missing: {what}")
+    if values.mode in MADE_FROM:
         given = None if values.config is None else load_config(values.config)
         config = config_for(values, given)
     else:

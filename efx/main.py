@@ -93,8 +93,6 @@ def run(argv):
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {values.mode}")
     if values.mode == "compile":
         _check_compile(values)
-    if values.mode == "export" and not values.to:
-        raise UsageError("--to is missing: the new folder of the exported model")
     start_jax(values)
     if values.mode == "compile":
         _compile(values)

@@ -565,7 +565,12 @@ def run_name(workdir, command_line):
             changed.append(f"{key.removeprefix('config.')}={value}")
     name, said = pathlib.PurePath(workdir).name, ", ".join([config] * bool(config) + changed)
     name += f" ({said})" if said else ""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return shortened(name, _LONGEST_NAME)
+
+
+def shortened(text, most):
+    """A text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def describe_launch(command_line):

@@ -54,7 +54,7 @@ def labels(workdirs):
     for workdir, of in zip(workdirs, runs, strict=True):
         changed = [f"{key.removeprefix('model.')}={of[key]}" for key in differ if key in of]
         name = pathlib.PurePath(workdir).name + (f" ({', '.join(changed)})" if changed else "")
-        said.append(name if len(name) <= 80 else f"{name[:79]}…")
+        said.append(runfolder.shortened(name, 80))
     return said
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from test_train import TINY, text, tiny  # noqa: F401 (a fixture)
 
+from benchmarks.crash import rows, samples
 from efx import build, signals, train
 from efx.checkpoint import Checkpointer, files
 from efx.data.pipeline import Data, TrainIterator
@@ -28,9 +29,6 @@ CHANGES = {
     "sample.every": 1,
     "sample.max_new_tokens": 2,
 }
-OF_A_LAUNCH = {
-    "seconds", "tokens_per_second", "flops_per_second", "mfu", "startup_seconds", "parameters",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +65,6 @@ def stuck(monkeypatch):
     released.set()
     for thread in threads:
         thread.join()
-
-
-def rows(workdir):
-    return [
-        {key: value for key, value in row.items() if key not in OF_A_LAUNCH}
-        for row in read_metrics(workdir)
-    ]
-
-
-def samples(workdir):
-    return {path.name: path.read_text() for path in (workdir / "samples").iterdir()}
 
 
 def test_a_signal_waits_for_no_compiling_and_no_evaluation(
