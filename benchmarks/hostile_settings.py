@@ -17,8 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from efx import build, run_settings, settings
-from efx import step as step_lib
+from efx import build, run_settings, settings, sharding
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer
 
@@ -180,8 +179,5 @@ def trace_step(launch, traced):
         keys = dict.fromkeys(("params", "dropout", "routing"), jax.random.key(0))
         jax.eval_shape(lambda tokens_BT: e.model.init(keys, tokens_BT, train=True), tokens_BT)
         return
-    function = step_lib.make_train_step(e.model, t.optimizer, t.schedule, c, total_steps=e.steps)
-    shape = (c.data.batch_size, c.data.seq_len)
-    dtypes = dict(inputs=jnp.int32, targets=jnp.int32, weights=jnp.float32)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    jax.eval_shape(function, t.shapes, batch, jax.ShapeDtypeStruct((), jnp.uint32))
+    with sharding.use(e.mesh, e.rules):
+        t.trace_step(e.model)
