@@ -22,8 +22,9 @@ paper leaves open, see docs/mixture_of_depths.md:
     gate*                   factor of a routed block's increment: "sigmoid" of the score (default),
                             "identity" (the paper), "tanh", "one"
     train_selection         "topk"; "threshold", which is causal; or one of the controls:
-                            "stochastic", random tokens, others in each batch, and "random_fixed",
-                            random positions, always the same
+                            "stochastic", random tokens, others in each batch, "random_fixed",
+                            random positions, always the same, "position", evenly spaced ones,
+                            "token_hash", some types of tokens, "token_frequency", the rarest
     causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
     also_train              further decisions that are trained and evaluated
     predictor_hidden*       width of the predictor

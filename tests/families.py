@@ -663,7 +663,7 @@ FAMILIES = {
         experts=3,
         **{
             "depth_routing.kind": "mod",
-            "depth_routing.train_selection": "random_fixed",
+            "depth_routing.train_selection": "token_frequency",
             "depth_routing.capacity": 0.5,
             "adapter.routing": "topk",
             "depth_routing.kv_for_skipped": True,
@@ -820,12 +820,16 @@ def random_state(model):
     """{"state": ...} of a model that keeps running averages, past their warm-up; else {}."""
     shapes, rng = variable_shapes(model), np.random.default_rng(1)
 
-    def draw(leaf):
+    def draw(path, leaf):
+        if path[-1].key == "share":  # of the text, which types of tokens have
+            return constant(rng.dirichlet(np.ones(leaf.shape)), leaf.dtype)
         if leaf.dtype == jnp.int32:
             return constant(np.full(leaf.shape, 1000), leaf.dtype)
         return constant(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype)
 
-    return {"state": jax.tree.map(draw, shapes["state"])} if "state" in shapes else {}
+    if "state" not in shapes:
+        return {}
+    return {"state": jax.tree_util.tree_map_with_path(draw, shapes["state"])}
 
 
 def variables_of(name):

@@ -290,8 +290,17 @@ class DepthRoutingConfig:
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
     # as it trains: "stochastic" (the paper's: random tokens, others in each batch),
-    # "random_fixed" (random positions, the same ones always).
-    train_selection: Literal["topk", "threshold", "stochastic", "random_fixed"] = "topk"
+    # "random_fixed" (random positions, the same ones always), "position" (evenly spaced ones),
+    # "token_hash" (some types of tokens, by a hash of their ids), "token_frequency" (the rarest).
+    train_selection: Literal[
+        "topk",
+        "threshold",
+        "stochastic",
+        "random_fixed",
+        "position",
+        "token_hash",
+        "token_frequency",
+    ] = "topk"
     causal: Decision = "aux_loss"  # for evaluation and sampling
     also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
     predictor_hidden: Natural = 0  # 0: width / 2
@@ -374,7 +383,18 @@ class DepthRoutingConfig:
     @property
     def control(self):
         """Whether tokens are chosen without a look at what they hold."""
-        return self.train_selection in ("stochastic", "random_fixed")
+        return self.train_selection not in ("topk", "threshold")
+
+    @property
+    def by_type(self):
+        """Whether it is told which tokens these are, see `Tokens.types`."""
+        return self.kind != "none" and self.train_selection in ("token_hash", "token_frequency")
+
+    @property
+    def exact(self):
+        """Whether as many tokens of each sequence are chosen in training as the capacity says. What
+        chooses so many in the mean only has the room of a causal decision in training too."""
+        return self.train_selection != "threshold" and not self.by_type
 
     @property
     def looks_ahead(self):
@@ -423,7 +443,7 @@ class DepthRoutingConfig:
 
     def budget(self, capacity, length, documents=None):
         """`plans.Budget` that a causal decision has."""
-        slack = 1.0 if self.control else self.slack
+        slack = 1.0 if self.control and self.exact else self.slack
         return plans.Budget(capacity * slack, length, documents)
 
     def room(self, capacity, length):
@@ -432,7 +452,7 @@ class DepthRoutingConfig:
 
     def slots(self, capacity, length, selection):
         """Slots that a routed block computes in a sequence of `length` tokens."""
-        if selection == "train" and self.train_selection != "threshold":
+        if selection == "train" and self.exact:
             return plans.capacity(capacity, length)
         return self.room(capacity, length)
 

@@ -11,6 +11,18 @@ from efx.layers.routing import plans
 
 
 @struct.dataclass
+class Types:
+    """Where the types of tokens lie on a line of length 1, see `controls.TokenTypes`.
+
+    Attributes:
+      start_BT: where the part of a token's type begins. share_BT: how long it is.
+    """
+
+    start_BT: Any
+    share_BT: Any
+
+
+@struct.dataclass
 class Tokens:
     """Which tokens the rows of a layer's input are; routing hands on the gathered rows of it.
 
@@ -24,6 +36,7 @@ class Tokens:
       gaps: whether positions skip some, as those of routed tokens do.
       mask_input_BTD: what learned dropout reads instead of the activations, a row for each of these
         tokens, or None.
+      types: `Types`, for controls of depth routing that ask which tokens these are, else None.
     """
 
     positions_BT: Any
@@ -32,6 +45,7 @@ class Tokens:
     end_BT: Any = None
     alive_BT: Any = None
     mask_input_BTD: Any = None
+    types: Any = None
     gaps: bool = struct.field(pytree_node=False, default=False)
 
     def full(self, batch):

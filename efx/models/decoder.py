@@ -8,6 +8,7 @@ from efx.layers import costs, norms, stack_specs
 from efx.layers.linear import Embedding
 from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.parametrisation import deviations
+from efx.layers.routing.controls import make_token_types
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel
 from efx.sharding import constrain
@@ -27,6 +28,7 @@ class Decoder(LanguageModel):
         block = self.block()
         self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
         self.mask_input = learned_dropout.make_mask_input(block)
+        self.token_types = make_token_types(c.depth_routing, self.vocab_size)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         self.norm_final = norms.make_norm(
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=self.dtype, name=None
@@ -52,6 +54,8 @@ class Decoder(LanguageModel):
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))
+        if self.token_types is not None:
+            info = info.with_tokens(types=self.token_types(tokens_BT, info))
         if self.mask_input is not None:
             info = info.with_tokens(mask_input_BTD=self.mask_input(x_BTD, info))
         if self.dropout_embedding is not None:

@@ -54,12 +54,13 @@ def places(draw, share, count):
 SHARE = st.sampled_from([0.15, 0.3, 0.5, 0.8, 1.0])
 
 
-def routing(draw, depth, recursion, stochastic, further=0):
+def routing(draw, depth, recursion, stochastic, by_type=True, further=0):
     """`further`: blocks that are numbered after the `depth` ones, of another stream."""
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
-    controls = ["random_fixed", *["stochastic"] * stochastic] if kind == "mod" else []
+    controls = ["random_fixed", *["stochastic"] * stochastic, *["token_hash"] * by_type]
+    controls = controls if kind == "mod" else []
     changes = pick(
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
@@ -131,9 +132,9 @@ def soft(draw, depth):
     )  # fmt: skip
 
 
-def stack(draw, depth, recursion=True, stochastic=True, further=0):
+def stack(draw, depth, recursion=True, stochastic=True, by_type=True, further=0):
     """Of a decoder's stack and of the latent one: what its blocks are, and what wraps them."""
-    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic, further)}
+    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic, by_type, further)}
     kind = draw(st.sampled_from(["dense", "moe", "soft"]))
     if kind == "moe":
         changes |= experts(draw, depth)
@@ -227,7 +228,7 @@ def latent(draw):
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     # Random places are drawn for what a whole pass computes: with global memory tokens, and where
     # the context ends inside a group, decoding draws others.
-    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False)
+    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False, by_type=False)
     if "soft_experts.num" in changes:
         changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
     return changes
@@ -431,7 +432,7 @@ def check(members, bridges, batch, seed):
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
     # Places that are drawn anew are others, and of fixed ones the last may find no room: the share
     # of a document in its row is rounded.
-    controls = "stochastic", "random_fixed"
+    controls = "stochastic", "random_fixed", "token_hash"
     drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:

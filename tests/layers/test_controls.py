@@ -12,7 +12,7 @@ from efx import models, sample, sharding
 from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
-from efx.layers.info import Tokens
+from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import controls, plans
 from efx.layers.stack import scan_params
 from efx.step import evaluation_keys
@@ -225,6 +225,129 @@ def test_fixed_places_are_a_function_of_position_and_block():
     assert {tuple(map(tuple, rows)) for rows in part} == {
         tuple(map(tuple, rows)) for rows in np.tile(expected[..., :13], (1, 3, 1))
     }
+
+
+def test_evenly_spaced_places_are_the_first_of_their_intervals():
+    tokens = Tokens(jnp.arange(16)[None])
+    chosen = {
+        capacity: np.flatnonzero(controls.position(tokens, None, capacity)[0]).tolist()
+        for capacity in (0.125, 0.25, 0.375, 1.0)
+    }
+    assert chosen == {0.125: [0, 8], 0.25: [0, 4, 8, 12], 0.375: [0, 2, 5, 8, 10, 13]} | {
+        1.0: list(range(16))
+    }
+
+
+# ---- types of tokens ---------------------------------------------------------------------------
+
+SHARES = np.array([0.4, 0.02, 0.3, 0.0, 0.08, 0.2])  # of a vocabulary of 6
+
+
+def types_of(order, tokens_BT, segment_ids_BT=None, train=False, state=None):
+    """(`info.Types` of the tokens, the state afterwards)."""
+    module = controls.TokenTypes(len(SHARES), order)
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    info = CallInfo(Tokens(positions_BT, segment_ids_BT), Mode(train=train))
+    if state is None:
+        state = module.init(jax.random.key(0), tokens_BT, info)["state"]
+    types, after = module.apply({"state": state}, tokens_BT, info, mutable=["state"])
+    return types, after["state"]
+
+
+def test_types_are_counted_in_training_after_the_decision():
+    steps = [np.array([[0, 0, 1, 2], [5, 2, 2, 2]]), np.array([[4, 4, 4, 4], [0, 0, 5, 5]])]
+    documents_BT = np.array([[1, 1, 2, 0], [1, 1, 1, 0]])  # 0: padding, which is not counted
+    state, expected = None, []
+    for tokens_BT in steps:
+        _, state = types_of("token_frequency", tokens_BT, documents_BT, True, state)
+        expected.append(np.bincount(tokens_BT[documents_BT > 0], minlength=6) / 6)
+    np.testing.assert_allclose(state["share"], np.mean(expected, axis=0), rtol=1e-6)
+    assert state["steps"] == 2
+    np.testing.assert_array_equal(
+        types_of("token_frequency", steps[0], state=state)[1]["share"], state["share"]
+    )
+    # The first step knows nothing of its own tokens: all types are alike.
+    for order in controls.ORDER_OF_TYPES:
+        np.testing.assert_allclose(types_of(order, steps[0], train=True)[0].share_BT, 1 / 6)
+
+
+def test_the_counts_of_micro_batches_have_the_mean_of_the_batch():
+    tokens_BT = np.random.default_rng(0).integers(0, 6, (4, 8))
+    whole, *halves = (
+        types_of("token_hash", rows, train=True)[1]["share"]
+        for rows in (tokens_BT, tokens_BT[:2], tokens_BT[2:])
+    )
+    np.testing.assert_allclose(np.mean(halves, axis=0), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("selection", ["token_hash", "token_frequency"])
+def test_types_share_the_line_by_how_frequent_they_are(selection):
+    state = {"share": jnp.asarray(SHARES, jnp.float32), "steps": jnp.int32(5)}
+    types, _ = types_of(selection, np.arange(6)[None], state=state)
+    start_V, share_V = (np.asarray(types.start_BT)[0], np.asarray(types.share_BT)[0])
+    np.testing.assert_allclose(share_V, SHARES, rtol=1e-6)
+    order_V = np.lexsort((share_V, start_V))  # those of no length stand before the next
+    np.testing.assert_allclose(
+        start_V[order_V], np.cumsum(share_V[order_V]) - share_V[order_V], atol=1e-6
+    )
+    rarest_first = np.argsort(SHARES).tolist()
+    assert (order_V.tolist() == rarest_first) == (selection == "token_frequency")
+    # Of a long text as many are chosen as the capacity says, of the types that it reaches to.
+    text_BT = np.random.default_rng(1).choice(6, (1, 20_000), p=SHARES)
+    types, _ = types_of(selection, text_BT, state=state)
+    tokens = Tokens(jnp.arange(20_000)[None], types=types)
+    chosen = np.array(
+        [controls.BY_TOKEN[selection](tokens, jnp.int32(seed), 0.25)[0] for seed in (0, 1500, 3000)]
+    )
+    np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
+    by_type = np.array([chosen[:, text_BT[0] == v].mean(1) for v in (0, 1, 2, 4, 5)]).T
+    whole, some = by_type == 1.0, (by_type > 0) & (by_type < 1)
+    assert some.sum(1).max() <= 2  # an arc ends inside of two types at most
+    if selection == "token_frequency":
+        assert whole.tolist() == [[False, True, False, True, False]] * 3  # 0.02 + 0.08
+        np.testing.assert_allclose(by_type[:, 4], 0.15 / 0.2, atol=0.03)
+    else:
+        assert len(np.unique(by_type.round(1), axis=0)) == 3
+
+
+def test_types_decide_as_the_state_that_training_left_says():
+    """A model of two blocks: what it computes are the rarest types, whatever stands around them."""
+    model, variables = control("token_frequency")
+    share_V = np.full(families.VOCAB, (1 - 0.25) / (families.VOCAB - 5))
+    share_V[:5] = 0.05
+    share_V /= share_V.sum()
+    seeds = {f"block_{i}": {"seed": jnp.int32(i)} for i in range(2)}
+    types = {"share": jnp.asarray(share_V, jnp.float32), "steps": jnp.int32(9)}
+    variables = {**variables, "state": {"layers": seeds, "token_types": types}}
+    rare = np.argsort(share_V, kind="stable")[: families.VOCAB]
+    cumulated_V = np.zeros(families.VOCAB)
+    cumulated_V[rare] = np.cumsum(share_V[rare])
+    tokens_BT = np.asarray(families.tokens(batch=2))
+    chosen = places(model, variables, tokens_BT, None)
+    surely_BT = cumulated_V[tokens_BT] <= 0.25
+    never_BT = cumulated_V[tokens_BT] - share_V[tokens_BT] >= 0.25
+    assert surely_BT.any() and never_BT.any()
+    room = model.specs()[0].routing.room(0.25, families.LENGTH)
+    assert room == 16  # twice the capacity, in training as in evaluation
+    assert model.specs()[0].routing.slots(0.25, families.LENGTH, "train") == 16
+    for block_BT in chosen:
+        assert not (block_BT & never_BT).any()
+        for wanted_T, sure_T in zip(block_BT, surely_BT, strict=True):
+            assert wanted_T.sum() == room or wanted_T[sure_T].all()
+
+
+def test_states_of_groups_have_no_type():
+    with pytest.raises(UsageError, match=r"selection='token_hash': not with .*family='latent'"):
+        families.make(
+            {
+                **CHANGES,
+                "depth_routing.train_selection": "token_hash",
+                "family": "latent",
+                "group_size": 4,
+                "latents": (2,),
+                "level_widths": (8,),
+            }
+        )
 
 
 def test_every_block_draws_its_seed_when_the_model_is_made():

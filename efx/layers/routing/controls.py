@@ -1,12 +1,17 @@
 """Controls of depth routing: tokens are chosen without a look at what they hold.
 
-What learned routing is worth is the distance to these. Neither has a router, a gate (it is 1) or a
+What learned routing is worth is the distance to these. None has a router, a gate (it is 1) or a
 decision to be trained: what they choose does not depend on later tokens, so training, evaluation
 and sampling choose alike.
 
-    stochastic    top-k of Gaussian noise, drawn afresh for every block, row and batch (Raposo et
-                  al. 2024, arXiv 2404.02258, section 3.4)
-    random_fixed  the same places for every row of every batch, drawn once for each block
+    stochastic       top-k of Gaussian noise, drawn afresh for every block, row and batch (Raposo et
+                     al. 2024, arXiv 2404.02258, section 3.4)
+    random_fixed     the same places for every row of every batch, drawn once for each block
+    position         the first of every 1/capacity positions, in every block
+    token_hash       the occurrences of some types of tokens (a type is an entry of the vocabulary),
+                     others in each block, chosen by a hash of their ids as in Hash Layers (Roller
+                     et al. 2021, arXiv 2106.04426), balanced by how frequent types are
+    token_frequency  the occurrences of the rarest types, in every block
 
 A control that tells from a token by itself whether to compute it, by whatever is known of it
 without its activations, is one function in `BY_TOKEN`.
@@ -16,36 +21,125 @@ import fractions
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from efx.errors import UsageError
+from efx.layers.info import Types
+
+# Seeds of blocks are below this: the mean of equal ones over many micro-batches stays exact.
+SEEDS = 4096
 
 
 def random_fixed(tokens, seed, capacity):
     """One position, drawn by (seed, k), of the k-th 1/capacity positions of a document.
 
     Of the first n positions, whatever n, at most ceil(capacity * n) are so chosen: the places that
-    a capacity allows. For c = a/b interval k is [floor(b k / a), floor(b (k + 1) / a)).
+    a capacity allows.
     """
+    interval_BT, start_BT, size_BT = _intervals(tokens.positions_BT, capacity)
+    within_BT = jnp.floor(size_BT * _uniform(seed, interval_BT)).astype(jnp.int32)
+    return tokens.positions_BT == start_BT + jnp.minimum(within_BT, size_BT - 1)
+
+
+def position(tokens, seed, capacity):
+    """The first of every 1/capacity positions of a document."""
+    return tokens.positions_BT == _intervals(tokens.positions_BT, capacity)[1]
+
+
+def token_hash(tokens, seed, capacity):
+    """The types on an arc of length `capacity` of the circle of all types, which begins where the
+    block's seed says."""
+    return (_places_of_types(tokens, seed) + seed / SEEDS) % 1.0 < capacity
+
+
+def token_frequency(tokens, seed, capacity):
+    """The types on the first `capacity` of the line of all types."""
+    return _places_of_types(tokens, seed) < capacity
+
+
+def _intervals(positions_BT, capacity):
+    """(number, start, size) of the interval of a position: for a capacity of a/b, interval k is
+    [floor(b k / a), floor(b (k + 1) / a))."""
     share = fractions.Fraction(capacity).limit_denominator(4096)
     a, b = share.numerator, share.denominator
-    interval_BT = (a * tokens.positions_BT + a - 1) // b
+    interval_BT = (a * positions_BT + a - 1) // b
     start_BT = b * interval_BT // a
-    size_BT = b * (interval_BT + 1) // a - start_BT
+    return interval_BT, start_BT, b * (interval_BT + 1) // a - start_BT
+
+
+def _uniform(seed, number_BT):
+    """Numbers in [0, 1), [B, T], each drawn by (seed, number)."""
     key = jax.random.key(seed)
+    draw = jax.vmap(jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number))))
+    return draw(number_BT)
 
-    def uniform(k):
-        return jax.random.uniform(jax.random.fold_in(key, k))
 
-    within_BT = jnp.floor(size_BT * jax.vmap(jax.vmap(uniform))(interval_BT)).astype(jnp.int32)
-    return tokens.positions_BT == start_BT + jnp.minimum(within_BT, size_BT - 1)
+def _places_of_types(tokens, seed):
+    """A place in [0, 1) for each token, [B, T], on the part of the line that its type has.
+
+    It is drawn by (seed, position), so of a type that lies across a boundary as many tokens fall on
+    either side as its parts are long, and what is chosen is the capacity in the mean.
+    """
+    types = tokens.types
+    return types.start_BT + types.share_BT * _uniform(seed, tokens.positions_BT)
 
 
 # name: (tokens, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
 # the block's own, drawn when the model is initialised and kept with its state.
-BY_TOKEN = {"random_fixed": random_fixed}
+BY_TOKEN = {
+    "random_fixed": random_fixed,
+    "position": position,
+    "token_hash": token_hash,
+    "token_frequency": token_frequency,
+}
+# The order in which types stand on the line: (ids [V], their shares of the text [V]) -> sort keys.
+# Multiplying by an odd number close to 2^32 / golden ratio gives every id another key (Knuth, The
+# Art of Computer Programming 3, section 6.4).
+ORDER_OF_TYPES = {
+    "token_hash": lambda ids_V, share_V: ids_V.astype(jnp.uint32) * jnp.uint32(2654435769),
+    "token_frequency": lambda ids_V, share_V: share_V,
+}
 STOCHASTIC = "stochastic"
-# Seeds of blocks are below this: the mean of equal ones over many micro-batches stays exact.
-SEEDS = 4096
+
+
+class TokenTypes(nn.Module):
+    """Where the types of tokens lie on a line on which each is as long as it is frequent.
+
+    How frequent types are is counted in training: `share`, in the collection `state`, is the mean
+    over the steps of their shares of the tokens of a step; before the first step all are equal. A
+    step counts its tokens after it has decided about them.
+
+    Attributes:
+      order: a key of `ORDER_OF_TYPES`.
+    """
+
+    vocab_size: int
+    order: str
+
+    @nn.compact
+    def __call__(self, tokens_BT, info):
+        """`info.Types` of the tokens."""
+        size = self.vocab_size
+        share = self.variable("state", "share", jnp.zeros, (size,), jnp.float32)
+        steps = self.variable("state", "steps", jnp.zeros, (), jnp.int32)
+        share_V = jnp.where(steps.value > 0, share.value, 1.0 / size)
+        sorted_V = jnp.argsort(ORDER_OF_TYPES[self.order](jnp.arange(size), share_V))
+        ends_V = jnp.cumsum(share_V[sorted_V])
+        start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V])
+        if info.mode.train and not self.is_initializing():
+            real_BT = info.tokens.valid(tokens_BT.shape[0]).astype(jnp.float32)
+            counts_V = jnp.zeros(size).at[tokens_BT].add(real_BT)
+            now_V = counts_V / jnp.maximum(real_BT.sum(), 1.0)
+            share.value += (now_V - share.value) / (steps.value + 1)
+            steps.value += 1
+        return Types(start_V[tokens_BT], share_V[tokens_BT])
+
+
+def make_token_types(routing, vocab_size):
+    """What makes `Tokens.types` for blocks that are routed so, or None where they need none."""
+    if not routing.by_type:
+        return None
+    return TokenTypes(vocab_size, routing.train_selection)
 
 
 def noise(module, batch, length):

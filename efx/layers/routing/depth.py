@@ -67,6 +67,7 @@ class DepthRouted(nn.Module):
                 jnp.float32,
             )
         if self.config.train_selection in controls.BY_TOKEN:
+            # `position` needs none and has one as the others do.
             self.seed = self.variable(
                 "state",
                 "seed",

@@ -64,6 +64,7 @@ class Plan:
             positions_BT=self.take(tokens.positions_BT, fill=-1),
             gaps=True,
             alive_BT=None,
+            types=None,
             mask_input_BTD=None if mask_input is None else self.take(mask_input),
         )
         return info.replace(tokens=tokens)

@@ -25,6 +25,7 @@ from efx.layers import costs, norms, stack_specs
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
 from efx.layers.parametrisation import deviations
+from efx.layers.routing.controls import make_token_types
 from efx.layers.stack import Stack, by_path
 from efx.models.encoder_decoder.streams import DecoderSpec, EmbeddingLoss, PairSpec
 from efx.models.language_model import LanguageModel
@@ -58,6 +59,7 @@ class EncoderDecoder(LanguageModel):
         self.decoder_input = Linear(
             c.width, ("embed", "table"), std.hidden, c.use_bias, dtype=self.dtype
         )
+        self.token_types = make_token_types(c.depth_routing, self.vocab_size)
         specs, last = self.all_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat, c.dense_former)
         self.last = last and Stack((last,), False, c.remat)
@@ -87,6 +89,8 @@ class EncoderDecoder(LanguageModel):
         embedded_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             embedded_BTD = embedded_BTD + self.positions_embed(here_BT)
+        if self.token_types is not None:
+            info = info.with_tokens(types=self.token_types(tokens_BT, info))
         if self.mask_input is not None:
             info = info.with_tokens(mask_input_BTD=self.mask_input(embedded_BTD, info))
         e_BTD = embedded_BTD

@@ -128,6 +128,12 @@ class LatentConfig(ModelConfig):
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
             bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
+        if self.depth_routing.by_type:
+            raise UsageError(
+                f"{self.depth_routing.where}.train_selection="
+                f"{self.depth_routing.train_selection!r}: not with config.model.family='latent', "
+                "whose routed blocks compute states of groups of tokens, which have no type"
+            )
         if self.context % self.group_size:
             _say_padded(self.context, self.group_size)
         return dataclasses.replace(
