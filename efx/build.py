@@ -33,6 +33,7 @@ from efx.checkpoint import Checkpointer
 from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
+from efx.models import draws
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -122,7 +123,7 @@ class Training:
 
     Attributes:
       optimizer, schedule: see `optim.make_optimizer`. summary: what is trained how, in words.
-      init: seed -> `TrainState` of step 0. shapes: of that, with shardings; shardings: these alone.
+      shapes: of a `TrainState`, with shardings; shardings: these alone.
       teacher: the teacher's variables as shapes with shardings, or None.
     """
 
@@ -133,13 +134,17 @@ class Training:
         params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
         self.summary = optim.describe_groups(c.optim, params, base)
-        self.init = functools.partial(step_lib.init_state, e.model, self.optimizer)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
         self.teacher = None
         if e.teacher is not None:
             shapes = _state(e.teacher, _variables(e.teacher.model), optax.identity())
             self.teacher = {"params": shapes.params, **shapes.variables}
+
+    def new_state(self, seed):
+        """The `TrainState` of step 0."""
+        init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)
+        return draws.by_pieces(init, self.shardings, np.uint32(seed))
 
     def trace_step(self, model):
         """`step.make_train_step` of a stage's model, traced for arguments of the shapes and

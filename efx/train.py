@@ -267,9 +267,8 @@ class _Launch:
         with self._timed("restore or initialise"):
             iterator = e.data.train_iterator(rows=self.placement.rows)
             if self.checkpoints.latest_step() is None:
-                init = jax.jit(self.training.init, out_shardings=self.training.shardings)
                 self.state, origin = start_from(
-                    init(self.seed), self.config, e.model, self.progress.println
+                    self.training.new_state(self.seed), self.config, e.model, self.progress.println
                 )
             else:
                 restored = self.checkpoints.restore(

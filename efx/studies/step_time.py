@@ -34,7 +34,7 @@ class Stepper:
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
         self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
         with sharding.use(mesh, rules):
-            self.state = jax.jit(training.init, out_shardings=training.shardings)(self._seed)
+            self.state = training.new_state(self._seed)
             begin = time.perf_counter()
             self._step = training.trace_step(self.model).lower().compile()
         self.compile_seconds = time.perf_counter() - begin
