@@ -200,7 +200,7 @@ def start_jax(values):
         jax.config.update("jax_platforms", "cpu")
         return
     jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if values.cpu_devices:
         jax.config.update("jax_num_cpu_devices", values.cpu_devices)
     if values.coordinator_address is not None:

@@ -9,8 +9,8 @@ from flax import linen as nn
 from efx import models, sharding
 from efx.models import draws
 
-# By depth, by scanned layers, of groups, with adapters, and with states that are drawn.
-ROWS = ("mod_options", "mod_random_fixed", "latent", "adapter_mod", "scanned")
+# States that are drawn, adapters, and scanned layers.
+ROWS = ("mod_random_fixed", "adapter_mod", "scanned")
 
 
 def model_of(row):
