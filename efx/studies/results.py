@@ -326,19 +326,14 @@ def describe_runs(workdir):
             seeds.add(runfolder.recorded_setting(path.parent, "seed"))
     if not launches:
         raise UsageError(f"--from={workdir}: no run folder in it says which code made it")
-    last_launch = launches[0]
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]
-    kind, cores = last_launch["devices"]["kind"], last_launch["cpu_count"]
-    machine = f"{cores} CPU cores" if kind == "cpu" else f"{last_launch['device_count']} x {kind}"
-    git = [launch["git"] or {"revision": "unknown", "dirty": False} for launch in launches]
-    revisions = sorted({launch["revision"] + " with changes" * launch["dirty"] for launch in git})
     return {
         "config": statistics.mode(config_flags).partition("=")[2] if config_flags else "",
         "seeds": sorted(seeds),
-        "machine": machine,
-        "revision": ", ".join(revisions),
+        "machine": runfolder.machine_of(launches[0]),
+        "revision": ", ".join(sorted({*map(runfolder.revision_of, launches)})),
     }
 
 
