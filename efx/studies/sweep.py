@@ -104,9 +104,7 @@ def load_sweep(path):
     sweep = load_file(path, "sweep", KEYS)
     check_seeds(path, sweep)
     if sweep["equal"] not in ("flops", "tokens", ""):
-        raise UsageError(
-            f"{path}: equal={shown(sweep['equal'])}, expected 'flops', 'tokens' or ''"
-        )
+        raise UsageError(f"{path}: equal={shown(sweep['equal'])}, expected 'flops', 'tokens' or ''")
     check_changes(path, sweep, "runs")
     columns = sweep["columns"]
     if not isinstance(columns, dict) or not all(
@@ -187,15 +185,19 @@ def check_commands(sweep, workdir, extra):
 
 def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):
     arguments = command(sweep, workdir, name, seed, budget, extra)
-    status, log_name = jobs_lib.run_main(
-        f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
-    )
+    run_one(f"{name}, seed {seed}", arguments, folder(workdir, name, seed), cpus)
+
+
+def run_one(title, arguments, run, cpus=None):
+    """`jobs.run_main` for the run folder `run`; UsageError for a run that did not get to its end,
+    which one whose loss is not finite there did."""
+    status, log_name = jobs_lib.run_main(title, arguments, f"{run}.log", cpus)
     if status == NOT_FINITE:
-        print(f"-- {name}, seed {seed}: not finite at its end; {log_name} says why", flush=True)
+        print(f"-- {title}: not finite at its end; {log_name} says why", flush=True)
     elif status:
         raise UsageError(
-            f"the run {name!r} with seed {seed} ended with status {status}; "
-            f"{log_name} says why. Start the sweep again to go on from here"
+            f"the run {title!r} ended with status {status}; {log_name} says why. Start the study"
+            " again to go on from here"
         )
 
 

@@ -155,7 +155,10 @@ def changes(grid, run):
         "steps": 0,
         "train_flops": run.budget,
     }
-    return changes if run.rate is None else changes | {RATE: run.rate}
+    if run.rate is not None:
+        # A rate that is too high is to be seen in the loss, not to end the study.
+        changes |= {RATE: run.rate, "train.max_nonfinite": 0}
+    return changes
 
 
 def folder(workdir, run):

@@ -43,9 +43,11 @@ class Law:
 
     def loss(self, parameters, tokens):
         """The loss of models of these sizes on so many tokens; shapes broadcast against [R]."""
-        return (
-            self.E + self.A * np.power(parameters, -self.a) + self.B * np.power(tokens, -self.b)
-        )
+        return self.E + self.A * np.power(parameters, -self.a) + self.B * np.power(tokens, -self.b)
+
+    def one(self, row):
+        """The Law of one draw."""
+        return Law(*(values[row] for values in dataclasses.astuple(self)))
 
     def at_the_edge(self):
         """Whether an exponent lies at the end of the range that was searched."""
@@ -238,4 +240,3 @@ class Optima:
         step = self._log_S[1] - self._log_S[0]
         loss_R = least + shift_R * (right - left) / 2 + shift_R**2 * bend / 2
         return np.exp(self._log_S[middle_R] + shift_R * step), loss_R
-

@@ -16,7 +16,7 @@ import numpy as np
 
 from efx import runfolder
 from efx.errors import UsageError
-from efx.metrics import quantity
+from efx.metrics import quantity, read_metrics
 from efx.studies import sweep as sweep_lib
 from efx.studies.isoflop.analysis import Measured
 from efx.studies.isoflop.grid import Run
@@ -146,7 +146,7 @@ def measured_point(run, folder, expected, fitted=True):
             f"{folder}: {runfolder.METRICS_FILE} or {runfolder.RUN_FILE} lacks its beginning;"
             " restore it, or delete the folder to train the run anew"
         )
-    if "eval/loss" not in row:
+    if "eval/loss" not in read_metrics(folder)[-1]:  # an earlier one may be in the rows before
         raise Unfinished(f"{folder}: no held-out loss: the run has not finished")
     launches = record["launches"]
     return Point(
@@ -259,8 +259,11 @@ def best_rates(points):
 
 
 def families(points):
-    """{family: Measured} of the points that are to be fitted, in their order."""
-    groups = {}
+    """{family: Measured} of the points that are to be fitted, in their order.
+
+    Seconds of different machines do not compare: with several of them none are known.
+    """
+    groups, one_machine = {}, len({point.machine for point in points if point.fitted}) == 1
     for point in points:
         if not point.fitted:
             continue
@@ -271,15 +274,15 @@ def families(points):
             )
         of_family = groups.setdefault(point.run.family, {})
         of_family.setdefault((point.run.budget, point.run.size), []).append(point)
-    return {family: _measured(of_family) for family, of_family in groups.items()}
+    return {family: _measured(of_family, one_machine) for family, of_family in groups.items()}
 
 
-def _measured(groups):
+def _measured(groups, one_machine):
     def means(value):
         return np.array([np.mean([value(point) for point in group]) for group in groups.values()])
 
     def seconds(point):
-        return point.seconds / point.flops if point.seconds else math.nan
+        return point.seconds / point.flops if point.seconds and one_machine else math.nan
 
     return Measured(
         sizes=[size for _, size in groups],
