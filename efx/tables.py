@@ -37,7 +37,8 @@ def text(cell, form):
         return number(cell, form)
     spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
     ends = [number(end, form) for end in cell.get("interval", ())]
-    notes = [" to ".join(ends)] * bool(ends) + [cell["note"]] * ("note" in cell)
+    notes = [" to ".join(ends)] if ends else []
+    notes += [cell["note"]] if "note" in cell else []
     return number(cell["mean"], form) + spread + (f" ({'; '.join(notes)})" if notes else "")
 
 

@@ -83,8 +83,8 @@ def check_extra(extra):
 
 
 def check_command(name, arguments, made=()):
-    """The checked config of arguments of `efx.main`; UsageError, which names the run, for arguments that
-    it would refuse.
+    """The checked config of arguments of `efx.main`; UsageError, which names the run, for those
+    that it would refuse.
 
     All settings are checked, and that the files of the text are there; no model is built, since
     that would take the devices that the runs need.

@@ -25,9 +25,9 @@ _SLURM = """\
 #
 #   sbatch {script}
 #
-# Submit it from the efx repository, on a file system that all nodes see; options given to sbatch win
-# over those below. A task that is preempted, or whose time is up, saves and is queued again. Tasks
-# of runs that have ended end at once, so the whole array can be submitted again.
+# Submit it from the efx repository, on a file system that all nodes see; options given to sbatch
+# win over those below. A task that is preempted, or whose time is up, saves and is queued again.
+# Tasks of runs that have ended end at once, so the whole array can be submitted again.
 #SBATCH --job-name=efx-runs
 #SBATCH --array=1-{count}
 #SBATCH --ntasks=1
@@ -58,7 +58,7 @@ exit "$status"
 """
 _HOST = """\
 #!/usr/bin/env bash
-# Host {host} of {hosts}: {count} runs, one after another, each on the devices of this machine alone.
+# Host {host} of {hosts}: {count} runs, one after another, on the devices of this machine alone.
 #
 #   bash {script}
 #

@@ -29,9 +29,10 @@ which muP (config.model.mup.base_width) should keep constant over widths.
 Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to
 every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves, isoflop.json all points and
-fits. `--from` takes points from such a file, of another machine perhaps, or from a file of results/
-(`python -m efx.studies.results` copies a study there): what they have is not trained again, and what
-does not belong to the grid is refused. `--list-jobs` writes commands for other machines instead.
+fits. `--from` takes points from such a file, of another machine perhaps, or from a file of
+results/ (`python -m efx.studies.results` copies a study there): what they have is not trained
+again, and what does not belong to the grid is refused. `--list-jobs` writes the commands of the
+missing runs, for other machines.
 """
 
 import dataclasses
@@ -49,8 +50,9 @@ from efx.studies.isoflop import picture, report
 from efx.studies.isoflop import points as points_lib
 from efx.studies.isoflop.analysis import analyse
 from efx.studies.isoflop.grid import load_grid
+from efx.studies.isoflop.points import from_data as points_of
 
-__all__ = ["analysis_of", "load_grid", "main"]
+__all__ = ["analysis_of", "load_grid", "main", "points_of"]
 DRAWS, FURTHER = 1000, (10.0,)
 
 
@@ -86,7 +88,7 @@ def study(arguments):
         return
     points = collect(runs, 0 if arguments.table_only else arguments.jobs)
     study = points_lib.as_data(points)
-    study |= {"draws": arguments.draws, "further": arguments.further}
+    study |= {"draws": arguments.draws, "further": arguments.further, "config": grid["config"]}
     analysis = analysis_of(points, arguments.draws)
     scored = portion([point.split for point in points])
     facts = f"`{grid['config']}`; {scored}; FLOPs of training. Command: `{arguments.command}`"

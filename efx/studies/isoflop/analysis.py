@@ -92,10 +92,14 @@ class Parabolas:
     def reaching(self, losses_R):
         """(budgets [R], sizes [R]) where the optimum has these losses, interpolated between the
         budgets in logarithms; inf and 0 for the budget where that lies beyond them."""
-        losses_CR = np.stack(list(self.losses.values()))
-        return _reaching(
-            list(self.losses), losses_CR, np.stack(list(self.parameters.values())), losses_R
+        budgets = [budget for budget, losses in self.losses.items() if np.isfinite(losses[0])]
+        if len(budgets) < 2:
+            return np.full((2, len(losses_R)), np.nan)
+        losses_CR, sizes_CR = (
+            np.stack([optima[budget] for budget in budgets])
+            for optima in (self.losses, self.parameters)
         )
+        return _reaching(budgets, losses_CR, sizes_CR, losses_R)
 
 
 class LawFit:
@@ -164,7 +168,7 @@ def _reaching(budgets, losses_CR, sizes_CR, losses_R):
     for i, (wanted, losses, sizes) in enumerate(
         zip(losses_R, losses_CR.T, sizes_CR.T, strict=True)
     ):
-        if np.isfinite(wanted) and len(losses) > 1 and (np.diff(losses) < 0).all():
+        if np.isfinite(wanted) and (np.diff(losses) < 0).all():
             place = np.interp(wanted, losses[::-1], logs[::-1], left=np.inf, right=-np.inf)
             found_R[i] = np.exp(place)
             found_sizes_R[i] = np.exp(np.interp(place, logs, np.log(sizes)))

@@ -26,7 +26,6 @@ from efx.errors import UsageError
 
 LEAST_EXPONENT, GREATEST_EXPONENT = 0.02, 3.0
 PARAMETERS = 5  # of the law
-_GRID = np.geomspace(LEAST_EXPONENT, GREATEST_EXPONENT, 48)
 _TOLERANCE = 1e-6  # of the logarithm of an exponent
 _MOVES = 400  # of the search at most
 
@@ -74,7 +73,7 @@ def fit(parameters, tokens, losses, weights=None):
 
     weights: how much each point counts (default: equally).
     """
-    law = fit_draws(parameters, tokens, np.asarray(losses, float)[None], weights)
+    law = fit_draws(parameters, tokens, np.asarray(losses, float)[None], weights, cells=64)
     weights = np.ones(len(losses)) if weights is None else np.asarray(weights, float)
     scale = np.sqrt(weights / weights.sum())
     x, z = np.log(parameters), np.log(tokens)
@@ -95,11 +94,12 @@ def fit(parameters, tokens, losses, weights=None):
     return Law(E, A * np.exp(a * x.mean()), B * np.exp(b * z.mean()), a, b)
 
 
-def fit_draws(parameters, tokens, losses_RP, weights=None):
+def fit_draws(parameters, tokens, losses_RP, weights=None, cells=16):
     """A Law for each row of losses, all at the same points; `fit` is more exact and much slower.
 
-    The exponents are the best of a grid, from where each row goes to the best of its eight
-    neighbours until there is no better one, and on with half the distance.
+    The exponents are the best of a grid (of so many cells for each of them), from where each row
+    goes to the best of its eight neighbours until there is no better one, and on with half the
+    distance.
     """
     x_P, z_P = np.log(parameters), np.log(tokens)
     x_P, z_P = x_P - x_P.mean(), z_P - z_P.mean()  # or columns would differ by powers of ten
@@ -107,14 +107,14 @@ def fit_draws(parameters, tokens, losses_RP, weights=None):
     weights_P = weights_P / weights_P.sum()
     y_RP = np.asarray(losses_RP, float)
 
-    log_grid = np.log(_GRID)
-    p_GP, q_GP = np.exp(-_GRID[:, None] * x_P), np.exp(-_GRID[:, None] * z_P)
+    grid = np.geomspace(LEAST_EXPONENT, GREATEST_EXPONENT, cells)
+    log_grid = np.log(grid)
+    p_GP, q_GP = np.exp(-grid[:, None] * x_P), np.exp(-grid[:, None] * z_P)
     best_R = np.empty((len(y_RP), 2))
     for rows in np.array_split(np.arange(len(y_RP)), max(1, len(y_RP) // 64)):  # of memory's sake
         *_, error_RGG = _linear(p_GP, q_GP, y_RP[rows], weights_P)
-        cells = error_RGG.reshape(len(rows), -1).argmin(1)
-        best_R[rows, 0] = log_grid[cells // len(_GRID)]
-        best_R[rows, 1] = log_grid[cells % len(_GRID)]
+        best = error_RGG.reshape(len(rows), -1).argmin(1)
+        best_R[rows] = np.stack([log_grid[best // cells], log_grid[best % cells]], axis=1)
 
     step_R = np.full(len(y_RP), log_grid[1] - log_grid[0])
     active = np.arange(len(y_RP))
@@ -125,12 +125,12 @@ def fit_draws(parameters, tokens, losses_RP, weights=None):
         p_R3P = np.exp(-exponents_R23[:, 0, :, None] * x_P)
         q_R3P = np.exp(-exponents_R23[:, 1, :, None] * z_P)
         *_, error_R33 = _linear(p_R3P, q_R3P, y_RP[active], weights_P)
-        cells = error_R33.reshape(len(active), 9).argmin(1)
+        best = error_R33.reshape(len(active), 9).argmin(1)
         # A neighbour that is no better within rounding is no reason to go there.
         own = error_R33[:, 1, 1]
         stays = error_R33.reshape(len(active), 9).min(1) >= own * (1 - 1e-12)
-        moved = np.stack([np.take_along_axis(around[:, 0], cells[:, None] // 3, 1)[:, 0],
-                          np.take_along_axis(around[:, 1], cells[:, None] % 3, 1)[:, 0]], 1)  # fmt: skip
+        rows = np.arange(len(active))
+        moved = np.stack([around[rows, 0, best // 3], around[rows, 1, best % 3]], axis=1)
         best_R[active] = np.where(stays[:, None], best_R[active], moved)
         step_R[active] = np.where(stays, step_R[active] / 2, step_R[active])
         active = active[step_R[active] > _TOLERANCE]
@@ -220,7 +220,7 @@ class Optima:
     """
 
     def __init__(self, law, parameters, flops_per_token):
-        self._log_S = np.linspace(np.log(min(parameters) / 1e3), np.log(max(parameters) * 1e3), 800)
+        self._log_S = np.linspace(np.log(min(parameters) / 1e3), np.log(max(parameters) * 1e3), 400)
         E, A, B, a, self._b = (np.reshape(value, (-1, 1)) for value in dataclasses.astuple(law))
         sizes_S = np.exp(self._log_S)
         self._of_sizes_RS = E + A * np.exp(-a * self._log_S)

@@ -63,7 +63,7 @@ def _draw_curves(analysis, axis):
             axis.errorbar(
                 sizes, means, spreads, color=colour, linestyle="", marker=marker, capsize=2
             )
-            fine = np.geomspace(sizes.min(), sizes.max(), 60)
+            fine = np.geomspace(sizes.min(), sizes.max(), 40)
             if family in analysis.laws:
                 losses = np.stack([fit.loss_at(budget, size) for size in fine])
                 _band(axis, fine, losses[:, 1:], colour)
@@ -88,16 +88,24 @@ def _draw_curves(analysis, axis):
 
 
 def _budgets(analysis, further):
-    """Budgets for a smooth curve, from the least measured to the furthest asked for."""
-    last = analysis.budgets[-1] * max([1.0, *further])
-    return np.geomspace(analysis.budgets[0], last, 50)
+    """(budgets for a smooth curve, from the least measured to the furthest asked for; how many of
+    them are within those measured)."""
+    first, last = analysis.budgets[0], analysis.budgets[-1]
+    inside = np.geomspace(first, last, 20)
+    beyond = np.geomspace(last, last * max(further), 12)[1:] if further else []
+    return np.concatenate([inside, beyond]), len(inside)
+
+
+def _line(axis, budgets, inside, values, colour, label):
+    """A line over the budgets, dashed beyond those that were measured."""
+    axis.plot(budgets[:inside], values[:inside], color=colour, label=label)
+    axis.plot(budgets[inside - 1 :], values[inside - 1 :], color=colour, linestyle="--")
 
 
 def _draw_optima(analysis, axis, further):
     """The loss of the optimum over budgets, by the law, and the vertices of parabolas."""
     styles, colours = _styles(analysis)
-    budgets = _budgets(analysis, further)
-    inside = budgets <= analysis.budgets[-1] * (1 + 1e-9)
+    budgets, inside = _budgets(analysis, further)
     for family, fit in analysis.parabolas.items():
         colour, marker = colours[family], styles[family][1]
         for budget, losses in fit.losses.items():
@@ -112,8 +120,7 @@ def _draw_optima(analysis, axis, further):
             optimum = analysis.laws[family].optimum
             losses = np.stack([optimum(budget)[1] for budget in budgets])
             _band(axis, budgets, losses[:, 1:], colour)
-            axis.plot(budgets[inside], losses[inside, 0], color=colour, label=family)
-            axis.plot(budgets[~inside], losses[~inside, 0], color=colour, linestyle="--")
+            _line(axis, budgets, inside, losses[:, 0], colour, family)
         else:
             axis.plot([], [], color=colour, label=family)
     axis.set_xscale("log")
@@ -126,8 +133,7 @@ def _draw_optima(analysis, axis, further):
 def _draw_speedups(analysis, axis, further):
     """By the law: how many times the FLOPs the baseline needs."""
     _, colours = _styles(analysis)
-    budgets, base = _budgets(analysis, further)[::3], analysis.laws[analysis.base]
-    inside = budgets <= analysis.budgets[-1] * (1 + 1e-9)
+    (budgets, inside), base = _budgets(analysis, further), analysis.laws[analysis.base]
     axis.axhline(1.0, color=colours[analysis.base], label=analysis.base)
     highest = 1.5
     for family, fit in analysis.laws.items():
@@ -136,10 +142,8 @@ def _draw_speedups(analysis, axis, further):
         times = np.stack([base.reaching(fit.optimum(budget)[1])[0] / budget for budget in budgets])
         with np.errstate(invalid="ignore"):
             _band(axis, budgets, times[:, 1:], colours[family])
-        axis.plot(budgets[inside], times[inside, 0], color=colours[family], label=family)
-        axis.plot(budgets[~inside], times[~inside, 0], color=colours[family], linestyle="--")
-        measured = times[inside]
-        highest = max(highest, *measured[np.isfinite(measured[:, 0]), 0])
+        _line(axis, budgets, inside, times[:, 0], colours[family], family)
+        highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
     axis.set_ylim(0, 2 * highest)
     axis.set_xscale("log")
     axis.set_xlabel("training FLOPs of the family")

@@ -32,13 +32,12 @@ def cell(estimate):
     """A cell of a table: value and interval; a text where there is no value, and a note of draws
     that lack one."""
     if math.isnan(estimate.value):
-        return f"none; in {estimate.share:.0%} of draws" if estimate.share else "none"
+        return "none" + f"; in {estimate.share:.0%} of draws" * (estimate.share > 1 - _ENOUGH)
     interval = estimate.interval(LEVEL)
-    known = interval is not None and estimate.share > 0
-    contents = {"mean": estimate.value} | ({"interval": list(interval)} if known else {})
-    if known and estimate.share < _ENOUGH:
-        contents["note"] = f"{estimate.share:.0%} of draws"
-    return contents
+    if interval is None:
+        return {"mean": estimate.value, "note": "no interval"}
+    note = {"note": f"{estimate.share:.0%} of draws"} if estimate.share < _ENOUGH else {}
+    return {"mean": estimate.value, "interval": list(interval), **note}
 
 
 def speedup_cell(estimate):
