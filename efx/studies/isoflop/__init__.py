@@ -133,9 +133,14 @@ class Runs:
 
     def check(self, runs):
         """UsageError for runs that `efx.main` would refuse."""
-        missing = [run for run in runs if run not in self._expected]
-        configs = grid_lib.configs(self.grid, self.workdir, missing, self.extra)
+        new = [run for run in dict.fromkeys(map(_any_seed, runs)) if run not in self._expected]
+        configs = grid_lib.configs(self.grid, self.workdir, new, self.extra)
         self._expected |= {run: points_lib.expected_settings(c) for run, c in configs.items()}
+
+    def expected(self, run):
+        """The settings that a run of the grid has, without its seed."""
+        self.check([run])
+        return self._expected[_any_seed(run)]
 
     def _take(self, path):
         """Takes the points of a file, all of which have to be of this grid."""
@@ -147,17 +152,15 @@ class Runs:
                     " its family, size, budget, seed or learning rate there, or leave it out of the"
                     " file"
                 )
-            self.check([point.run])
             where = f"{path}: {point.run.name}"
-            points_lib.check_settings(where, point.settings, self._expected[point.run])
+            points_lib.check_settings(where, point.settings, self.expected(point.run))
             self._given[point.run] = point
 
     def point(self, run, fitted):
         """The Point of a run; points_lib.Unfinished if there is none."""
-        self.check([run])
         folder = grid_lib.folder(self.workdir, run)
         try:
-            return points_lib.measured_point(run, folder, self._expected[run], fitted)
+            return points_lib.measured_point(run, folder, self.expected(run), fitted)
         except points_lib.Unfinished:
             if run not in self._given:
                 raise
@@ -186,6 +189,11 @@ class Runs:
             )
 
         jobs_lib.run_all(train_one, runs, jobs)
+
+
+def _any_seed(run):
+    """Settings do not depend on the seed."""
+    return run._replace(seed=0)
 
 
 def collect(runs, jobs):

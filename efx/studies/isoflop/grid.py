@@ -13,6 +13,7 @@ from efx.studies import sweep as sweep_lib
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 OPTIONAL = {"learning_rates": (), "rates_budget": None}
 RATE = "optim.learning_rate"
+_NO_LIMIT = 10**9
 
 
 class Run(NamedTuple):
@@ -157,7 +158,7 @@ def changes(grid, run):
     }
     if run.rate is not None:
         # A rate that is too high is to be seen in the loss, not to end the study.
-        changes |= {RATE: run.rate, "train.max_nonfinite": 0}
+        changes |= {RATE: run.rate, "train.max_nonfinite": _NO_LIMIT}
     return changes
 
 
@@ -172,11 +173,10 @@ def command(grid, workdir, run, extra=()):
 
 
 def configs(grid, workdir, runs, extra=()):
-    """{run: its checked config, of seed 0}; UsageError, before anything trains, for a run that
-    `efx.main` would refuse."""
+    """{run: its checked config}; UsageError, before anything trains, for a run that `efx.main`
+    would refuse."""
     cli.check_extra(extra)
-    found = {}
-    for run in dict.fromkeys(run._replace(seed=0) for run in runs):
-        arguments = command(grid, pathlib.Path(workdir), run, extra)
-        found[run] = cli.check_command(run.name, arguments)
-    return {run: found[run._replace(seed=0)] for run in runs}
+    return {
+        run: cli.check_command(run.name, command(grid, pathlib.Path(workdir), run, extra))
+        for run in runs
+    }

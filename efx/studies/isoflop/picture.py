@@ -7,6 +7,7 @@ import numpy as np
 from efx.metrics import quantity
 from efx.studies.isoflop.bootstrap import LEVELS
 
+_NO_END = 1e6  # drawn for infinity
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
 
 
@@ -38,12 +39,12 @@ def _styles(analysis):
 
 
 def _band(axis, x, draws_XR, colour):
-    """The intervals of draws over x, the narrow one darker. What is not finite is left out."""
+    """The intervals of draws over x, the narrow one darker; one without an end leaves the axes."""
+    draws_XR = np.minimum(draws_XR, _NO_END)
     for level in LEVELS:
         tail = (100 - level) / 2
-        low, high = np.percentile(draws_XR, [tail, 100 - tail], axis=1, method="inverted_cdf")
-        drawn = np.isfinite(low) & np.isfinite(high)
-        axis.fill_between(x, low, high, where=drawn, color=colour, alpha=0.13, linewidth=0)
+        ends = np.nanpercentile(draws_XR, [tail, 100 - tail], axis=1, method="inverted_cdf")
+        axis.fill_between(x, *ends, color=colour, alpha=0.13, linewidth=0)
 
 
 def _draw_curves(analysis, axis):
@@ -140,8 +141,7 @@ def _draw_speedups(analysis, axis, further):
         if family == analysis.base:
             continue
         times = np.stack([base.reaching(fit.optimum(budget)[1])[0] / budget for budget in budgets])
-        with np.errstate(invalid="ignore"):
-            _band(axis, budgets, times[:, 1:], colours[family])
+        _band(axis, budgets, times[:, 1:], colours[family])
         _line(axis, budgets, inside, times[:, 0], colours[family], family)
         highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
     axis.set_ylim(0, 2 * highest)
