@@ -1,11 +1,11 @@
 """isoFLOP studies: from a grid to runs, from runs to points, tables, numbers and picture; points of
 other machines; what is refused in one line."""
 
-import ast
 import functools
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +17,7 @@ import pytest
 from efx import settings
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import isoflop, job_list, sweep
+from efx.studies import cli, isoflop, job_list, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
 from efx.studies.isoflop import points as points_lib
@@ -33,10 +33,20 @@ LAW = law.Law(1.0, 8.0, 9.0, 0.3, 0.25)
 TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
 
 
+CHECK = cli.check_command
+
+
 @functools.cache
-def settings_of(grid, run):
-    grid = ast.literal_eval(grid)
-    return settings.as_dict(grid_lib.configs(grid, "x", [run])[run])
+def checked(name, arguments):
+    return CHECK(name, arguments)
+
+
+def check_once(name, arguments):
+    """`cli.check_command`, which takes long: once for runs that differ in seed and folder alone."""
+    alike = [
+        argument for argument in arguments if not re.match(r"--(workdir|config.seed)=", argument)
+    ]
+    return checked(name, (*alike, "--workdir=x"))
 
 
 def fake_run(grid, workdir, run, loss=None, row=(), launch=(), record=()):
@@ -45,7 +55,7 @@ def fake_run(grid, workdir, run, loss=None, row=(), launch=(), record=()):
     loss: a function of (run, that loss). The others: changed entries of the last row of metrics,
     of the launch's record, of run.json.
     """
-    plain = settings_of(repr(grid), run._replace(seed=0))
+    plain = settings.as_dict(check_once(run.name, grid_lib.command(grid, workdir, run)))
     folder = grid_lib.folder(workdir, run)
     folder.mkdir(parents=True)
     blocks = int(run.size.split()[0])
@@ -110,8 +120,9 @@ def trained(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request, monkeypatch):
-    """Pictures take as long as all else; one test draws."""
+def quick(request, monkeypatch):
+    """Settings are parsed once, and pictures, which take as long as all else, drawn by one test."""
+    monkeypatch.setattr(cli, "check_command", check_once)
     if "picture" not in request.node.name:
         monkeypatch.setattr(picture, "draw", lambda *_: None)
 
@@ -273,7 +284,10 @@ def test_what_the_tables_say_where_there_is_nothing():
     cells = report.optima_table(found)
     assert cells[1e9, "dense"]["loss at the best size"].startswith("none")
     assert cells[1e9, "MoD"]["loss over the baseline's"] == "none"
-    assert cells[1e9, "MoD"]["loss at the best size"]["mean"] == pytest.approx(2.477, abs=2e-3)
+    best = cells[1e9, "MoD"]["loss at the best size"]
+    assert best["mean"] == pytest.approx(2.477, abs=2e-3)
+    # A parabola through three points of one seed each says nothing of its scatter.
+    assert best["note"] == "no interval" and "interval" not in best
 
     class Seen:
         fitted, machine = True, "m"

@@ -229,6 +229,7 @@ def test_draws_have_the_scatter_of_seeds_and_of_what_the_fit_misses():
         assert draws.mean(0) == pytest.approx(fitted, abs=0.02)
         expected = np.sqrt(misfit**2 + 0.02**2 / seeds)
         assert draws.std(0).mean() == pytest.approx(expected, rel=0.25)
+    assert np.isnan(draw_losses(fitted[:6], losses[:6], 6, 5, random)).all()  # a fit through all
     # Of points with one seed beside others with four.
     losses = [fitted[i] + random.normal(0, 0.02, 4 if i % 2 else 1) for i in range(40)]
     spread = draw_losses(fitted, losses, 0, count, random).std(0)

@@ -20,7 +20,8 @@ LEVELS = (80, 95)  # percent
 
 
 def draw_losses(fitted_P, losses, free, count, random):
-    """[count, P] draws of the mean loss at each point.
+    """[count, P] draws of the mean loss at each point; NaN where nothing tells of any scatter,
+    since the fit goes through all points and each has one seed.
 
     Args:
       fitted_P: the losses of the fit. losses: for each point those of its seeds.
@@ -30,6 +31,8 @@ def draw_losses(fitted_P, losses, free, count, random):
     means_P = np.array([np.mean(point) for point in losses])
     residuals_P = means_P - fitted_P
     repeated = [np.asarray(point) for point in losses if len(point) > 1]
+    if not repeated and len(means_P) <= free:
+        return np.full((count, len(means_P)), np.nan)
     variance, deviations = 0.0, np.zeros(1)
     if repeated:
         deviations = np.concatenate([point - point.mean() for point in repeated])
