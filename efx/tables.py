@@ -1,11 +1,11 @@
 """Tables of results: numbers as text, Markdown, and files of both the table and its numbers.
 
 A cell is a number, a text, None (nothing to show), the `summary` of several seeds, or a fitted
-number with its interval, {mean, interval: [low, high]}; the dicts may have a `note`.
+number with its interval, {mean, interval: [low, high]}, an end of which is None if it is infinite;
+the dicts may have a `note`.
 """
 
 import json
-import math
 import statistics
 
 from efx import storage
@@ -21,8 +21,6 @@ def summary(values):
 
 def number(value, form):
     """A number as text. form: ".4f" and the like, "quantity" (1.54M) or "FLOPs" (1.54 MFLOPs)."""
-    if value == math.inf:
-        return "∞"
     if form in ("quantity", "FLOPs"):
         return quantity(value, "FLOPs" if form == "FLOPs" else "")
     return format(value, form)
@@ -36,7 +34,7 @@ def text(cell, form):
     if not isinstance(cell, dict):
         return number(cell, form)
     spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
-    ends = [number(end, form) for end in cell.get("interval", ())]
+    ends = ["∞" if end is None else number(end, form) for end in cell.get("interval", ())]
     notes = [" to ".join(ends)] if ends else []
     notes += [cell["note"]] if "note" in cell else []
     return number(cell["mean"], form) + spread + (f" ({'; '.join(notes)})" if notes else "")

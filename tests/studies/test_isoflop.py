@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efx import settings
+from efx import settings, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
 from efx.studies import cli, isoflop, job_list, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
 from efx.studies.isoflop import points as points_lib
+from efx.studies.isoflop.bootstrap import Estimate
 
 GRID = """
 def get_grid():
@@ -288,6 +289,11 @@ def test_what_the_tables_say_where_there_is_nothing():
     assert best["mean"] == pytest.approx(2.477, abs=2e-3)
     # A parabola through three points of one seed each says nothing of its scatter.
     assert best["note"] == "no interval" and "interval" not in best
+
+    # A baseline that does not get there in some draws.
+    open_ended = report.speedup_cell(Estimate(1.5, np.array([1.25, np.inf, np.nan, np.inf])))
+    assert tables.text(open_ended, ".2f") == "1.50 (1.25 to ∞; 75% of draws)"
+    assert "does not get there" in report.speedup_cell(Estimate(np.inf, np.array([np.inf])))
 
     class Seen:
         fitted, machine = True, "m"

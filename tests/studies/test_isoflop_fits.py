@@ -133,6 +133,12 @@ def test_elimination_is_nonnegative_least_squares():
     assert len(zeros) == 8
 
 
+def test_an_exponent_at_the_end_of_its_range_is_told():
+    assert law.Law(1.0, 2.0, 3.0, 0.3, law.GREATEST_EXPONENT).at_the_edge()
+    assert law.Law(1.0, 2.0, 3.0, law.LEAST_EXPONENT, 0.3).at_the_edge()
+    assert not SMALL.at_the_edge()
+
+
 def test_too_few_points_for_five_parameters():
     points = fixed_sizes(SMALL, 6.5, budgets=(1e11,))
     with pytest.raises(UsageError, match="needs 6 points, 2 budgets and 3 sizes; there are 6, 1"):

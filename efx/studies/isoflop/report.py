@@ -37,7 +37,8 @@ def cell(estimate):
     if interval is None:
         return {"mean": estimate.value, "note": "no interval"}
     note = {"note": f"{estimate.share:.0%} of draws"} if estimate.share < _ENOUGH else {}
-    return {"mean": estimate.value, "interval": list(interval), **note}
+    ends = [end if math.isfinite(end) else None for end in interval]
+    return {"mean": estimate.value, "interval": ends, **note}
 
 
 def speedup_cell(estimate):
@@ -71,6 +72,7 @@ def optimum_cells(analysis, budget, family):
     if family in analysis.laws and analysis.base in analysis.laws:
         fits = analysis.laws
     if family != analysis.base and budget in fits[analysis.base].losses:
+        # Draws of the families are independent of each other.
         difference = with_draws(fits[family].losses[budget] - fits[analysis.base].losses[budget])
         cells["loss over the baseline's"] = cell(difference)
         found = speedup(fits[analysis.base], fits[family], budget)
@@ -215,7 +217,9 @@ def rates_table(points):
             )
     rates = sorted({rate for of_rates in losses.values() for rate in of_rates})
     rows, best_rates = [], {}
-    for (family, size), of_rates in losses.items():
+    families = list(dict.fromkeys(family for family, _ in losses))
+    for family, size in sorted(losses, key=lambda place: families.index(place[0])):
+        of_rates = losses[family, size]
         best = min(of_rates, key=of_rates.get)
         best_rates.setdefault(family, []).append(best)
         named = {rate: f"{loss:.4f}" for rate, loss in of_rates.items()}
@@ -242,7 +246,7 @@ def markdown(analysis, points, further, facts):
     parts = [_measured(analysis), rates_table(points), _optima(analysis), _laws(analysis)]
     if analysis.laws:
         parts.append(_further(analysis, further))
-    if len(analysis.families) > 1:
+    if len(analysis.families) > 1 and len(analysis.budgets) > 1:
         parts.append(_speedups(analysis))
     machines = sorted({point.machine for point in points})
     if len(machines) > 1:
