@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common, decode, latent_cost
-from efx import flops
+from efx import flops, tables
 from efx.config import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
@@ -35,6 +35,7 @@ from efx.layers import attend
 from efx.layers.attention_kernels import KERNELS
 from efx.metrics import quantity, read_metrics
 from efx.studies import isoflop
+from efx.studies.isoflop import report
 from efx.studies.step_time import take_turns
 
 # All that a row may say, with the formats of its numbers.
@@ -560,15 +561,18 @@ def _isoflop(setup):
     status = setup.run([*command, f"--workdir={folder}"])
     if status:
         raise RuntimeError(f"the study in {folder} ended with status {status}")
-    sizes, curves = isoflop.from_data(json.loads((folder / "isoflop.json").read_text()))
+    path = folder / "isoflop.json"
+    study = json.loads(path.read_text())
+    analysis = isoflop.analysis_of(isoflop.points_of(study, path), study["draws"])
     rows = {}
-    for (budget, family), cells in isoflop.optima_table(sizes, curves).items():
+    for (budget, family), cells in report.optima_table(analysis).items():
         measured, best = cells["least measured"]["mean"], cells["loss at the best size"]
         if isinstance(best, str):
-            says = f"least of those measured; no best size: {best}"
+            says = "least of those measured; their parabola has no minimum among them"
         else:
-            parameters = quantity(cells["its parameters"], "parameters")
-            says = f"least of those measured; {best['mean']:.4f} at the best size, {parameters}"
+            parameters = quantity(cells["its parameters"]["mean"], "parameters")
+            loss = tables.text(best, ".4f")
+            says = f"least of those measured; {loss} at the best size, {parameters}"
         rows[f" of {quantity(budget, 'FLOPs')}, {family}"] = {"loss": measured, "says": says}
     return rows
 

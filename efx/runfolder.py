@@ -600,6 +600,18 @@ def describe_launch(command_line):
     }
 
 
+def machine_of(launch):
+    """The devices of a launch's record, in words."""
+    kind, count = launch["devices"]["kind"], launch["device_count"]
+    return f"{launch['cpu_count']} CPU cores" if kind == "cpu" else f"{count} x {kind}"
+
+
+def revision_of(launch):
+    """The git revision of a launch's record, " with changes" if there were any, or "unknown"."""
+    git = launch["git"] or {"revision": "unknown", "dirty": False}
+    return git["revision"] + " with changes" * git["dirty"]
+
+
 def git_revision(package=None):
     """{"revision": sha, "dirty": bool} of the checkout that efx is run from, or None.
 

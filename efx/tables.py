@@ -1,6 +1,8 @@
 """Tables of results: numbers as text, Markdown, and files of both the table and its numbers.
 
-A cell is a number, a text, None (nothing to show), or the `summary` of several seeds.
+A cell is a number, a text, None (nothing to show), the `summary` of several seeds, or a fitted
+number with its interval, {mean, interval: [low, high]}, an end of which is None if it is infinite;
+the dicts may have a `note`.
 """
 
 import json
@@ -25,13 +27,17 @@ def number(value, form):
 
 
 def text(cell, form):
-    """A cell as text: "1.2345 ± 0.0678 (note)", a number, a text as it is, or ""."""
+    """A cell as text: "1.2345 ± 0.0678 (note)", "1.2345 (1.1000 to 1.3000; note)", a number, a
+    text as it is, or ""."""
     if cell is None or isinstance(cell, str):
         return cell or ""
     if not isinstance(cell, dict):
         return number(cell, form)
     spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
-    return number(cell["mean"], form) + spread + (f" ({cell['note']})" if "note" in cell else "")
+    ends = ["∞" if end is None else number(end, form) for end in cell.get("interval", ())]
+    notes = [" to ".join(ends)] if ends else []
+    notes += [cell["note"]] if "note" in cell else []
+    return number(cell["mean"], form) + spread + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def mean_and_spread(values):

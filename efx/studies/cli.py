@@ -83,7 +83,8 @@ def check_extra(extra):
 
 
 def check_command(name, arguments, made=()):
-    """UsageError, which names the run, for arguments of `efx.main` that it would refuse.
+    """The checked config of arguments of `efx.main`; UsageError, which names the run, for those
+    that it would refuse.
 
     All settings are checked, and that the files of the text are there; no model is built, since
     that would take the devices that the runs need.
@@ -94,13 +95,14 @@ def check_command(name, arguments, made=()):
     from efx.data.sources import check_present
 
     try:
-        c = run_settings.check(command_line.parse(["efx", *arguments]).config).data
+        config = run_settings.check(command_line.parse(["efx", *arguments]).config)
         for key in ("source", "eval_source"):
-            source = getattr(c, key)
+            source = getattr(config.data, key)
             if source and source not in made:
                 check_present(source, f"config.data.{key}")
     except UsageError as error:
         raise UsageError(f"the run {name!r}: {error}") from error
+    return config
 
 
 def numbers(flag, text):

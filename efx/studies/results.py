@@ -21,9 +21,12 @@ A file holds
     seeds, machine, revision, revision_of   a row may have a revision of its own
     headline                  [[row, the row it is compared with], ...] for the README
     picture                   "dots": the first column of every row, "curves": of an isoFLOP study
-                              (from `curves`), "kept": docs/NAME.png as it is, or ""
+                              (from `study`), "kept": docs/NAME.png as it is, or ""
     first, columns            title of the rows' names; {title: format of its numbers}
-    rows                      [{name, cells: {column: number, text, or {mean, spread, n}}}]
+    rows                      [{name, cells: {column: number, text, {mean, spread, n}, or
+                              {mean, interval}}}]
+    study                     of an isoFLOP study all points, with the settings of their runs, from
+                              which `python -m efx.studies.isoflop --from` goes on elsewhere
 
 where formats are those of `tables.number`, and a cell has the values of each seed (`values`) beside
 mean and spread if they are known.
@@ -41,6 +44,7 @@ from efx import runfolder, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
 from efx.studies import cli, isoflop, sweep
+from efx.studies.isoflop import picture, report
 
 SECTIONS = (
     "Dense models",
@@ -93,7 +97,7 @@ FIELDS = {
     "first": "run",
     "columns": None,
     "rows": None,
-    "curves": (),
+    "study": (),
 }
 START, END = "<!-- results -->", "<!-- end of results -->"
 
@@ -138,11 +142,19 @@ def write_result(path, result):
         if result[key] in (default, list(default or ())):
             continue
         value = json.dumps(result[key], ensure_ascii=False)
-        if key in ("commands", "rows", "curves"):
-            elements = [f"  {json.dumps(element, ensure_ascii=False)}" for element in result[key]]
-            value = "[\n" + ",\n".join(elements) + "\n ]"
+        if key in ("commands", "rows"):
+            value = _one_a_line(result[key])
+        if key == "study":
+            entries = {k: json.dumps(v, ensure_ascii=False) for k, v in result[key].items()}
+            entries["points"] = _one_a_line(result[key]["points"])
+            value = "{" + ",\n ".join(f'"{k}": {v}' for k, v in entries.items()) + "}"
         lines.append(f' "{key}": {value}')
     runfolder.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _one_a_line(elements):
+    lines = [f"  {json.dumps(element, ensure_ascii=False)}" for element in elements]
+    return "[\n" + ",\n".join(lines) + "\n ]"
 
 
 def read_results(folder):
@@ -256,7 +268,10 @@ def publish(root):
         if result["picture"] == "dots":
             draw_dots(result, root / f"docs/{name}.png")
         elif result["picture"] == "curves":
-            isoflop.draw(isoflop.from_data(result["curves"])[1], root / f"docs/{name}.png")
+            study = result["study"]
+            points = isoflop.points_of(study, root / f"results/{name}.json")
+            analysis = isoflop.analysis_of(points, study["draws"])
+            picture.draw(analysis, root / f"docs/{name}.png", study["further"])
 
 
 def draw_dots(result, path):
@@ -299,11 +314,11 @@ def draw_dots(result, path):
 
 
 def read_study(workdir):
-    """({row: {column: [value of each seed]}}, curves) of the tables that a study has written."""
+    """({row: {column: [value of each seed]}}, None) of the tables that a study has written, or
+    (None, the contents of its isoflop.json)."""
     workdir = pathlib.Path(workdir)
     if (workdir / "isoflop.json").is_file():
-        curves = json.loads((workdir / "isoflop.json").read_text())
-        return None, curves
+        return None, json.loads((workdir / "isoflop.json").read_text())
     if not (workdir / "table.json").is_file():
         raise UsageError(
             f"--from={workdir}: no table.json or isoflop.json: give the folder of a finished study"
@@ -313,7 +328,7 @@ def read_study(workdir):
         if isinstance(row, list):  # a dict of columns for each seed
             titles = list(dict.fromkeys(title for cells in row for title in cells))
             rows[name] = {title: [cells.get(title) for cells in row] for title in titles}
-    return rows, ()
+    return rows, None
 
 
 def describe_runs(workdir):
@@ -326,19 +341,24 @@ def describe_runs(workdir):
             seeds.add(runfolder.recorded_setting(path.parent, "seed"))
     if not launches:
         raise UsageError(f"--from={workdir}: no run folder in it says which code made it")
-    last_launch = launches[0]
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]
-    kind, cores = last_launch["devices"]["kind"], last_launch["cpu_count"]
-    machine = f"{cores} CPU cores" if kind == "cpu" else f"{last_launch['device_count']} x {kind}"
-    git = [launch["git"] or {"revision": "unknown", "dirty": False} for launch in launches]
-    revisions = sorted({launch["revision"] + " with changes" * launch["dirty"] for launch in git})
     return {
         "config": statistics.mode(config_flags).partition("=")[2] if config_flags else "",
         "seeds": sorted(seeds),
-        "machine": machine,
-        "revision": ", ".join(revisions),
+        "machine": runfolder.machine_of(launches[0]),
+        "revision": ", ".join(sorted({*map(runfolder.revision_of, launches)})),
+    }
+
+
+def describe_points(points, config):
+    """The same of the points of an isoFLOP study, whose runs may be on other machines."""
+    return {
+        "config": config,
+        "seeds": sorted({point.run.seed for point in points}),
+        "machine": "; ".join(sorted({point.machine for point in points})),
+        "revision": ", ".join(sorted({point.revision for point in points})),
     }
 
 
@@ -347,7 +367,7 @@ def import_study(path, workdir, new_fields, add=False):
 
     new_fields: {field: text} of a new file. add: keep rows that `workdir` lacks.
     """
-    rows, curves = read_study(workdir)
+    rows, study = read_study(workdir)
     if path.is_file():
         result = read_result(path)
     else:
@@ -356,14 +376,17 @@ def import_study(path, workdir, new_fields, add=False):
                 flag = "command" if field == "commands" else field
                 raise UsageError(f"--{flag} is missing: {path} is new")
         result = FIELDS | new_fields | {"columns": {}, "rows": []}
-    if curves:
-        sizes, parsed_curves = isoflop.from_data(curves)
-        columns = isoflop.FORMS
+    if study:
+        points = isoflop.points_of(study, pathlib.Path(workdir) / "isoflop.json")
+        columns = report.FORMS
         cells = {
             f"{family}, {quantity(budget, 'FLOPs')}": row
-            for (budget, family), row in isoflop.optima_table(sizes, parsed_curves).items()
+            for (budget, family), row in report.optima_table(
+                isoflop.analysis_of(points, study["draws"])
+            ).items()
         }
-        result |= {"curves": curves, "picture": "curves"}
+        kept = {name: value for name, value in study.items() if name != "fits"}
+        result |= {"study": kept, "picture": "curves"}
     else:
         titles = list(dict.fromkeys(title for row in rows.values() for title in row))
         columns = {title: sweep.form(title) for title in titles}
@@ -381,7 +404,8 @@ def import_study(path, workdir, new_fields, add=False):
         for name, row in cells.items()
     }
     measured_rows = {name: {"name": name, "cells": row} for name, row in shown.items()}
-    runs = describe_runs(workdir) | {"revision_of": FIELDS["revision_of"]}
+    runs = describe_points(points, study["config"]) if study else describe_runs(workdir)
+    runs |= {"revision_of": FIELDS["revision_of"]}
     runs["config"] = result["config"] or runs["config"]
     if add:
         runs["seeds"] = sorted({*runs["seeds"], *result["seeds"]})

@@ -37,27 +37,33 @@ STEP_TIME = "step time over the first's"
 LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_byte"}
 
 
-def load_file(path, kind, keys):
-    """The result of `get_<kind>()` of the file `--<kind>`: a dict with exactly these keys."""
+def load_file(path, kind, keys, optional=()):
+    """The result of `get_<kind>()` of the file `--<kind>`: a dict with these keys, perhaps also
+    some of those that are optional."""
     contents = run_file(kind, str(path), folder="sweeps")
     if not isinstance(contents, dict):
         raise UsageError(
-            f"{path}: get_{kind}() gave {_shown(contents)}; expected a dict with the keys"
+            f"{path}: get_{kind}() gave {shown(contents)}; expected a dict with the keys"
             f" {', '.join(keys)}"
         )
     for key in contents:
-        if key not in keys:
-            raise UsageError(f"{path}: {key!r} is not a key of a {kind}{nearest(key, keys)}")
+        if key not in (*keys, *optional):
+            hint = nearest(key, (*keys, *optional))
+            raise UsageError(f"{path}: {key!r} is not a key of a {kind}{hint}")
     for key in keys:
         if key not in contents:
             raise UsageError(f"{path}: the {kind} lacks {key!r}")
     if not isinstance(contents["config"], str):
         raise UsageError(
-            f"{path}: config={_shown(contents['config'])}: expected a config file or the name of"
+            f"{path}: config={shown(contents['config'])}: expected a config file or the name of"
             " one, such as 'configs/mod.py'"
         )
-    check_numbers(path, contents, "seeds", lambda seed: type(seed) is int and seed >= 0, "(0, 1)")
     return contents
+
+
+def check_seeds(path, contents):
+    """UsageError unless contents["seeds"] are seeds."""
+    check_numbers(path, contents, "seeds", lambda seed: type(seed) is int and seed >= 0, "(0, 1)")
 
 
 def check_numbers(path, contents, key, is_right, example):
@@ -66,20 +72,20 @@ def check_numbers(path, contents, key, is_right, example):
     if isinstance(numbers, tuple | list) and not numbers:
         raise UsageError(f"{path}: {key} is empty")
     if not isinstance(numbers, tuple | list) or not all(map(is_right, numbers)):
-        raise UsageError(f"{path}: {key}={_shown(numbers)}: expected numbers, e.g. {example}")
+        raise UsageError(f"{path}: {key}={shown(numbers)}: expected numbers, e.g. {example}")
 
 
 def check_changes(path, contents, key):
     """UsageError unless contents[key] says for one or more names which settings they change."""
     changes = contents[key]
     if not isinstance(changes, dict):
-        raise UsageError(f"{path}: {key}={_shown(changes)}: expected a dict")
+        raise UsageError(f"{path}: {key}={shown(changes)}: expected a dict")
     if not changes:
         raise UsageError(f"{path}: {key} is empty")
     for name, settings in changes.items():
         if not isinstance(name, str) or not isinstance(settings, dict):
             raise UsageError(
-                f"{path}: {key}[{name!r}]={_shown(settings)}: expected a name and a dict of the"
+                f"{path}: {key}[{name!r}]={shown(settings)}: expected a name and a dict of the"
                 " settings that it changes, e.g. {'model.depth': 8}"
             )
         for setting in settings:
@@ -87,7 +93,7 @@ def check_changes(path, contents, key):
                 raise UsageError(f"{path}: {key}[{name!r}]: {setting!r} is not a setting's name")
 
 
-def _shown(value):
+def shown(value):
     """A value of any type and length, in a few words."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -96,16 +102,15 @@ def _shown(value):
 def load_sweep(path):
     """The dict of a sweep file, checked."""
     sweep = load_file(path, "sweep", KEYS)
+    check_seeds(path, sweep)
     if sweep["equal"] not in ("flops", "tokens", ""):
-        raise UsageError(
-            f"{path}: equal={_shown(sweep['equal'])}, expected 'flops', 'tokens' or ''"
-        )
+        raise UsageError(f"{path}: equal={shown(sweep['equal'])}, expected 'flops', 'tokens' or ''")
     check_changes(path, sweep, "runs")
     columns = sweep["columns"]
     if not isinstance(columns, dict) or not all(
         isinstance(text, str) for item in columns.items() for text in item
     ):
-        raise UsageError(f"{path}: columns={_shown(columns)}: expected a dict, {{title: metric}}")
+        raise UsageError(f"{path}: columns={shown(columns)}: expected a dict, {{title: metric}}")
     check_folders(path, sweep)
     return sweep
 
@@ -180,15 +185,19 @@ def check_commands(sweep, workdir, extra):
 
 def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):
     arguments = command(sweep, workdir, name, seed, budget, extra)
-    status, log_name = jobs_lib.run_main(
-        f"{name}, seed {seed}", arguments, f"{folder(workdir, name, seed)}.log", cpus
-    )
+    run_one(f"{name}, seed {seed}", arguments, folder(workdir, name, seed), cpus)
+
+
+def run_one(title, arguments, run, cpus=None):
+    """`jobs.run_main` for the run folder `run`; UsageError for a run that did not get to its end,
+    which one whose loss is not finite there did."""
+    status, log_name = jobs_lib.run_main(title, arguments, f"{run}.log", cpus)
     if status == NOT_FINITE:
-        print(f"-- {name}, seed {seed}: not finite at its end; {log_name} says why", flush=True)
+        print(f"-- {title}: not finite at its end; {log_name} says why", flush=True)
     elif status:
         raise UsageError(
-            f"the run {name!r} with seed {seed} ended with status {status}; "
-            f"{log_name} says why. Start the sweep again to go on from here"
+            f"the run {title!r} ended with status {status}; {log_name} says why. Start the study"
+            " again to go on from here"
         )
 
 

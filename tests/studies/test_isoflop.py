@@ -1,16 +1,27 @@
-"""isoFLOP curves: the fit, what is said where there is none, and the study from runs to tables."""
+"""isoFLOP studies: from a grid to runs, from runs to points, tables, numbers and picture; points of
+other machines; what is refused in one line."""
 
+import functools
 import itertools
 import json
 import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from efx import tables
+from efx import settings, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import isoflop, sweep
+from efx.studies import cli, isoflop, job_list, sweep
+from efx.studies.isoflop import analysis, law, picture, report
+from efx.studies.isoflop import grid as grid_lib
+from efx.studies.isoflop import points as points_lib
+from efx.studies.isoflop.bootstrap import Estimate
 
 GRID = """
 def get_grid():
@@ -18,176 +29,522 @@ def get_grid():
                 families={"dense": {"model.depth_routing.kind": "none"}, "MoD": {}},
                 sizes={f"{n} blocks": {"model.depth": n} for n in (2, 4, 8)})
 """
-SIZES = np.array([1e3, 3e3, 1e4, 5e4])
+RATES = GRID.replace("seeds=", "learning_rates=(1e-3, 4e-3, 2e-3), seeds=")
+LAW = law.Law(1.0, 8.0, 9.0, 0.3, 0.25)
+TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
 
 
-def parabola(n, a, b, best):
-    return a + b * (np.log(n) - math.log(best)) ** 2
+CHECK = cli.check_command
+
+
+@functools.cache
+def checked(name, arguments):
+    return CHECK(name, arguments)
+
+
+def check_once(name, arguments):
+    """`cli.check_command`, which takes long: once for runs that differ in seed and folder alone."""
+    alike = [
+        argument for argument in arguments if not re.match(r"--(workdir|config.seed)=", argument)
+    ]
+    return checked(name, (*alike, "--workdir=x"))
+
+
+def fake_run(grid, workdir, run, loss=None, row=(), launch=(), record=()):
+    """The folder of a finished run, with a loss of LAW.
+
+    loss: a function of (run, that loss). The others: changed entries of the last row of metrics,
+    of the launch's record, of run.json.
+    """
+    plain = settings.as_dict(check_once(run.name, grid_lib.command(grid, workdir, run)))
+    folder = grid_lib.folder(workdir, run)
+    folder.mkdir(parents=True)
+    blocks = int(run.size.split()[0])
+    parameters, cost = 1000 * blocks, 6000 * blocks * (0.5 if run.family == "MoD" else 1)
+    by_law = float(LAW.loss(parameters, run.budget / cost)) + 0.01 * run.seed
+    last = {"tokens": run.budget / cost, "flops": run.budget, "seconds": 1e-9 * run.budget}
+    last |= {"eval/loss": loss(run, by_law) if loss else by_law, "eval/split_fraction": 1.0}
+    (folder / "config.json").write_text(json.dumps(plain | {"seed": run.seed}))
+    made_by = {
+        "git": {"revision": "c0ffee" * 6, "dirty": False},
+        "devices": {"kind": "cpu"},
+        "device_count": 1,
+        "cpu_count": 3,
+        "command_line": ["efx", "--config=configs/mod.py"],
+    }
+    says = {"launches": [made_by | dict(launch)], "text": TEXT, "tokenizer": "words"}
+    (folder / "run.json").write_text(json.dumps(says | dict(record)))
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        writer.write(0, {"parameters": parameters})
+        writer.write(10, last | dict(row))
+    return folder
+
+
+def fake_runs(grid, workdir, **how):
+    for run in grid_lib.all_runs(grid):
+        fake_run(grid, workdir, run, **how)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a grid and all its runs; not to be changed: `copy` is."""
+    top = tmp_path_factory.mktemp("finished")
+    (top / "grid.py").write_text(GRID)
+    fake_runs(isoflop.load_grid(top / "grid.py"), top / "w")
+    return top
 
 
 @pytest.fixture
-def grid(tmp_path):
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that the study would have started are made by `fake_run`: [(run's name, seed)]."""
+    made = []
+
+    def run_one(title, arguments, folder, cpus=None):
+        run = next(run for run in trained.runs if grid_lib.folder(trained.workdir, run) == folder)
+        made.append((run.name, run.seed))
+        fake_run(trained.grid, trained.workdir, run, loss=trained.loss)
+
+    def of(path, workdir, loss=None):
+        trained.grid, trained.workdir, trained.loss = isoflop.load_grid(path), workdir, loss
+        trained.runs = grid_lib.all_runs(trained.grid)
+        made.clear()
+        return made
+
+    trained = of
+    monkeypatch.setattr(sweep, "run_one", run_one)
+    return of
+
+
+@pytest.fixture(autouse=True)
+def quick(request, monkeypatch):
+    """Settings are parsed once, and pictures, which take as long as all else, drawn by one test."""
+    monkeypatch.setattr(cli, "check_command", check_once)
+    if "picture" not in request.node.name:
+        monkeypatch.setattr(picture, "draw", lambda *_: None)
+
+
+def call(top, *more, workdir="w"):
+    how = [f"--grid={top / 'grid.py'}", f"--workdir={top / workdir}", "--draws=20"]
+    return isoflop.main([*how, *more])
+
+
+def refused(capsys, words):
+    """The one line that a call has said."""
+    said = capsys.readouterr().err
+    assert said.startswith("efx: error: ") and said.count("\n") == 1, said
+    assert words in said, said
+
+
+# ---- grids -------------------------------------------------------------------------------------
+
+
+def test_the_grid_as_runs(tmp_path):
     path = tmp_path / "grid.py"
     path.write_text(GRID)
-    return isoflop.load_grid(path)
-
-
-def fake_runs(grid, workdir, best):
-    """Run folders with losses on parabolas whose minima, and where they lie, are chosen.
-
-    best: {(budget, family): (a, best size)}; the second seed is 0.1 worse everywhere.
-    """
-    for (budget, family), (a, size) in best.items():
-        for number, seed in [(n, s) for n in (2, 4, 8) for s in grid["seeds"]]:
-            name = isoflop.run_name(family, f"{number} blocks", budget)
-            run = sweep.folder(workdir, name, seed)
-            run.mkdir(parents=True)
-            parameters = 1000 * number
-            loss = parabola(parameters, a, 0.5, size) + 0.1 * seed
-            cost = 6 * parameters * (0.5 if family == "MoD" else 1)
-            with MetricsWriter(run, tensorboard=False) as writer:
-                writer.write(0, {"parameters": parameters})
-                row = {"tokens": budget / cost, "flops": budget, "train/loss": 9.0}
-                writer.write(10, {**row, "eval/loss": loss, "eval/bits_per_byte": 2 * loss})
-
-
-def test_a_fit_finds_the_vertex_whatever_the_order():
-    losses = parabola(SIZES, a=1.7, b=0.3, best=4e3)
-    for order in ([0, 1, 2, 3], [3, 0, 2, 1]):
-        best = isoflop.fit_parabola(SIZES[order], 6 * SIZES[order], losses[order])
-        assert best.parameters == pytest.approx(4e3)
-        assert best.loss == pytest.approx(1.7)
-        assert best.flops == pytest.approx(6 * 4e3)  # proportional: interpolated in logarithms
-        assert best.residual == pytest.approx(0, abs=1e-9)
-    best = isoflop.fit_parabola(SIZES, 6 * SIZES, losses + np.array([0.1, -0.1, 0.1, -0.1]))
-    assert 0.02 < best.residual < 0.1
-
-
-@pytest.mark.parametrize("best", [900.0, 6e4])
-def test_no_minimum_among_the_sizes_is_no_optimum(best):
-    assert isoflop.fit_parabola(SIZES, SIZES, parabola(SIZES, 1.7, 0.3, best)) is None
-    assert isoflop.fit_parabola(SIZES, SIZES, parabola(SIZES, 1.7, -0.3, 4e3)) is None  # a maximum
-
-
-def test_the_grid_as_runs(grid, tmp_path):
-    spec = isoflop.as_sweep(grid)
-    assert len(spec["runs"]) == 2 * 3 * 2
-    first = next(iter(spec["runs"]))
-    assert first == "dense, 2 blocks, 1.00 GFLOPs"  # the small budget first
-    command = sweep.command(spec, tmp_path, first, 1, {}, ["--config.data.batch_size=2"])
-    for part in (
-        "train_flops=1000000000.0",
-        "steps=0",
-        "seed=1",
-        "model.depth=2",
-        "model.depth_routing.kind=none",
-        "data.batch_size=2",
-    ):
+    grid = isoflop.load_grid(path)
+    runs = grid_lib.runs_of(grid, {})
+    assert len(runs) == len({*runs}) == 2 * 3 * 2 * 2
+    # The first seed and the small budget first.
+    assert runs[0] == ("dense", "2 blocks", 1e9, 0, None)
+    assert [run.seed for run in runs] == [0] * 12 + [1] * 12
+    assert runs[0].name == "dense, 2 blocks, 1.00 GFLOPs"
+    command = grid_lib.command(grid, tmp_path, runs[12], ["--config.data.batch_size=2"])
+    for part in ("train_flops=1000000000.0", "steps=0", "seed=1", "model.depth=2",
+                 "model.depth_routing.kind=none", "data.batch_size=2"):  # fmt: skip
         assert f"--config.{part}" in command
 
 
-def test_tables_numbers_and_picture(grid, tmp_path, capsys):
-    fake_runs(
-        grid,
-        tmp_path,
-        {
-            (1e9, "dense"): (2.0, 3000),
-            (1e9, "MoD"): (1.9, 6000),
-            (2e9, "dense"): (1.5, 4000),
-            (2e9, "MoD"): (1.6, 20_000),
-        },
-    )
-    how = ["--grid", str(tmp_path / "grid.py"), "--workdir", str(tmp_path), "--table-only"]
-    assert isoflop.main(how) == 0
-    text = (tmp_path / "isoflop.md").read_text()
-    assert text in capsys.readouterr().out and "python -m efx.studies.isoflop --grid" in text
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
-            if line.startswith("|")]  # fmt: skip
-    loss = parabola(4000, 2.0, 0.5, 3000) + 0.05
-    spread = 0.1 / math.sqrt(2)
-    assert rows[2][:4] == ["2 blocks", "dense", "2.00k", "12.0 kFLOPs"]
-    assert rows[4][:2] == ["4 blocks", "dense"] and rows[4][4] == f"{loss:.4f} ± {spread:.4f}"
-    fits = rows[8:]
-    best = parabola(2000, 2.0, 0.5, 3000), parabola(4000, 2.0, 0.5, 3000)
-    assert best[1] < best[0]
-    assert fits[2] == ["1.00 GFLOPs", "dense", "4 blocks", f"{best[1] + 0.05:.4f} ± {spread:.4f}",
-                       f"2.0500 ± {spread:.4f}", "3.00k", "18.0 kFLOPs", "0.000",
-                       "", "", ""]  # fmt: skip
-    # By pairs of seeds: each is 0.1 better, twice as large, as costly.
-    assert fits[3][1:5:3] == ["MoD", f"1.9500 ± {spread:.4f}"]
-    assert fits[3][8:] == ["-0.1000 ± 0.0000", "2.00", "1.00"]
-    assert fits[4][:5:4] == ["2.00 GFLOPs", f"1.5500 ± {spread:.4f}"]
-    assert fits[5][2] == "8 blocks"
-    assert fits[5][4] == "enclosed in 0 of 2 seeds" and not any(fits[5][5:])
-    numbers = json.loads((tmp_path / "isoflop.json").read_text())
-    assert [one["family"] for one in numbers] == ["dense", "MoD", "dense", "MoD"]
-    assert numbers[0]["optima"][0]["loss"] == pytest.approx(2.0)
-    assert numbers[3]["optima"] == [None, None]
-    assert (tmp_path / "isoflop.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_where_only_some_seeds_enclose_a_minimum_the_means_are_fitted():
-    sizes = np.array([2e3, 4e3, 8e3])
-
-    def curve(*optima):
-        losses = np.stack([parabola(sizes, a, 0.5, size) for a, size in optima], axis=1)
-        return isoflop.Curve(sizes, 6 * sizes, losses)
-
-    base, other = curve((2.0, 3000), (2.0, 1500)), curve((1.9, 4000), (1.9, 4000))
-    assert [one is None for one in base.optima()] == [False, True]
-    mean = base.of_means()
-
-    def cells(curve):
-        found = isoflop.optimum_cells(["a", "b", "c"], curve, base)
-        return [tables.text(found.get(title), form) for title, form in isoflop.FORMS.items()][2:]
-
-    own = cells(base)
-    assert own[0] == f"{mean.loss:.4f} (fit of the means; enclosed in 1 of 2 seeds)"
-    assert not any(own[4:])
-    better = cells(other)
-    assert better[0] == "1.9000 ± 0.0000"
-    assert better[4:6] == [f"{1.9 - mean.loss:.4f}", f"{4000 / mean.parameters:.2f}"]
-
-
-def test_bad_grids_and_missing_runs_are_one_line(grid, tmp_path, capsys):
+def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     path = tmp_path / "grid.py"
-    path.write_text(GRID.replace("(2, 4, 8)", "(2, 4)"))
-    with pytest.raises(UsageError, match="2 sizes; a parabola needs three"):
-        isoflop.load_grid(path)
-    path.write_text(GRID.replace("families=", "family="))
-    with pytest.raises(UsageError, match="'family' is not a key of a grid .*did you mean 'famil"):
-        isoflop.load_grid(path)
-    for before, after, words in (
-        ("(2e9, 1e9)", "()", "budgets is empty"),
-        ("(2e9, 1e9)", "(1e9, 0)", "budgets=.*: expected numbers"),
-        ("(2e9, 1e9)", "(1e9, float('nan'))", "budgets=.*: expected numbers"),
-        ("families={", "families=None and {", "families=None: expected a dict"),
-        ("sizes={", "sizes={} and {", "sizes is empty"),
-        ("return dict", "dict", r"get_grid\(\) gave None"),
-    ):
-        assert before in GRID
-        path.write_text(GRID.replace(before, after))
-        with pytest.raises(UsageError, match=words):
-            isoflop.load_grid(path)
-    with pytest.raises(UsageError, match=r"has no function get_sweep\(\)"):
-        sweep.load_sweep(path)
-    path.write_text(GRID)
-    assert isoflop.main(["--grid", str(path), "--workdir", str(tmp_path), "--table-only"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("efx: error: cannot read") and "Traceback" not in said
+    half = '"half": {"model.width": {"2 blocks": 32, "4 blocks": 64, "8 blocks": 96}}, "MoD"'
+    text = GRID.replace("(0, 1)", '{"dense": (0, 1, 2), "half": (3,), "MoD": (0,)}')
+    path.write_text(text.replace('"MoD": {}', f"{half}: {{}}"))
+    grid = isoflop.load_grid(path)
+    runs = grid_lib.runs_of(grid, {})
+    assert len(runs) == (3 + 1 + 1) * 6
+    widths = {
+        run.size: grid_lib.changes(grid, run)["model.width"]
+        for run in runs
+        if run.family == "half" and run.seed == 3
+    }
+    assert widths == {"2 blocks": 32, "4 blocks": 64, "8 blocks": 96}
 
 
-def test_a_run_that_has_not_ended_is_one_line(grid, tmp_path, capsys):
-    everywhere = itertools.product(grid["budgets"], grid["families"])
-    fake_runs(grid, tmp_path, {point: (2.0, 3000) for point in everywhere})
-    run = sweep.folder(tmp_path, isoflop.run_name("MoD", "4 blocks", 2e9), 1)
-    start, end = (run / "metrics.jsonl").read_text().splitlines()
-    how = ["--grid", str(tmp_path / "grid.py"), "--workdir", str(tmp_path), "--table-only"]
-    for change, words in (
-        ({"flops": 1e9}, "1.00 GFLOPs of training, its budget is 2.00 GFLOPs"),
-        ({"eval/loss": None}, "no held-out loss"),
+@pytest.mark.parametrize("before, after, words", [
+    ("(2, 4, 8)", "(2, 4)", "2 sizes; a parabola needs three"),
+    ("families=", "family=", "'family' is not a key of a grid (did you mean 'families'"),
+    ("seeds=", "learning_rate=1, seeds=", "'learning_rate' is not a key of a grid (did you mean"),
+    ("(2e9, 1e9)", "()", "budgets is empty"),
+    ("(2e9, 1e9)", "(1e9, 0)", "expected numbers"),
+    ("(2e9, 1e9)", "(1e9, float('nan'))", "expected numbers"),
+    ("families={", "families=None and {", "families=None: expected a dict"),
+    ("sizes={", "sizes={} and {", "sizes is empty"),
+    ("return dict", "dict", "get_grid() gave None"),
+    ("(0, 1)", '{"dense": (0,)}', "or numbers for each of the families dense, MoD"),
+    ("(0, 1)", '{"dense": (0,), "MoD": ()}', "seeds is empty"),
+    ("(0, 1)", "(0, 0)", "has one of them twice"),
+    ('"MoD": {}', '"MoD": {"model.width": {"2 blocks": 8}}', "or one for each of the sizes 2 bl"),
+    ("seeds=", "rates_budget=1e9, seeds=", "without learning_rates to try there"),
+    ("seeds=", "learning_rates=(1e-3,), seeds=", "expected two or more that differ"),
+    ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),
+    ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
+    ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
+])  # fmt: skip
+def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
+    assert before in GRID
+    text = GRID.replace(before, after)
+    if "sets optim" in words:
+        text = text.replace("seeds=", "learning_rates=(1e-3, 2e-3), seeds=")
+    (tmp_path / "grid.py").write_text(text)
+    assert call(tmp_path, "--table-only") == 2
+    refused(capsys, words)
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--draws=3"], "--draws=3: intervals need 20 or more"),
+    (["--further", "0.5"], "expected numbers above 1"),
+    (["--hosts=2"], "--hosts is of --list-jobs tpu"),
+    (["--list-jobs", "slum", "x"], "--list-jobs slum: expected one of plain: "),
+    (["--list-jobs", "plain", "x", "--hosts=2"], "--hosts=2: a number of at least 1, of"),
+    (["--list-jobs", "tpu", "x", "--hosts=0"], "--hosts=0: a number of at least 1"),
+    (["--from=nothing.json"], "cannot read nothing.json"),
+])  # fmt: skip
+def test_bad_flags_are_one_line(more, words, finished, tmp_path, capsys):
+    shutil.copy(finished / "grid.py", tmp_path)
+    assert call(tmp_path, *more) == 2
+    refused(capsys, words)
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.py"]
+
+
+# ---- from runs to tables -----------------------------------------------------------------------
+
+
+def rows_of(text):
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+
+
+def test_tables_numbers_and_picture(copy, capsys):
+    assert call(copy, "--table-only", "--further", "10", "100") == 0
+    text = (copy / "w/isoflop.md").read_text()
+    assert text in capsys.readouterr().out and "python -m efx.studies.isoflop --grid" in text
+    assert "whole held-out split" in text and "2 seeds a point" in text
+    rows = rows_of(text)
+    loss = float(LAW.loss(2000, 1e9 / 12e3)) + 0.005
+    spread = f" ± {0.01 / math.sqrt(2):.4f}"
+    assert rows[2][:5] == ["2 blocks", "dense", "2.00k", "12.0 kFLOPs", f"{loss:.4f}{spread}"]
+    assert rows[3][:4] == ["", "MoD", "2.00k", "6.00 kFLOPs"]
+    optima = rows[10:14]
+    places = [["1.00 GFLOPs", "dense"], ["", "MoD"], ["2.00 GFLOPs", "dense"], ["", "MoD"]]
+    assert [row[:2] for row in optima] == places
+    losses = {n: float(LAW.loss(1e3 * n, 1e9 / (6e3 * n))) + 0.005 for n in (2, 4, 8)}
+    least = min(losses, key=losses.get)
+    assert optima[0][2:4] == [f"{least} blocks", f"{losses[least]:.4f}{spread}"]
+    further = [row[:2] for row in rows if row[0] in ("20.0 GFLOPs", "200 GFLOPs")]
+    assert further == [["20.0 GFLOPs", "dense"], ["20.0 GFLOPs", "MoD"],
+                       ["200 GFLOPs", "dense"], ["200 GFLOPs", "MoD"]]  # fmt: skip
+    # Half the FLOPs for the same: a speedup of two, and as much in seconds, a FLOP of which is
+    # alike here.
+    speedup = rows[-1]
+    assert speedup[:2] == ["2.00 GFLOPs", "MoD"]
+    assert speedup[3].startswith("2.0") and speedup[5].startswith("2.0")
+
+    data = json.loads((copy / "w/isoflop.json").read_text())
+    assert len(data["points"]) == 24 and data["settings"]["model.family"] == "decoder"
+    first = data["points"][0]
+    assert first["loss"] == pytest.approx(loss - 0.005) and first["machine"] == "3 CPU cores"
+    assert first["revision"] == "c0ffee" * 6 and first["settings"]["model.depth"] == 2
+    assert "seed" not in data["settings"] and first["seconds"] == 1.0
+    fits = data["fits"]["laws"][0]
+    assert [optimum["measured"] for optimum in fits["optima"]] == [True, True, False, False]
+    assert {"value", "80", "95", "share"} == {*fits["law"]["a"]}
+    assert (copy / "w/isoflop.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_tables_say_where_there_is_nothing():
+    """One budget, sizes that enclose no minimum, a baseline that is never as good."""
+    sizes = np.array([1e3, 2e3, 4e3])
+
+    def measured(losses, budgets):
+        parts = [np.repeat(budgets, 3), np.tile(sizes, len(budgets))]
+        columns = [*parts, 1e9 / parts[1], 6 * parts[1], np.full(len(parts[0]), np.nan)]
+        names = [f"{size:g}" for size in parts[1]]
+        return analysis.Measured(names, *columns, [np.array([loss]) for loss in losses])
+
+    found = analysis.analyse(
+        {"dense": measured([3.0, 2.9, 2.8], [1e9]), "MoD": measured([2.9, 2.5, 2.6], [1e9])}, 20
+    )
+    cells = report.optima_table(found)
+    assert cells[1e9, "dense"]["loss at the best size"].startswith("none")
+    assert cells[1e9, "MoD"]["loss over the baseline's"] == "none"
+    best = cells[1e9, "MoD"]["loss at the best size"]
+    assert best["mean"] == pytest.approx(2.477, abs=2e-3)
+    # A parabola through three points of one seed each says nothing of its scatter.
+    assert best["note"] == "no interval" and "interval" not in best
+
+    # A baseline that does not get there in some draws.
+    open_ended = report.speedup_cell(Estimate(1.5, np.array([1.25, np.inf, np.nan, np.inf])))
+    assert tables.text(open_ended, ".2f") == "1.50 (1.25 to ∞; 75% of draws)"
+    assert "does not get there" in report.speedup_cell(Estimate(np.inf, np.array([np.inf])))
+
+    class Seen:
+        fitted, machine = True, "m"
+
+    text = report.markdown(found, [Seen], [10.0], "facts")
+    assert "No law of dense: the law L(N, D) has 5 parameters" in text
+    assert "further budgets" not in text and "1 seed a point" in text
+
+
+# ---- points that exist, and others -------------------------------------------------------------
+
+
+def test_runs_that_have_ended_are_not_made_again_and_a_grid_may_grow(copy, trained):
+    grid = copy / "grid.py"
+    made = trained(grid, copy / "w")
+    assert call(copy) == 0 and made == []
+    grid.write_text(GRID.replace("(2e9, 1e9)", "(2e9, 4e9, 1e9)").replace("(0, 1)", "(0, 1, 2)"))
+    made = trained(grid, copy / "w")
+    assert call(copy) == 0
+    new = {("4.00" in name, seed) for name, seed in made}
+    assert len(made) == 6 * 3 + 6 * 2 and new == {(True, 0), (True, 1), (True, 2), (False, 2)}
+    assert len(json.loads((copy / "w/isoflop.json").read_text())["points"]) == 54
+
+
+def test_a_study_goes_on_on_another_machine(copy, trained, capsys):
+    assert call(copy, "--table-only") == 0
+    here = (copy / "w/isoflop.md").read_text()
+    shutil.rmtree(copy / "w/dense_2_blocks_1.00_GFLOPs-seed0")
+    (copy / "w/isoflop.json").rename(copy / "points.json")
+    shutil.rmtree(copy / "w")
+    given = f"--from={copy / 'points.json'}"
+    made = trained(copy / "grid.py", copy / "w")
+    assert call(copy, given) == 0 and made == []
+    assert (copy / "w/isoflop.md").read_text().splitlines()[:-1] == here.splitlines()[:-1]
+
+    # A new budget is trained here, and all points are in the new file.
+    (copy / "grid.py").write_text(GRID.replace("(2e9, 1e9)", "(2e9, 4e9, 1e9)"))
+    made = trained(copy / "grid.py", copy / "w")
+    assert call(copy, given) == 0 and len(made) == 12
+    points = json.loads((copy / "w/isoflop.json").read_text())["points"]
+    assert len(points) == 36
+
+    # Foreign points are told, not mixed in.
+    capsys.readouterr()
+    assert call(copy, given, "--", "--config.model.width=32") == 2
+    refused(capsys, "dense, 2 blocks, 1.00 GFLOPs: a run of other settings: config.model.width is")
+    (copy / "grid.py").write_text(GRID.replace("(2e9, 1e9)", "(2e9, 3e9)"))
+    assert call(copy, given) == 2
+    refused(capsys, "dense, 2 blocks, 1.00 GFLOPs, seed 0, is no run of the grid; add its family")
+    for text, words in (
+        ('{"title": "x"}', "a result without the points of its study"),
+        ('{"points": [{}]}', "no points of an isoFLOP study (KeyError"),
+        ("[]", "no points of an isoFLOP study (TypeError"),
+        ("{", "no JSON"),
     ):
-        (run / "metrics.jsonl").write_text(f"{start}\n{json.dumps(json.loads(end) | change)}\n")
-        assert isoflop.main(how) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and str(run) in said and words in said
+        (copy / "points.json").write_text(text)
+        assert call(copy, given) == 2
+        refused(capsys, words)
+
+
+def test_settings_that_came_later_are_at_their_default():
+    expected = {"model.family": "decoder", "model.width": 8, "model.init_std": 0.02}
+    points_lib.check_settings("x", {"model.family": "decoder", "model.width": 8}, expected)
+    with pytest.raises(UsageError, match=r"x: .*model.init_std is 0.02 there and 0.5 in the grid"):
+        points_lib.check_settings(
+            "x", {"model.family": "decoder", "model.width": 8}, expected | {"model.init_std": 0.5}
+        )
+    with pytest.raises(UsageError, match=r"config.gone is 1 there and absent in the grid"):
+        points_lib.check_settings("x", expected | {"gone": 1}, expected)
+    with pytest.raises(UsageError, match="and 2 more; leave"):
+        points_lib.check_settings("x", expected | dict.fromkeys("abcde", 1), expected)
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"record": {"tokenizer": "letters"}}, "are of other tokenizers"),
+    ({"record": {"text": TEXT | {"source": "xyz"}}}, "are of other texts"),
+    ({"row": {"eval/split_fraction": 0.5}}, "are of other parts of the held-out text"),
+    ({"row": {"eval/loss": math.nan}}, "no held-out loss: it is not finite"),
+    ({"row": {"flops": 1e9}}, "1.00 GFLOPs of training, its budget is 2.00 GFLOPs"),
+    ({"record": {"launches": []}}, "metrics.jsonl or run.json lacks its beginning"),
+])  # fmt: skip
+def test_runs_that_do_not_belong_together_are_one_line(changed, words, copy, capsys):
+    grid = isoflop.load_grid(copy / "grid.py")
+    run = grid_lib.Run("MoD", "4 blocks", 2e9, 1, None)
+    folder = grid_lib.folder(copy / "w", run)
+    shutil.rmtree(folder)
+    fake_run(grid, copy / "w", run, **changed)
+    assert call(copy, "--table-only") == 2
+    refused(capsys, words)
+
+
+def test_half_written_folders_are_one_line(copy, capsys):
+    folder = grid_lib.folder(copy / "w", grid_lib.Run("MoD", "4 blocks", 2e9, 1, None))
+    metrics = (folder / "metrics.jsonl").read_text()
+    start, end = metrics.splitlines()
+    # Evaluated once, but not at its end.
+    later = json.dumps({"step": 11, "flops": 2e9})
+    for lines, words in (
+        (f"{start}\n{end}\n{later}\n", "no held-out loss: the run has not finished"),
+        (f"{start}\n{end}", "0 FLOPs of training, its budget is 2.00 GFLOPs"),
+        ("nonsense\nnonsense\n", "line 1 is not a metrics row"),
+    ):
+        (folder / "metrics.jsonl").write_text(lines)
+        assert call(copy, "--table-only") == 2
+        refused(capsys, words)
+    (folder / "metrics.jsonl").unlink()
+    assert call(copy, "--table-only") == 2
+    refused(capsys, "no step is logged yet")
+    (folder / "metrics.jsonl").write_text(metrics)
+    (folder / "config.json").unlink()
+    assert call(copy, "--table-only") == 2
+    refused(capsys, "has metrics.jsonl but no config.json: a part of a copy")
+    shutil.rmtree(folder)
+    assert call(copy, "--table-only") == 2
+    refused(capsys, "the run has not begun")
+
+
+def test_seconds_of_different_machines_are_not_compared(copy, capsys):
+    grid = isoflop.load_grid(copy / "grid.py")
+    run = grid_lib.Run("MoD", "4 blocks", 2e9, 1, None)
+    shutil.rmtree(grid_lib.folder(copy / "w", run))
+    fake_run(grid, copy / "w", run, launch={"cpu_count": 64})
+    assert call(copy, "--table-only") == 0
+    text = capsys.readouterr().out
+    assert "of different machines (3 CPU cores; 64 CPU cores)" in text
+    assert rows_of(text)[-1][4:] == ["", ""] and rows_of(text)[-1][3]
+
+
+# ---- learning rates ----------------------------------------------------------------------------
+
+
+def test_the_best_rate_of_each_size_is_that_of_its_other_runs(tmp_path, trained, capsys):
+    (tmp_path / "grid.py").write_text(RATES)
+    best = {"2 blocks": 2e-3, "4 blocks": 4e-3, "8 blocks": 1e-3}
+
+    def loss(run, by_law):
+        if run.family == "MoD" and run.rate == 4e-3:
+            return math.nan
+        wanted = 2e-3 if run.family == "MoD" else best[run.size]
+        return by_law + abs(math.log(run.rate / wanted))
+
+    made = trained(tmp_path / "grid.py", tmp_path / "w", loss)
+    assert call(tmp_path) == 0
+    # All rates with the first seed at the smallest budget; the best of them is no further run.
+    first = made[: 6 * 3]
+    assert {(seed, "1.00 GFLOPs" in name) for name, seed in first} == {(0, True)}
+    assert len(made) == len({*made}) == 6 * 3 + 6 * 3
+    for name, _ in made[18:]:
+        family, size = name.split(", ")[:2]
+        assert name.endswith(f"rate {2e-3 if family == 'MoD' else best[size]:g}")
+    text = capsys.readouterr().out
+    rows = {tuple(row[:2]): row[2:] for row in rows_of(text)}
+    assert rows["dense", "4 blocks"][-1] == "at the end" and "**" in rows["dense", "4 blocks"][2]
+    assert rows["MoD", "4 blocks"][2:] == ["not finite", ""] and "**" in rows["MoD", "4 blocks"][1]
+    assert "dense: 0.001 to 0.004, 4 times; MoD: 0.002 for all sizes" in text
+    # From its file alone nothing is trained either, and the table is there again.
+    (tmp_path / "w/isoflop.json").rename(tmp_path / "points.json")
+    shutil.rmtree(tmp_path / "w")
+    assert len(json.loads((tmp_path / "points.json").read_text())["points"]) == 36
+    made.clear()
+    assert call(tmp_path, f"--from={tmp_path / 'points.json'}") == 0 and not made
+    again = capsys.readouterr().out
+    assert again.splitlines()[:-2] == text[text.index("Held-out loss (nats)") :].splitlines()[:-2]
+
+
+def test_no_rate_with_a_finite_loss_is_one_line(tmp_path, trained, capsys):
+    (tmp_path / "grid.py").write_text(RATES)
+    trained(tmp_path / "grid.py", tmp_path / "w", lambda run, by_law: math.nan)
+    assert call(tmp_path) == 2
+    refused(capsys, "dense, 2 blocks: no learning rate of 0.001, 0.004, 0.002 ends with a finite")
+
+
+# ---- lists of jobs -----------------------------------------------------------------------------
+
+
+def listed(path, begins):
+    lines = [line for line in path.read_text().splitlines() if line.startswith(begins)]
+    return [line[line.index("--workdir=") :].split()[0].rpartition("/")[2] for line in lines]
+
+
+def test_lists_of_the_missing_runs(copy, capsys):
+    grid = isoflop.load_grid(copy / "grid.py")
+    runs = [run for run in grid_lib.all_runs(grid) if run.seed == 1]
+    for run in runs:
+        shutil.rmtree(grid_lib.folder(copy / "w", run))
+    names = [grid_lib.folder(copy / "w", run).name for run in runs]
+    assert call(copy, "--list-jobs", "plain", str(copy / "l/jobs")) == 0
+    assert f"{copy / 'l/jobs'}\n12 of 24 runs, 18.0 GFLOPs" in capsys.readouterr().out
+    assert listed(copy / "l/jobs", "python -m efx.main --config=configs/mod.py") == names
+
+    assert call(copy, "--list-jobs", "slurm", str(copy / "l/array")) == 0
+    assert listed(copy / "l/array", "bash launch/scheduled.sh --config=") == names
+    script = (copy / "l/array.sbatch").read_text()
+    assert "#SBATCH --array=1-12\n" in script and f'p" {copy / "l/array"})' in script
+
+    assert call(copy, "--list-jobs", "tpu", str(copy / "l/host"), "--hosts=3") == 0
+    shares = [
+        listed(copy / f"l/host.{host}", "bash launch/local.sh --config=") for host in range(3)
+    ]
+    assert sorted(itertools.chain(*shares)) == sorted(names)
+    assert all(share == [name for name in names if name in share] for share in shares)
+    flops = [sum(2 if "2.00" in name else 1 for name in share) for share in shares]
+    assert flops == [6, 6, 6]
+    checker = shutil.which("shellcheck", path=Path(sys.executable).parent)
+    for path in (copy / "l/array.sbatch", copy / "l/host.0"):
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+        if checker:
+            checked = subprocess.run([checker, path], capture_output=True, text=True, check=False)
+            assert checked.returncode == 0, checked.stdout
+
+    for run in runs:
+        fake_run(grid, copy / "w", run)
+    assert call(copy, "--list-jobs", "plain", str(copy / "l/none")) == 2
+    refused(capsys, "all runs of the grid have ended")
+
+
+def test_a_task_of_the_array_runs_its_line(tmp_path):
+    """With `srun`, which runs what it is given, and the list's commands writing their names."""
+    jobs = [([f"--workdir=it's {i}"], 1.0) for i in range(3)]
+    list_path, script = job_list.write("slurm", tmp_path / "a list", jobs)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/scheduled.sh").write_text('printf "%s\\n" "$@" >>done\n')
+    (tmp_path / "srun").write_text('#!/bin/bash\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path),
+           "SLURM_ARRAY_JOB_ID": "7"}  # fmt: skip
+    for task, status in (("3", 0), ("1", 0), ("4", 2)):
+        env["SLURM_ARRAY_TASK_ID"] = task
+        done = subprocess.run(["bash", script], env=env, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+    assert (tmp_path / "done").read_text() == "--workdir=it's 2\n--workdir=it's 0\n"
+    assert "the list has no line 4" in done.stderr
+
+
+def test_a_host_goes_on_after_a_run_that_failed(tmp_path):
+    jobs = [(["3"], 1.0), (["0"], 1.0)]
+    (script,) = job_list.write("tpu", tmp_path / "host", jobs)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch/local.sh").write_text('echo "$1" >>done\nexit "$1"\n')
+    done = subprocess.run(["bash", script], cwd=tmp_path, check=False)
+    assert done.returncode == 3 and (tmp_path / "done").read_text() == "3\n0\n"
+
+
+def test_jobs_that_wait_for_the_learning_rates(tmp_path, trained, capsys):
+    (tmp_path / "grid.py").write_text(RATES)
+    how = ["--list-jobs", "plain", str(tmp_path / "jobs")]
+    assert call(tmp_path, *how) == 0
+    assert "18 of 18 runs" in (said := capsys.readouterr().out) and "once they have ended" in said
+    grid = isoflop.load_grid(tmp_path / "grid.py")
+    for run in grid_lib.rate_runs(grid):
+        fake_run(grid, tmp_path / "w", run, loss=lambda run, by_law: run.rate)
+    assert call(tmp_path, *how) == 0
+    assert "18 of 24 runs" in (said := capsys.readouterr().out) and "have ended" not in said
+    assert all("rate_0.001-" in name for name in listed(tmp_path / "jobs", "python"))

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from test_isoflop import GRID, fake_runs
+from test_isoflop import GRID, fake_runs, quick  # noqa: F401
 from test_studies import SWEEP, fake_run
 
 from efx.errors import UsageError
@@ -133,25 +133,29 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     assert not results.read_result(path)["stale"] and len(results.read_result(path)["rows"]) == 1
 
 
-def test_an_isoflop_study_keeps_its_points_and_draws_them(top, tmp_path):
+def test_an_isoflop_study_keeps_its_points_and_draws_a_picture_of_them(top, tmp_path):
     workdir = tmp_path / "w"
-    workdir.mkdir()
-    (workdir / "grid.py").write_text(GRID)
-    grid = isoflop.load_grid(workdir / "grid.py")
-    best = {(budget, family): (2.0, 3000) for budget in (1e9, 2e9) for family in ("dense", "MoD")}
-    fake_runs(grid, workdir, best)
-    for path in workdir.glob("*-seed*"):
-        ran(path, int(path.name[-1]))
-    curves = isoflop.collect_curves(grid, workdir)
-    (workdir / "isoflop.json").write_text(json.dumps(isoflop.as_data(grid, curves)))
+    (tmp_path / "grid.py").write_text(GRID)
+    fake_runs(isoflop.load_grid(tmp_path / "grid.py"), workdir)
+    how = [f"--grid={tmp_path / 'grid.py'}", "--table-only", "--draws=20"]
+    assert isoflop.main([*how, f"--workdir={workdir}"]) == 0
+    before = (workdir / "isoflop.md").read_text()
     assert results.main([f"--root={top}", f"--from={workdir}", "--name=iso", *NEW]) == 0
     text = page(top)
     assert "![MoD and its twin](iso.png)" in text
-    assert "| dense, 1.00 GFLOPs | 4 blocks | " in text and "| MoD, 2.00 GFLOPs | " in text
+    assert "| dense, 1.00 GFLOPs | 8 blocks | " in text and "| MoD, 2.00 GFLOPs | " in text
+    result = results.read_result(top / "results/iso.json")
+    assert len(result["study"]["points"]) == 24 and result["seeds"] == [0, 1]
+    assert (result["machine"], result["revision"]) == ("3 CPU cores", "c0ffee" * 6)
+    assert (result["config"], result["columns"]["speedup in FLOPs"]) == ("configs/mod.py", ".2f")
     shutil.rmtree(workdir)  # the picture is drawn from the result alone
+    drawn = (top / "docs/iso.png").read_bytes()
     (top / "docs/iso.png").unlink()
     results.publish(top)
-    assert (top / "docs/iso.png").read_bytes().startswith(b"\x89PNG")
+    assert (top / "docs/iso.png").read_bytes() == drawn and drawn.startswith(b"\x89PNG")
+    # So are the tables, on a machine without any of the runs.
+    assert isoflop.main([*how, f"--workdir={workdir}", f"--from={top / 'results/iso.json'}"]) == 0
+    assert (workdir / "isoflop.md").read_text().splitlines()[:-1] == before.splitlines()[:-1]
 
 
 def test_a_row_for_each_seed_is_read_too(top, tmp_path):

@@ -1,0 +1,234 @@
+"""isoFLOP curves: families of models, each at several sizes and several budgets of training FLOPs.
+
+    python -m efx.studies.isoflop --grid configs/sweeps/isoflop.py --workdir runs/isoflop --jobs 2
+
+Comparing two models at equal FLOPs says little if one of them is far from the best size for the
+budget. So every family is trained at every size and budget, and two fits say what its best size
+would reach: a parabola for each budget (Hoffmann et al. 2022, arXiv 2203.15556, approach 2; Raposo
+et al. 2024, arXiv 2404.02258, figure 4), biased even without noise, and beside it a law of
+parameters and tokens through all points, L = E + A / N^a + B / D^b (approach 3, by variable
+projection as in arXiv 2603.22339), which also extrapolates and says how many times the FLOPs and
+the seconds the first family, the baseline, needs for the same loss. Every number has its bootstrap
+interval over points and seeds.
+
+A grid file is plain data: `get_grid()` returns
+
+    dict(config="configs/mod.py",                # the config every run starts from
+         seeds=(0, 1, 2),                        # or for each family: {"dense": (0, 1, 2), ...}
+         budgets=(5e11, 1e12),                   # training FLOPs; two or more for the law
+         families={"dense": {"model.depth_routing.kind": "none"}, ...},  # the first: the baseline
+         sizes={"4 blocks": {"model.depth": 4}, ...},                    # three or more
+         learning_rates=(1e-3, 2e-3, 4e-3),      # perhaps: see below
+         rates_budget=5e11)                      # perhaps; default: the smallest
+
+A setting of a family may be a dict, with a value for each size: {"model.depth": {"4 blocks": 2,
+...}}. With learning_rates the first seed of each family tries all of them at each size, at one
+budget, and all other runs of that size take the best; a table shows the best rate over the sizes,
+which muP (config.model.mup.base_width) should keep constant over widths.
+
+Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
+stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to
+every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves, isoflop.json all points and
+fits. `--from` takes points from such a file, of another machine perhaps, or from a file of
+results/ (`python -m efx.studies.results` copies a study there): what they have is not trained
+again, and what does not belong to the grid is refused. `--list-jobs` writes the commands of the
+missing runs, for other machines.
+"""
+
+import dataclasses
+import pathlib
+
+from efx import tables
+from efx.errors import UsageError
+from efx.metrics import portion, quantity
+from efx.runfolder import writing
+from efx.studies import cli, job_list
+from efx.studies import jobs as jobs_lib
+from efx.studies import sweep as sweep_lib
+from efx.studies.isoflop import grid as grid_lib
+from efx.studies.isoflop import picture, report
+from efx.studies.isoflop import points as points_lib
+from efx.studies.isoflop.analysis import analyse
+from efx.studies.isoflop.grid import load_grid
+from efx.studies.isoflop.points import from_data as points_of
+
+__all__ = ["analysis_of", "load_grid", "main", "points_of"]
+DRAWS, FURTHER = 1000, (10.0,)
+
+
+def main(argv=None):
+    parser = cli.Parser("efx.studies.isoflop", __doc__)
+    parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx's")
+    parser.add_runs(jobs="runs")
+    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
+    help = "points that are not trained again: isoflop.json of a study, or a file of results/"
+    parser.add_argument("--from", dest="points", action="append", default=[], metavar="FILE",
+                        help=help)  # fmt: skip
+    help = f"of the bootstrap (default: {DRAWS})"
+    parser.add_argument("--draws", type=int, default=DRAWS, metavar="N", help=help)
+    help = "extrapolate to so many times the greatest budget (default: 10)"
+    parser.add_argument("--further", type=float, nargs="*", default=list(FURTHER), metavar="X",
+                        help=help)  # fmt: skip
+    formats = "; ".join(f"{name}: {what}" for name, what in job_list.FORMATS.items())
+    help = f"train nothing, write the commands of the missing runs to PATH. {formats}"
+    parser.add_argument("--list-jobs", nargs=2, metavar=("FORMAT", "PATH"), help=help)
+    help = "machines of --list-jobs tpu (default: 1)"
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help=help)
+    return parser.run(study, argv)
+
+
+def study(arguments):
+    """Makes the runs, then tables, picture and numbers; or lists the runs."""
+    _check(arguments)
+    grid = load_grid(arguments.grid)
+    workdir = pathlib.Path(arguments.workdir)
+    runs = Runs(grid, workdir, arguments.extra, arguments.points)
+    if arguments.list_jobs:
+        _list_jobs(runs, arguments)
+        return
+    points = collect(runs, 0 if arguments.table_only else arguments.jobs)
+    study = points_lib.as_data(points)
+    study |= {"draws": arguments.draws, "further": arguments.further, "config": grid["config"]}
+    analysis = analysis_of(points, arguments.draws)
+    scored = portion([point.split for point in points])
+    facts = f"`{grid['config']}`; {scored}; FLOPs of training. Command: `{arguments.command}`"
+    text = report.markdown(analysis, points, arguments.further, facts)
+    fits = report.as_data(analysis, arguments.further)
+    tables.save(workdir, "isoflop", text, study | {"fits": fits})
+    with writing(workdir):
+        picture.draw(analysis, workdir / "isoflop.png", arguments.further)
+
+
+def _check(arguments):
+    if arguments.draws < 20:
+        raise UsageError(f"--draws={arguments.draws}: intervals need 20 or more")
+    if not all(1 < factor < float("inf") for factor in arguments.further):
+        raise UsageError(f"--further={arguments.further}: expected numbers above 1")
+    if arguments.list_jobs and arguments.table_only:
+        raise UsageError("--list-jobs and --table-only: give one of them")
+    if arguments.hosts != 1 and not arguments.list_jobs:
+        raise UsageError("--hosts is of --list-jobs tpu")
+
+
+def analysis_of(points, draws):
+    """The Analysis of finished points."""
+    return analyse(points_lib.families(points), draws)
+
+
+class Runs:
+    """The runs of a grid: which have ended, here or in files of points, and how to make others."""
+
+    def __init__(self, grid, workdir, extra, files):
+        self.grid, self.workdir, self.extra = grid, workdir, extra
+        self._expected = {}
+        first = {
+            (family, size): grid["learning_rates"][0] if grid["learning_rates"] else None
+            for family in grid["families"]
+            for size in grid["sizes"]
+        }
+        self.check([*grid_lib.rate_runs(grid), *grid_lib.runs_of(grid, first)])
+        self._given = {}
+        for path in files:
+            self._take(path)
+
+    def check(self, runs):
+        """UsageError for runs that `efx.main` would refuse."""
+        new = [run for run in dict.fromkeys(map(_any_seed, runs)) if run not in self._expected]
+        configs = grid_lib.configs(self.grid, self.workdir, new, self.extra)
+        self._expected |= {run: points_lib.expected_settings(c) for run, c in configs.items()}
+
+    def expected(self, run):
+        """The settings that a run of the grid has, without its seed."""
+        self.check([run])
+        return self._expected[_any_seed(run)]
+
+    def _take(self, path):
+        """Takes the points of a file, all of which have to be of this grid."""
+        known = {run: run for run in grid_lib.all_runs(self.grid)}
+        for point in points_lib.read_points(path):
+            if point.run not in known:
+                raise UsageError(
+                    f"{path}: {point.run.name}, seed {point.run.seed}, is no run of the grid; add"
+                    " its family, size, budget, seed or learning rate there, or leave it out of the"
+                    " file"
+                )
+            where = f"{path}: {point.run.name}"
+            points_lib.check_settings(where, point.settings, self.expected(point.run))
+            self._given[point.run] = point
+
+    def point(self, run, fitted):
+        """The Point of a run; points_lib.Unfinished if there is none."""
+        folder = grid_lib.folder(self.workdir, run)
+        try:
+            return points_lib.measured_point(run, folder, self.expected(run), fitted)
+        except points_lib.Unfinished:
+            if run not in self._given:
+                raise
+        return dataclasses.replace(self._given[run], fitted=fitted)
+
+    def missing(self, runs):
+        """Those of the runs that have no point."""
+        return [run for run in runs if self._is_missing(run)]
+
+    def _is_missing(self, run):
+        try:
+            self.point(run, True)
+        except points_lib.Unfinished:
+            return True
+        return False
+
+    def train(self, runs, jobs):
+        """Makes the runs, `jobs` at a time."""
+
+        def train_one(run, cpus):
+            sweep_lib.run_one(
+                f"{run.name}, seed {run.seed}",
+                grid_lib.command(self.grid, self.workdir, run, self.extra),
+                grid_lib.folder(self.workdir, run),
+                cpus,
+            )
+
+        jobs_lib.run_all(train_one, runs, jobs)
+
+
+def _any_seed(run):
+    """Settings do not depend on the seed."""
+    return run._replace(seed=0)
+
+
+def collect(runs, jobs):
+    """[Point] of all runs of the study, of which the missing ones are made first, `jobs` at a time
+    (0: none is made)."""
+    rate_runs = grid_lib.rate_runs(runs.grid)
+    if jobs:
+        runs.train(runs.missing(rate_runs), jobs)
+    tried = [runs.point(run, False) for run in rate_runs]
+    fitted_runs = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
+    if jobs:
+        runs.train(runs.missing(fitted_runs), jobs)
+    fitted = [runs.point(run, True) for run in fitted_runs]
+    points = fitted + [point for point in tried if point.run not in {*fitted_runs}]
+    points_lib.check_together(points)
+    return points
+
+
+def _list_jobs(runs, arguments):
+    """Writes the missing runs; those that wait for the best learning rate cannot be known yet."""
+    stage = grid_lib.rate_runs(runs.grid)
+    missing, waits = runs.missing(stage), bool(stage)
+    if not missing:
+        tried = [runs.point(run, False) for run in stage]
+        stage = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
+        missing, waits = runs.missing(stage), False
+    if not missing:
+        raise UsageError("--list-jobs: all runs of the grid have ended; there is nothing to list")
+    jobs = [
+        (grid_lib.command(runs.grid, runs.workdir, run, runs.extra), run.budget) for run in missing
+    ]
+    format, path = arguments.list_jobs
+    for file in job_list.write(format, path, jobs, arguments.hosts):
+        print(file)
+    total = quantity(sum(flops for _, flops in jobs), "FLOPs")
+    print(f"{len(jobs)} of {len(stage)} runs, {total} of training")
+    if waits:
+        print("These find the learning rates; once they have ended, list the other runs.")

@@ -1,0 +1,182 @@
+"""The grid of a study: which runs there are, and the settings of each."""
+
+import itertools
+import math
+import pathlib
+from typing import NamedTuple
+
+from efx.errors import UsageError
+from efx.metrics import quantity
+from efx.studies import cli
+from efx.studies import sweep as sweep_lib
+
+KEYS = ("config", "seeds", "budgets", "families", "sizes")
+OPTIONAL = {"learning_rates": (), "rates_budget": None}
+RATE = "optim.learning_rate"
+_NO_LIMIT = 10**9
+
+
+class Run(NamedTuple):
+    """One run of a grid; rate: None where the config decides the learning rate."""
+
+    family: str
+    size: str
+    budget: float
+    seed: int
+    rate: float | None
+
+    @property
+    def name(self):
+        """What the run is called, without the seed."""
+        rate = [] if self.rate is None else [f"rate {self.rate:g}"]
+        return ", ".join([self.family, self.size, quantity(self.budget, "FLOPs"), *rate])
+
+
+def load_grid(path):
+    """The dict of a grid file, checked: with all of KEYS and OPTIONAL, budgets ascending, and
+    `seeds` a dict, {family: its seeds}."""
+    grid = OPTIONAL | sweep_lib.load_file(path, "grid", KEYS, optional=OPTIONAL)
+    sweep_lib.check_numbers(path, grid, "budgets", _is_positive, "(1e12, 2e12)")
+    for key in ("families", "sizes"):
+        sweep_lib.check_changes(path, grid, key)
+    if len(grid["sizes"]) < 3:
+        raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
+    named = [quantity(budget, "FLOPs") for budget in grid["budgets"]]
+    if len(set(named)) < len(named):
+        raise UsageError(
+            f"{path}: budgets={grid['budgets']}: two of them are {max(named, key=named.count)}"
+        )
+    for family in grid["families"]:
+        for size in grid["sizes"]:
+            _family_changes(path, grid, family, size)
+    grid = grid | {"seeds": _seeds(path, grid), "budgets": tuple(sorted(grid["budgets"]))}
+    grid |= _rates(path, grid)
+    for seeds in grid["seeds"].values():
+        sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
+    names = dict.fromkeys(run.name for run in all_runs(grid))
+    sweep_lib.check_folders(path, {"runs": names, "seeds": ()})
+    return grid
+
+
+def _is_positive(number):
+    return type(number) in (int, float) and 0 < number < math.inf
+
+
+def _seeds(path, grid):
+    """{family: seeds} of a grid's `seeds`, which may be one tuple for all."""
+    seeds, families = grid["seeds"], grid["families"]
+    if not isinstance(seeds, dict):
+        seeds = dict.fromkeys(families, seeds)
+    if set(seeds) != set(families):
+        raise UsageError(
+            f"{path}: seeds={sweep_lib.shown(grid['seeds'])}: expected numbers, or numbers for each"
+            f" of the families {', '.join(families)}"
+        )
+    for family in families:
+        sweep_lib.check_seeds(path, {"seeds": seeds[family]})
+    return {family: tuple(seeds[family]) for family in families}
+
+
+def _rates(path, grid):
+    """The grid's checked `learning_rates` and `rates_budget` (default: the smallest budget)."""
+    rates, budget = grid["learning_rates"], grid["rates_budget"]
+    if rates != ():
+        sweep_lib.check_numbers(path, grid, "learning_rates", _is_positive, "(1e-3, 2e-3)")
+        for key in ("families", "sizes"):
+            for name, changes in grid[key].items():
+                if RATE in changes:
+                    raise UsageError(
+                        f"{path}: {key}[{name!r}] sets {RATE}, and learning_rates says which are"
+                        " tried; leave one of them out"
+                    )
+        if len({f"{rate:g}" for rate in rates}) < max(2, len(rates)):
+            raise UsageError(f"{path}: learning_rates={rates}: expected two or more that differ")
+    elif budget is not None:
+        raise UsageError(f"{path}: rates_budget={budget!r} without learning_rates to try there")
+    if budget is not None and budget not in grid["budgets"]:
+        raise UsageError(f"{path}: rates_budget={budget!r} is none of budgets={grid['budgets']}")
+    return {"learning_rates": tuple(rates), "rates_budget": budget or grid["budgets"][0]}
+
+
+def _family_changes(path, grid, family, size):
+    """The settings that a family changes at a size: a value that is a dict has one for each."""
+    changes = {}
+    for key, value in grid["families"][family].items():
+        if isinstance(value, dict):
+            if set(value) != set(grid["sizes"]):
+                raise UsageError(
+                    f"{path}: families[{family!r}][{key!r}]={sweep_lib.shown(value)}: expected one"
+                    f" value, or one for each of the sizes {', '.join(grid['sizes'])}"
+                )
+            value = value[size]
+        changes[key] = value
+    return changes
+
+
+def rate_runs(grid):
+    """The runs that find the learning rate of each family at each size; none without rates."""
+    return [
+        Run(family, size, grid["rates_budget"], grid["seeds"][family][0], rate)
+        for size in grid["sizes"]
+        for family in grid["families"]
+        for rate in grid["learning_rates"]
+    ]
+
+
+def runs_of(grid, best_rates):
+    """The runs whose losses are fitted, first seeds first, then few FLOPs first.
+
+    best_rates: {(family, size): rate}; {} for a grid without learning rates.
+    """
+    most = max(map(len, grid["seeds"].values()))
+    return [
+        Run(family, size, budget, grid["seeds"][family][number], best_rates.get((family, size)))
+        for number, budget, size, family in itertools.product(
+            range(most), grid["budgets"], grid["sizes"], grid["families"]
+        )
+        if number < len(grid["seeds"][family])
+    ]
+
+
+def all_runs(grid):
+    """Every run that there can be, whatever the best rates are."""
+    if not grid["learning_rates"]:
+        return runs_of(grid, {})
+    points = list(itertools.product(grid["families"], grid["sizes"]))
+    return [
+        run for rate in grid["learning_rates"] for run in runs_of(grid, dict.fromkeys(points, rate))
+    ]
+
+
+def changes(grid, run):
+    """{setting: value} of what a run of the grid changes in its config, but for the seed."""
+    changes = {
+        **grid["sizes"][run.size],
+        **_family_changes("the grid", grid, run.family, run.size),
+        "steps": 0,
+        "train_flops": run.budget,
+    }
+    if run.rate is not None:
+        # A rate that is too high is to be seen in the loss, not to end the study.
+        changes |= {RATE: run.rate, "train.max_nonfinite": _NO_LIMIT}
+    return changes
+
+
+def folder(workdir, run):
+    return sweep_lib.folder(workdir, run.name, run.seed)
+
+
+def command(grid, workdir, run, extra=()):
+    """Arguments of `python -m efx.main` for a run."""
+    sweep = {"config": grid["config"], "runs": {run.name: changes(grid, run)}}
+    return sweep_lib.command(sweep, workdir, run.name, run.seed, {}, list(extra))
+
+
+def configs(grid, workdir, runs, extra=()):
+    """{run: its checked config}; UsageError, before anything trains, for a run that `efx.main`
+    would refuse."""
+    cli.check_extra(extra)
+    return {
+        run: cli.check_command(run.name, command(grid, pathlib.Path(workdir), run, extra))
+        for run in runs
+    }

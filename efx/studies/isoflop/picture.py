@@ -1,0 +1,152 @@
+"""The picture of a study: curves of each budget, the optimum over budgets, and speedups."""
+
+import itertools
+
+import numpy as np
+
+from efx.metrics import quantity
+from efx.studies.isoflop.bootstrap import LEVELS
+
+_NO_END = 1e6  # drawn for infinity
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
+
+
+def draw(analysis, path, further):
+    """Writes the PNG. Bands are 80% and 95% intervals; lines are dashed beyond the budgets."""
+    import matplotlib.figure  # takes half a second
+
+    panels = 1 + (len(analysis.budgets) > 1) + bool(analysis.speedups(analysis.laws))
+    figure = matplotlib.figure.Figure((6.2 * panels, 5), layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    _draw_curves(analysis, axes[0])
+    if len(analysis.budgets) > 1:
+        _draw_optima(analysis, axes[1], further)
+    if panels == 3:
+        _draw_speedups(analysis, axes[2], further)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    # Without the library's version in it, so that the same numbers give the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _styles(analysis):
+    """{family: (line, marker)}, and {family: colour}."""
+    from matplotlib import colormaps
+
+    styles = dict(zip(analysis.families, itertools.cycle(_STYLES)))
+    colours = [colormaps["tab10"](i % 10) for i in range(len(analysis.families))]
+    return styles, dict(zip(analysis.families, colours, strict=True))
+
+
+def _band(axis, x, draws_XR, colour):
+    """The intervals of draws over x, the narrow one darker; one without an end leaves the axes."""
+    draws_XR = np.minimum(draws_XR, _NO_END)
+    for level in LEVELS:
+        tail = (100 - level) / 2
+        ends = np.nanpercentile(draws_XR, [tail, 100 - tail], axis=1, method="inverted_cdf")
+        axis.fill_between(x, *ends, color=colour, alpha=0.13, linewidth=0)
+
+
+def _draw_curves(analysis, axis):
+    """Losses over parameters: a colour a budget, a style a family, stars at the optima; curves of
+    the law with their intervals, or parabolas of families without one."""
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(analysis.budgets)))
+    styles, _ = _styles(analysis)
+    for family, measured in analysis.families.items():
+        line, marker = styles[family]
+        fit = analysis.laws.get(family, analysis.parabolas[family])
+        for budget in sorted({*measured.budgets}):
+            here, colour = measured.at(budget), colours[analysis.budgets.index(budget)]
+            sizes, means = measured.parameters[here], measured.means[here]
+            spreads = [np.std(measured.losses[i], ddof=len(measured.losses[i]) > 1) for i in here]
+            axis.errorbar(
+                sizes, means, spreads, color=colour, linestyle="", marker=marker, capsize=2
+            )
+            fine = np.geomspace(sizes.min(), sizes.max(), 40)
+            if family in analysis.laws:
+                losses = np.stack([fit.loss_at(budget, size) for size in fine])
+                _band(axis, fine, losses[:, 1:], colour)
+                losses = losses[:, 0]
+            else:
+                x = np.log(sizes)
+                fitted = np.polyfit(x - x.mean(), means, 2, w=np.sqrt(measured.seeds[here]))
+                losses = np.polyval(fitted, np.log(fine) - x.mean())
+            label = f"{family}, {quantity(budget, 'FLOPs')}"
+            axis.plot(fine, losses, color=colour, linestyle=line, label=label)
+            best, loss = fit.parameters[budget][0], fit.losses[budget][0]
+            if fine[0] <= best <= fine[-1]:
+                axis.plot(best, loss, "*", color=colour, markersize=13, markeredgecolor="black")
+    axis.set_xscale("log")
+    ticks = sorted({*next(iter(analysis.families.values())).parameters})
+    axis.set_xticks(ticks, [quantity(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel("parameters")
+    axis.set_ylabel("held-out loss (nats)")
+    axis.set_title("each budget; stars: optima")
+    axis.legend(fontsize="x-small")
+
+
+def _budgets(analysis, further):
+    """(budgets for a smooth curve, from the least measured to the furthest asked for; how many of
+    them are within those measured)."""
+    first, last = analysis.budgets[0], analysis.budgets[-1]
+    inside = np.geomspace(first, last, 20)
+    beyond = np.geomspace(last, last * max(further), 12)[1:] if further else []
+    return np.concatenate([inside, beyond]), len(inside)
+
+
+def _line(axis, budgets, inside, values, colour, label):
+    """A line over the budgets, dashed beyond those that were measured."""
+    axis.plot(budgets[:inside], values[:inside], color=colour, label=label)
+    axis.plot(budgets[inside - 1 :], values[inside - 1 :], color=colour, linestyle="--")
+
+
+def _draw_optima(analysis, axis, further):
+    """The loss of the optimum over budgets, by the law, and the vertices of parabolas."""
+    styles, colours = _styles(analysis)
+    budgets, inside = _budgets(analysis, further)
+    for family, fit in analysis.parabolas.items():
+        colour, marker = colours[family], styles[family][1]
+        for budget, losses in fit.losses.items():
+            if np.isfinite(losses[0]):
+                drawn = losses[1:][np.isfinite(losses[1:])]
+                ends = np.percentile(drawn, [2.5, 97.5]) if len(drawn) else [losses[0]] * 2
+                errors = np.maximum([[losses[0] - ends[0]], [ends[1] - losses[0]]], 0)
+                axis.errorbar(budget, losses[0], errors, color=colour, marker=marker, capsize=3)
+    for family in analysis.families:
+        colour = colours[family]
+        if family in analysis.laws:
+            optimum = analysis.laws[family].optimum
+            losses = np.stack([optimum(budget)[1] for budget in budgets])
+            _band(axis, budgets, losses[:, 1:], colour)
+            _line(axis, budgets, inside, losses[:, 0], colour, family)
+        else:
+            axis.plot([], [], color=colour, label=family)
+    axis.set_xscale("log")
+    axis.set_xlabel("training FLOPs")
+    axis.set_ylabel("held-out loss of the optimum (nats)")
+    axis.set_title("optima by the law; marks: by parabolas")
+    axis.legend(fontsize="small")
+
+
+def _draw_speedups(analysis, axis, further):
+    """By the law: how many times the FLOPs the baseline needs."""
+    _, colours = _styles(analysis)
+    (budgets, inside), base = _budgets(analysis, further), analysis.laws[analysis.base]
+    axis.axhline(1.0, color=colours[analysis.base], label=analysis.base)
+    highest = 1.5
+    for family, fit in analysis.laws.items():
+        if family == analysis.base:
+            continue
+        times = np.stack([base.reaching(fit.optimum(budget)[1])[0] / budget for budget in budgets])
+        _band(axis, budgets, times[:, 1:], colours[family])
+        _line(axis, budgets, inside, times[:, 0], colours[family], family)
+        highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
+    axis.set_ylim(0, 2 * highest)
+    axis.set_xscale("log")
+    axis.set_xlabel("training FLOPs of the family")
+    axis.set_ylabel(f"FLOPs of {analysis.base} / FLOPs of the family")
+    axis.set_title("effective speedup at equal loss")
+    axis.legend(fontsize="small")

@@ -1,0 +1,295 @@
+"""The points of a study: what each run measured, with the settings that it had, as plain data.
+
+A file of points makes a study portable: another machine that reads it trains only what it lacks.
+So that runs of other settings, texts or tokenizers are never mixed in, each point carries all
+settings of its run that decide what it computes (those that all points share are written once) and
+hashes of text and tokenizer, and is compared with what the grid asks for.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+
+import numpy as np
+
+from efx import runfolder
+from efx.errors import UsageError
+from efx.metrics import quantity, read_metrics
+from efx.studies import sweep as sweep_lib
+from efx.studies.isoflop.analysis import Measured
+from efx.studies.isoflop.grid import Run
+
+# Settings that may differ on resume and yet decide what a run ends with.
+_DECIDING = r"steps|train_flops|data\.subset|evaluate\.(?!every$).*"
+# Where the text lies: which text it is, its hash says.
+_PLACES = r"seed|data\.(eval_)?source"
+_SHOWN = 3  # differing settings that a message names
+
+
+class Unfinished(UsageError):
+    """A run that has not ended, or was never begun."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What a finished run measured.
+
+    Attributes:
+      run: `grid.Run`. fitted: False if it only served to find a learning rate.
+      parameters, tokens, flops, seconds: of the model, and of all training.
+      loss: held-out, in nats, under the causal decision; None if it is not finite.
+      split: the fraction of the held-out text that was scored.
+      machine, revision: in words. text, tokenizer: hashes. settings: {dotted key: value}.
+      source: the file or folder that it was read from.
+    """
+
+    run: Run
+    fitted: bool
+    parameters: int
+    tokens: int
+    flops: float
+    seconds: float | None
+    loss: float | None
+    split: float | None
+    machine: str
+    revision: str
+    text: str
+    tokenizer: str
+    settings: dict
+    source: str
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Point)]
+_OWN = [name for name in _FIELDS if name not in ("run", "settings", "source")]
+
+
+# ---- settings ----------------------------------------------------------------------------------
+
+
+def deciding(config):
+    """{dotted key: plain value} of the settings that decide what a run of this config computes,
+    without its seed. config: nested plain dict."""
+    from efx.train import MAY_DIFFER
+
+    plain = runfolder.dotted(json.loads(json.dumps(config)))
+    free = re.compile("|".join(MAY_DIFFER))
+    return {
+        key: value
+        for key, value in plain.items()
+        if not re.fullmatch(_PLACES, key)
+        and (re.fullmatch(_DECIDING, key) or not free.fullmatch(key))
+    }
+
+
+def expected_settings(config):
+    """`deciding` of a checked config."""
+    from efx import settings
+
+    return deciding(settings.as_dict(config))
+
+
+def check_settings(where, found, expected):
+    """UsageError if settings of a point are not those that the grid asks for.
+
+    A setting that was not there yet when the point was measured is at its default.
+    """
+    from efx import run_settings, settings
+
+    absent, defaults = object(), {}
+    if expected.keys() - found.keys():
+        known = run_settings.check(run_settings.known(expected["model.family"]))
+        defaults = deciding(settings.as_dict(known))
+    differing = []
+    for key in sorted(found.keys() | expected.keys()):
+        before = found[key] if key in found else defaults.get(key, absent)
+        wanted = expected[key] if key in expected else absent
+        if before != wanted or isinstance(before, bool) != isinstance(wanted, bool):
+            words = ["absent" if value is absent else repr(value) for value in (before, wanted)]
+            differing.append(f"config.{key} is {words[0]} there and {words[1]} in the grid")
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise UsageError(
+            f"{where}: a run of other settings: {'; '.join(differing[:_SHOWN])}{more}; leave it"
+            " out, or give the grid, and the arguments after --, that it was made with"
+        )
+
+
+# ---- from run folders --------------------------------------------------------------------------
+
+
+def measured_point(run, folder, expected, fitted=True):
+    """The Point of a run folder.
+
+    Raises Unfinished if the run has not used its budget or was not evaluated at its end, and
+    another UsageError if the folder is damaged or of other settings than `expected`.
+    """
+    if not (folder / runfolder.CONFIG_FILE).is_file():
+        if folder.is_dir() and (folder / runfolder.METRICS_FILE).exists():
+            raise UsageError(
+                f"{folder} has {runfolder.METRICS_FILE} but no {runfolder.CONFIG_FILE}: a part of a"
+                " copy; restore it, or delete the folder to train the run anew"
+            )
+        raise Unfinished(f"{folder}: the run has not begun")
+    check_settings(folder, deciding(runfolder.recorded_config(folder)), expected)
+    if not (folder / runfolder.METRICS_FILE).is_file():
+        raise Unfinished(f"{folder}: no step is logged yet")
+    row = sweep_lib.final_row(folder)
+    flops, step = row.get("flops", 0), row.get("step", 0)
+    if abs(flops - run.budget) > 2 * flops / max(step, 1):
+        used, budget = (quantity(number, "FLOPs") for number in (flops, run.budget))
+        raise Unfinished(f"{folder}: {used} of training, its budget is {budget}")
+    record = runfolder.run_record(folder)
+    if "parameters" not in row or not record.get("launches"):
+        raise UsageError(
+            f"{folder}: {runfolder.METRICS_FILE} or {runfolder.RUN_FILE} lacks its beginning;"
+            " restore it, or delete the folder to train the run anew"
+        )
+    if "eval/loss" not in read_metrics(folder)[-1]:  # an earlier one may be in the rows before
+        raise Unfinished(f"{folder}: no held-out loss: the run has not finished")
+    launches = record["launches"]
+    return Point(
+        run=run,
+        fitted=fitted,
+        parameters=row["parameters"],
+        tokens=row["tokens"],
+        flops=flops,
+        seconds=row.get("seconds"),
+        loss=row["eval/loss"],
+        split=row.get("eval/split_fraction"),
+        machine=", ".join(dict.fromkeys(map(runfolder.machine_of, launches))),
+        revision=runfolder.revision_of(launches[-1]),
+        text=runfolder.checksum(json.dumps(record.get("text"), sort_keys=True)),
+        tokenizer=record.get("tokenizer") or "",
+        settings=deciding(runfolder.recorded_config(folder)),
+        source=str(folder),
+    )
+
+
+# ---- from files, and to them -------------------------------------------------------------------
+
+
+def as_data(points):
+    """{"settings": those that all points share, "points": [a dict each]}."""
+    first = points[0].settings
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(key in point.settings and point.settings[key] == value for point in points)
+    }
+    return {
+        "settings": shared,
+        "points": [
+            point.run._asdict()
+            | {name: getattr(point, name) for name in _OWN}
+            | {"settings": {k: v for k, v in point.settings.items() if k not in shared}}
+            for point in points
+        ],
+    }
+
+
+def from_data(data, where):
+    """[Point] of the data of `as_data`; UsageError, which names `where`, if it is none."""
+    try:
+        return [
+            Point(
+                run=Run(*(one[name] for name in Run._fields)),
+                settings=data["settings"] | one["settings"],
+                source=str(where),
+                **{name: one[name] for name in _OWN},
+            )
+            for one in data["points"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{where}: no points of an isoFLOP study ({type(error).__name__}: {error}); give the"
+            " isoflop.json of a study, or a file of results/ that was made from one"
+        ) from error
+
+
+def read_points(path):
+    """[Point] of a study's isoflop.json, or of a file of results/ that was made from one."""
+    try:
+        data = json.loads(pathlib.Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: no JSON: {error}") from error
+    if isinstance(data, dict) and "title" in data and "study" not in data:
+        raise UsageError(f"{path}: a result without the points of its study; they were not kept")
+    return from_data(data["study"] if isinstance(data, dict) and "study" in data else data, path)
+
+
+# ---- together ----------------------------------------------------------------------------------
+
+
+def check_together(points):
+    """UsageError if points were trained or scored on different texts, by different tokenizers, or
+    scored on different parts of the held-out text."""
+    for field, words, right in (
+        ("tokenizer", "other tokenizers", "config.data.tokenizer"),
+        ("text", "other texts", "config.data.source and config.data.eval_source"),
+        ("split", "other parts of the held-out text", "config.evaluate"),
+    ):
+        first = points[0]
+        for point in points:
+            if getattr(point, field) != getattr(first, field):
+                raise UsageError(
+                    f"{first.run.name} ({first.source}) and {point.run.name} ({point.source}) are"
+                    f" of {words}, so that their losses do not compare; {right} must give the same"
+                    " to all runs of a study"
+                )
+
+
+def best_rates(points):
+    """{(family, size): the learning rate of the least loss} of the points of the rates' runs."""
+    losses = {}
+    for point in points:
+        loss = math.inf if point.loss is None else point.loss
+        losses.setdefault((point.run.family, point.run.size), {})[point.run.rate] = loss
+    for (family, size), of_rates in losses.items():
+        if min(of_rates.values()) == math.inf:
+            rates = ", ".join(f"{rate:g}" for rate in of_rates)
+            raise UsageError(
+                f"{family}, {size}: no learning rate of {rates} ends with a finite loss; add"
+                " smaller ones to learning_rates"
+            )
+    return {place: min(of_rates, key=of_rates.get) for place, of_rates in losses.items()}
+
+
+def families(points):
+    """{family: Measured} of the points that are to be fitted, in their order.
+
+    Seconds of different machines do not compare: with several of them none are known.
+    """
+    groups, one_machine = {}, len({point.machine for point in points if point.fitted}) == 1
+    for point in points:
+        if not point.fitted:
+            continue
+        if point.loss is None:
+            raise UsageError(
+                f"{point.run.name}, seed {point.run.seed} ({point.source}): no held-out loss: it is"
+                " not finite; a lower optim.learning_rate may help"
+            )
+        of_family = groups.setdefault(point.run.family, {})
+        of_family.setdefault((point.run.budget, point.run.size), []).append(point)
+    return {family: _measured(of_family, one_machine) for family, of_family in groups.items()}
+
+
+def _measured(groups, one_machine):
+    def means(value):
+        return np.array([np.mean([value(point) for point in group]) for group in groups.values()])
+
+    def seconds(point):
+        return point.seconds / point.flops if point.seconds and one_machine else math.nan
+
+    return Measured(
+        sizes=[size for _, size in groups],
+        budgets=np.array([budget for budget, _ in groups], float),
+        parameters=means(lambda point: point.parameters),
+        tokens=means(lambda point: point.tokens),
+        flops=means(lambda point: point.flops / point.tokens),
+        seconds=means(seconds),
+        losses=[np.array([point.loss for point in group]) for group in groups.values()],
+    )

@@ -1,0 +1,292 @@
+"""The tables of a study: what was measured, and what both approaches make of it."""
+
+import math
+
+import numpy as np
+
+from efx import tables
+from efx.metrics import quantity
+from efx.studies.isoflop.analysis import growth, speedup
+from efx.studies.isoflop.bootstrap import with_draws
+from efx.tables import mean_and_spread, text
+
+LEVEL = 95  # percent, of the intervals in tables
+_ENOUGH = 0.995  # share of draws with a number from which on none need be mentioned
+
+# Columns of the table of optima, and the formats of their numbers.
+FORMS = {
+    "least measured at": "text",
+    "least measured": ".4f",
+    "loss at the best size": ".4f",
+    "its parameters": "quantity",
+    "its FLOPs a token": "FLOPs",
+    "residual": ".4f",
+    "loss by the law": ".4f",
+    "parameters by the law": "quantity",
+    "loss over the baseline's": ".4f",
+    "speedup in FLOPs": ".2f",
+}
+
+
+def cell(estimate):
+    """A cell of a table: value and interval; a text where there is no value, and a note of draws
+    that lack one."""
+    if math.isnan(estimate.value):
+        return "none" + f"; in {estimate.share:.0%} of draws" * (estimate.share > 1 - _ENOUGH)
+    interval = estimate.interval(LEVEL)
+    if interval is None:
+        return {"mean": estimate.value, "note": "no interval"}
+    note = {"note": f"{estimate.share:.0%} of draws"} if estimate.share < _ENOUGH else {}
+    ends = [end if math.isfinite(end) else None for end in interval]
+    return {"mean": estimate.value, "interval": ends, **note}
+
+
+def speedup_cell(estimate):
+    """`cell`, where the baseline's curve ends before that loss, or begins below it."""
+    if estimate.value in (0, math.inf):
+        return "the baseline does not get there" if estimate.value else "the baseline begins there"
+    return cell(estimate)
+
+
+def optimum_cells(analysis, budget, family):
+    """{column: cell} of a row of the table of optima; differences and speedups are by the law where
+    there is one, else by parabolas."""
+    measured, fit = analysis.families[family], analysis.parabolas[family]
+    here = measured.at(budget)
+    best = here[measured.means[here].argmin()]
+    parameters, losses = fit.parameters[budget], fit.losses[budget]
+    cells = {
+        "least measured at": measured.sizes[best],
+        "least measured": tables.summary(measured.losses[best].tolist()),
+        "loss at the best size": cell(with_draws(losses)),
+        "its parameters": cell(with_draws(parameters)),
+        "residual": fit.residual[budget],
+    }
+    if not math.isnan(parameters[0]):
+        cells["its FLOPs a token"] = float(measured.flops_per_token(parameters[0]))
+    fits = analysis.parabolas
+    if family in analysis.laws:
+        law = analysis.laws[family]
+        cells["loss by the law"] = cell(with_draws(law.losses[budget]))
+        cells["parameters by the law"] = cell(with_draws(law.parameters[budget]))
+    if family in analysis.laws and analysis.base in analysis.laws:
+        fits = analysis.laws
+    if family != analysis.base and budget in fits[analysis.base].losses:
+        # Draws of the families are independent of each other.
+        difference = with_draws(fits[family].losses[budget] - fits[analysis.base].losses[budget])
+        cells["loss over the baseline's"] = cell(difference)
+        found = speedup(fits[analysis.base], fits[family], budget)
+        cells["speedup in FLOPs"] = speedup_cell(found.flops)
+    return cells
+
+
+def optima_table(analysis):
+    """{(budget, family): {column: cell}}."""
+    return {
+        (budget, family): optimum_cells(analysis, budget, family)
+        for budget in analysis.budgets
+        for family, measured in analysis.families.items()
+        if budget in measured.budgets
+    }
+
+
+def _rows(cells_of_rows, forms):
+    """Lists of texts; cells_of_rows: [(first texts, {column: cell})]."""
+    return [
+        [*first, *(text(cells.get(title), form) for title, form in forms.items())]
+        for first, cells in cells_of_rows
+    ]
+
+
+def _measured(analysis):
+    """Losses by size, family and budget."""
+    named = [quantity(budget, "FLOPs") for budget in analysis.budgets]
+    titles = ["size", "family", "parameters", "FLOPs a token", *named]
+    sizes = dict.fromkeys(size for one in analysis.families.values() for size in one.sizes)
+    rows = []
+    for size in sizes:
+        for number, (family, measured) in enumerate(analysis.families.items()):
+            points = [i for i, own in enumerate(measured.sizes) if own == size]
+            losses = {measured.budgets[i]: measured.losses[i] for i in points}
+            cells = [
+                mean_and_spread(losses[budget].tolist()) if budget in losses else ""
+                for budget in analysis.budgets
+            ]
+            parameters, flops = measured.parameters[points[0]], measured.flops[points[0]]
+            begins = [size if not number else "", family]
+            rows.append([*begins, quantity(parameters), quantity(flops, "FLOPs"), *cells])
+    return f"Held-out loss (nats):\n\n{tables.markdown(titles, rows)}"
+
+
+def _optima(analysis):
+    titles = {title: FORMS[title] for title in list(FORMS)[:8]}
+    rows = [
+        ([quantity(budget, "FLOPs") if family == analysis.base else "", family], cells)
+        for (budget, family), cells in optima_table(analysis).items()
+    ]
+    about = (
+        "The optimum of each budget: the vertex of a parabola (approach 2, which is biased even"
+        " without noise), and by the law (approach 3)."
+    )
+    return f"{about}\n\n{tables.markdown(['budget', 'family', *titles], _rows(rows, titles))}"
+
+
+LAW_FORMS = {
+    "E": ".4f", "A": ".4g", "B": ".4g", "a": ".3f", "b": ".3f", "residual": ".4f",
+    "best size grows as C to the": ".3f", "by parabolas": ".3f",
+}  # fmt: skip
+
+
+def _laws(analysis):
+    """E, A, B, a, b and the growth of the best size; then why there are none."""
+    rows, notes = [], []
+    for family, fit in analysis.laws.items():
+        law = fit.law
+        cells = {name: cell(with_draws(getattr(law, name))) for name in ("E", "A", "B", "a", "b")}
+        cells |= {
+            "residual": fit.residual,
+            "best size grows as C to the": cell(growth(fit)),
+            "by parabolas": cell(growth(analysis.parabolas[family])),
+        }
+        rows.append(([family], cells))
+        if law.one(0).at_the_edge():
+            notes.append(
+                f"{family}: an exponent is at the end of the range that was searched; the points do"
+                " not say what it is."
+            )
+    table = tables.markdown(["family", *LAW_FORMS], _rows(rows, LAW_FORMS))
+    parts = ["The law L = E + A / N^a + B / D^b, N all parameters, D tokens:", table] * bool(rows)
+    notes += [f"No law of {family}: {why}." for family, why in analysis.refusals.items()]
+    return "\n\n".join([*parts, *notes])
+
+
+def _further(analysis, further):
+    """Loss and size of the optimum at further budgets, by the law."""
+    budgets = [analysis.budgets[-1] * factor for factor in further]
+    rows = []
+    for budget in budgets:
+        for family, fit in analysis.laws.items():
+            sizes, losses = fit.optimum(budget)
+            cells = {"loss": cell(with_draws(losses)), "parameters": cell(with_draws(sizes))}
+            rows.append(([quantity(budget, "FLOPs"), family], cells))
+    forms = {"loss": ".4f", "parameters": "quantity"}
+    titles = ["budget", "family", *forms]
+    return (
+        "The optimum of further budgets, extrapolated by the law:\n\n"
+        f"{tables.markdown(titles, _rows(rows, forms))}"
+    )
+
+
+def _speedups(analysis):
+    """How many times as much the baseline needs for the same loss."""
+    forms = dict.fromkeys(
+        f"{what}, {how}" for what in ("FLOPs", "seconds") for how in ("parabolas", "law")
+    )
+    by_parabolas = analysis.speedups(analysis.parabolas)
+    by_law = analysis.speedups(analysis.laws)
+    rows = []
+    for (budget, family), found in by_parabolas.items():
+        cells = {}
+        for how, one in (("parabolas", found), ("law", by_law.get((budget, family)))):
+            if one is not None:
+                cells[f"FLOPs, {how}"] = speedup_cell(one.flops)
+                cells[f"seconds, {how}"] = one.seconds and speedup_cell(one.seconds)
+        rows.append(([quantity(budget, "FLOPs"), family], cells))
+    titles = ["budget", "family", *forms]
+    return (
+        f"Effective speedup over {analysis.base}: how many times the training FLOPs, or seconds,"
+        " it needs at its best size for the loss that the family has at its own. Seconds are those"
+        " of the runs, on their machine and with what ran beside them; parabolas are read between"
+        f" the budgets alone:\n\n"
+        f"{tables.markdown(titles, _rows(rows, dict.fromkeys(forms, '.2f')))}"
+    )
+
+
+def rates_table(points):
+    """Losses by size and learning rate of the runs that looked for the best one; "" without any."""
+    tried = [point for point in points if not point.fitted]
+    if not tried:
+        return ""
+    budget, seeds = tried[0].run.budget, {point.run.family: point.run.seed for point in tried}
+    losses = {}
+    for point in points:
+        run = point.run
+        if run.budget == budget and seeds.get(run.family) == run.seed:
+            losses.setdefault((run.family, run.size), {})[run.rate] = (
+                math.inf if point.loss is None else point.loss
+            )
+    rates = sorted({rate for of_rates in losses.values() for rate in of_rates})
+    rows, best_rates = [], {}
+    families = list(dict.fromkeys(family for family, _ in losses))
+    for family, size in sorted(losses, key=lambda place: families.index(place[0])):
+        of_rates = losses[family, size]
+        best = min(of_rates, key=of_rates.get)
+        best_rates.setdefault(family, []).append(best)
+        named = {rate: f"{loss:.4f}" for rate, loss in of_rates.items()}
+        named = {rate: "not finite" if "inf" in name else name for rate, name in named.items()}
+        named[best] = f"**{named[best]}**"
+        ends = "at the end" if best in (min(of_rates), max(of_rates)) else ""
+        rows.append([family, size, *(named.get(rate, "") for rate in rates), ends])
+    titles = ["family", "size", *(f"{rate:g}" for rate in rates), "best"]
+    ranges = "; ".join(
+        f"{family}: {min(best):g} for all sizes"
+        if len({*best}) == 1
+        else f"{family}: {min(best):g} to {max(best):g}, {max(best) / min(best):.3g} times"
+        for family, best in best_rates.items()
+    )
+    return (
+        f"Held-out loss by learning rate at {quantity(budget, 'FLOPs')}, first seed; the best rate"
+        f" of each size is that of its other runs. Where it is the least or the greatest tried, a"
+        f" better one may lie beyond:\n\n{tables.markdown(titles, rows)}\n\nBest rates: {ranges}."
+    )
+
+
+def markdown(analysis, points, further, facts):
+    """All tables; facts: a sentence on what they are of."""
+    parts = [_measured(analysis), rates_table(points), _optima(analysis), _laws(analysis)]
+    if analysis.laws:
+        parts.append(_further(analysis, further))
+    if len(analysis.families) > 1 and len(analysis.budgets) > 1:
+        parts.append(_speedups(analysis))
+    machines = sorted({point.machine for point in points})
+    if len(machines) > 1:
+        parts.append(
+            f"Seconds are not compared: the runs are of different machines ({'; '.join(machines)})."
+        )
+    most = max(measured.seeds.max() for measured in analysis.families.values())
+    least = min(measured.seeds.min() for measured in analysis.families.values())
+    seeds = f"{least} to {most} seeds" if least < most else f"{most} seed{'s' * bool(most > 1)}"
+    parts.append(
+        f"{facts}; {seeds} a point, mean ± standard deviation; in parentheses {LEVEL}% intervals of"
+        f" {analysis.draws} bootstrap draws over points and seeds."
+    )
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def as_data(analysis, further):
+    """What the tables say, with 80% and 95% intervals, as plain data."""
+
+    def data(values):
+        return with_draws(np.asarray(values)).as_data()
+
+    found = {"draws": analysis.draws, "parabolas": [], "laws": [], "speedups": []}
+    for family, fit in analysis.parabolas.items():
+        for budget in fit.losses:
+            row = {"family": family, "budget": budget, "residual": fit.residual[budget]}
+            row |= {"loss": data(fit.losses[budget]), "parameters": data(fit.parameters[budget])}
+            found["parabolas"].append(row)
+    for family, fit in analysis.laws.items():
+        law = {name: data(getattr(fit.law, name)) for name in ("E", "A", "B", "a", "b")}
+        optima = []
+        for budget in [*fit.losses, *(analysis.budgets[-1] * factor for factor in further)]:
+            sizes, losses = fit.optimum(budget)
+            row = {"budget": budget, "measured": budget in fit.losses}
+            optima.append(row | {"loss": data(losses), "parameters": data(sizes)})
+        row = {"family": family, "residual": fit.residual, "law": law, "optima": optima}
+        found["laws"].append(row | {"growth": growth(fit).as_data()})
+    for how, fits in (("parabolas", analysis.parabolas), ("law", analysis.laws)):
+        for (budget, family), one in analysis.speedups(fits).items():
+            row = {"family": family, "budget": budget, "by": how, "flops": one.flops.as_data()}
+            row["seconds"] = one.seconds and one.seconds.as_data()
+            found["speedups"].append(row)
+    return found
