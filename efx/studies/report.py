@@ -335,27 +335,30 @@ def styles_of(count):
 
 
 def runs_table(runs, names, settings, styles, by_byte):
-    """The table of runs: final values, cost, speed, machine, then the settings that differ."""
-    per_token = {
+    """The table of runs: final losses, the settings that differ, cost, speed, machine."""
+    losses = {
         "held-out loss": [_last(run, "eval/loss", ".4f") for run in runs],
         "least held-out loss": [_last(run, "min:eval/loss", ".4f") for run in runs],
         "training loss": [_last(run, "train/loss", ".4f") for run in runs],
     }
-    columns = {} if by_byte else per_token
+    if losses["least held-out loss"] == losses["held-out loss"]:
+        del losses["least held-out loss"]
+    columns = {} if by_byte else losses
+    columns["bits per byte"] = [_last(run, "eval/bits_per_byte", ".4f") for run in runs]
+    for key in dict.fromkeys(key for of in settings for key in of):
+        columns[key] = [_setting(of[key]) if key in of else None for of in settings]
     columns |= {
-        "bits per byte": [_last(run, "eval/bits_per_byte", ".4f") for run in runs],
-        "steps": [_last(run, "step", ",.0f") for run in runs],
-        "tokens": [_last(run, "tokens", "quantity") for run in runs],
         "training FLOPs": [_last(run, "flops", "FLOPs") for run in runs],
-        "seconds": [_last(run, "seconds", ",.1f") for run in runs],
-        "parameters": [_last(run, "parameters", "quantity") for run in runs],
+        "tokens": [_last(run, "tokens", "quantity") for run in runs],
         "tokens/s": [_cell(run.median("tokens_per_second"), "quantity") for run in runs],
         "MFU": [_cell(run.median("mfu"), ".1%") for run in runs],
+        "steps": [_last(run, "step", ",.0f") for run in runs],
+        "seconds": [_last(run, "seconds", ",.1f") for run in runs],
+        "parameters": [_last(run, "parameters", "quantity") for run in runs],
         "machine": [_machine(run) for run in runs],
     }
+    # What no run has said is no column.
     shown = {title: cells for title, cells in columns.items() if any(cells)}
-    for key in dict.fromkeys(key for of in settings for key in of):
-        shown[key] = [_setting(of[key]) if key in of else None for of in settings]
     rows = [[name, *cells] for name, *cells in zip(names, *shown.values(), strict=True)]
     return page.table(["run", *shown], rows, [style["colour"] for style in styles])
 
@@ -502,22 +505,26 @@ def isoflop_traces(data):
         if optima := [optimum for optimum in curve.optima() if optimum]:
             at = np.array([(optimum.parameters, optimum.loss) for optimum in optima])
             (best, loss), (best_spread, loss_spread) = at.mean(0), _spread(at)
+            said = (
+                "%{fullData.name}",
+                f"best size: %{{x:.3s}} ± {quantity(best_spread)} parameters",
+                f"its loss: %{{y:.4f}} ± {loss_spread:.4f}",
+                f"{len(optima)} of {curve.losses.shape[1]} seeds<extra></extra>",
+            )
+            star = {"color": colour, "line": {"width": 1, "color": "#14171c"}}
             traces.append(
-                shared | {
+                shared
+                | {
                     "x": [best],
                     "y": [loss],
                     "error_x": {"type": "data", "array": [best_spread], "thickness": 1.5},
                     "error_y": {"type": "data", "array": [loss_spread], "thickness": 1.5},
                     "mode": "markers",
-                    "marker": {"symbol": "star", "size": 15, "color": colour,
-                               "line": {"width": 1, "color": "#14171c"}},
-                    "hovertemplate": f"%{{fullData.name}}<br>best size: %{{x:.3s}} ±"
-                                     f" {quantity(best_spread)} parameters<br>its loss: %{{y:.4f}} ±"
-                                     f" {loss_spread:.4f}<br>{len(optima)} of"
-                                     f" {curve.losses.shape[1]} seeds<extra></extra>",
+                    "marker": {"symbol": "star", "size": 15, **star},
+                    "hovertemplate": "<br>".join(said),
                     "showlegend": False,
                 }
-            )  # fmt: skip
+            )
     return traces
 
 
