@@ -79,7 +79,7 @@ efx.block("curves.js", (element, { axes, metrics, runs }) => {
     })
     legend.append(button)
   }
-  form.addEventListener("input", draw)
+  form.addEventListener("change", draw)
   form.addEventListener("submit", (event) => event.preventDefault())
   draw()
 })
