@@ -56,6 +56,11 @@ def test_means_of_successive_points(runs):
     np.testing.assert_allclose(plot.smoothed(points, 100)[0], [3.5])
 
 
+def test_runs_of_one_name_are_told_apart_by_their_paths():
+    assert plot.names(["a/run", "b/other"], [{}, {"model.width": 8}]) == ["run", "other (width=8)"]
+    assert plot.names(["a/run", "b/run"], [{}, {}]) == ["run [a/run]", "run [b/run]"]
+
+
 def test_bad_input_is_one_line(runs, tmp_path, capsys):
     run = str(runs[0])
     for arguments, words in (
