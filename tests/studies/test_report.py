@@ -12,7 +12,7 @@ import pytest
 from efx import runfolder
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import isoflop, page, report
+from efx.studies import isoflop, page, report, report_fits
 
 for package in ("jinja2", "plotly"):
     pytest.importorskip(package, reason="the extra `report` is not installed")
@@ -167,8 +167,8 @@ def test_fits_of_an_isoflop_study(top, elements):
     """Plotly's own classes take the traces; optima and their intervals are those that are known."""
     from plotly import graph_objects
 
-    data = report.read_isoflop(top / "isoflop.json")
-    traces = graph_objects.Figure(report.isoflop_traces(data), {}).data
+    study = report_fits.read(top / "isoflop.json")
+    traces = graph_objects.Figure(report_fits.traces(study), {}).data
     stars = [trace for trace in traces if trace.marker.symbol == "star"]
     assert [star.name for star in stars] == [
         f"{family}, {budget}" for budget in ("1.00 GFLOPs", "2.00 GFLOPs")
