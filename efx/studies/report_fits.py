@@ -59,6 +59,7 @@ def study_of(data):
     sizes, curves = isoflop.from_data(data)
     fits = []
     for (budget, family), curve in curves.items():
+        _check(curve)
         optima = [optimum for optimum in curve.optima() if optimum]
         best = loss = None
         if optima:
@@ -89,6 +90,15 @@ def study_of(data):
         intervals="Points, fits and stars are means over seeds; bars, bands and ± are one standard"
         " deviation over seeds.",
     )
+
+
+def _check(curve):
+    """ValueError for what a file of somebody else may have in place of a curve."""
+    sizes = len(curve.parameters)
+    numbers = np.concatenate([curve.parameters.ravel(), curve.losses.ravel()]).astype(float)
+    right = curve.losses.ndim == 2 and curve.losses.shape[0] == sizes >= 3 and curve.losses.size
+    if not (right and np.isfinite(numbers).all() and (curve.parameters > 0).all()):
+        raise ValueError("expected three sizes or more, with a finite loss for each seed")
 
 
 def _spread(values):

@@ -182,6 +182,25 @@ def test_fits_of_an_isoflop_study(top, elements):
     assert "-0.1000 ± 0.0000" in elements.cells[row : row + 10]
 
 
+@pytest.mark.parametrize("change, words", [
+    (('"budget": 1000000000.0', '"budget": "<b>"'), "could not convert string"),
+    (('"losses": [[', '"losses": [[NaN, '), "inhomogeneous"),
+    (("8000.0, ", "null, "), "expected three sizes or more"),
+    (("8000.0, ", "NaN, "), "expected three sizes or more, with a finite loss for each seed"),
+    (("8000.0, ", "-1, "), "expected three sizes or more"),
+    (("8000.0, ", ""), "expected three sizes or more"),
+    (('"losses"', '"loss"'), "KeyError: 'losses'"),
+    (("[{", "{"), "JSONDecodeError"),
+])  # fmt: skip
+def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys):
+    text = (top / "isoflop.json").read_text()
+    assert change[0] in text
+    (tmp_path / "isoflop.json").write_text(text.replace(*change, 1))
+    assert report.main([str(tmp_path), f"--out={tmp_path / 'a.html'}"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and "is not the isoflop.json of a study" in said
+
+
 def test_rows_of_an_evaluation_alone_lie_between_the_others():
     rows = [{"step": 0, "eval/loss": 5.0}, {"step": 4, "tokens": 400.0}, {"step": 6}]
     rows += [{"step": 8, "tokens": 800.0}, {"step": 9}]
