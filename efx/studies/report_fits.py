@@ -20,7 +20,7 @@ class Fit:
     Attributes:
       budget: training FLOPs. family: its name.
       sizes, parameters, means, spreads: [points] names, parameters, losses over seeds.
-      line: [3, N] of the fit: parameters, losses, half the width of the interval around them.
+      line: [4, N] of the fit: parameters, losses, low and high ends of their intervals.
       best, loss: (value, low, high) of the best size and of its loss; None where there is none.
       note: of how many seeds that is, or the like.
     """
@@ -69,6 +69,7 @@ def study_of(data):
         fine = np.linspace(x.min(), x.max(), 60)
         of_seeds = [np.polyfit(x - x.mean(), losses, 2) for losses in curve.losses.T]
         lines = np.array([np.polyval(one, fine - x.mean()) for one in of_seeds])
+        mean, spread = lines.mean(0), _spread(lines)
         fits.append(
             Fit(
                 budget=float(budget),
@@ -77,7 +78,7 @@ def study_of(data):
                 parameters=curve.parameters,
                 means=curve.losses.mean(1),
                 spreads=_spread(curve.losses.T),
-                line=np.stack([np.exp(fine), lines.mean(0), _spread(lines)]),
+                line=np.stack([np.exp(fine), mean, mean - spread, mean + spread]),
                 best=best,
                 loss=loss,
                 note=f"enclosed in {len(optima)} of {curve.losses.shape[1]} seeds",
@@ -142,8 +143,8 @@ def traces(study):
         # Switched on and off together; the points stand for all in the legend.
         shared = {"type": "scatter", "legendgroup": name, "name": name}
         beside = shared | {"hoverinfo": "skip", "showlegend": False}
-        x, y, half = fit.line
-        band = {"x": [*x, *x[::-1]], "y": [*(y + half), *(y - half)[::-1]]}
+        x, y, low, high = fit.line
+        band = {"x": [*x, *x[::-1]], "y": [*high, *low[::-1]]}
         points = {
             "x": fit.parameters,
             "y": fit.means,
