@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from efx import reading, runfolder, tables
 from efx.errors import UsageError
 from efx.metrics import quantity
 from efx.studies import isoflop, page
+from efx.studies.isoflop import report as isoflop_tables
+from efx.studies.isoflop.bootstrap import with_draws
 
 FILE = "isoflop.json"
 
@@ -55,51 +58,58 @@ class Study:
 
 
 def study_of(data):
-    """The Study in the data of efx.studies.isoflop. All that this page knows of that module."""
-    sizes, curves = isoflop.from_data(data)
-    fits = []
-    for (budget, family), curve in curves.items():
-        _check(curve)
-        optima = [optimum for optimum in curve.optima() if optimum]
-        best = loss = None
-        if optima:
-            best = _around([optimum.parameters for optimum in optima])
-            loss = _around([optimum.loss for optimum in optima])
-        x = np.log(curve.parameters)
-        fine = np.linspace(x.min(), x.max(), 60)
-        of_seeds = [np.polyfit(x - x.mean(), losses, 2) for losses in curve.losses.T]
-        lines = np.array([np.polyval(one, fine - x.mean()) for one in of_seeds])
-        mean, spread = lines.mean(0), _spread(lines)
-        fits.append(
-            Fit(
-                budget=float(budget),
-                family=str(family),
-                sizes=list(sizes),
-                parameters=curve.parameters,
-                means=curve.losses.mean(1),
-                spreads=_spread(curve.losses.T),
-                line=np.stack([np.exp(fine), mean, mean - spread, mean + spread]),
-                best=best,
-                loss=loss,
-                note=f"enclosed in {len(optima)} of {curve.losses.shape[1]} seeds",
-            )
-        )
+    """The Study in the data of efx.studies.isoflop. All that this page knows of that package."""
+    data = data["study"] if "study" in data else data
+    analysis = isoflop.analysis_of(isoflop.points_of(data, FILE), data["draws"])
+    fits = [
+        _fit(analysis, family, measured, budget)
+        for budget in analysis.budgets
+        for family, measured in analysis.families.items()
+        if budget in measured.budgets
+    ]
     return Study(
         fits=fits,
-        forms=isoflop.FORMS,
-        cells=isoflop.optima_table(sizes, curves),
-        intervals="Points, fits and stars are means over seeds; bars, bands and ± are one standard"
-        " deviation over seeds.",
+        forms=isoflop_tables.FORMS,
+        cells=isoflop_tables.optima_table(analysis),
+        intervals="Points are means over seeds, with one standard deviation. Lines and stars are of"
+        f" the law, of parabolas where there is none; bands and bars are {isoflop_tables.LEVEL}%"
+        " intervals of the bootstrap.",
     )
 
 
-def _check(curve):
-    """ValueError for what a file of somebody else may have in place of a curve."""
-    sizes = len(curve.parameters)
-    numbers = np.concatenate([curve.parameters.ravel(), curve.losses.ravel()]).astype(float)
-    right = curve.losses.ndim == 2 and curve.losses.shape[0] == sizes >= 3 and curve.losses.size
-    if not (right and np.isfinite(numbers).all() and (curve.parameters > 0).all()):
-        raise ValueError("expected three sizes or more, with a finite loss for each seed")
+def _fit(analysis, family, measured, budget):
+    here = measured.at(budget)
+    parameters, means = measured.parameters[here], measured.means[here]
+    fine = np.geomspace(parameters.min(), parameters.max(), 60)
+    fit = analysis.laws.get(family, analysis.parabolas[family])
+    if family in analysis.laws:
+        draws = [with_draws(fit.loss_at(budget, size)) for size in fine]
+        line = [(one.value, *one.interval(isoflop_tables.LEVEL)) for one in draws]
+    else:
+        x, weights = np.log(parameters), np.sqrt(measured.seeds[here])
+        parabola = np.polyfit(x - x.mean(), means, 2, w=weights)
+        line = [(loss,) * 3 for loss in np.polyval(parabola, np.log(fine) - x.mean())]
+    how = "by the law" if family in analysis.laws else "by a parabola"
+    beyond = not parameters.min() <= fit.parameters[budget][0] <= parameters.max()
+    best, loss = (_ends(with_draws(of[budget])) for of in (fit.parameters, fit.losses))
+    return Fit(
+        budget=float(budget),
+        family=str(family),
+        sizes=[measured.sizes[i] for i in here],
+        parameters=parameters,
+        means=means,
+        spreads=np.array([_spread(np.array(measured.losses[i])) for i in here]),
+        line=np.stack([fine, *np.array(line).T]),
+        best=best,
+        loss=loss,
+        note=how + ", beyond the sizes measured" * beyond,
+    )
+
+
+def _ends(estimate):
+    """(value, low, high) of an Estimate; None unless all three are finite."""
+    ends = (estimate.value, *(estimate.interval(isoflop_tables.LEVEL) or (math.nan,) * 2))
+    return ends if np.isfinite(ends).all() else None
 
 
 def _spread(values):
@@ -107,17 +117,11 @@ def _spread(values):
     return np.std(values, axis=0, ddof=1 if len(values) > 1 else 0)
 
 
-def _around(values):
-    """(mean, low, high): one standard deviation around the mean."""
-    mean, spread = float(np.mean(values)), float(_spread(values))
-    return mean, mean - spread, mean + spread
-
-
 def read(path):
     """The Study in a file: isoflop.json, or one of results/ that has its points."""
     try:
         data = reading.read_json(path)
-        return study_of(data["curves"] if isinstance(data, dict) else data)
+        return study_of(data)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
     except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
@@ -160,7 +164,7 @@ def traces(study):
             beside | {"x": x, "y": y, "mode": "lines", "line": {"color": colour, "dash": dash}},
             shared | points,
         ]
-        if fit.best:
+        if fit.best and fit.loss:
             drawn.append(shared | _star(fit, colour) | {"showlegend": False})
     return drawn
 

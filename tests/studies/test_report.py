@@ -1,18 +1,22 @@
 """The report page: what it holds, what it refuses, and what it does in a browser."""
 
 import html.parser
+import itertools
 import json
 import math
 import sys
 
 import browser as browsers
-import numpy as np
 import pytest
 
-from efx import runfolder
+from efx import runfolder, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
 from efx.studies import isoflop, page, report, report_fits
+from efx.studies.isoflop import grid, law
+from efx.studies.isoflop import points as isoflop_points
+from efx.studies.isoflop import report as isoflop_report
+from efx.studies.isoflop.bootstrap import with_draws
 
 for package in ("jinja2", "plotly"):
     pytest.importorskip(package, reason="the extra `report` is not installed")
@@ -55,18 +59,29 @@ def make_run(
     return folder
 
 
-def make_isoflop(path, best=2e4):
-    """isoflop.json of two families and two budgets, three seeds, with optima that are known."""
-    sizes = np.array([8e3, 1.4e4, 2.2e4, 4e4, 6e4])
-    curves = {}
-    for budget, (shift, family) in [
-        (b, f) for b in (1e9, 2e9) for f in enumerate(("dense", "MoD"))
-    ]:
-        losses = 3 - 0.1 * shift + 0.1 * np.log(sizes / best) ** 2
-        curves[budget, family] = isoflop.Curve(
-            sizes, sizes * 6, losses[:, None] + np.array([-0.01, 0, 0.01])
-        )
-    path.write_text(json.dumps(isoflop.as_data({"sizes": list("abcde")}, curves)))
+def make_isoflop(path):
+    """isoflop.json of two families and two budgets, three seeds, by a law that is known; "short"
+    has too few points for a law, and a parabola with its least loss, 2.0, at 8000 parameters."""
+    known, points = law.Law(1.0, 8.0, 9.0, 0.3, 0.25), []
+    for budget, (share, family), size in itertools.product(
+        (1e10, 4e10), ((1, "dense"), (0.5, "MoD")), (4, 8, 16, 32, 64)
+    ):
+        points.append((family, f"{size} blocks", budget, 1000 * size, 6000 * size * share))
+    points += [("short", f"{size} blocks", 1e10, 1000 * size, 6e3 * size) for size in (4, 8, 16)]
+    found = []
+    for (family, size, budget, parameters, cost), seed in itertools.product(points, range(3)):
+        loss = float(known.loss(parameters, budget / cost))
+        if family == "short":
+            loss = 2 + 0.1 * math.log(parameters / 8000) ** 2
+        run = {"family": family, "size": size, "budget": budget, "seed": seed}
+        run |= {name: None for name in grid.Run._fields if name not in run}
+        numbers = {"parameters": parameters, "tokens": budget / cost, "flops": budget}
+        alike = {"fitted": True, "seconds": None, "split": 1.0, "settings": {}}
+        words = dict.fromkeys(("machine", "revision", "text", "tokenizer", "source"), "x")
+        loss += 0.001 * (seed - 1)
+        found.append(isoflop_points.Point(grid.Run(**run), loss=loss, **numbers, **alike, **words))
+    study = isoflop_points.as_data(found) | {"draws": 20, "further": [], "config": "c"}
+    path.write_text(json.dumps(study))
     return path
 
 
@@ -169,28 +184,31 @@ def test_fits_of_an_isoflop_study(top, elements):
 
     study = report_fits.read(top / "isoflop.json")
     traces = graph_objects.Figure(report_fits.traces(study), {}).data
-    stars = [trace for trace in traces if trace.marker.symbol == "star"]
-    assert [star.name for star in stars] == [
-        f"{family}, {budget}" for budget in ("1.00 GFLOPs", "2.00 GFLOPs")
-        for family in ("dense", "MoD")
-    ]  # fmt: skip
-    assert [star.x[0] for star in stars] == pytest.approx([2e4] * 4)
-    assert [star.y[0] for star in stars] == pytest.approx([3, 2.9, 3, 2.9])
-    assert [star.error_y.array[0] for star in stars] == pytest.approx([0.01] * 4)
+    stars = {trace.name: trace for trace in traces if trace.marker.symbol == "star"}
+    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), 20)
+    assert len(stars) == 5 and "short" in analysis.refusals
+    for (budget, name), (family, fits) in itertools.product(
+        ((1e10, "10.0 GFLOPs"),),
+        (("MoD", analysis.laws), ("short", analysis.parabolas)),
+    ):
+        star, fit = stars[f"{family}, {name}"], fits[family]
+        best, loss = with_draws(fit.parameters[budget]), with_draws(fit.losses[budget])
+        assert (star.x[0], star.y[0]) == pytest.approx((best.value, loss.value))
+        low, high = loss.interval(95)
+        assert star.error_y.array[0] == pytest.approx(high - loss.value)
+        assert star.error_y.arrayminus[0] == pytest.approx(loss.value - low)
+    assert stars["short, 10.0 GFLOPs"].x[0] == pytest.approx(8000)
+    assert "by a parabola" in stars["short, 10.0 GFLOPs"].hovertemplate
     row = elements.cells.index("MoD")
-    assert "2.9000 ± 0.0100" in elements.cells[row : row + 5]
-    assert "-0.1000 ± 0.0000" in elements.cells[row : row + 10]
+    cell = tables.text(isoflop_report.cell(with_draws(analysis.laws["MoD"].losses[1e10])), ".4f")
+    assert " to " in cell and cell in elements.cells[row : row + 10]
 
 
 @pytest.mark.parametrize("change, words", [
-    (('"budget": 1000000000.0', '"budget": "<b>"'), "could not convert string"),
-    (('"losses": [[', '"losses": [[NaN, '), "inhomogeneous"),
-    (("8000.0, ", "null, "), "expected three sizes or more"),
-    (("8000.0, ", "NaN, "), "expected three sizes or more, with a finite loss for each seed"),
-    (("8000.0, ", "-1, "), "expected three sizes or more"),
-    (("8000.0, ", ""), "expected three sizes or more"),
-    (('"losses"', '"loss"'), "KeyError: 'losses'"),
-    (("[{", "{"), "JSONDecodeError"),
+    (('"budget": 10000000000.0', '"budget": "<b>"'), ""),
+    (('"points"', '"point"'), "KeyError: 'points'"),
+    (('"draws": 20', '"draw": 20'), "KeyError: 'draws'"),
+    (('{"settings"', '"settings"'), "JSONDecodeError"),
 ])  # fmt: skip
 def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys):
     text = (top / "isoflop.json").read_text()
