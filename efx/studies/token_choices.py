@@ -26,7 +26,7 @@ class Quantity(NamedTuple):
       title: in a list. about: in a sentence.
       kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": a number that stands for a thing;
         "fraction": in [0, 1]; "number".
-      words: of a flag, those for 0 and 1.
+      words: of a flag, and of fractions that may be all 0 or 1, those for 0 and 1.
     """
 
     title: str
@@ -40,7 +40,12 @@ QUANTITIES = {
     "computed": Quantity(
         "computed", "whether it is computed for the token", "flag", ("skipped", "computed")
     ),
-    "kept": Quantity("kept by masks", "share of the token's entries that the mask keeps", "fraction"),
+    "kept": Quantity(
+        "kept by masks",
+        "share of the token's entries that the mask keeps",
+        "fraction",
+        ("closed", "kept"),
+    ),
     "experts": Quantity("number of experts", "how many experts compute the token", "count"),
     "weight": Quantity("expert weights", "weight of the expert for the next token", "fraction"),
     "gate": Quantity("gate", "factor on what is added to the token", "number"),
@@ -79,7 +84,7 @@ class TokenMap:
       served: {name of a row: [T] lists of (expert, weight)} of rows of experts.
       entropy_T: nats, of the model's distribution of the next token.
       loss_T: nats, of the next token; NaN where it is not known.
-      flops_T, dense_T: what each token costs, and what it would if everything computed it.
+      flops_T, dense_T: what each token costs, and what it is compared with: `against`, in words.
     """
 
     rows: list
@@ -88,6 +93,7 @@ class TokenMap:
     loss_T: np.ndarray
     flops_T: np.ndarray
     dense_T: np.ndarray
+    against: str = "of what it would cost if everything computed it"
 
     def of(self, quantity):
         """{name: values} of the rows of one quantity."""
@@ -95,9 +101,17 @@ class TokenMap:
 
     @property
     def quantities(self):
-        """{name: Quantity} of the rows that there are, in order."""
-        there = {row.quantity for row in self.rows}
-        return {name: quantity for name, quantity in QUANTITIES.items() if name in there}
+        """{name: Quantity} of the rows that there are, in order; fractions that are all 0 or 1
+        are flags, where there are words for that."""
+        there = {}
+        for name, quantity in QUANTITIES.items():
+            rows = list(self.of(name).values())
+            if not rows:
+                continue
+            if quantity.words and np.isin(rows, (0.0, 1.0)).all():
+                quantity = quantity._replace(kind="flag")
+            there[name] = quantity
+        return there
 
 
 def token_map(model, variables, ids, keys=None, next_id=None):

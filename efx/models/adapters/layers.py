@@ -28,7 +28,7 @@ from efx.layers import kv_cache
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
-from efx.layers.report import Report, sow_choice
+from efx.layers.report import Report, asked, sow_choice
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
@@ -131,7 +131,8 @@ class Adapter(nn.Module):
             logit_C1 = _product(u_CD, gate_D[None])
             self.sow("intermediates", "gate_logits", logit_C1)
             gate_C1 = jax.nn.sigmoid(logit_C1)
-            sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), info)
+            if asked(self):
+                sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), info)
             y_CF = y_CF * gate_C1.astype(y_CF.dtype)
         return y_CF
 
