@@ -225,7 +225,9 @@ def rows_of(model, made, length):
             computed_T[stage.tokens_S[stage.tokens_S >= 0]] = 1.0
             if not computed_T.all() and (path, "routed") not in made.choices:
                 add(made.calls[path][0], row_name(path), "computed", computed_T)
-    rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
+    kinds = list(QUANTITIES)
+    found.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
+    rows = [row for _, row in found]
     return [row for row in rows if row.quantity not in _that_say_nothing(rows)], served
 
 
@@ -241,11 +243,13 @@ def _of_experts(weights_TE, used_TE):
 
 
 def _that_say_nothing(rows):
-    """Quantities that say nothing of this text: nothing lacked room, no choice computes nothing."""
+    """Quantities that say nothing of this text: all that are wanted are computed, masks are rounded,
+    nothing lacked room, no choice computes nothing."""
     values = {(row.name, row.quantity): row.values_T for row in rows}
-    nothing = {quantity for quantity in ("wanted", "full", "noop")}
+    same = {"wanted": "computed", "mask": "kept"}
+    nothing = {*same, "full", "noop"}
     for (name, quantity), values_T in values.items():
-        expected_T = values[name, "computed"] if quantity == "wanted" else 0.0
+        expected_T = values[name, same[quantity]] if quantity in same else 0.0
         if not np.all((values_T == expected_T) | np.isnan(values_T)):
             nothing.discard(quantity)
     return nothing

@@ -131,9 +131,11 @@ def describe(made):
 def draw(made, pieces, quantity, path):
     """A picture of the rows of one quantity over the tokens' texts."""
     import matplotlib.figure  # takes half a second
+    from matplotlib import font_manager
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    glyphs = font_manager.get_font(font_manager.findfont("monospace")).get_charmap()
     rows, about = made.of(quantity), made.quantities[quantity]
     values = np.stack(list(rows.values()))
     length = values.shape[1]
@@ -153,7 +155,7 @@ def draw(made, pieces, quantity, path):
         colours, low, high = ListedColormap(chosen), -0.5, number - 0.5
     for axis, line in zip(axes, lines, strict=True):
         image = axis.imshow(values[:, line], vmin=low, vmax=high, cmap=colours, aspect="auto")
-        places, shown = _ticks(pieces, line)
+        places, shown = _ticks(pieces, line, glyphs)
         axis.set_xticks(places, shown, fontsize=8, family="monospace", rotation=90)
         axis.set_xlim(-0.5, LINE - 0.5 if len(lines) > 1 else values[:, line].shape[1] - 0.5)
         axis.set_yticks(range(len(rows)), list(rows), fontsize=7)
@@ -185,14 +187,16 @@ def _range(values, kind):
     return 0.0, max(high, 1.0), "viridis"
 
 
-def _ticks(pieces, line):
-    """(places in a line of the picture, texts) of the pieces that begin there."""
+def _ticks(pieces, line, glyphs):
+    """(places in a line of the picture, texts) of the pieces that begin there; `glyphs`: the code
+    points that the font has, others are written as numbers."""
     places, texts = [], []
     starts = itertools.accumulate((piece.count for piece in pieces), initial=0)
     for start, piece in zip(starts, pieces, strict=False):
         if line.start <= start < line.stop:
             places.append(start - line.start + min(piece.count - 1, line.stop - start - 1) / 2)
-            texts.append(visible(piece.text).replace("$", r"\$"))
+            text = "".join(c if ord(c) in glyphs else f"u{ord(c):x}" for c in visible(piece.text))
+            texts.append(text.replace("$", r"\$"))
     return places, texts
 
 

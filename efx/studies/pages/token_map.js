@@ -11,7 +11,7 @@ efx.block("token_map.js", (element, data) => {
   const ROW = 22
   const length = data.ids.length
   const number = (x, digits = 3) => (x === null ? "–" : Number(x.toPrecision(digits)).toString())
-  const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}%`)
+  const percent = (x) => (x === null ? "–" : `${Number((100 * x).toFixed(1))}%`)
 
   // ---- colours: a function of a value, and what explains it ----
 
@@ -54,7 +54,8 @@ efx.block("token_map.js", (element, data) => {
       return { scale, low: -size, high: size }
     }
     const top = kind === "fraction" ? 1 : high
-    return { scale: [shade(0), shade(1)], low: kind === "fraction" ? 0 : Math.min(0, low), high: top }
+    const said = kind === "fraction" ? percent : number
+    return { scale: [shade(0), shade(1)], low: 0, high: top, said }
   }
 
   function plotlyScale({ entries, scale }) {
@@ -65,7 +66,7 @@ efx.block("token_map.js", (element, data) => {
     ])
   }
 
-  function explain(place, { entries, scale, low, high }, blank) {
+  function explain(place, { entries, scale, low, high, said = number }, blank) {
     place.replaceChildren()
     const entry = (name, colour) => {
       const span = make("span")
@@ -77,7 +78,7 @@ efx.block("token_map.js", (element, data) => {
     if (scale) {
       const bar = make("span", undefined, "scale")
       bar.style.background = `linear-gradient(to right, ${scale.join(",")})`
-      place.append(number(low, 2), bar, number(high, 2))
+      place.append(make("span", said(low)), bar, make("span", said(high)))
     } else {
       entries.forEach(([name, colour]) => entry(name, colour))
     }
@@ -114,11 +115,9 @@ efx.block("token_map.js", (element, data) => {
   }
 
   function colourText() {
-    const [key, , title] = scales[by.value]
-    const [, high] = bounds([data[key]])
-    const low = 0
-    const top = key === "share" ? Math.max(1, high) : high
-    const colour = (x) => (x === null ? EMPTY : shade(0.6 * ((x - low) / (top - low || 1))))
+    const [key, said, title] = scales[by.value]
+    const [low, high] = bounds([data[key]])
+    const colour = (x) => (x === null ? EMPTY : shade(0.6 * ((x - low) / (high - low || 1))))
     spans.forEach((span, i) => {
       const colours = []
       for (let k = 0; k < data.pieces[i].count; k++) colours.push(colour(data[key][starts[i] + k]))
@@ -132,15 +131,16 @@ efx.block("token_map.js", (element, data) => {
               ])
               .join(",")})`
     })
-    explain(find(".of-text"), { scale: [shade(0), shade(0.6)], low, high: top })
-    find(".of-text").append(title)
+    explain(find(".of-text"), { scale: [shade(0), shade(0.6)], low, high, said })
+    find(".of-text").append(make("span", title))
   }
 
   // ---- the grid ----
 
   const wide = data.pieces.some((piece) => piece.short.length > 2 * piece.count)
   const cell = 18
-  const top = wide ? 100 : 30
+  const longest = Math.max(...data.pieces.map((piece) => [...piece.short].length))
+  const top = wide ? 16 + 8 * longest : 30
   const middle = data.pieces.map((piece, i) => starts[i] + (piece.count - 1) / 2)
   let drawn = Promise.resolve()
 
@@ -149,7 +149,7 @@ efx.block("token_map.js", (element, data) => {
     const palette = paletteOf(chosen.kind, chosen.words, chosen.values)
     const blank = chosen.values.some((row) => row.includes(null))
     explain(find(".of-grid"), palette, blank)
-    find(".of-grid").prepend(chosen.about)
+    find(".of-grid").prepend(make("span", chosen.about))
     const names = find(".names")
     names.replaceChildren(...chosen.names.map((name) => make("div", name)))
     names.style.paddingTop = `${top}px`
