@@ -115,14 +115,24 @@ def picture(out):
     """The path of a picture; UsageError, before anything is computed, if none can be there."""
     from matplotlib.figure import Figure
 
-    picture, kinds = pathlib.Path(out), Figure().canvas.get_supported_filetypes()
-    if picture.is_dir():
-        raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {picture / 'map.png'}")
-    if picture.suffix[1:].lower() not in kinds:
+    kinds = [f".{kind}" for kind in Figure().canvas.get_supported_filetypes()]
+    return new_file(out, kinds, "map.png")
+
+
+def new_file(out, endings, example):
+    """The path of a file to write; UsageError, before anything is computed, if none can be there.
+
+    endings: that it may have, such as (".html",); example: a name with one.
+    """
+    path = pathlib.Path(out)
+    if path.is_dir():
+        raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {path / example}")
+    if path.suffix.lower() not in endings:
         raise UsageError(
-            f"--out={out}: the ending says what kind of picture it is, e.g."
-            f" {picture.with_suffix('.png')}; there are {', '.join(sorted(kinds))}"
+            f"--out={out}: the ending says what kind of file it is, e.g."
+            f" {path.with_suffix(pathlib.PurePath(example).suffix)}; there are"
+            f" {', '.join(sorted(endings))}"
         )
-    if not picture.parent.is_dir():
-        raise UsageError(f"--out={out}: there is no folder {picture.parent}")
-    return picture
+    if not path.parent.is_dir():
+        raise UsageError(f"--out={out}: there is no folder {path.parent}")
+    return path
