@@ -58,7 +58,7 @@ QUANTITIES = {
         "wanted", "whether the decision wants it computed, room or not", "flag", ("not", "wanted")
     ),
     "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
-    "flops": Quantity("FLOPs", "of what a token costs here that is computed by all", "fraction"),
+    "flops": Quantity("FLOPs", "of what a token costs here that has all computed", "fraction"),
 }
 
 
@@ -132,7 +132,10 @@ def token_map(model, variables, ids, keys=None, next_id=None):
             "dropout, gates or groups of latents (config.model.depth_routing.kind='none', ...)"
         )
     costs = token_costs.of_tokens(models.unrolled(model), len(ids), made.choices)
-    rows += [Row(row_name(path), "flops", share_T) for path, share_T in costs.shares.items()]
+    for path, share_T in costs.shares.items():
+        name = row_name(path)
+        mine = [i for i, row in enumerate(rows) if f"{row.name} ".startswith(f"{name} ")]
+        rows.insert(mine[0] if mine else len(rows), Row(name, "flops", share_T))
     entropy_T, loss_T = summary(prediction, ids, next_id)
     return TokenMap(rows, served, entropy_T, loss_T, costs.flops_T, costs.dense_T)
 

@@ -16,6 +16,7 @@ import csv
 import itertools
 import math
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -202,6 +203,7 @@ def _ticks(pieces, line, glyphs):
 
 def visible(text):
     """A short text of one line in which white space is seen."""
+    text = re.sub(r" {4,}", lambda run: f"·×{len(run[0])}", text)
     text = "".join(_SPACES.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
     return text if len(text) <= 12 else f"{text[:11]}…"
 
@@ -220,6 +222,7 @@ def sections(made, ids, pieces):
             for piece in pieces
         ],
         "ids": [int(i) for i in ids],
+        "names": list(dict.fromkeys(row.name for row in made.rows)),
         "entropy": _plain(made.entropy_T),
         "loss": _plain(made.loss_T),
         "flops": _plain(made.flops_T),

@@ -225,11 +225,10 @@ efx.block("token_map.js", (element, data) => {
     fact("entropy", `${number(data.entropy[token])} nats`)
     fact("loss", data.loss[token] === null ? "next token not known" : `${number(data.loss[token])} nats`)
     fact("compute", `${percent(data.share[token])} ${data.against}: ${data.flops[token].toLocaleString("en")} FLOPs`)
-    const blocks = new Map()
+    const blocks = new Map(data.names.map((name) => [name, []]))
     const servedBy = new Set(Object.keys(data.served))
     for (const of of data.quantities) {
       of.names.forEach((name, row) => {
-        if (!blocks.has(name)) blocks.set(name, [])
         const experts = ["expert", "heaviest"].includes(of.key) && servedBy.has(name)
         const said = experts ? null : word(of, of.values[row][token])
         if (said !== null) blocks.get(name).push([of, said, of.values[row][token]])
@@ -282,6 +281,7 @@ efx.block("token_map.js", (element, data) => {
   const by = find(".by")
   by.append(...Object.keys(scales).map((name) => make("option", name)))
   by.addEventListener("change", colourText)
+  if (data.share.every((share) => share === data.share[0])) by.value = "entropy"
   const quantity = find(".quantity")
   quantity.append(...data.quantities.map((of) => make("option", of.title)))
   quantity.addEventListener("change", drawGrid)
