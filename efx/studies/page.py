@@ -83,12 +83,10 @@ def table(columns, rows, colours=None):
       columns: the headings.
       colours: of each row, as in a figure above or below the table; None: no colours.
       rows: lists of cells as long as `columns`: a text, a number, None, or (what is shown, what it
-        is sorted by). A column is one of numbers if what it is sorted by is.
+        is sorted by). A column is one of numbers if all that it is sorted by are.
     """
     cells = [[_cell(cell) for cell in row] for row in rows]
-    numeric = [
-        any(isinstance(row[i][1], int | float) for row in cells) for i in range(len(columns))
-    ]
+    numeric = [_all_numbers([row[i][1] for row in cells]) for i in range(len(columns))]
     values = {
         "columns": list(zip(columns, numeric, strict=True)),
         "rows": list(zip(cells, colours or [""] * len(cells), strict=True)),
@@ -101,6 +99,11 @@ def _cell(cell):
     if isinstance(cell, tuple):
         return cell
     return ("" if cell is None else str(cell)), cell
+
+
+def _all_numbers(keys):
+    kinds = {type(key) for key in keys if key is not None}
+    return bool(kinds) and kinds <= {int, float}
 
 
 def plain(text):

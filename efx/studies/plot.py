@@ -40,21 +40,33 @@ def curve(workdir, x, y):
 def labels(workdirs):
     """A name for each run: its folder's, and the settings that are not the same in all of them."""
     try:
-        runs = [runfolder.dotted(runfolder.recorded_config(workdir)) for workdir in workdirs]
+        configs = [runfolder.recorded_config(workdir) for workdir in workdirs]
     except UsageError as error:
         raise UsageError(str(error).removeprefix("--workdir=")) from error
-    names = dict.fromkeys(key for settings in runs for key in settings)
-    differ = [
+    return names(workdirs, differing(configs))
+
+
+def differing(configs):
+    """[{dotted key: value}] of the settings of each run that are not the same in all of them."""
+    runs = [runfolder.dotted(config) for config in configs]
+    keys = [
         key
-        for key in names
+        for key in dict.fromkeys(key for settings in runs for key in settings)
         if not key.startswith(_UNASKED)
         and any(settings.get(key) != runs[0].get(key) for settings in runs)
     ]
+    return [{key: settings[key] for key in keys if key in settings} for settings in runs]
+
+
+def names(workdirs, settings):
+    """A name for each run, no two the same: its folder's, and its settings as `differing` says."""
     said = []
-    for workdir, of in zip(workdirs, runs, strict=True):
-        changed = [f"{key.removeprefix('model.')}={of[key]}" for key in differ if key in of]
+    for workdir, of in zip(workdirs, settings, strict=True):
+        changed = [f"{key.removeprefix('model.')}={value}" for key, value in of.items()]
         name = pathlib.PurePath(workdir).name + (f" ({', '.join(changed)})" if changed else "")
         said.append(runfolder.shortened(name, 80))
+    if len(set(said)) < len(said):
+        said = [f"{name} [{workdir}]" for name, workdir in zip(said, workdirs, strict=True)]
     return said
 
 
@@ -83,12 +95,9 @@ def plot(arguments):
     if arguments.smooth < 1:
         raise UsageError(f"--smooth={arguments.smooth}: must be at least 1")
     out = cli.picture(arguments.out)
-    names = labels(arguments.runs)
-    if len(set(names)) < len(names):
-        names = [f"{name} [{run}]" for name, run in zip(names, arguments.runs, strict=True)]
     curves = {
         name: curve(run, arguments.x, arguments.y)
-        for name, run in zip(names, arguments.runs, strict=True)
+        for name, run in zip(labels(arguments.runs), arguments.runs, strict=True)
     }
     drawn = {name: smoothed(points, arguments.smooth) for name, points in curves.items()}
     with runfolder.writing(out):

@@ -330,16 +330,24 @@ def describe_runs(workdir):
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]
-    kind, cores = last_launch["devices"]["kind"], last_launch["cpu_count"]
-    machine = f"{cores} CPU cores" if kind == "cpu" else f"{last_launch['device_count']} x {kind}"
     git = [launch["git"] or {"revision": "unknown", "dirty": False} for launch in launches]
     revisions = sorted({launch["revision"] + " with changes" * launch["dirty"] for launch in git})
     return {
         "config": statistics.mode(config_flags).partition("=")[2] if config_flags else "",
         "seeds": sorted(seeds),
-        "machine": machine,
+        "machine": machine(last_launch),
         "revision": ", ".join(revisions),
     }
+
+
+def machine(launch):
+    """What a launch, one of those in run.json, ran on, in words."""
+    kind = launch["devices"]["kind"]
+    return (
+        f"{launch['cpu_count']} CPU cores"
+        if kind == "cpu"
+        else f"{launch['device_count']} x {kind}"
+    )
 
 
 def import_study(path, workdir, new_fields, add=False):

@@ -197,17 +197,22 @@ def final_row(run):
     "mean:<metric>" the mean, both over finite values.
 
     None for a last value that was not finite, and for the others if no value was."""
-    last_values, finite = {}, {}
-    for row in read_metrics(run):
+    return last_values(read_metrics(run))
+
+
+def last_values(rows):
+    """`final_row` of rows of metrics."""
+    last, finite = {}, {}
+    for row in rows:
         for name, value in row.items():
-            last_values[name] = value
+            last[name] = value
             if value is not None:
                 finite.setdefault(name, []).append(value)
-    for name in list(last_values):
+    for name in list(last):
         values = finite.get(name)
-        last_values[f"min:{name}"] = min(values) if values else None
-        last_values[f"mean:{name}"] = statistics.fmean(values) if values else None
-    return last_values
+        last[f"min:{name}"] = min(values) if values else None
+        last[f"mean:{name}"] = statistics.fmean(values) if values else None
+    return last
 
 
 def measure_step_times(sweep, workdir, steps):

@@ -1,0 +1,683 @@
+"""Runs and isoFLOP studies on one page: curves, fits, a table, samples, speed.
+
+    python -m efx.studies.report runs/mod runs/dense --out report.html
+
+The page is one HTML file that needs no network. An argument is a run folder, a folder with runs
+below it (that of a sweep or of another study), or an isoFLOP study: its folder or its isoflop.json.
+The curves are of training and held-out loss, held-out bits per byte and accuracy, the norm of the
+gradient, the learning rate, tokens/s and MFU, and of --metrics, names of columns of metrics.jsonl,
+by step, tokens, FLOPs or seconds.
+
+Losses in nats a token say nothing of runs whose tokens or held-out text differ, so these are
+refused; --bits-per-byte has them compared by their bits per byte, and the page says what differs.
+Runs below a folder that cannot be read yet are left out, and the page names them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import sys
+
+import numpy as np
+
+from efx import reading, runfolder, storage, tables
+from efx.errors import UsageError, nearest
+from efx.metrics import portion, quantity, read_metrics
+from efx.metrics.writer import SAMPLES
+from efx.studies import cli, isoflop, page, plot, results, sweep
+
+ISOFLOP_FILE = "isoflop.json"
+# {column of metrics.jsonl: title} of what the curves may be drawn over.
+AXES = {
+    "step": "step",
+    "tokens": "tokens",
+    "flops": "training FLOPs",
+    "seconds": "seconds of training",
+}
+# {title: columns} of what is drawn if a run has it; where two are, the first is drawn thinner.
+CURVES = {
+    "training and held-out loss (nats a token)": ("train/loss", "eval/loss"),
+    "held-out loss (nats a token)": ("eval/loss",),
+    "training loss (nats a token)": ("train/loss",),
+    "held-out bits per byte": ("eval/bits_per_byte",),
+    "held-out accuracy": ("eval/accuracy",),
+    "norm of the gradient": ("train/grad_norm",),
+    "learning rate": ("train/learning_rate",),
+    "tokens/s": ("tokens_per_second",),
+    "MFU": ("mfu",),
+}
+# Beginnings of the columns that count by tokens: of other tokens or text they are other numbers.
+_BY_TOKEN = ("train/loss", "train/objective", "train/accuracy", "eval/loss", "eval/accuracy")
+_LOGGED = ("train/loss", "eval/loss", "eval/bits_per_byte")  # one of them, or nothing is to be seen
+_MOST_POINTS = 1500  # of a curve on the page; of more, means of successive ones are shown
+_MOST_SAMPLES = 20  # of a run, the last ones
+_LONGEST_SAMPLE = 20_000  # characters
+_LARGEST_SAMPLE = 16 << 20  # bytes of the file
+_DEEPEST = 4  # folders between the one that is given and a run
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run folder says.
+
+    Attributes:
+      path: as it was given or found.
+      config: the recorded config.
+      record: run.json, {} without one.
+      rows: of metrics.jsonl, finite numbers or None.
+    """
+
+    path: pathlib.Path
+    config: dict
+    record: dict
+    rows: list
+
+    @functools.cached_property
+    def last(self):
+        """The last value of each metric, and the least as "min:<metric>"."""
+        return sweep.last_values(self.rows)
+
+    def curve(self, column):
+        """(numbers of the rows, values) where a row has the column; a value may be None."""
+        found = [(i, row[column]) for i, row in enumerate(self.rows) if column in row]
+        return [i for i, _ in found], [value for _, value in found]
+
+    def median(self, column):
+        values = [value for value in self.curve(column)[1] if value is not None]
+        return float(np.median(values)) if values else None
+
+
+def read_run(path):
+    """The Run in a folder; UsageError if it has nothing to show."""
+    try:
+        config, record = runfolder.recorded_config(path), runfolder.run_record(path)
+    except UsageError as error:
+        raise UsageError(str(error).removeprefix("--workdir=")) from error
+    if not (storage.folder(path) / runfolder.METRICS_FILE).is_file():
+        raise UsageError(f"{path} has no {runfolder.METRICS_FILE}: nothing was logged there yet")
+    rows = [
+        {name: _number(value) for name, value in row.items() if _is_number(value)}
+        for row in read_metrics(path)
+    ]
+    if not any(name in row for row in rows for name in _LOGGED):
+        raise UsageError(
+            f"{path}/{runfolder.METRICS_FILE} has no row with one of {', '.join(_LOGGED)}: no step"
+            " was logged there yet"
+        )
+    return Run(path, config, record, rows)
+
+
+def _is_number(value):
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _number(value):
+    """A float of what a file says, with as many digits as can be seen; None if it is not finite."""
+    try:
+        value = float(f"{float(value):.8g}")
+    except (OverflowError, TypeError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+# ---- what is given -----------------------------------------------------------------------------
+
+
+def collect(arguments):
+    """([Run], {name: data of an isoFLOP study}, [what was left out and why]) of paths as given."""
+    runs, studies, left_out = {}, {}, []
+    for given in arguments:
+        path = storage.folder(given, "RUN")
+        if path.suffix == ".json" and path.is_file():
+            studies[str(path)] = read_isoflop(path)
+            continue
+        if not path.is_dir():
+            what = "a file" if path.exists() else "no such folder"
+            raise UsageError(
+                f"{given}: {what}; give a run folder, a folder with runs below it, or the"
+                f" {ISOFLOP_FILE} of a study"
+            )
+        found = list(_run_folders(path))
+        if (path / ISOFLOP_FILE).is_file():
+            studies[str(path)] = read_isoflop(path / ISOFLOP_FILE)
+        elif not found or _is_run(path):
+            runs[str(path)] = read_run(path)
+            continue
+        refused = []
+        for folder in found:
+            try:
+                runs[str(folder)] = read_run(folder)
+            except UsageError as error:
+                refused.append(str(error))
+        if refused and len(refused) == len(found) and str(path) not in studies:
+            raise UsageError(refused[0])
+        left_out += refused
+    return list(runs.values()), studies, left_out
+
+
+def _is_run(path):
+    return any((path / name).exists() for name in (runfolder.CONFIG_FILE, runfolder.METRICS_FILE))
+
+
+def _run_folders(path, depth=0):
+    """The folders of runs in a folder, in the order of their names; none lies within another."""
+    if _is_run(path):
+        yield path
+    elif depth < _DEEPEST:
+        try:
+            below = sorted((child for child in path.iterdir() if child.is_dir()), key=str)
+        except OSError:  # of a folder that is not ours to read
+            return
+        for child in below:
+            if not child.name.startswith("."):
+                yield from _run_folders(child, depth + 1)
+
+
+def read_isoflop(path):
+    """The data of the isoFLOP study in a file: its own isoflop.json, or one of results/."""
+    try:
+        data = reading.read_json(path)
+        if isinstance(data, dict):
+            data = data["curves"]
+        isoflop_traces(data)
+        isoflop_rows(data)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
+    except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
+        raise UsageError(
+            f"{path} is not the {ISOFLOP_FILE} of a study, nor a result with its curves"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+    return data
+
+
+# ---- which runs can be compared ----------------------------------------------------------------
+
+
+def differences(runs):
+    """What keeps the losses of runs from being compared, each in a few words; [] if nothing."""
+    said = []
+    for what, identity, keys in (
+        ("tokenizers", _tokenizer, ("tokenizer",)),
+        ("held-out text", _held_out, ("source", "eval_source", "max_bytes", "eval_fraction")),
+    ):
+        first = runs[0]
+        other = next((run for run in runs if not _same(identity, first, run)), None)
+        if other is not None:
+            settings = plot.differing([_block(run) for run in (first, other)])
+            named = [
+                f"config.data.{key}={settings[0].get(key)!r} and {settings[1].get(key)!r}"
+                for key in keys
+                if key in settings[0] or key in settings[1]
+            ]
+            because = ", ".join(named) or "the same settings, of other text"
+            said.append(f"{first.path} and {other.path} have different {what} ({because})")
+    return said
+
+
+def _same(identity, a, b):
+    """By their hashes if both runs recorded them, by their settings otherwise."""
+    (recorded_a, set_a), (recorded_b, set_b) = identity(a), identity(b)
+    if recorded_a is None or recorded_b is None:
+        return set_a == set_b
+    return recorded_a == recorded_b
+
+
+def _block(run):
+    """The settings of a run's data; {} if it recorded none."""
+    data = run.config["data"] if "data" in run.config else {}
+    return data if isinstance(data, dict) else {}
+
+
+def _tokenizer(run):
+    """(the hash that the run recorded or None, the setting)"""
+    settings = _block(run)
+    return run.record.get("tokenizer"), settings.get("tokenizer")
+
+
+def _held_out(run):
+    text, settings = run.record.get("text"), _block(run)
+    of_setting = [
+        settings.get(key)
+        for key in ("source", "eval_source", "max_bytes", "eval_fraction", "split")
+    ]
+    return text and (text["eval_source"] or text["held_out"]), of_setting
+
+
+def _trained_on(run):
+    text, settings = run.record.get("text"), _block(run)
+    return text and text["source"], [settings.get(key) for key in ("source", "max_bytes")]
+
+
+# ---- curves ------------------------------------------------------------------------------------
+
+
+def choices(runs, metrics, by_byte):
+    """{title: columns} of what the curves can be switched to; `metrics`: of the user."""
+    known = sorted({name for run in runs for row in run.rows for name in row})
+    for name in metrics:
+        if name not in known:
+            raise UsageError(f"--metrics: no run has the column {name!r}{nearest(name, known)}")
+        if by_byte and name.startswith(_BY_TOKEN):
+            raise UsageError(
+                f"--metrics: {name} counts by tokens, which --bits-per-byte leaves out"
+            )
+    offered = CURVES | {name: (name,) for name in metrics if (name,) not in CURVES.values()}
+    return {
+        title: columns
+        for title, columns in offered.items()
+        if all(column in known for column in columns)
+        and not (by_byte and columns[0].startswith(_BY_TOKEN))
+    }
+
+
+def axis_values(run, axis):
+    """[rows] where each row of a run lies on an axis; None where that is not known.
+
+    Rows of an evaluation have a step alone, and lie between those that have the rest; all axes
+    begin at 0.
+    """
+    steps = [row["step"] for row in run.rows]
+    if axis == "step":
+        return steps
+    known = [(row["step"], row[axis]) for row in run.rows if row.get(axis) is not None]
+    if not known:
+        return [None] * len(steps)
+    x, y = np.array([(0.0, 0.0), *known]).T
+    values = np.interp(steps, x, y, right=np.nan)
+    return [_number(value) for value in values]
+
+
+def thinned(rows, values):
+    """At most some number of points: means of so many successive values, at their last rows."""
+    count = math.ceil(len(rows) / _MOST_POINTS)
+    if count < 2:
+        return rows, values
+    parts = [values[i : i + count] for i in range(0, len(values), count)]
+    finite = [[value for value in part if value is not None] for part in parts]
+    means = [_number(math.fsum(part) / len(part)) if part else None for part in finite]
+    last = [min(i + count, len(rows)) - 1 for i in range(0, len(rows), count)]
+    return [rows[i] for i in last], means
+
+
+def curves_block(runs, names, styles, offered):
+    """The curves with their switches."""
+    columns = list(dict.fromkeys(column for group in offered.values() for column in group))
+    axes = [axis for axis in AXES if any(axis in row for run in runs for row in run.rows)]
+    drawn = []
+    for run, name, style in zip(runs, names, styles, strict=True):
+        of_columns = {}
+        for column in columns:
+            rows, values = thinned(*run.curve(column))
+            if rows:
+                of_columns[column] = {"rows": rows, "values": values}
+        of_axes = {axis: axis_values(run, axis) for axis in axes}
+        drawn.append({"name": name, **style, "axes": of_axes, "columns": of_columns})
+    data = {
+        "axes": {axis: AXES[axis] for axis in axes},
+        "metrics": [{"title": title, "columns": group} for title, group in offered.items()],
+        "runs": drawn,
+    }
+    values = {"axes": {axis: AXES[axis] for axis in axes}, "metrics": list(offered)}
+    return page.Block("curves.html", values, script="curves.js", data=data)
+
+
+def styles_of(count):
+    """[{colour, dash}] of so many runs, no two the same until all are used."""
+    endless = itertools.cycle(itertools.product(_DASHES, page.COLOURS))
+    return [{"colour": colour, "dash": dash} for dash, colour in itertools.islice(endless, count)]
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def runs_table(runs, names, settings, styles, by_byte):
+    """The table of runs: final losses, the settings that differ, cost, speed, machine."""
+    losses = {
+        "held-out loss": [_last(run, "eval/loss", ".4f") for run in runs],
+        "least held-out loss": [_last(run, "min:eval/loss", ".4f") for run in runs],
+        "training loss": [_last(run, "train/loss", ".4f") for run in runs],
+    }
+    if losses["least held-out loss"] == losses["held-out loss"]:
+        del losses["least held-out loss"]
+    columns = {} if by_byte else losses
+    columns["bits per byte"] = [_last(run, "eval/bits_per_byte", ".4f") for run in runs]
+    for key in dict.fromkeys(key for of in settings for key in of):
+        columns[key] = [_setting(of[key]) if key in of else None for of in settings]
+    columns |= {
+        "training FLOPs": [_last(run, "flops", "FLOPs") for run in runs],
+        "tokens": [_last(run, "tokens", "quantity") for run in runs],
+        "tokens/s": [_cell(run.median("tokens_per_second"), "quantity") for run in runs],
+        "MFU": [_cell(run.median("mfu"), ".1%") for run in runs],
+        "steps": [_last(run, "step", ",.0f") for run in runs],
+        "seconds": [_last(run, "seconds", ",.1f") for run in runs],
+        "parameters": [_last(run, "parameters", "quantity") for run in runs],
+        "machine": [_machine(run) for run in runs],
+    }
+    # What no run has said is no column.
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    rows = [[name, *cells] for name, *cells in zip(names, *shown.values(), strict=True)]
+    return page.table(["run", *shown], rows, [style["colour"] for style in styles])
+
+
+def _last(run, metric, form):
+    if metric not in run.last:
+        return None
+    value = run.last[metric]
+    return ("not finite", None) if value is None else _cell(value, form)
+
+
+def _cell(value, form):
+    return None if value is None else (tables.number(value, form), value)
+
+
+def _setting(value):
+    if type(value) in (int, float) and math.isfinite(value):
+        return (str(value), value)
+    return runfolder.shortened(str(value), 200)
+
+
+def _machine(run):
+    launches = run.record.get("launches", [])
+    try:
+        return results.machine(launches[-1])
+    except (IndexError, KeyError, TypeError):  # of a record that somebody else wrote
+        return None
+
+
+# ---- speed, samples ----------------------------------------------------------------------------
+
+
+def speed_block(runs, names, styles):
+    """Tokens/s of each run: the median of its rows, and between which values 8 of 10 are."""
+    found = []
+    for run, name, style in zip(runs, names, styles, strict=True):
+        values = [value for value in run.curve("tokens_per_second")[1] if value is not None]
+        if values:
+            low, middle, high = np.percentile(values, (10, 50, 90)).tolist()
+            found.append((page.plain(runfolder.shortened(name, 40)), style, low, middle, high))
+    if not found:
+        return page.paragraph("No run has logged its tokens/s.", "note")
+    numbers = list(range(len(found)))
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [middle for *_, middle, _ in found],
+        "y": numbers,
+        "text": [name for name, *_ in found],
+        "marker": {"size": 11, "color": [style["colour"] for _, style, *_ in found]},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - middle for *_, middle, high in found],
+            "arrayminus": [middle - low for *_, low, middle, _ in found],
+            "color": "#8a93a0",
+            "thickness": 1.5,
+        },
+        "hovertemplate": "%{text}<br>%{x:.4s} tokens/s<extra></extra>",
+    }
+    layout = {
+        "xaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero", "tickformat": "~s"},
+        "yaxis": {
+            "tickvals": numbers,
+            "ticktext": [name for name, *_ in found],
+            "range": [len(found) - 0.5, -0.5],
+            "zeroline": False,
+        },
+        "margin": {"t": 10},
+        "showlegend": False,
+    }
+    return page.figure([trace], layout, height=90 + 28 * len(found))
+
+
+def samples_block(runs, names, styles):
+    """The samples of all runs beside each other, with a choice of the step."""
+    drawn = []
+    for run, name, style in zip(runs, names, styles, strict=True):
+        if samples := read_samples(run.path):
+            drawn.append({"name": name, "colour": style["colour"], "samples": samples})
+    if not drawn:
+        return page.paragraph(
+            "No run has samples; config.sample.every has a run make them.", "note"
+        )
+    steps = sorted({sample["step"] for run in drawn for sample in run["samples"]})
+    return page.Block("samples.html", {"steps": steps}, script="samples.js", data={"runs": drawn})
+
+
+def read_samples(workdir):
+    """[{step, text}] of a run's last samples, by step."""
+    paths = {}
+    folder = storage.folder(workdir) / SAMPLES
+    for path in folder.glob("step_*.txt") if folder.is_dir() else ():
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and len(number) < 16:
+            paths[int(number)] = path
+    samples = []
+    for step in sorted(paths)[-_MOST_SAMPLES:]:
+        try:
+            text = reading.read_text(paths[step], _LARGEST_SAMPLE)
+        except (OSError, ValueError) as error:
+            text = f"(cannot be read: {error})"
+        samples.append({"step": step, "text": runfolder.shortened(text.strip(), _LONGEST_SAMPLE)})
+    return samples
+
+
+# ---- isoFLOP studies ---------------------------------------------------------------------------
+
+
+def isoflop_traces(data):
+    """Plotly's traces of a study's data: points, parabolas, optima, each with its spread over
+    seeds. A colour is a budget, a dash and a symbol are a family."""
+    _, curves = isoflop.from_data(data)
+    budgets = list(dict.fromkeys(budget for budget, _ in curves))
+    families = list(dict.fromkeys(family for _, family in curves))
+    colours = dict(zip(budgets, itertools.cycle(page.COLOURS)))
+    looks = dict(zip(families, itertools.cycle(zip(_DASHES, _SYMBOLS, strict=True))))
+    traces = []
+    for (budget, family), curve in curves.items():
+        name = page.plain(f"{family}, {quantity(budget, 'FLOPs')}")
+        colour, (dash, symbol) = colours[budget], looks[family]
+        shared = {"type": "scatter", "legendgroup": name, "name": name}
+        x, lines = _parabolas(curve)
+        mean, spread = lines.mean(0), _spread(lines)
+        band = {"x": [*x, *x[::-1]], "y": [*(mean + spread), *(mean - spread)[::-1]]}
+        traces += [
+            shared | band | {"fill": "toself", "mode": "none", "fillcolor": _faint(colour),
+                             "hoverinfo": "skip", "showlegend": False},
+            shared | {"x": x, "y": mean, "mode": "lines", "line": {"color": colour, "dash": dash},
+                      "hoverinfo": "skip", "showlegend": False},
+            shared | {
+                "x": curve.parameters,
+                "y": curve.losses.mean(1),
+                "error_y": {"type": "data", "array": _spread(curve.losses.T), "thickness": 1.2},
+                "mode": "markers+lines",
+                # A line of the legend alone: the points are joined by the fit.
+                "line": {"color": "rgba(0,0,0,0)", "width": 0},
+                "marker": {"color": colour, "symbol": symbol, "size": 8},
+                "text": [page.plain(size) for size in data[0]["sizes"]],
+                "hovertemplate": "%{fullData.name}<br>%{text}: %{x:.3s} parameters<br>"
+                                 "loss %{y:.4f}<extra></extra>",
+            },
+        ]  # fmt: skip
+        if optima := [optimum for optimum in curve.optima() if optimum]:
+            at = np.array([(optimum.parameters, optimum.loss) for optimum in optima])
+            (best, loss), (best_spread, loss_spread) = at.mean(0), _spread(at)
+            said = (
+                "%{fullData.name}",
+                f"best size: %{{x:.3s}} ± {quantity(best_spread)} parameters",
+                f"its loss: %{{y:.4f}} ± {loss_spread:.4f}",
+                f"{len(optima)} of {curve.losses.shape[1]} seeds<extra></extra>",
+            )
+            star = {"color": colour, "line": {"width": 1, "color": "#14171c"}}
+            traces.append(
+                shared
+                | {
+                    "x": [best],
+                    "y": [loss],
+                    "error_x": {"type": "data", "array": [best_spread], "thickness": 1.5},
+                    "error_y": {"type": "data", "array": [loss_spread], "thickness": 1.5},
+                    "mode": "markers",
+                    "marker": {"symbol": "star", "size": 15, **star},
+                    "hovertemplate": "<br>".join(said),
+                    "showlegend": False,
+                }
+            )
+    return traces
+
+
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond")
+
+
+def _spread(values):
+    """Standard deviation over the first axis; 0 of one value."""
+    return np.std(values, axis=0, ddof=1 if len(values) > 1 else 0)
+
+
+def _faint(colour):
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"
+
+
+def _parabolas(curve):
+    """(parameters [N], losses [seeds, N]) of the parabola of each seed."""
+    x = np.log(curve.parameters)
+    fine = np.linspace(x.min(), x.max(), 60)
+    fits = [np.polyfit(x - x.mean(), losses, 2) for losses in curve.losses.T]
+    return np.exp(fine), np.array([np.polyval(fit, fine - x.mean()) for fit in fits])
+
+
+def isoflop_rows(data):
+    """Rows of the table of optima, as `page.table` takes them."""
+    sizes, curves = isoflop.from_data(data)
+    rows = []
+    for (budget, family), cells in isoflop.optima_table(sizes, curves).items():
+        row = [(quantity(budget, "FLOPs"), float(budget)), str(family)]
+        for title, form in isoflop.FORMS.items():
+            cell = cells.get(title)
+            key = cell["mean"] if isinstance(cell, dict) else cell
+            row.append((tables.text(cell, form), key))
+        rows.append(row)
+    return rows
+
+
+def isoflop_section(name, data):
+    """The fits of a study and the table of their optima."""
+    layout = {
+        "xaxis": {"title": {"text": "parameters"}, "type": "log", "tickformat": "~s"},
+        "yaxis": {"title": {"text": "held-out loss (nats a token)"}, "tickformat": ".3f"},
+        "legend": {"orientation": "h", "y": -0.18},
+        "hovermode": "closest",
+    }
+    note = (
+        "Points, fits and stars (the best size of each budget) are means over seeds; bars and bands"
+        " are one standard deviation over seeds. The first family of a budget is the baseline."
+    )
+    blocks = [page.paragraph(note, "note"), page.figure(isoflop_traces(data), layout, height=560)]
+    blocks.append(page.table(["budget", "family", *isoflop.FORMS], isoflop_rows(data)))
+    return page.Section(f"isoFLOP study {name}", blocks)
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+def notes(runs, unlike, by_byte, left_out):
+    """Paragraphs on what a reader of the page has to know before the numbers."""
+    blocks = []
+    if by_byte and unlike:
+        text = "Losses in nats a token are left out, since they cannot be compared here: "
+        text += "; ".join(unlike) + "."
+        if any("held-out text" in words for words in unlike):
+            text += (
+                " Bits per byte of different texts differ by the texts too: compare the courses of"
+                " the curves, not their levels."
+            )
+        else:
+            text += " Bits per byte of the same text can be compared."
+        blocks.append(page.paragraph(text, "warning"))
+    if runs and not all(_same(_trained_on, runs[0], run) for run in runs):
+        text = "The runs were trained on different texts: training losses cannot be compared."
+        blocks.append(page.paragraph(text, "warning"))
+    if left_out:
+        text = "Left out: " + "\n".join(left_out)
+        blocks.append(page.paragraph(text, "warning"))
+    silent = [str(run.path) for run in runs if "eval/loss" not in run.last]
+    if silent:
+        blocks.append(page.paragraph(f"Without an evaluation: {', '.join(silent)}.", "note"))
+    evaluated = [run for run in runs if "eval/loss" in run.last]
+    if evaluated:
+        of = portion([run.last.get("eval/split_fraction") for run in evaluated])
+        blocks.append(page.paragraph(f"Held-out numbers are over the {of}.", "note"))
+    return blocks
+
+
+def sections_of(runs, left_out, metrics, by_byte):
+    """The sections that show runs."""
+    unlike = differences(runs)
+    if unlike and not by_byte:
+        raise UsageError(
+            f"{unlike[0]}: their losses in nats a token cannot be compared; give fewer runs, or"
+            " --bits-per-byte, which can be"
+        )
+    if by_byte and not any("eval/bits_per_byte" in run.last for run in runs):
+        raise UsageError("--bits-per-byte: no run has the column eval/bits_per_byte")
+    settings = plot.differing([run.config for run in runs])
+    names, styles = plot.names([run.path for run in runs], settings), styles_of(len(runs))
+    short = plot.names([run.path for run in runs], [{}] * len(runs))
+    offered = choices(runs, metrics, by_byte)
+    return [
+        page.Section(
+            "Curves",
+            [*notes(runs, unlike, by_byte, left_out), curves_block(runs, names, styles, offered)],
+        ),
+        page.Section("Runs", [runs_table(runs, short, settings, styles, by_byte)]),
+        page.Section("Samples", [samples_block(runs, short, styles)]),
+        page.Section(
+            "Speed",
+            [
+                speed_block(runs, short, styles),
+                page.paragraph(
+                    "Medians of the logged rows, with the range of the middle 80%; runs of"
+                    " different machines, or that shared one, are not compared by this.",
+                    "note",
+                ),
+            ],
+        ),
+    ]
+
+
+def report(arguments):
+    """What the command does."""
+    out = page.output(arguments.out)
+    metrics = [name for name in arguments.metrics.split(",") if name]
+    runs, studies, left_out = collect(arguments.runs)
+    sections = sections_of(runs, left_out, metrics, arguments.bits_per_byte) if runs else []
+    studied = [isoflop_section(name, data) for name, data in studies.items()]
+    what = [f"{len(runs)} run{'s' * (len(runs) > 1)}"] * bool(runs)
+    what += [f"{len(studies)} isoFLOP stud{'ies' if len(studies) > 1 else 'y'}"] * bool(studies)
+    title = f"Report of {' and '.join(what)}"
+    page.write_page(out, title, sections[:1] + studied + sections[1:], arguments.command)
+    for words in left_out:
+        print(f"left out: {words}")
+    print(f"written: {out}, a page of {' and '.join(what)}")
+
+
+def main(argv=None):
+    parser = cli.Parser("efx.studies.report", __doc__)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder, folder of runs, or isoflop.json"
+    )
+    parser.add_argument("--out", default="report.html", help="page (default: report.html)")
+    parser.add_argument(
+        "--metrics", default="", metavar="NAMES", help="more columns to draw, e.g. router/accuracy"
+    )
+    parser.add_argument(
+        "--bits-per-byte", action="store_true", help="in place of losses, for unlike tokenizers"
+    )
+    return parser.run(report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,433 @@
+"""The report page: what it holds, what it refuses, and what it does in a browser."""
+
+import html.parser
+import json
+import math
+import sys
+
+import browser as browsers
+import numpy as np
+import pytest
+
+from efx import runfolder
+from efx.errors import UsageError
+from efx.metrics import MetricsWriter
+from efx.studies import isoflop, page, report
+
+for package in ("jinja2", "plotly"):
+    pytest.importorskip(package, reason="the extra `report` is not installed")
+
+HOSTILE = "</script><img src=x onerror='window.hacked=1'><b>bold</b> %{x} {{ 7*7 }}"
+
+
+def make_run(
+    folder, width=32, speed=1000.0, tokenizer="bytes", evaluated=True, held_out="h", **data
+):
+    """A run of 40 steps whose losses, FLOPs and tokens follow from the step and the width."""
+    config = {
+        "seed": 0,
+        "steps": 40,
+        "model": {"width": width},
+        "data": {"source": "stdlib", "tokenizer": tokenizer, "text_key": "text"} | data,
+        "log": {"every": 4},
+    }
+    text = {"source": "s", "eval_source": None, "held_out": held_out}
+    folder.mkdir(parents=True)
+    opened = runfolder.open_run(folder, config, command_line=[])
+    opened.commit({}, text=text, tokenizer=f"hash of {tokenizer}")
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        writer.write(1, {"startup_seconds": 1.0, "parameters": width * 1000})
+        for step in range(4, 41, 4):
+            row = {
+                "tokens": 100 * step,
+                "flops": 1e6 * width * step,
+                "seconds": step / 2,
+                "tokens_per_second": speed,
+                "train/loss": 64 / width + 4 / step,
+                "router/accuracy": 0.5,
+            }
+            if evaluated and step % 20 == 0:
+                loss = 96 / width + 4 / step
+                row |= {"eval/loss": loss, "eval/bits_per_byte": loss / math.log(2)}
+            writer.write(step, row)
+        for step in (20, 40):
+            writer.write_text(step, "sample 0", f"of step {step} {HOSTILE}")
+    return folder
+
+
+def make_isoflop(path, best=2e4):
+    """isoflop.json of two families and two budgets, three seeds, with optima that are known."""
+    sizes = np.array([8e3, 1.4e4, 2.2e4, 4e4, 6e4])
+    curves = {}
+    for budget, (shift, family) in [
+        (b, f) for b in (1e9, 2e9) for f in enumerate(("dense", "MoD"))
+    ]:
+        losses = 3 - 0.1 * shift + 0.1 * np.log(sizes / best) ** 2
+        curves[budget, family] = isoflop.Curve(
+            sizes, sizes * 6, losses[:, None] + np.array([-0.01, 0, 0.01])
+        )
+    path.write_text(json.dumps(isoflop.as_data({"sizes": list("abcde")}, curves)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory):
+    """A study of two runs, one of another tokenizer, and ones that have nothing to show."""
+    top = tmp_path_factory.mktemp("runs")
+    make_run(top / "study/narrow", text_key=HOSTILE)
+    make_run(top / "study/deeper/wide", width=64, speed=500.0)
+    make_run(top / "bpe", tokenizer="bpe:512")
+    make_run(top / "other_text", held_out="k")
+    make_run(top / "unseen", evaluated=False)
+    for name in ("begun", "silent", "torn"):
+        make_run(top / name)
+    (top / "begun/metrics.jsonl").unlink()
+    (top / "silent/metrics.jsonl").write_text('{"step": 1, "startup_seconds": 1.0}\n')
+    (top / "torn/config.json").write_text('{"seed": 0, "mod')
+    (top / "headless").mkdir()
+    (top / "headless/metrics.jsonl").write_text('{"step": 4, "train/loss": 2.0}\n')
+    (top / "nothing/in/it").mkdir(parents=True)
+    (top / "a.txt").write_text("text")
+    (top / "table.json").write_text('{"rows": []}')
+    make_isoflop(top / "isoflop.json")
+    return top
+
+
+@pytest.fixture(scope="module")
+def written(top):
+    """The page of the study and of the isoFLOP study."""
+    out = top / "report.html"
+    call = [str(top / "study"), str(top / "isoflop.json"), f"--out={out}"]
+    assert report.main([*call, "--metrics=router/accuracy"]) == 0
+    return out
+
+
+class Elements(html.parser.HTMLParser):
+    """Every element of a page with its attributes, and the texts of its scripts and cells."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.scripts, self.cells = [], [], []
+        self._into = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        into = {"script": self.scripts, "td": self.cells}.get(tag)
+        if into is not None:
+            into.append("")
+            self._into = into
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "td"):
+            self._into = None
+
+    def handle_data(self, data):
+        if self._into is not None:
+            self._into[-1] += data
+
+
+@pytest.fixture(scope="module")
+def elements(written):
+    return Elements(written.read_text())
+
+
+def test_a_page_is_one_file_and_what_runs_say_is_text_in_it(elements):
+    tags = [tag for tag, _ in elements.found]
+    assert "img" not in tags and "b" not in tags  # of the hostile setting and samples
+    assert all("src" not in attributes for _, attributes in elements.found)
+    addresses = [attributes["href"] for _, attributes in elements.found if "href" in attributes]
+    assert addresses == ["data:,"]
+    assert tags.count("style") == 1 and "49" not in elements.cells
+    assert [HOSTILE in cell for cell in elements.cells].count(True) == 1
+    policy = next(of["content"] for tag, of in elements.found if "http-equiv" in of)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.partition("script-src ")[2].partition(";")[0].count("'sha256-") == 6
+
+
+def test_curves_and_table_have_the_numbers_of_the_runs(elements):
+    curves = next(json.loads(s) for s in elements.scripts if s.startswith('{"axes"'))
+    wide, narrow = curves["runs"]
+    assert wide["name"] == "wide (data.text_key=text, width=64)" and HOSTILE[:9] in narrow["name"]
+    assert list(curves["axes"]) == ["step", "tokens", "flops", "seconds"]
+    rows, losses = (narrow["columns"]["eval/loss"][key] for key in ("rows", "values"))
+    assert losses == pytest.approx([3.2, 3.1])
+    assert [narrow["axes"]["flops"][row] for row in rows] == [64e7, 128e7]
+    titles = [metric["title"] for metric in curves["metrics"]]
+    assert titles[0] == "training and held-out loss (nats a token)" and "MFU" not in titles
+    assert titles[-1] == "router/accuracy"
+    cells = elements.cells
+    first = cells.index("wide")
+    assert cells[first : first + 4] == ["wide", "1.6000", "1.1000", "2.3083"]
+    assert cells[first + 4 : first + 6] == ["text", "64"] and "2.56 GFLOPs" in cells
+    assert cells.count("500") == 1 and cells.count("1.00k") == 1
+
+
+def test_fits_of_an_isoflop_study(top, elements):
+    """Plotly's own classes take the traces; optima and their intervals are those that are known."""
+    from plotly import graph_objects
+
+    data = report.read_isoflop(top / "isoflop.json")
+    traces = graph_objects.Figure(report.isoflop_traces(data), {}).data
+    stars = [trace for trace in traces if trace.marker.symbol == "star"]
+    assert [star.name for star in stars] == [
+        f"{family}, {budget}" for budget in ("1.00 GFLOPs", "2.00 GFLOPs")
+        for family in ("dense", "MoD")
+    ]  # fmt: skip
+    assert [star.x[0] for star in stars] == pytest.approx([2e4] * 4)
+    assert [star.y[0] for star in stars] == pytest.approx([3, 2.9, 3, 2.9])
+    assert [star.error_y.array[0] for star in stars] == pytest.approx([0.01] * 4)
+    row = elements.cells.index("MoD")
+    assert "2.9000 ± 0.0100" in elements.cells[row : row + 5]
+    assert "-0.1000 ± 0.0000" in elements.cells[row : row + 10]
+
+
+def test_rows_of_an_evaluation_alone_lie_between_the_others():
+    rows = [{"step": 0, "eval/loss": 5.0}, {"step": 4, "tokens": 400.0}, {"step": 6}]
+    rows += [{"step": 8, "tokens": 800.0}, {"step": 9}]
+    run = report.Run("r", {}, {}, rows)
+    assert report.axis_values(run, "tokens") == [0, 400, 600, 800, None]
+    assert report.axis_values(run, "flops") == [None] * 5
+    count = 4 * report._MOST_POINTS
+    rows, means = report.thinned(list(range(count)), [1.0, 2.0, 3.0, None] * (count // 4))
+    assert len(rows) == report._MOST_POINTS and rows[:2] == [3, 7] and set(means) == {2.0}
+
+
+def test_numbers_that_a_stranger_wrote(tmp_path):
+    run = make_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        digits = "9" * 400
+        file.write('{"step": 44, "train/loss": "<b>", "mfu": NaN, "tokens": true,')
+        file.write(f' "seconds": Infinity, "flops": {digits}, "eval/loss": null}}\n')
+    row = report.read_run(run).rows[-1]
+    assert row == {"step": 44, "mfu": None, "seconds": None, "flops": None, "eval/loss": None}
+    assert report.main([str(run), f"--out={tmp_path / 'a.html'}"]) == 0
+    assert "not finite" in Elements((tmp_path / "a.html").read_text()).cells
+
+
+def test_runs_below_a_folder_that_cannot_be_read_are_named(top, capsys):
+    out = top / "all.html"
+    assert report.main([str(top), f"--out={out}", "--bits-per-byte"]) == 0
+    said = capsys.readouterr().out
+    assert "a page of 5 runs and 1 isoFLOP study" in said
+    for name in ("begun", "silent", "torn", "headless"):
+        assert said.count(f"left out: {top / name}") == 1, said
+    text = out.read_text()
+    assert "have different tokenizers (config.data.tokenizer=" in text
+    assert "have different held-out text (the same settings, of other text)" in text
+    assert "compare the courses of the curves" in text and f"evaluation: {top / 'unseen'}." in text
+    titles = [metric["title"] for metric in curves_of(text)["metrics"]]
+    assert titles[0] == "held-out bits per byte" and not any("nats" in title for title in titles)
+
+
+def curves_of(text):
+    return next(json.loads(s) for s in Elements(text).scripts if s.startswith('{"axes"'))
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["study/narrow", "bpe"], "bpe have different tokenizers (config.data.tokenizer='bytes' and"
+     " 'bpe:512'): their losses in nats a token cannot be compared; give fewer runs, or"
+     " --bits-per-byte"),
+    (["study/narrow", "other_text"], "other_text have different held-out text"),
+    (["begun"], "begun has no metrics.jsonl: nothing was logged"),
+    (["silent"], "no step was logged there yet"),
+    (["torn"], "torn/config.json is damaged"),
+    (["headless"], "headless is not a run folder: it has no config.json"),
+    (["a.txt"], "a.txt: a file; give a run folder"),
+    (["none"], "none: no such folder; give"),
+    (["nothing"], "nothing is not a run folder: it has no config.json"),
+    (["table.json"], "table.json is not the isoflop.json of a study"),
+    (["study", "--metrics=router/acuracy"], "'router/acuracy' (did you mean 'router/accuracy'?)"),
+    (["study", "--bits-per-byte", "--metrics=eval/loss"], "eval/loss counts by tokens"),
+    (["unseen", "--bits-per-byte"], "no run has the column eval/bits_per_byte"),
+    (["study", "--out=none/a.html"], "--out=none/a.html: there is no folder none"),
+    (["study", "--out=a.png"], "--out=a.png: the ending says what kind of file it is, e.g. a.html"),
+    (["study", "--out=study"], "--out=study is a folder; give a file in it"),
+])  # fmt: skip
+def test_bad_input_is_one_line(arguments, words, top, capsys, monkeypatch):
+    monkeypatch.chdir(top)
+    assert report.main(["--out=new.html", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and said.startswith("efx: error: "), said
+    assert not (top / "new.html").exists()
+
+
+@pytest.mark.parametrize("package", ["jinja2", "plotly.offline"])
+def test_without_the_extra_nothing_is_begun(package, top, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert report.main([str(top / "study"), f"--out={top / 'new.html'}"]) == 2
+    said = capsys.readouterr().err
+    assert "a page needs the extra `report`" in said and said.count("\n") == 1
+    assert not (top / "new.html").exists()
+
+
+def test_a_page_has_no_number_that_is_none(tmp_path):
+    sections = [page.Section("a", [page.figure([{"y": [math.nan]}], {})])]
+    with pytest.raises(ValueError):
+        page.write_page(tmp_path / "a.html", "a", sections)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match="cannot write"):
+        page.write_page(tmp_path / "none/a.html", "a", [])
+
+
+# ---- in a browser ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with browsers.chromium() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def loaded(driver, written):
+    """The page, and all that it said and asked for when it was loaded."""
+    driver.get(written.as_uri())
+    return browsers.said(driver), browsers.requests(driver)
+
+
+@pytest.fixture
+def browser(driver, loaded):
+    return driver
+
+
+CURVES = "document.querySelector('.curves')"
+
+
+def run_order(browser):
+    """The runs of the table, as they are shown."""
+    script = "return [...document.querySelectorAll('table')].pop().tBodies[0].innerText"
+    return [line.split("\t")[0].strip() for line in browser.execute_script(script).splitlines()]
+
+
+def heading(browser, title):
+    return browser.find_element("xpath", f"//th/button[text()={title!r}]")
+
+
+def test_it_loads_with_no_word_and_no_request(loaded, written, browser):
+    assert loaded == ([], [written.as_uri()])
+    drawn = browser.execute_script(
+        "return [...document.querySelectorAll('.figure .main-svg')].length"
+    )
+    assert drawn >= 3  # curves, fits, speed
+    assert browser.execute_script("return window.hacked") is None
+    shares = "return document.querySelectorAll('[data-title*=hare]').length"
+    assert browser.execute_script(shares) == 0  # Plotly's button that uploads a figure
+
+
+def test_the_axis_switches(browser):
+    axis = f"const axis = {CURVES}.layout.xaxis; const line = {CURVES}.data.at(-1);"
+    axis += "return [axis.title.text, axis.type, [...line.x]]"
+    browser.find_element("css selector", "input[value=flops]").click()
+    assert browser.execute_script(axis) == ["training FLOPs", "linear", [64e7, 128e7]]
+    shown = browser.find_element("css selector", ".curves .xtitle").text
+    assert shown == "training FLOPs"
+    browser.find_element("css selector", "input[name=log-x]").click()
+    browser.find_element("css selector", "input[value=seconds]").click()
+    assert browser.execute_script(axis) == ["seconds of training", "log", [10, 20]]
+    browser.find_element("css selector", "input[name=log-x]").click()
+
+
+def test_a_metric_is_chosen_and_smoothed(browser):
+    choose = """
+        const form = document.querySelector(".curve-controls")
+        const [metric, count] = arguments
+        const options = [...form.elements.metric.options]
+        form.elements.metric.value = options.find((one) => one.text === metric).value
+        form.elements.smooth.value = count
+        form.dispatchEvent(new Event("input"))
+    """
+    read = f"return {CURVES}.data.map((line) => [...line.y])"
+    browser.execute_script(choose, "training loss (nats a token)", 2)
+    wide, narrow = browser.execute_script(read)
+    assert wide[:2] == pytest.approx([1 + 1, 1 + (1 + 0.5) / 2]) and len(narrow) == 10
+    browser.execute_script(choose, "training and held-out loss (nats a token)", 1)
+    assert [len(line) for line in browser.execute_script(read)] == [10, 2, 10, 2]
+
+
+def test_hovering_shows_the_value(browser):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    browser.find_element("css selector", "input[value=tokens]").click()
+    where = f"""
+        const figure = {CURVES}, line = figure.data.at(-1)
+        const {{ xaxis, yaxis }} = figure._fullLayout
+        figure.scrollIntoView({{ block: "center" }})
+        const box = figure.getBoundingClientRect()
+        return [
+          xaxis._offset + xaxis.d2p(line.x[0]) - box.width / 2,
+          yaxis._offset + yaxis.d2p(line.y[0]) - box.height / 2,
+        ]
+    """
+    x, y = browser.execute_script(where)
+    figure = browser.find_element("css selector", ".curves")
+    ActionChains(browser).move_to_element_with_offset(figure, round(x), round(y)).perform()
+    text = browser.execute_async_script(
+        """
+        const done = arguments[0]
+        const look = (left) => {
+          const label = document.querySelector(".curves .hoverlayer .hovertext")
+          label || !left ? done(label && label.textContent) : setTimeout(look, 50, left - 1)
+        }
+        look(60)
+        """
+    )
+    assert text and "held-out" in text and "2k, 3.2" in text
+    assert "narrow (" in text and "</script><img" in text  # a tag as text
+    assert browser.execute_script("return window.hacked") is None
+
+
+def test_the_legend_switches_a_run_off(browser):
+    names = f"return new Set({CURVES}.data.map((line) => line.name)).size"
+    button = browser.find_element("css selector", ".legend button")
+    button.click()
+    assert browser.execute_script(names) == 2 and button.get_attribute("aria-pressed") == "false"
+    button.click()
+    assert browser.execute_script(names) == 4
+
+
+def test_the_table_sorts_by_numbers_both_ways(browser):
+    assert run_order(browser) == ["wide", "narrow"]
+    title = heading(browser, "tokens/s")
+    for order in (["wide", "narrow"], ["narrow", "wide"], ["wide", "narrow"]):
+        title.click()
+        assert run_order(browser) == order
+    heading(browser, "held-out loss").click()
+    assert run_order(browser) == ["wide", "narrow"]
+    heading(browser, "run").click()
+    assert run_order(browser) == ["narrow", "wide"]
+    sorted_by = browser.find_elements("css selector", "th[aria-sort]")
+    assert [one.text.split()[0] for one in sorted_by] == ["run"]
+
+
+def test_samples_of_a_step_stand_side_by_side(browser):
+    def texts():
+        return [one.text for one in browser.find_elements("css selector", ".samples pre")]
+
+    assert texts() == [f"## sample 0\nof step 40 {HOSTILE}"] * 2
+    step = browser.find_element("css selector", "select[name=step]")
+    step.find_element("css selector", "option[value='20']").click()
+    assert texts() == [f"## sample 0\nof step 20 {HOSTILE}"] * 2
+
+
+def test_the_page_is_dark_where_the_system_is(browser):
+    colour = f"return {CURVES}._fullLayout.font.color"
+    assert browser.execute_script(colour) == "#1d2127"
+    for scheme, expected in (("dark", "#e4e7ec"), ("light", "#1d2127")):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        assert browser.execute_script(colour) == expected
+
+
+def test_the_browser_itself_forbids_requests_and_other_scripts(browser):
+    assert browsers.said(browser) == []  # all that was clicked and hovered above
+    assert [one for one in browsers.requests(browser) if not one.startswith("data:")] == []
+    script = """
+        const done = arguments[0], script = document.createElement("script")
+        script.textContent = "window.hacked = 1"
+        document.body.append(script)
+        fetch("http://127.0.0.1:9/").then(() => done("loaded"), () => done("refused"))
+    """
+    assert browser.execute_async_script(script) == "refused"
+    assert browser.execute_script("return window.hacked") is None
+    assert all("Content Security Policy" in words for words in browsers.said(browser))
