@@ -239,12 +239,12 @@ efx.block("token_map.js", (element, data) => {
       const item = make("li")
       item.append(make("b", name))
       for (const [of, said, value] of all) {
-        item.append(make("span", said))
+        item.append(" · ", make("span", said))
         if (of.key === "computed" && value === 0) item.classList.add("skipped")
       }
       if (servedBy.has(name) && data.served[name][token].length) {
         const experts = data.served[name][token].map(([e, weight]) => `${e} (${percent(weight)})`)
-        item.append(make("span", `experts ${experts.join(", ")}`))
+        item.append(" · ", make("span", `experts ${experts.join(", ")}`))
       }
       if (item.children.length > 1) list.append(item)
     }
