@@ -17,9 +17,11 @@ from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summa
 
 def weights(ensemble, settings, ids):
     """log w [T, E] for the token after each of these."""
-    length_T = np.arange(1, len(ids) + 1) // settings.every * settings.every
-    lengths, index_T = np.unique(length_T, return_inverse=True)
-    texts = [ensemble.tokenizer.decode(ids[:length]) for length in lengths]
+    # A row of held-out text begins with the end of the document before, which is no text of it.
+    text = ids[1:] if ids[0] == ensemble.tokenizer.eot else ids
+    before_T = np.arange(1, len(ids) + 1) - (len(ids) - len(text))
+    lengths, index_T = np.unique(before_T // settings.every, return_inverse=True)
+    texts = [ensemble.tokenizer.decode(text[: n * settings.every]) for n in lengths]
     distances = jnp.asarray(ensemble.clustering.distances(texts))
     with sharding.single_device():
         return np.asarray(log_weights(distances, settings.tau, settings.top_k))[index_T]

@@ -391,9 +391,9 @@ def written(tmp_path_factory):
         token_choices.Row("block_3 mlp", "expert", np.array([0.0, 2, 1, np.nan, 1, 0])),
     ]
     served = {"block_3 mlp": [[(0, 0.75)], [(2, 1.0)], [(1, 0.5), (0, 0.25)], [], [(1, 1.0)], []]}
-    numbers = np.arange(1.0, 7.0)
+    numbers = np.array([1.0, 2.5, 3.0, 4.0, 5.0, 6.0])
     unknown, dense = np.full(6, np.nan), np.full(6, 80.0)
-    made = token_choices.TokenMap(rows, served, numbers, unknown, 10 * numbers, dense)
+    made = token_choices.TokenMap(rows, served, numbers, unknown, numbers**2 * 2.5, dense)
     path = tmp_path_factory.mktemp("page") / "map.html"
     sections = token_map.sections(made, range(6), pieces)
     page.write_page(path, "<i>title</i>", sections, about=HOSTILE)
@@ -426,7 +426,7 @@ def test_it_loads_with_no_word_and_no_request(browser, written):
     assert tokens.text.split() == [*f"{HOSTILE}</script>漢↵".split()]
     assert not all_of(browser, ".token-map img, .names b, .xtick img, .xtick b, h1 i")
     assert [one.text for one in all_of(browser, ".names div")] == ["block_1", "<b>block_3"]
-    ticks = [one.text for one in all_of(browser, ".xtick")]
+    ticks = [one.text for one in all_of(browser, ".xtick > text")]
     assert ticks == ["<img·src=x·…", "</script>", "漢", "↵"]
     # Two entries for 0 and 1, and one for where nothing is decided.
     words = all_of(browser, ".of-grid")[0].text.split("\n")
@@ -481,7 +481,7 @@ def test_the_switch_shows_another_quantity(browser):
     assert browser.execute_script(read) == [[-1, 0.5, -0.2, 0.3, -2, 1]]
     assert browser.execute_script(f"return [{GRID}.data[0].zmin, {GRID}.data[0].zmax]") == [-2, 2]
     # The text by another number.
-    colour = "return document.querySelector('.tokens > span').style.background"
+    colour = "return document.querySelectorAll('.tokens > span')[1].style.background"
     before = browser.execute_script(colour)
     Select(all_of(browser, "select.by")[0]).select_by_visible_text("entropy")
     assert "entropy of the next token" in all_of(browser, ".of-text")[0].text
