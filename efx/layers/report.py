@@ -1,5 +1,5 @@
-"""What a feature of a model says of itself, beside its own code: what evaluation reports of it, and,
-where that is asked for, what it decided about each token."""
+"""What a feature of a model says of itself, beside its own code: what evaluation reports of it,
+and, where that is asked for, what it decided about each token."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

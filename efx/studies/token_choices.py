@@ -246,8 +246,8 @@ def _of_experts(weights_TE, used_TE):
 
 
 def _that_say_nothing(rows):
-    """Quantities that say nothing of this text: all that are wanted are computed, masks are rounded,
-    nothing lacked room, no choice computes nothing."""
+    """Quantities that say nothing of this text: all that are wanted are computed, masks are
+    rounded, nothing lacked room, no choice computes nothing."""
     values = {(row.name, row.quantity): row.values_T for row in rows}
     same = {"wanted": "computed", "mask": "kept"}
     nothing = {*same, "full", "noop"}

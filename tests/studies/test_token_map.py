@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import re
 
@@ -90,9 +91,9 @@ def test_blocks_compute_what_evaluation_counts(name):
         assert ((gate_T != 0) == (values_T == 1)).all()
         assert (score_T[values_T == 1] > 0).all()
     assert 0 < np.mean(list(computed.values())) < 1
-    steps = list(computed.values())
     if name == "recursion":  # who left does not come back
-        assert all((later <= earlier).all() for earlier, later in zip(steps, steps[1:], strict=False))
+        for earlier, later in itertools.pairwise(computed.values()):
+            assert (later <= earlier).all()
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,8 @@ def test_latents_have_the_times_at_which_decoding_computes_them():
     info = CallInfo(Tokens(jnp.arange(length)[None]), cache=CacheView(length))
     views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
     stages = {stage.path: stage for stage in model.stages(length)}
-    for path, view, size in (("encoder_0", views[1], c.sizes[1]), ("decoder_0", views[0], c.sizes[0])):
+    for path, level in (("encoder_0", 1), ("decoder_0", 0)):
+        view, size = views[level], c.sizes[level]
         there = np.asarray(view.place_BT) >= 0
         token = np.asarray(view.group_BT * c.group_size + c.group_size - size + view.place_BT)
         tokens_S = stages[path].tokens_S

@@ -60,7 +60,7 @@ def adapt(model, config):
 
 
 class Adapted:
-    """What every model with adapters is: it has a field `adapter`, an `AdapterConfig`, and `sites`."""
+    """What every model with adapters is: it has `adapter`, an `AdapterConfig`, and `sites`."""
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""At which token's time the places of a latent transformer are computed: a level of P places a group
-computes when one of the last P tokens of the group comes, see `groups.py`."""
+"""At which token's time the places of a latent transformer are computed: a level of P places a
+group computes when one of the last P tokens of the group comes, see `groups.py`."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from efx.models.latent import ledger
 def of_places(c, path, positions_RS, length):
     """See `Model.times`; c: the resolved `LatentConfig`."""
     first, *inside = path.split("/")
-    stack, level = first in ("layers", "dropout_embedding"), first.startswith(("encoder", "decoder"))
-    if not stack and not level:
+    stack = first in ("layers", "dropout_embedding")
+    if not stack and not first.startswith(("encoder", "decoder")):
         return positions_RS
     whole = stack or any(name.startswith("global_") for name in inside)
     local = any(name.startswith("local_") for name in inside)
