@@ -600,6 +600,12 @@ def describe_launch(command_line):
     }
 
 
+def machine_of(launch):
+    """The devices of a launch's record, in words."""
+    kind, count = launch["devices"]["kind"], launch["device_count"]
+    return f"{launch['cpu_count']} CPU cores" if kind == "cpu" else f"{count} x {kind}"
+
+
 def git_revision(package=None):
     """{"revision": sha, "dirty": bool} of the checkout that efx is run from, or None.
 

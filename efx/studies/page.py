@@ -38,6 +38,9 @@ COLOURS = (
     "#4c8bd6", "#f0883e", "#3fa66b", "#e0526e", "#9a6fd0",
     "#b08a2e", "#2ba7b5", "#d56bb1", "#7f8fa3", "#8a6d5b",
 )  # fmt: skip
+# Kinds of lines and of points, of Plotly, for what a colour does not say.
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "triangle-up", "diamond")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,13 +61,24 @@ def differing(configs):
 def names(workdirs, settings):
     """A name for each run, no two the same: its folder's, and its settings as `differing` says."""
     said = []
-    for workdir, of in zip(workdirs, settings, strict=True):
+    for name, of in zip(_folders(workdirs), settings, strict=True):
         changed = [f"{key.removeprefix('model.')}={value}" for key, value in of.items()]
-        name = pathlib.PurePath(workdir).name + (f" ({', '.join(changed)})" if changed else "")
+        name += f" ({', '.join(changed)})" if changed else ""
         said.append(runfolder.shortened(name, 80))
     if len(set(said)) < len(said):
         said = [f"{name} [{workdir}]" for name, workdir in zip(said, workdirs, strict=True)]
     return said
+
+
+def _folders(workdirs):
+    """The names of the folders, with as many of those above them as tell them apart."""
+    parts = [pathlib.PurePath(workdir).parts for workdir in workdirs]
+    most = max(map(len, parts))
+    for count in range(1, most):
+        tails = [str(pathlib.PurePath(*path[-count:])) for path in parts]
+        if len(set(tails)) == len(set(parts)):
+            return tails
+    return [str(workdir) for workdir in workdirs]
 
 
 def smoothed(points, count):

@@ -24,11 +24,10 @@ import numpy as np
 
 from efx import reading, runfolder, storage, tables
 from efx.errors import UsageError, nearest
-from efx.metrics import portion, quantity, read_metrics
+from efx.metrics import portion, read_metrics
 from efx.metrics.writer import SAMPLES
-from efx.studies import cli, isoflop, page, plot, results, sweep
+from efx.studies import cli, page, plot, report_fits, sweep
 
-ISOFLOP_FILE = "isoflop.json"
 # {column of metrics.jsonl: title} of what the curves may be drawn over.
 AXES = {
     "step": "step",
@@ -56,7 +55,6 @@ _MOST_SAMPLES = 20  # of a run, the last ones
 _LONGEST_SAMPLE = 20_000  # characters
 _LARGEST_SAMPLE = 16 << 20  # bytes of the file
 _DEEPEST = 4  # folders between the one that is given and a run
-_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,22 +125,22 @@ def _number(value):
 
 
 def collect(arguments):
-    """([Run], {name: data of an isoFLOP study}, [what was left out and why]) of paths as given."""
+    """([Run], {name: report_fits.Study}, [what was left out and why]) of paths as given."""
     runs, studies, left_out = {}, {}, []
     for given in arguments:
         path = storage.folder(given, "RUN")
         if path.suffix == ".json" and path.is_file():
-            studies[str(path)] = read_isoflop(path)
+            studies[str(path)] = report_fits.read(path)
             continue
         if not path.is_dir():
             what = "a file" if path.exists() else "no such folder"
             raise UsageError(
                 f"{given}: {what}; give a run folder, a folder with runs below it, or the"
-                f" {ISOFLOP_FILE} of a study"
+                f" {report_fits.FILE} of a study"
             )
         found = list(_run_folders(path))
-        if (path / ISOFLOP_FILE).is_file():
-            studies[str(path)] = read_isoflop(path / ISOFLOP_FILE)
+        if (path / report_fits.FILE).is_file():
+            studies[str(path)] = report_fits.read(path / report_fits.FILE)
         elif not found or _is_run(path):
             runs[str(path)] = read_run(path)
             continue
@@ -174,24 +172,6 @@ def _run_folders(path, depth=0):
         for child in below:
             if not child.name.startswith("."):
                 yield from _run_folders(child, depth + 1)
-
-
-def read_isoflop(path):
-    """The data of the isoFLOP study in a file: its own isoflop.json, or one of results/."""
-    try:
-        data = reading.read_json(path)
-        if isinstance(data, dict):
-            data = data["curves"]
-        isoflop_traces(data)
-        isoflop_rows(data)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
-        raise UsageError(
-            f"{path} is not the {ISOFLOP_FILE} of a study, nor a result with its curves"
-            f" ({type(error).__name__}: {error})"
-        ) from error
-    return data
 
 
 # ---- which runs can be compared ----------------------------------------------------------------
@@ -327,7 +307,7 @@ def curves_block(runs, names, styles, offered):
 
 def styles_of(count):
     """[{colour, dash}] of so many runs, no two the same until all are used."""
-    endless = itertools.cycle(itertools.product(_DASHES, page.COLOURS))
+    endless = itertools.cycle(itertools.product(page.DASHES, page.COLOURS))
     return [{"colour": colour, "dash": dash} for dash, colour in itertools.islice(endless, count)]
 
 
@@ -383,7 +363,7 @@ def _setting(value):
 def _machine(run):
     launches = run.record.get("launches", [])
     try:
-        return results.machine(launches[-1])
+        return runfolder.machine_of(launches[-1])
     except (IndexError, KeyError, TypeError):  # of a record that somebody else wrote
         return None
 
@@ -465,125 +445,10 @@ def read_samples(workdir):
     return samples
 
 
-# ---- isoFLOP studies ---------------------------------------------------------------------------
-
-
-def isoflop_traces(data):
-    """Plotly's traces of a study's data: points, parabolas, optima, each with its spread over
-    seeds. A colour is a budget, a dash and a symbol are a family."""
-    _, curves = isoflop.from_data(data)
-    budgets = list(dict.fromkeys(budget for budget, _ in curves))
-    families = list(dict.fromkeys(family for _, family in curves))
-    colours = dict(zip(budgets, itertools.cycle(page.COLOURS)))
-    looks = dict(zip(families, itertools.cycle(zip(_DASHES, _SYMBOLS, strict=True))))
-    traces = []
-    for (budget, family), curve in curves.items():
-        name = page.plain(f"{family}, {quantity(budget, 'FLOPs')}")
-        colour, (dash, symbol) = colours[budget], looks[family]
-        shared = {"type": "scatter", "legendgroup": name, "name": name}
-        x, lines = _parabolas(curve)
-        mean, spread = lines.mean(0), _spread(lines)
-        band = {"x": [*x, *x[::-1]], "y": [*(mean + spread), *(mean - spread)[::-1]]}
-        traces += [
-            shared | band | {"fill": "toself", "mode": "none", "fillcolor": _faint(colour),
-                             "hoverinfo": "skip", "showlegend": False},
-            shared | {"x": x, "y": mean, "mode": "lines", "line": {"color": colour, "dash": dash},
-                      "hoverinfo": "skip", "showlegend": False},
-            shared | {
-                "x": curve.parameters,
-                "y": curve.losses.mean(1),
-                "error_y": {"type": "data", "array": _spread(curve.losses.T), "thickness": 1.2},
-                "mode": "markers+lines",
-                # A line of the legend alone: the points are joined by the fit.
-                "line": {"color": "rgba(0,0,0,0)", "width": 0},
-                "marker": {"color": colour, "symbol": symbol, "size": 8},
-                "text": [page.plain(size) for size in data[0]["sizes"]],
-                "hovertemplate": "%{fullData.name}<br>%{text}: %{x:.3s} parameters<br>"
-                                 "loss %{y:.4f}<extra></extra>",
-            },
-        ]  # fmt: skip
-        if optima := [optimum for optimum in curve.optima() if optimum]:
-            at = np.array([(optimum.parameters, optimum.loss) for optimum in optima])
-            (best, loss), (best_spread, loss_spread) = at.mean(0), _spread(at)
-            said = (
-                "%{fullData.name}",
-                f"best size: %{{x:.3s}} ± {quantity(best_spread)} parameters",
-                f"its loss: %{{y:.4f}} ± {loss_spread:.4f}",
-                f"{len(optima)} of {curve.losses.shape[1]} seeds<extra></extra>",
-            )
-            star = {"color": colour, "line": {"width": 1, "color": "#14171c"}}
-            traces.append(
-                shared
-                | {
-                    "x": [best],
-                    "y": [loss],
-                    "error_x": {"type": "data", "array": [best_spread], "thickness": 1.5},
-                    "error_y": {"type": "data", "array": [loss_spread], "thickness": 1.5},
-                    "mode": "markers",
-                    "marker": {"symbol": "star", "size": 15, **star},
-                    "hovertemplate": "<br>".join(said),
-                    "showlegend": False,
-                }
-            )
-    return traces
-
-
-_SYMBOLS = ("circle", "square", "triangle-up", "diamond")
-
-
-def _spread(values):
-    """Standard deviation over the first axis; 0 of one value."""
-    return np.std(values, axis=0, ddof=1 if len(values) > 1 else 0)
-
-
-def _faint(colour):
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.15)"
-
-
-def _parabolas(curve):
-    """(parameters [N], losses [seeds, N]) of the parabola of each seed."""
-    x = np.log(curve.parameters)
-    fine = np.linspace(x.min(), x.max(), 60)
-    fits = [np.polyfit(x - x.mean(), losses, 2) for losses in curve.losses.T]
-    return np.exp(fine), np.array([np.polyval(fit, fine - x.mean()) for fit in fits])
-
-
-def isoflop_rows(data):
-    """Rows of the table of optima, as `page.table` takes them."""
-    sizes, curves = isoflop.from_data(data)
-    rows = []
-    for (budget, family), cells in isoflop.optima_table(sizes, curves).items():
-        row = [(quantity(budget, "FLOPs"), float(budget)), str(family)]
-        for title, form in isoflop.FORMS.items():
-            cell = cells.get(title)
-            key = cell["mean"] if isinstance(cell, dict) else cell
-            row.append((tables.text(cell, form), key))
-        rows.append(row)
-    return rows
-
-
-def isoflop_section(name, data):
-    """The fits of a study and the table of their optima."""
-    layout = {
-        "xaxis": {"title": {"text": "parameters"}, "type": "log", "tickformat": "~s"},
-        "yaxis": {"title": {"text": "held-out loss (nats a token)"}, "tickformat": ".3f"},
-        "legend": {"orientation": "h", "y": -0.18},
-        "hovermode": "closest",
-    }
-    note = (
-        "Points, fits and stars (the best size of each budget) are means over seeds; bars and bands"
-        " are one standard deviation over seeds. The first family of a budget is the baseline."
-    )
-    blocks = [page.paragraph(note, "note"), page.figure(isoflop_traces(data), layout, height=560)]
-    blocks.append(page.table(["budget", "family", *isoflop.FORMS], isoflop_rows(data)))
-    return page.Section(f"isoFLOP study {name}", blocks)
-
-
 # ---- the page ----------------------------------------------------------------------------------
 
 
-def notes(runs, unlike, by_byte, left_out):
+def notes(runs, unlike, by_byte):
     """Paragraphs on what a reader of the page has to know before the numbers."""
     blocks = []
     if by_byte and unlike:
@@ -600,9 +465,6 @@ def notes(runs, unlike, by_byte, left_out):
     if runs and not all(_same(_trained_on, runs[0], run) for run in runs):
         text = "The runs were trained on different texts: training losses cannot be compared."
         blocks.append(page.paragraph(text, "warning"))
-    if left_out:
-        text = "Left out: " + "\n".join(left_out)
-        blocks.append(page.paragraph(text, "warning"))
     silent = [str(run.path) for run in runs if "eval/loss" not in run.last]
     if silent:
         blocks.append(page.paragraph(f"Without an evaluation: {', '.join(silent)}.", "note"))
@@ -613,7 +475,7 @@ def notes(runs, unlike, by_byte, left_out):
     return blocks
 
 
-def sections_of(runs, left_out, metrics, by_byte):
+def sections_of(runs, metrics, by_byte):
     """The sections that show runs."""
     unlike = differences(runs)
     if unlike and not by_byte:
@@ -630,7 +492,7 @@ def sections_of(runs, left_out, metrics, by_byte):
     return [
         page.Section(
             "Curves",
-            [*notes(runs, unlike, by_byte, left_out), curves_block(runs, names, styles, offered)],
+            [*notes(runs, unlike, by_byte), curves_block(runs, names, styles, offered)],
         ),
         page.Section("Runs", [runs_table(runs, short, settings, styles, by_byte)]),
         page.Section("Samples", [samples_block(runs, short, styles)]),
@@ -653,12 +515,15 @@ def report(arguments):
     out = page.output(arguments.out)
     metrics = [name for name in arguments.metrics.split(",") if name]
     runs, studies, left_out = collect(arguments.runs)
-    sections = sections_of(runs, left_out, metrics, arguments.bits_per_byte) if runs else []
-    studied = [isoflop_section(name, data) for name, data in studies.items()]
+    sections = sections_of(runs, metrics, arguments.bits_per_byte) if runs else []
+    studied = [report_fits.section(name, study) for name, study in studies.items()]
     what = [f"{len(runs)} run{'s' * (len(runs) > 1)}"] * bool(runs)
     what += [f"{len(studies)} isoFLOP stud{'ies' if len(studies) > 1 else 'y'}"] * bool(studies)
+    if left_out:
+        text = "Left out:\n" + "\n".join(left_out)
+        studied.append(page.Section("What could not be read", [page.paragraph(text, "warning")]))
     title = f"Report of {' and '.join(what)}"
-    page.write_page(out, title, sections[:1] + studied + sections[1:], arguments.command)
+    page.write_page(out, title, [*sections[:1], *studied, *sections[1:]], arguments.command)
     for words in left_out:
         print(f"left out: {words}")
     print(f"written: {out}, a page of {' and '.join(what)}")

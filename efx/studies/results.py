@@ -326,7 +326,6 @@ def describe_runs(workdir):
             seeds.add(runfolder.recorded_setting(path.parent, "seed"))
     if not launches:
         raise UsageError(f"--from={workdir}: no run folder in it says which code made it")
-    last_launch = launches[0]
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]
@@ -335,19 +334,9 @@ def describe_runs(workdir):
     return {
         "config": statistics.mode(config_flags).partition("=")[2] if config_flags else "",
         "seeds": sorted(seeds),
-        "machine": machine(last_launch),
+        "machine": runfolder.machine_of(launches[0]),
         "revision": ", ".join(revisions),
     }
-
-
-def machine(launch):
-    """What a launch, one of those in run.json, ran on, in words."""
-    kind = launch["devices"]["kind"]
-    return (
-        f"{launch['cpu_count']} CPU cores"
-        if kind == "cpu"
-        else f"{launch['device_count']} x {kind}"
-    )
 
 
 def import_study(path, workdir, new_fields, add=False):

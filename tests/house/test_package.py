@@ -79,6 +79,8 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
         scripts = file.read(f"{dist}/entry_points.txt").decode()
     expected = {f"{path.relative_to(root)}" for path in (root / "efx").rglob("*.py")}
     expected |= {f"efx/{path.relative_to(root)}" for path in (root / "configs").rglob("*.py")}
+    pages = (root / "efx/studies/pages").iterdir()  # what pages of HTML are made of
+    expected |= {f"{path.relative_to(root)}" for path in pages}
     assert {name for name in names if not name.startswith(dist)} == expected
     assert metadata["Version"] == efx.__version__ and f"{dist}/licenses/LICENSE" in names
     assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:command"]

@@ -233,7 +233,7 @@ def test_ci_switches_the_extras_on(stub):
     result = call(BASH, ROOT / ".ci" / "run", EFX_VENV=stub, STUB_STATUS=1, CI="true")
     assert result.returncode == 1
     extras = result.stdout.splitlines()[-1].removeprefix("EFX_EXTRAS=").split(",")
-    assert {"dev", "interop", "notebooks", "tpu"} <= set(extras)
+    assert {"dev", "interop", "notebooks", "report", "tpu"} <= set(extras)
 
 
 # ---- multiprocess.sh ---------------------------------------------------------------------------

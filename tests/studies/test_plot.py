@@ -56,6 +56,15 @@ def test_means_of_successive_points(runs):
     np.testing.assert_allclose(plot.smoothed(points, 100)[0], [3.5])
 
 
+def test_runs_of_one_name_are_told_apart_by_their_paths():
+    assert plot.names(["a/run", "b/other"], [{}, {"model.width": 8}]) == ["run", "other (width=8)"]
+    assert plot.names(["s/a/run", "s/b/run"], [{}, {"seed": 1}]) == ["a/run", "b/run (seed=1)"]
+    assert plot.names(["run", "./run"], [{}, {}]) == ["run", "./run"]
+    long = [f"{'x' * 90}{i}" for i in range(2)]
+    first, second = plot.names(long, [{}, {}])
+    assert first != second and first.endswith(f"[{long[0]}]")
+
+
 def test_bad_input_is_one_line(runs, tmp_path, capsys):
     run = str(runs[0])
     for arguments, words in (

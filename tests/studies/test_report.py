@@ -12,12 +12,12 @@ import pytest
 from efx import runfolder
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import isoflop, page, report
+from efx.studies import isoflop, page, report, report_fits
 
 for package in ("jinja2", "plotly"):
     pytest.importorskip(package, reason="the extra `report` is not installed")
 
-HOSTILE = "</script><img src=x onerror='window.hacked=1'><b>bold</b> %{x} {{ 7*7 }}"
+HOSTILE = "<b>bold</b></script><img src=x onerror='window.hacked=1'> %{x} {{ 7*7 }}"
 
 
 def make_run(
@@ -167,8 +167,8 @@ def test_fits_of_an_isoflop_study(top, elements):
     """Plotly's own classes take the traces; optima and their intervals are those that are known."""
     from plotly import graph_objects
 
-    data = report.read_isoflop(top / "isoflop.json")
-    traces = graph_objects.Figure(report.isoflop_traces(data), {}).data
+    study = report_fits.read(top / "isoflop.json")
+    traces = graph_objects.Figure(report_fits.traces(study), {}).data
     stars = [trace for trace in traces if trace.marker.symbol == "star"]
     assert [star.name for star in stars] == [
         f"{family}, {budget}" for budget in ("1.00 GFLOPs", "2.00 GFLOPs")
@@ -294,6 +294,13 @@ def browser(driver, loaded):
 CURVES = "document.querySelector('.curves')"
 
 
+def waited(browser, script):
+    """What the script gives once that is true."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, 10, 0.05).until(lambda _: browser.execute_script(script))
+
+
 def run_order(browser):
     """The runs of the table, as they are shown."""
     script = "return [...document.querySelectorAll('table')].pop().tBodies[0].innerText"
@@ -329,19 +336,17 @@ def test_the_axis_switches(browser):
 
 
 def test_a_metric_is_chosen_and_smoothed(browser):
-    choose = """
-        const form = document.querySelector(".curve-controls")
-        const [metric, count] = arguments
-        const options = [...form.elements.metric.options]
-        form.elements.metric.value = options.find((one) => one.text === metric).value
-        form.elements.smooth.value = count
-        form.dispatchEvent(new Event("input"))
-    """
+    def choose(metric, count):
+        browser.find_element("xpath", f"//select[@name='metric']/option[text()='{metric}']").click()
+        field = browser.find_element("name", "smooth")
+        field.clear()
+        field.send_keys(count, "\n")
+
     read = f"return {CURVES}.data.map((line) => [...line.y])"
-    browser.execute_script(choose, "training loss (nats a token)", 2)
+    choose("training loss (nats a token)", 2)
     wide, narrow = browser.execute_script(read)
     assert wide[:2] == pytest.approx([1 + 1, 1 + (1 + 0.5) / 2]) and len(narrow) == 10
-    browser.execute_script(choose, "training and held-out loss (nats a token)", 1)
+    choose("training and held-out loss (nats a token)", 1)
     assert [len(line) for line in browser.execute_script(read)] == [10, 2, 10, 2]
 
 
@@ -362,18 +367,10 @@ def test_hovering_shows_the_value(browser):
     x, y = browser.execute_script(where)
     figure = browser.find_element("css selector", ".curves")
     ActionChains(browser).move_to_element_with_offset(figure, round(x), round(y)).perform()
-    text = browser.execute_async_script(
-        """
-        const done = arguments[0]
-        const look = (left) => {
-          const label = document.querySelector(".curves .hoverlayer .hovertext")
-          label || !left ? done(label && label.textContent) : setTimeout(look, 50, left - 1)
-        }
-        look(60)
-        """
-    )
-    assert text and "held-out" in text and "2k, 3.2" in text
-    assert "narrow (" in text and "</script><img" in text  # a tag as text
+    label = "return document.querySelector('.curves .hoverlayer .hovertext')?.textContent"
+    text = waited(browser, label)
+    assert "held-out" in text and "2k, 3.2" in text
+    assert "narrow (" in text and "<b>bold</b></script><img" in text  # tags as text
     assert browser.execute_script("return window.hacked") is None
 
 
@@ -416,7 +413,7 @@ def test_the_page_is_dark_where_the_system_is(browser):
     for scheme, expected in (("dark", "#e4e7ec"), ("light", "#1d2127")):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        assert browser.execute_script(colour) == expected
+        assert waited(browser, f"{colour} === '{expected}'")
 
 
 def test_the_browser_itself_forbids_requests_and_other_scripts(browser):

@@ -25,9 +25,9 @@ efx.block("curves.js", (element, { axes, metrics, runs }) => {
       y: known.map((i) => means[i]),
       name: efx.plain(several ? `${run.name}: ${WORDS[column] ?? column}` : run.name),
       mode: !faint && known.length < 40 ? "lines+markers" : "lines",
-      line: { color: run.colour, dash: run.dash, width: faint ? 1 : 2 },
-      marker: { size: 5 },
-      opacity: faint ? 0.45 : 1,
+      line: { color: run.colour, dash: run.dash, width: faint ? 1.25 : 2 },
+      marker: { size: 6 },
+      opacity: faint ? 0.6 : 1,
       hovertemplate: "%{fullData.name}<br>%{x}, %{y:.5~g}<extra></extra>",
     }
   }
@@ -79,7 +79,7 @@ efx.block("curves.js", (element, { axes, metrics, runs }) => {
     })
     legend.append(button)
   }
-  form.addEventListener("input", draw)
+  form.addEventListener("change", draw)
   form.addEventListener("submit", (event) => event.preventDefault())
   draw()
 })

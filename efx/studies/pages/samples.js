@@ -22,6 +22,6 @@ efx.block("samples.js", (element, { runs }) => {
     )
   }
 
-  form.addEventListener("input", draw)
+  form.addEventListener("change", draw)
   draw()
 })
