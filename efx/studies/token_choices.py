@@ -108,7 +108,7 @@ class TokenMap:
             rows = list(self.of(name).values())
             if not rows:
                 continue
-            if quantity.words and np.isin(rows, (0.0, 1.0)).all():
+            if quantity.words and (np.isin(rows, (0.0, 1.0)) | np.isnan(rows)).all():
                 quantity = quantity._replace(kind="flag")
             there[name] = quantity
         return there

@@ -283,7 +283,7 @@ def run(arguments):
     with writing(out):
         write_csv(numbers, made, pieces)
         if out.suffix == ".html":
-            name = pathlib.Path(arguments.workdir).name
+            name = pathlib.Path(arguments.workdir).resolve().name
             about = f"{arguments.command}: {of}, {len(ids)} tokens"
             page.write_page(out, f"Tokens of {name}", sections(made, ids, pieces), about)
         else:

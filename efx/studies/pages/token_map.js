@@ -142,7 +142,11 @@ efx.block("token_map.js", (element, data) => {
   const longest = Math.max(...data.pieces.map((piece) => [...piece.short].length))
   const top = wide ? 16 + 8 * longest : 30
   const middle = data.pieces.map((piece, i) => starts[i] + (piece.count - 1) / 2)
-  let drawn = Promise.resolve()
+  // A browser draws no picture of any width.
+  const PART = 1024
+  const heatmaps = []
+  for (let begin = 0; begin < length; begin += PART) heatmaps.push(make("div", undefined, "heatmap"))
+  find(".cells").prepend(...heatmaps)
 
   function drawGrid() {
     const chosen = data.quantities[quantity.selectedIndex]
@@ -154,13 +158,20 @@ efx.block("token_map.js", (element, data) => {
     names.replaceChildren(...chosen.names.map((name) => make("div", name)))
     names.style.paddingTop = `${top}px`
     names.querySelectorAll("div").forEach((name) => (name.title = name.textContent))
-    const height = top + ROW * chosen.names.length
-    const heatmap = find(".heatmap")
-    heatmap.style.width = `${cell * length}px`
-    heatmap.style.height = `${height + 6}px`
+    return Promise.all(heatmaps.map((heatmap, i) => drawPart(heatmap, i * PART, chosen, palette)))
+  }
+
+  // The tokens from `begin` on, as many as one picture has.
+  function drawPart(heatmap, begin, chosen, palette) {
+    const count = Math.min(PART, length - begin)
+    const height = top + ROW * chosen.names.length + 6
+    heatmap.style.width = `${cell * count}px`
+    heatmap.style.height = `${height}px`
+    const places = middle.map((at, i) => [at, i]).filter(([at]) => at >= begin && at < begin + count)
     const trace = {
       type: "heatmap",
-      z: chosen.values,
+      x0: begin,
+      z: chosen.values.map((row) => row.slice(begin, begin + count)),
       colorscale: plotlyScale(palette),
       zmin: palette.low,
       zmax: palette.high,
@@ -171,15 +182,15 @@ efx.block("token_map.js", (element, data) => {
       ygap: 1,
     }
     const layout = {
-      width: cell * length,
-      height: height + 6,
+      width: cell * count,
+      height,
       margin: { l: 0, r: 0, t: top, b: 6 },
       dragmode: false,
       xaxis: {
         side: "top",
-        range: [-0.5, length - 0.5],
-        tickvals: middle,
-        ticktext: data.pieces.map((piece) => efx.plain(piece.short)),
+        range: [begin - 0.5, begin + count - 0.5],
+        tickvals: places.map(([at]) => at),
+        ticktext: places.map(([, i]) => efx.plain(data.pieces[i].short)),
         tickfont: { family: "ui-monospace, monospace", size: 12 },
         tickangle: wide ? -90 : 0,
         automargin: false,
@@ -194,8 +205,7 @@ efx.block("token_map.js", (element, data) => {
         fixedrange: true,
       },
     }
-    drawn = efx.plot(heatmap, [trace], layout)
-    return drawn
+    return efx.plot(heatmap, [trace], layout)
   }
 
   // ---- the path of a token ----
@@ -286,9 +296,17 @@ efx.block("token_map.js", (element, data) => {
   quantity.append(...data.quantities.map((of) => make("option", of.title)))
   quantity.addEventListener("change", drawGrid)
   colourText()
-  drawGrid().then((heatmap) => {
-    heatmap.on("plotly_hover", (event) => point(event.points[0].x))
-    heatmap.on("plotly_click", (event) => click(event.points[0].x))
+  drawGrid().then(() => {
+    for (const heatmap of heatmaps) {
+      heatmap.on("plotly_hover", (event) => {
+        point(event.points[0].x)
+        const { offsetTop, offsetHeight } = spans[pieceOf[event.points[0].x]]
+        const above = offsetTop - tokens.offsetTop
+        const seen = above >= tokens.scrollTop && above + offsetHeight <= tokens.scrollTop + tokens.clientHeight
+        if (!seen) tokens.scrollTop = above - tokens.clientHeight / 2
+      })
+      heatmap.on("plotly_click", (event) => click(event.points[0].x))
+    }
   })
   show(0)
 })
