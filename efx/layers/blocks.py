@@ -12,6 +12,7 @@ from efx.layers.config import BlockConfig
 from efx.layers.mask_dropout import open_rows
 from efx.layers.mask_dropout.modules import make_dropout
 from efx.layers.mlp import MLP
+from efx.layers.report import sow_choice
 from efx.layers.routing.moe import ROUTER_STD, MoE
 
 
@@ -111,6 +112,7 @@ def masked_mlp(module, c, x_BTD, info):
     if not info.decode:
         computed = means.over(open_BT.astype(jnp.float32), valid_BT)
         means.sow(module, "stats", "mlp/computed_fraction", computed)
+        sow_choice(module, "mlp_computed", open_BT, info)
     m_BTD = after(open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile))
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 

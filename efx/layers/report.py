@@ -1,7 +1,11 @@
-"""What evaluation reports of a feature of a model: each says it beside its own code."""
+"""What a feature of a model says of itself, beside its own code: what evaluation reports of it,
+and, where that is asked for, what it decided about each token."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
 
 
 class Report(NamedTuple):
@@ -25,3 +29,40 @@ class Report(NamedTuple):
     rows: Callable = lambda model, length, passes: {}
     selections: Callable = lambda model: ()
     compared: Callable = lambda model: ""
+
+
+# The collection of what is decided token by token. It is sown where a caller asks for it, which
+# training and evaluation do not: their programs have nothing of it.
+CHOICES = "choices"
+
+
+@struct.dataclass
+class Choice:
+    """What a layer decided about each token of its input.
+
+    Attributes:
+      value: [B, T, ...].
+      positions_BT: of these tokens, as in `Tokens`; negative: a slot without a token.
+    """
+
+    value: Any
+    positions_BT: Any
+
+
+def asked(module):
+    """Whether choices of this module are wanted, so that they are worth computing."""
+    return module.is_mutable_collection(CHOICES) and not module.is_initializing()
+
+
+def sow_choice(module, name, value, info):
+    """Reports a `Choice`, if that is asked for.
+
+    Args:
+      value: [B, T, ...]. info: `CallInfo` of these tokens; None: they lie as in the sequence.
+    """
+    if not asked(module):
+        return
+    rows, length = value.shape[:2]
+    positions_BT = jnp.arange(length)[None] if info is None else info.tokens.positions_BT
+    positions_BT = jnp.broadcast_to(positions_BT, (rows, length))
+    module.sow(CHOICES, name, Choice(value, positions_BT))

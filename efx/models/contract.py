@@ -3,7 +3,7 @@
 `tests/contract/test_contract.py` holds every family to it, and the rest of efx to nothing beyond.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 @runtime_checkable
@@ -22,6 +22,20 @@ class Settings(Protocol):
 
     def resolved(self) -> "Settings":
         """With presets filled in and everything checked; UsageError for what does not fit."""
+
+
+class Stage(NamedTuple):
+    """A part of a model and the tokens at whose times it computes.
+
+    Attributes:
+      path: in `Model.blocks`, or another's in the tree of parameters.
+      tokens_S: int, the token of each of its places; negative: none's, as of memory.
+      nominal: {component: FLOPs} of what is not in `Model.blocks`, whose costs the specs say; None.
+    """
+
+    path: str
+    tokens_S: Any
+    nominal: dict | None = None
 
 
 @runtime_checkable
@@ -91,6 +105,20 @@ class Model(Protocol):
             causal decision has.
           shares: {path in `blocks()` of what is routed: (share of the tokens, share of the causal
             pairs) that it was measured to route}, which are counted then.
+        """
+
+    def stages(self, length):
+        """[Stage] of a sequence of so many tokens, in the order in which they compute: what is in
+        `blocks()`, and what else computes at some tokens' times alone."""
+
+    def times(self, path, positions_RS, length):
+        """int [R, S]: of places of the arrays of a module, the token at whose time each is
+        computed; negative: none's, such as of padding and of memory.
+
+        Args:
+          path: of the module in the unrolled model.
+          positions_RS: of the places, as the module's `CallInfo` has them for one sequence of so
+            many tokens; negative: nothing is there.
         """
 
     def check_packing(self):

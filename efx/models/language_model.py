@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from efx import flops
@@ -13,6 +14,7 @@ from efx.layers.config import say_if_documents_compete
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
+from efx.models.contract import Stage
 from efx.sharding import used_as
 
 # Logical axes of the token embedding and of an output layer of its own.
@@ -89,6 +91,14 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def blocks(self):
         return by_path("layers", self.specs())
+
+    @nn.nowrap
+    def stages(self, length):
+        return [Stage(path, np.arange(length)) for path in self.blocks()]
+
+    @nn.nowrap
+    def times(self, path, positions_RS, length):
+        return positions_RS
 
     @property
     def context(self):

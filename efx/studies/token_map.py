@@ -1,165 +1,301 @@
-"""A picture of a model's decisions for each token of a text: tokens across, layers down.
+"""What a model does with each token of a text: a page to explore, or a picture.
 
-    python -m efx.studies.token_map --workdir runs/learned_dropout --text 'def f(x):' --out map.png
+    python -m efx.studies.token_map --workdir runs/mod --text 'def f(x):' --out map.html
 
-A row for each mask of learned dropout, whose value is the fraction of the token that the mask
-keeps, and one for each routed block: 1 if it computes the token under the causal decision, else 0.
-The same numbers go to a CSV file next to the picture, a line for each token.
+Of any run that decides something token by token: depth routing, experts, learned dropout, gates and
+composed experts, groups of latents; of a folder of cBTM, its ensemble. The page shows the text,
+coloured by what each token costs or by how uncertain the model is after it, and a grid of its
+tokens by the model's blocks: computed or skipped, share that masks keep, experts, gates, router
+scores, with a switch where there are several. Pointing at a token shows its path through the
+blocks. With --out map.png the same is a picture of one of these quantities, --quantity. The
+numbers, those of the causal decisions that evaluation and sampling take, go to a CSV file beside
+it, a line for each token.
 """
 
 import csv
+import itertools
+import math
 import pathlib
+import re
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from efx import build, models
+from efx import build, sharding
+from efx.cbtm import CLUSTERS
 from efx.config import config_of_run
-from efx.errors import UsageError
-from efx.layers.routing.depth import DepthRouted
-from efx.layers.stack import RecursionStep
+from efx.errors import UsageError, nearest
+from efx.runfolder import writing
 from efx.step import evaluation_keys
-from efx.studies import cli
+from efx.studies import cli, page, token_choices, token_ensemble, token_text
 
+HELD_OUT = 256  # tokens of the held-out split that are shown without a text
 LINE = 64  # tokens in a line of the picture
 
 
-def token_map(model, variables, ids, keys=None):
-    """{row: [T] in [0, 1]} for one text.
-
-    Args:
-      variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
-      keys: `rngs` of the model, which a stochastic control needs.
-
-    Raises UsageError if the model has neither learned masks nor routed blocks.
-    """
-    model, variables = (
-        models.unroll(model, variables["params"])[0],
-        models.unroll_variables(model, variables),
-    )
-    _, state = model.apply(
-        variables,
-        jnp.asarray(ids, jnp.int32)[None],
-        rngs=keys,
-        mutable=("masks", "intermediates"),
-        capture_intermediates=lambda module, method: (
-            isinstance(module, DepthRouted) and method == "route"
-        ),
-    )
-    rows = {}
-    routed = _routed(model)
-    for path, mask in jax.tree_util.tree_leaves_with_path(state.get("masks", {})):
-        if not jax.tree_util.keystr(path, simple=True, separator="/").startswith(routed):
-            rows[_row_name(path)] = _mask_row(np.asarray(mask), len(ids))
-    for path, value in jax.tree_util.tree_leaves_with_path(state.get("intermediates", {})):
-        if value.dtype == bool:
-            rows[_row_name(path)] = np.asarray(value)[0].astype(np.float64)
-    if not rows:
-        raise UsageError(
-            "this model decides nothing token by token: config.model.dropout.kind is not learned "
-            "and config.model.depth_routing.kind='none'"
-        )
-    return dict(sorted(rows.items(), key=lambda item: _order(item[0])))
+# ---- the text ------------------------------------------------------------------------------------
 
 
-def _routed(model):
-    """Paths of the blocks that do not compute every token: their masks have slots, not tokens."""
-    routed = {path: spec for path, spec in model.blocks().items() if spec.routing is not None}
-    if any(isinstance(spec, RecursionStep) for spec in routed.values()):
-        return ("layers/",)  # the blocks that recursion steps share
-    return tuple(f"{path}/" for path in routed)
+def held_out(data):
+    """(the first tokens of the held-out split, the one after them): as far as one document goes."""
+    batch = next(iter(data.eval_batches(1, 1)))
+    ids_T, target_T = batch["inputs"][0], batch["targets"][0]
+    end = min(HELD_OUT, len(ids_T))
+    if "segment_ids" in batch:
+        segment_T = batch["segment_ids"][0]
+        end = min(end, int(np.argmin(np.append(segment_T == segment_T[0], False))))
+    return ids_T[:end].tolist(), int(target_T[end - 1])
 
 
-def _mask_row(mask, length):
-    """The fraction of each token's entries of a mask that are 1, of those that count (0 or 1)."""
-    axis = 1 if mask.ndim == 3 else 3  # [B, T, D] or, of probabilities, [B, K, G, T, S]
-    mask_TX = np.moveaxis(mask, axis, 0).reshape(length, -1)
-    return (mask_TX == 1).sum(axis=1) / np.maximum((mask_TX >= 0).sum(axis=1), 1)
+def tokens_of(tokenizer, text, data, context):
+    """(ids, the token after them or None) of --text, or of the held-out split if it is None."""
+    ids, after = held_out(data()) if text is None else (_encoded(tokenizer, text), None)
+    if not 1 <= len(ids) <= context:
+        raise UsageError(f"--text: {len(ids)} tokens; the model takes 1 to {context}")
+    return ids, after
 
 
-def _row_name(path):
-    """`block_3 mlp_output`, `embedding`, `block_1 routed`."""
-    keys = [str(key.key) for key in path if hasattr(key, "key")]
-    keys = [key for key in keys if key not in ("layers", "attention", "dropout/changed")]
-    if keys[-1] == "route":
-        keys[-1] = "routed"
-    return " ".join(key.removeprefix("dropout_") for key in keys)
+def _encoded(tokenizer, text):
+    if not text:
+        return []
+    try:
+        return [*tokenizer.start, *tokenizer.encode(text).tolist()]
+    except UsageError as error:
+        raise UsageError(f"--text: {error}") from error
 
 
-def _order(name):
-    """A sort key: layers in their order, the embedding first and what is no number last."""
-    words = name.replace("_", " ").split()[1:]
-    return [(0, int(word)) if word.isdigit() else (1, word) for word in words]
+def made_of(workdir, text, step=None):
+    """(`TokenMap`, ids, [Piece], what it is a map of in words) of a run folder."""
+    config = config_of_run(workdir)
+    if (pathlib.Path(workdir) / CLUSTERS).is_dir():
+        from efx import run_settings
+        from efx.cbtm.ensemble import Ensemble
+
+        config = run_settings.check(config)
+        ensemble = Ensemble(config, workdir, step)
+
+        def held_out_text():
+            return ensemble.load_expert(0, splits=("eval",))[0].data
+
+        context = ensemble.load_expert(0)[0].model.context
+        ids, after = tokens_of(ensemble.tokenizer, text, held_out_text, context)
+        made = token_ensemble.token_map(ensemble, config, ids, after)
+        words = f"{ensemble.count} experts, top {config.ensemble.top_k}"
+        return made, ids, token_text.pieces(ensemble.tokenizer, ids), words
+    splits = ("eval",) if text is None else ()
+    built, step, params, variables = build.finished(config, workdir, step, splits)
+    ids, after = tokens_of(built.tokenizer, text, lambda: built.data, built.model.context)
+    variables = sharding.local({"params": params, **variables})
+    keys = evaluation_keys(config.seed, 0)
+    made = token_choices.token_map(built.model, variables, ids, keys, after)
+    return made, ids, token_text.pieces(built.tokenizer, ids), f"step {step}"
 
 
-def draw(rows, tokens, path):
-    """A picture of `token_map`'s rows over the tokens' texts."""
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def write_csv(path, made, pieces):
+    """A line for each token; a piece of several tokens is in the line of the first."""
+    texts = [text for piece in pieces for text in (piece.text, *[""] * (piece.count - 1))]
+    columns = {
+        "entropy": made.entropy_T,
+        "loss": made.loss_T,
+        "flops": made.flops_T,
+        "dense flops": made.dense_T,
+        **{f"{row.name} {row.quantity}": row.values_T for row in made.rows},
+    }
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.writer(file)
+        writer.writerow(["token", *columns])
+        for text, values in zip(texts, zip(*columns.values(), strict=True), strict=True):
+            writer.writerow([text, *("" if math.isnan(x) else f"{x:.6g}" for x in values)])
+
+
+def describe(made):
+    """Lines of text: what the rows are on average."""
+    share = made.flops_T.sum() / made.dense_T.sum()
+    yield f"  FLOPs: {share:.1%} {made.against}; entropy {made.entropy_T.mean():.3f} nats"
+    for row in made.rows:
+        kind = made.quantities[row.quantity].kind
+        if kind == "class":
+            used = np.unique(row.values_T[~np.isnan(row.values_T)])
+            mean = f"{len(used)} different"
+        else:
+            mean = np.nanmean(row.values_T) if not np.isnan(row.values_T).all() else math.nan
+            mean = f"{mean:.1%}" if kind in ("flag", "fraction") else f"{mean:.3f}"
+        yield f"  {row.name + ' ' + row.quantity:<40} {mean}"
+
+
+# ---- a picture -----------------------------------------------------------------------------------
+
+
+def draw(made, pieces, quantity, path):
+    """A picture of the rows of one quantity over the tokens' texts."""
     import matplotlib.figure  # takes half a second
+    from matplotlib import font_manager
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
 
-    lines = [slice(start, start + LINE) for start in range(0, len(tokens), LINE)]
-    height = 0.22 * len(rows) + 0.5
+    glyphs = font_manager.get_font(font_manager.findfont("monospace")).get_charmap()
+    rows, about = made.of(quantity), made.quantities[quantity]
+    values = np.stack(list(rows.values()))
+    length = values.shape[1]
+    lines = [slice(start, start + LINE) for start in range(0, length, LINE)]
+    height = 0.22 * len(rows) + 1.0
     figure = matplotlib.figure.Figure((14, height * len(lines) + 0.6), layout="constrained")
     axes = figure.subplots(len(lines), 1, squeeze=False)[:, 0]
-    values = np.stack(list(rows.values()))
+    low, high, colours = _range(values, about.kind)
+    discrete = about.kind in ("flag", "count", "class")
+    if discrete:
+        shades = matplotlib.colormaps["tab20" if about.kind == "class" else "Blues"]
+        number = int(high) + 1
+        if about.kind == "class":
+            chosen = [shades(i % 20) for i in range(number)]
+        else:
+            chosen = [shades(x) for x in np.linspace(0.15, 0.85, number)]
+        colours, low, high = ListedColormap(chosen), -0.5, number - 0.5
     for axis, line in zip(axes, lines, strict=True):
-        image = axis.imshow(values[:, line], vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        shown = [_visible(token) for token in tokens[line]]
-        axis.set_xticks(range(len(shown)), shown, fontsize=8, family="monospace")
-        axis.set_xlim(-0.5, LINE - 0.5 if len(lines) > 1 else len(shown) - 0.5)
+        image = axis.imshow(values[:, line], vmin=low, vmax=high, cmap=colours, aspect="auto")
+        places, shown = _ticks(pieces, line, glyphs)
+        axis.set_xticks(places, shown, fontsize=8, family="monospace", rotation=90)
+        axis.set_xlim(-0.5, LINE - 0.5 if len(lines) > 1 else values[:, line].shape[1] - 0.5)
         axis.set_yticks(range(len(rows)), list(rows), fontsize=7)
         axis.tick_params(length=0)
-    figure.colorbar(image, ax=list(axes), label="kept or computed", shrink=0.5, pad=0.01)
+    if discrete:
+        names = about.words or [str(i) for i in range(number)]
+        patches = [Patch(color=c, label=name) for c, name in zip(chosen, names, strict=True)]
+        options = dict(loc="outside upper right", ncols=min(len(patches), 12), fontsize=8)
+        figure.legend(handles=patches, **options)
+        figure.suptitle(f"{about.title}: {about.about}", fontsize=9, x=0.01, ha="left")
+    else:
+        figure.colorbar(image, ax=list(axes), label=about.title, shrink=0.5, pad=0.01)
     figure.savefig(path, dpi=110)
 
 
-def _visible(text):
-    return repr(text)[1:-1].replace("$", r"\$").replace(" ", "·")
+def _range(values, kind):
+    """(lowest, highest, colour map) of what is shown."""
+    if kind == "flag":
+        return 0, 1, None
+    if kind == "fraction":
+        return 0.0, 1.0, "viridis"
+    seen = values[~np.isnan(values)]
+    low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 1.0)
+    if kind in ("count", "class"):
+        return 0, high, None
+    if low < 0:
+        size = max(-low, high)
+        return -size, size, "RdBu"
+    return 0.0, max(high, 1.0), "viridis"
+
+
+def _ticks(pieces, line, glyphs):
+    """(places in a line of the picture, texts) of the pieces that begin there; `glyphs`: the code
+    points that the font has, others are written as numbers."""
+    places, texts = [], []
+    starts = itertools.accumulate((piece.count for piece in pieces), initial=0)
+    for start, piece in zip(starts, pieces, strict=False):
+        if line.start <= start < line.stop:
+            places.append(start - line.start + min(piece.count - 1, line.stop - start - 1) / 2)
+            text = "".join(c if ord(c) in glyphs else f"u{ord(c):x}" for c in visible(piece.text))
+            texts.append(text.replace("$", r"\$"))
+    return places, texts
+
+
+def visible(text):
+    """A short text of one line in which white space is seen."""
+    text = re.sub(r" {4,}", lambda run: f"·×{len(run[0])}", text)
+    text = "".join(_SPACES.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
+    return text if len(text) <= 12 else f"{text[:11]}…"
+
+
+_SPACES = {" ": "·", "\n": "↵", "\t": "→"}
+
+
+# ---- a page --------------------------------------------------------------------------------------
+
+
+def sections(made, ids, pieces):
+    """What `page.write_page` takes."""
+    data = {
+        "pieces": [
+            {"text": piece.text, "short": visible(piece.text), "count": piece.count}
+            for piece in pieces
+        ],
+        "ids": [int(i) for i in ids],
+        "names": list(dict.fromkeys(row.name for row in made.rows)),
+        "entropy": _plain(made.entropy_T),
+        "loss": _plain(made.loss_T),
+        "flops": _plain(made.flops_T),
+        "share": _plain(made.flops_T / made.dense_T),
+        "against": made.against,
+        "served": {
+            name: [[[e, round(weight, 3)] for e, weight in of_token] for of_token in of_tokens]
+            for name, of_tokens in made.served.items()
+        },
+        "quantities": [
+            {
+                "key": key,
+                "title": quantity.title,
+                "about": quantity.about,
+                "kind": quantity.kind,
+                "words": list(quantity.words),
+                "names": list(made.of(key)),
+                "values": [_plain(values_T) for values_T in made.of(key).values()],
+            }
+            for key, quantity in made.quantities.items()
+        ],
+        "colours": list(page.COLOURS),
+    }
+    block = page.Block("token_map.html", {}, script="token_map.js", data=data)
+    return [page.Section("Tokens and blocks", [block])]
+
+
+def _plain(values_T):
+    """A list for JSON, which has no NaN."""
+    return [None if math.isnan(x) else float(f"{x:.4g}") for x in values_T]
+
+
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.token_map", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
-    parser.add_argument("--out", help="picture to write (default: WORKDIR/token_map.png)")
+    parser.add_argument("--out", help="page or picture (default: WORKDIR/token_map.html)")
+    parser.add_argument("--quantity", help="what a picture shows (default: the first there is)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     return parser.run(run, argv)
 
 
 def run(arguments):
-    picture = arguments.out is not None and cli.picture(arguments.out)
-    config = config_of_run(arguments.workdir)
-    splits = ("eval",) if arguments.text is None else ()
-    experiment, step, params, variables = build.finished(
-        config, arguments.workdir, arguments.step, splits
-    )
-    tokenizer = experiment.tokenizer
-    if arguments.text is None:
-        ids = next(iter(experiment.data.eval_batches(1, 1)))["inputs"][0][: 4 * LINE].tolist()
-    else:
-        ids = tokenizer.encode(arguments.text)
-    if not 1 <= len(ids) <= experiment.model.context:
+    out = _output(arguments.out or str(pathlib.Path(arguments.workdir) / "token_map.html"))
+    if arguments.quantity is not None and out.suffix == ".html":
+        raise UsageError("--quantity: a page has all quantities; give --out of a picture")
+    made, ids, pieces, of = made_of(arguments.workdir, arguments.text, arguments.step)
+    quantity = arguments.quantity or next(iter(made.quantities))
+    if quantity not in made.quantities:
         raise UsageError(
-            f"--text: {len(ids)} tokens; the model takes 1 to {experiment.model.context}"
+            f"--quantity={quantity}: there are {', '.join(made.quantities)}"
+            f"{nearest(quantity, made.quantities)}"
         )
-    picture = picture or pathlib.Path(arguments.workdir) / "token_map.png"
-    keys = evaluation_keys(config.seed, 0)
-    rows = token_map(experiment.model, {"params": params, **variables}, ids, keys)
-    tokens = [tokenizer.decode([token]) for token in ids]
-    try:
-        with open(picture.with_suffix(".csv"), "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["token", *rows])
-            values = zip(*rows.values(), strict=True)
-            for token, row in zip(tokens, values, strict=True):
-                writer.writerow([token, *(f"{value:.4f}" for value in row)])
-        draw(rows, tokens, picture)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--out={picture}: {error}") from error
-    print(f"step {step}, {len(ids)} tokens: {picture} and {picture.with_suffix('.csv')}")
-    for name, row in rows.items():
-        print(f"  {name:<32} {row.mean():.1%}")
+    numbers = out.with_suffix(".csv")
+    with writing(out):
+        write_csv(numbers, made, pieces)
+        if out.suffix == ".html":
+            name = pathlib.Path(arguments.workdir).resolve().name
+            about = f"{arguments.command}: {of}, {len(ids)} tokens"
+            page.write_page(out, f"Tokens of {name}", sections(made, ids, pieces), about)
+        else:
+            draw(made, pieces, quantity, out)
+    print(f"{of}, {len(ids)} tokens: {out} and {numbers}")
+    print("\n".join(describe(made)))
+
+
+def _output(out):
+    """The path of --out, checked before anything is computed."""
+    path = pathlib.Path(out)
+    return page.output(out) if path.suffix.lower() == ".html" else cli.picture(out)
 
 
 if __name__ == "__main__":

@@ -270,6 +270,43 @@ def test_sampling_from_the_command_line(trained, capsys):
     assert "0 for 100%, 1 for 100%" not in capsys.readouterr().err
 
 
+def test_the_map_of_tokens_is_of_what_the_evaluation_mixes(trained, capsys):
+    """Loss and weights of the first held-out tokens, token by token."""
+    from efx.cbtm import evaluation as evaluations
+    from efx.cbtm.documents import SplitDocuments
+    from efx.cbtm.ensemble import Ensemble, mix
+    from efx.studies import token_map
+
+    folder, _ = trained
+    config = run_settings.check(config_of_run(folder))
+    ensemble = Ensemble(config, folder)
+    made, ids, _, _ = token_map.made_of(folder, None)
+    loaded = [ensemble.load_expert(j, splits=("eval",)) for j in range(2)]
+    documents = SplitDocuments(config.data).held_out
+    held_out = evaluations.HeldOut(loaded[0][0].data, documents, 16, config.evaluate)
+    assert (held_out.document_N[: len(ids)] == held_out.document_N[0]).all()
+    distances = ensemble.clustering.distances(held_out.contexts)
+    settings = config.ensemble
+    log_w_CE = np.asarray(evaluations.log_weights(distances, settings.tau, settings.top_k))
+    log_w_TE = log_w_CE[held_out.context_N][: len(ids)]
+    log_p_TE = np.stack([held_out.log_probs(of)[: len(ids)] for of in loaded], axis=1)
+    np.testing.assert_allclose(made.loss_T, -np.asarray(mix(log_p_TE, log_w_TE)), rtol=1e-4)
+    weight = made.of("weight")
+    for j in range(2):
+        np.testing.assert_allclose(weight[f"expert {j}"], np.exp(log_w_TE[:, j]), rtol=1e-4)
+    assert len(np.unique(weight["expert 0"])) > 1  # they change on the way
+    np.testing.assert_allclose(made.flops_T, made.of("experts")["experts"] * made.dense_T)
+    # The command, and what it refuses.
+    out = folder / "map.html"
+    text = ["--workdir", str(folder), "--out", str(out), "--text"]
+    assert token_map.main([*text, "def f(x):"]) == 0 and out.exists()
+    assert "2 experts" in capsys.readouterr().out
+    assert token_map.main([*text, "x" * 65]) == 2
+    assert "65 tokens; the model takes 1 to 64" in capsys.readouterr().err
+    assert token_map.main([*text, "x", "--step", "3"]) == 2
+    assert "have steps of their own" in capsys.readouterr().err
+
+
 def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

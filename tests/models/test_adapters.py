@@ -157,7 +157,7 @@ def test_inclusion_leaves_experts_out(selection):
     assert stats["adapter/dropped_fraction"] == pytest.approx(dropped / wanted_all)
     loss = sown["losses"]["layer"]["up"]["adapter"]["inclusion_bce"][0]
     assert float(loss) == pytest.approx(np.mean(bce), rel=1e-4)
-    weights = sown["choices"]["layer"]["up"]["adapter"]["weights"][0]
+    weights = sown["choices"]["layer"]["up"]["adapter"]["weights"][0].value
     assert weights.shape == (3, length, EXPERTS) and (np.asarray(weights) > 0).sum() == used
 
 
@@ -369,14 +369,15 @@ def test_resume_is_exact(runs, tmp_path):
     assert all(a[path].tobytes() == b[path].tobytes() for path in b)
 
 
-def test_picture(runs, tmp_path):
-    from efx.studies.expert_map import expert_map, main
+def test_map_of_tokens(runs):
+    from efx.studies.token_map import made_of
 
-    path, weights = expert_map(runs["inclusion"], text="abcde vwxyz", picture=tmp_path / "map.png")
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    assert "layers/block_0/mlp/up" in weights
-    assert all(w.shape == (11, 2) for w in weights.values())
-    assert main(["--workdir", str(runs["base"])]) == 2
+    made, ids, _, _ = made_of(runs["inclusion"], "abcde vwxyz")
+    count = made.of("experts")
+    assert "block_0 mlp up" in count and len(ids) == 11
+    assert all(row_T.shape == (11,) and row_T.max() <= 2 for row_T in count.values())
+    with pytest.raises(UsageError, match="decides nothing"):
+        made_of(runs["base"], "abcde vwxyz")
 
 
 # ---- bad input ---------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from efx.layers.mask_dropout.functions import (
     sharpened,
     statistics,
 )
+from efx.layers.report import asked, sow_choice
 from efx.sharding import constrain
 
 # ---- what is reported of a mask ------------------------------------------------------------------
@@ -62,6 +63,10 @@ def _report(module, m_BTD, applied_BTD, info):
         valid_BT1 = info.tokens.valid(m_BTD.shape[0])[..., None]
         _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
         _sow_mask(module, applied_BTD, valid_BT1)
+        if asked(module):
+            kept_BTD = (applied_BTD >= 0.5).astype(jnp.float32)
+            sow_choice(module, "kept", jnp.mean(kept_BTD, axis=-1), info)
+            sow_choice(module, "mask", jnp.mean(applied_BTD, axis=-1), info)
 
 
 def _sow_mask(module, applied, counted):
@@ -133,6 +138,17 @@ class ElementwiseProbsMask(nn.Module):
         _sow(self, jax.tree.map(lambda *parts: sum(parts), *probs_fn.sums))
         for applied_BKGTS, counted_BKGTS in probs_fn.masks:
             _sow_mask(self, applied_BKGTS, counted_BKGTS)
+        if asked(self) and probs_fn.masks:
+            for name, of in (("kept", lambda applied: applied >= 0.5), ("mask", lambda m: m)):
+                shares = [_share(of(applied), counted) for applied, counted in probs_fn.masks]
+                sow_choice(self, name, jnp.concatenate(shares, axis=1), probs_fn.info)
+
+
+def _share(values_BKGTS, counted_BKGTS):
+    """[B, T]: the mean over the keys and heads of each query that count."""
+    counted_BKGTS = jnp.broadcast_to(counted_BKGTS, values_BKGTS.shape)
+    total_BT = jnp.sum(jnp.where(counted_BKGTS, values_BKGTS, 0), (1, 2, 4), jnp.float32)
+    return total_BT / jnp.maximum(jnp.sum(counted_BKGTS, (1, 2, 4)), 1)
 
 
 class _ProbsFn:

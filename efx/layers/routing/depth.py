@@ -14,6 +14,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
+from efx.layers.report import asked, sow_choice
 from efx.layers.routing import controls, decisions, plans
 from efx.layers.routing.moe import ROUTER_STD
 
@@ -101,6 +102,7 @@ class DepthRouted(nn.Module):
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         routed_info = decision.plan.info(info, decision.budget)
         gate_BT = self._gate(score_BT)
+        self._report_choices(decision, run_BT, gate_BT, info)
         return _apply(
             self.block, decision.plan, start_BTD, x_BTD, gate_BT, routed_info, context
         ), run_BT
@@ -136,8 +138,7 @@ class DepthRouted(nn.Module):
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
         if info.mode.selection != "train":
-            name = c.causal if info.mode.selection == "causal" else info.mode.selection
-            plan, budget = room.first(wanted_BT[name]), room
+            plan, budget = room.first(wanted_BT[self._deciding(info)]), room
         elif c.train_selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
             by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
@@ -147,6 +148,11 @@ class DepthRouted(nn.Module):
         if "threshold" in c.trained and info.mode.train and not self.is_initializing():
             self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
         return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
+
+    def _deciding(self, info):
+        """The name of the decision that a sampler takes."""
+        name = info.mode.selection
+        return self.config.causal if name in ("causal", "train") else name
 
     def _by_token(self, info):
         choose = controls.BY_TOKEN[self.config.train_selection]
@@ -205,6 +211,22 @@ class DepthRouted(nn.Module):
                 loss = decisions.cross_entropy(logit_BT, target_BT, valid_BT)
                 means.sow(self, "losses", decisions.LOSSES[name], loss)
 
+    def _report_choices(self, decision, run_BT, gate_BT, info):
+        """Of each token: `routed`, whether it is computed; `wanted`, whether the decision would,
+        had it room; of learned ones `score`, what the causal decision compares with 0, and
+        `gate`, the factor on the increment of a token that is computed, 0 for the others."""
+        if not asked(self):
+            return
+        sow_choice(self, "routed", run_BT, info)
+        if self.config.control:
+            (wanted_BT,) = decision.wanted_BT.values()
+        else:
+            name = self._deciding(info)
+            wanted_BT = decision.wanted_BT[name]
+            sow_choice(self, "score", decision.logit_BT[name], info)
+            sow_choice(self, "gate", jnp.where(run_BT, gate_BT, 0.0), info)
+        sow_choice(self, "wanted", wanted_BT, info)
+
     # ---- decoding ----
 
     @nn.compact
@@ -252,8 +274,7 @@ class DepthRouted(nn.Module):
             chosen_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
             positions_BT = info.tokens.positions_BT
             return jax.vmap(lambda chosen, position: chosen[position])(chosen_BS, positions_BT)
-        name = c.causal if info.mode.selection in ("causal", "train") else info.mode.selection
-        return self._logit(name, x_BTD, score_BT) > 0
+        return self._logit(self._deciding(info), x_BTD, score_BT) > 0
 
     def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, info):
         """start + gate * block(x) for the tokens that run."""

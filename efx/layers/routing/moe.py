@@ -20,6 +20,7 @@ from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
 from efx.layers.mlp import MLP, activate
+from efx.layers.report import asked, sow_choice
 from efx.layers.routing import plans
 from efx.sharding import constrain, exchange
 
@@ -143,6 +144,7 @@ class MoE(nn.Module):
             y_BTD = self._decode(x_BTD, best, wanted_BTE, weight_BTE, experts, info)
         else:
             plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
+            self._report_choices(plan, best, wanted_BTE, weight_BTE, info)
             y_BTD = _compute(x_BTD, weight_BTE, plan, experts)
         if c.num_shared:
             y_BTD = y_BTD + MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
@@ -205,11 +207,7 @@ class MoE(nn.Module):
     def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run, causal):
         """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
         length = logits_BTE.shape[1]
-
-        def selected(plan):
-            return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
-
-        target_BTE = selected(top)
+        target_BTE = _selected(top, length)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))
         bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
         means.sow(self, "losses", "expert_bce", bce)
@@ -217,7 +215,7 @@ class MoE(nn.Module):
         dropped = _surplus(wanted_BTE, causal)
         correct_BT = jnp.mean(wanted_BTE == target_BTE, axis=-1)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
-        unserved_BT = ~jnp.any(selected(run), axis=-1)
+        unserved_BT = ~jnp.any(_selected(run, length), axis=-1)
         for name, mean in {
             "dropped_fraction": means.Mean(dropped, jnp.sum(load.total)),
             "entropy": means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
@@ -227,6 +225,18 @@ class MoE(nn.Module):
             "unserved_fraction": means.over(unserved_BT.astype(jnp.float32), valid_BT),
         }.items():
             means.sow(self, "stats", f"moe/{name}", mean)
+
+    def _report_choices(self, plan, best, wanted_BTE, weight_BTE, info):
+        """Of each token: `served`, which experts compute it, and their `weights`, 0 for the others;
+        `full`, how many more it wants; `noop`, how many of its choices are no-op experts."""
+        if not asked(self):
+            return
+        served_BTE = _selected(plan, wanted_BTE.shape[1])
+        sow_choice(self, "served", served_BTE, info)
+        sow_choice(self, "weights", jnp.where(served_BTE, weight_BTE, 0.0), info)
+        sow_choice(self, "full", jnp.sum(wanted_BTE & ~served_BTE, axis=-1), info)
+        if self.config.num_noop:
+            sow_choice(self, "noop", jnp.sum(best >= self.config.num_experts, axis=-1), info)
 
     def _decode(self, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
         """New tokens of each row, served or not by what the cache says about the earlier ones."""
@@ -283,6 +293,11 @@ def _compute(x_BTD, weight_BTE, plan, experts):
 def _over_experts(make_plan, values_BTE, *rest):
     """A plan for each expert: arrays [E, B, C]."""
     return jax.vmap(lambda values_BT: make_plan(values_BT, *rest), in_axes=2)(values_BTE)
+
+
+def _selected(plan, length):
+    """bool [B, T, E]: the tokens of each expert, of plans [E, B, C]."""
+    return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
 
 
 def _balance(mean_2E):

@@ -28,7 +28,7 @@ from efx.layers import kv_cache
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
-from efx.layers.report import Report
+from efx.layers.report import Report, asked, sow_choice
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
@@ -81,7 +81,8 @@ class Adapter(nn.Module):
 
     Sows into `stats`: experts_per_token, usage of each expert (share of the tokens), and for
     `topk` effective_experts = exp(entropy of w), for `inclusion` dropped_fraction, the choices of
-    an expert that found no room; the weights [B, T, E] into `choices`, where that is asked for.
+    an expert that found no room. Choices that it reports: the `weights` [B, T, E] of several
+    experts, the `gate` [B, T] of one.
 
     Attributes:
       features, axes, dtype: those of the linear layer.
@@ -104,7 +105,7 @@ class Adapter(nn.Module):
         down, up = down.astype(self.dtype), up.astype(self.dtype)
         x = x.astype(self.dtype)
         if not c.experts:
-            y = self._one(x.reshape(-1, width), down, up)
+            y = self._one(x, info, down, up)
         elif c.routing == "inclusion":
             y = self._included(x, info, down, up)
         else:
@@ -122,13 +123,17 @@ class Adapter(nn.Module):
     def _inner(self, h):
         return exact_gelu(h) if self.config.kind == "mlp" else h
 
-    def _one(self, u_CD, down_DR, up_RF):
+    def _one(self, x, info, down_DR, up_RF):
+        u_CD = x.reshape(-1, x.shape[-1])
         y_CF = self._inner(u_CD @ down_DR) @ up_RF
         if self.config.gate:
             gate_D = self._param("gate", 0.0, u_CD.shape[-1:], (self.axes[0],))
             logit_C1 = _product(u_CD, gate_D[None])
             self.sow("intermediates", "gate_logits", logit_C1)
-            y_CF = y_CF * jax.nn.sigmoid(logit_C1).astype(y_CF.dtype)
+            gate_C1 = jax.nn.sigmoid(logit_C1)
+            if asked(self):
+                sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), info)
+            y_CF = y_CF * gate_C1.astype(y_CF.dtype)
         return y_CF
 
     def _all(self, u_CD, weight_CE, down_EDR, up_ERF):
@@ -144,15 +149,16 @@ class Adapter(nn.Module):
             return jnp.full((len(u_CD), c.choices), 1.0 / c.choices)
         affinity_CE = affinities(u_CD, self._gates("gate", 0.0, width))
         weight_CE = topk_weights(affinity_CE, c.top_k, width)
-        self._report(weight_CE.reshape(*x.shape[:-1], c.choices), _valid(x, info))
+        self._report(weight_CE.reshape(*x.shape[:-1], c.choices), _valid(x, info), info)
         return weight_CE
 
-    def _report(self, weight_BTE, valid_BT):
+    def _report(self, weight_BTE, valid_BT, info):
         def report(name, value_BT):
             means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
 
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
-        self.sow("choices", "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0))
+        weights = jnp.where(valid_BT[..., None], weight_BTE, 0.0)
+        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), info)
         report("experts_per_token", jnp.sum(used_BTE, axis=-1))
         for e in range(self.config.choices):
             report(f"usage/expert_{e}", used_BTE[..., e])
@@ -196,7 +202,7 @@ class Adapter(nn.Module):
         means.sow(self, "losses", "inclusion_bce", bce)
         plan = top if info.mode.selection == "train" else plan
         run_BTE = selected(plan)
-        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT)
+        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, info)
         wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
         lost = jnp.sum(wanted_BTE & ~run_BTE, dtype=jnp.float32)
         means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))

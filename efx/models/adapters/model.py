@@ -59,11 +59,15 @@ def adapt(model, config):
     return adapted
 
 
+class Adapted:
+    """What every model with adapters is: it has `adapter`, an `AdapterConfig`, and `sites`."""
+
+
 @functools.cache
 def adapted_family(cls):
     """The family `cls` with a field `adapter`, an `AdapterConfig`."""
 
-    class Adapted(cls):
+    class AdaptedFamily(cls, Adapted):
         adapter: AdapterConfig | None = None
 
         def features(self, *args, **kwargs):
@@ -89,8 +93,8 @@ def adapted_family(cls):
                 added += s.flops(self.adapter, selection, *(length * routed[p][0] for p in inside))
             return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
-    Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
-    return Adapted
+    AdaptedFamily.__name__ = AdaptedFamily.__qualname__ = f"Adapted{cls.__name__}"
+    return AdaptedFamily
 
 
 def _trace(model, length, interceptor):

@@ -32,11 +32,19 @@ def ledger(model, length, selection, shares):
         costs.embedding_mask_flops(block, places, _pairs(block, places)),
         latent_loss.loss_flops(c.latent_loss, c.width, latents),
     ]
-    for level in model.levels(encoder=True):
-        parts += [_compression(level, groups), _blocks(level, groups)]
-    for level in model.levels(encoder=False):
-        parts += [_upsampling(level, groups), _blocks(level, groups)]
+    parts += [encoder_flops(level, groups) for level in model.levels(encoder=True)]
+    parts += [decoder_flops(level, groups) for level in model.levels(encoder=False)]
     return flops.Ledger(length, flops.add(parts))
+
+
+def encoder_flops(level, groups):
+    """{component: FLOPs} of a level of the encoder."""
+    return flops.add([_compression(level, groups), _blocks(level, groups)])
+
+
+def decoder_flops(level, groups):
+    """The same of the decoder."""
+    return flops.add([_upsampling(level, groups), _blocks(level, groups)])
 
 
 def _blocks(level, groups):

@@ -34,7 +34,7 @@ from efx.layers.linear import Embedding
 from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel
-from efx.models.latent import config, group_views, groups, ledger
+from efx.models.latent import config, group_views, groups, ledger, times
 from efx.models.latent.loss import LatentPrediction
 from efx.sharding import constrain
 
@@ -230,6 +230,14 @@ class Latent(LanguageModel):
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence; see `Model.ledger`."""
         return ledger.ledger(self, length, selection, shares)
+
+    @nn.nowrap
+    def stages(self, length):
+        return times.stages(self, length)
+
+    @nn.nowrap
+    def times(self, path, positions_RS, length):
+        return times.of_places(self.config, path, positions_RS, length)
 
 
 class LatentMemory(nn.Module):

@@ -1,0 +1,50 @@
+"""At which token's time the places of a latent transformer are computed: a level of P places a
+group computes when one of the last P tokens of the group comes, see `groups.py`."""
+
+import numpy as np
+
+from efx.models.contract import Stage
+from efx.models.latent import ledger
+
+
+def of_places(c, path, positions_RS, length):
+    """See `Model.times`; c: the resolved `LatentConfig`."""
+    first, *inside = path.split("/")
+    stack = first in ("layers", "dropout_embedding")
+    if not stack and not first.startswith(("encoder", "decoder")):
+        return positions_RS
+    whole = stack or any(name.startswith("global_") for name in inside)
+    local = any(name.startswith("local_") for name in inside)
+    memory = c.memory_global if whole else c.memory_local * local
+    if stack:
+        size = c.latents[-1]
+    elif whole:
+        size = (positions_RS.shape[1] - memory) // ledger.groups_of(c, length)
+    else:
+        size = positions_RS.shape[1] - memory
+    place_RS = positions_RS - memory
+    group_RS = place_RS // size if whole else np.arange(len(positions_RS))[:, None]
+    time_RS = group_RS * c.group_size + c.group_size - size + place_RS % size
+    return np.where((place_RS >= 0) & (time_RS < length), time_RS, -1)
+
+
+def stages(model, length):
+    """See `Model.stages`."""
+    c = model.config
+    groups = ledger.groups_of(c, length)
+
+    def stage(name, level, nominal):
+        places_MP = np.broadcast_to(np.arange(level.places), (groups, level.places))
+        return Stage(name, of_places(c, name, places_MP, length).reshape(-1), nominal)
+
+    encoder = [
+        stage(f"encoder_{i}", level, ledger.encoder_flops(level, groups))
+        for i, level in enumerate(model.levels(encoder=True))
+    ]
+    decoder = [
+        stage(f"decoder_{i}", level, ledger.decoder_flops(level, groups))
+        for i, level in enumerate(model.levels(encoder=False))
+    ]
+    places_1S = np.arange(ledger.stack_places(c, length))[None]
+    tokens_S = of_places(c, "layers", places_1S, length)[0]
+    return [*encoder, *(Stage(path, tokens_S) for path in model.blocks()), *decoder[::-1]]

@@ -1,0 +1,275 @@
+"""What a model does with each token of a text: its decisions, its prediction, its cost.
+
+The decisions are those that evaluation and sampling take (`selection="causal"`), as the modules
+that take them report them: the collection `choices`, see `efx.layers.report`.
+"""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from efx import models
+from efx.errors import UsageError
+from efx.layers.report import CHOICES
+from efx.studies import token_costs
+
+
+class Quantity(NamedTuple):
+    """What the values of a row are.
+
+    Attributes:
+      title: in a list. about: in a sentence.
+      kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": a number that stands for a thing;
+        "fraction": in [0, 1]; "number".
+      words: of a flag, and of fractions that may be all 0 or 1, those for 0 and 1.
+    """
+
+    title: str
+    about: str
+    kind: str
+    words: tuple = ()
+
+
+# In the order in which a switch offers them; the first that a model has is shown first.
+QUANTITIES = {
+    "computed": Quantity(
+        "computed", "whether it is computed for the token", "flag", ("skipped", "computed")
+    ),
+    "kept": Quantity(
+        "kept by masks",
+        "share of the token's entries that the mask keeps",
+        "fraction",
+        ("closed", "kept"),
+    ),
+    "experts": Quantity("number of experts", "how many experts compute the token", "count"),
+    "weight": Quantity("expert weights", "weight of the expert for the next token", "fraction"),
+    "gate": Quantity("gate", "factor on what is added to the token", "number"),
+    "expert": Quantity("which expert", "the expert of the largest weight", "class"),
+    "heaviest": Quantity("largest weight", "weight of that expert", "fraction"),
+    "noop": Quantity("no-op choices", "how many of its choices compute nothing", "count"),
+    "full": Quantity("choices without room", "how many experts were full for it", "count"),
+    "score": Quantity("router score", "what the causal decision compares with 0", "number"),
+    "wanted": Quantity(
+        "wanted", "whether the decision wants it computed, room or not", "flag", ("not", "wanted")
+    ),
+    "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
+    "flops": Quantity("FLOPs", "of what a token costs here that has all computed", "fraction"),
+}
+
+
+class Row(NamedTuple):
+    """One line of a map.
+
+    Attributes:
+      name: of the block or site. quantity: a key of `QUANTITIES`.
+      values_T: float64; NaN for tokens about which nothing is decided here.
+    """
+
+    name: str
+    quantity: str
+    values_T: np.ndarray
+
+
+@dataclasses.dataclass
+class TokenMap:
+    """Of T tokens.
+
+    Attributes:
+      rows: [Row], in the order in which they compute.
+      served: {name of a row: [T] lists of (expert, weight)} of rows of experts.
+      entropy_T: nats, of the model's distribution of the next token.
+      loss_T: nats, of the next token; NaN where it is not known.
+      flops_T, dense_T: what each token costs, and what it is compared with: `against`, in words.
+    """
+
+    rows: list
+    served: dict
+    entropy_T: np.ndarray
+    loss_T: np.ndarray
+    flops_T: np.ndarray
+    dense_T: np.ndarray
+    against: str = "of what it would cost if everything computed it"
+
+    def of(self, quantity):
+        """{name: values} of the rows of one quantity."""
+        return {row.name: row.values_T for row in self.rows if row.quantity == quantity}
+
+    @property
+    def quantities(self):
+        """{name: Quantity} of the rows that there are, in order; fractions that are all 0 or 1
+        are flags, where there are words for that."""
+        there = {}
+        for name, quantity in QUANTITIES.items():
+            rows = list(self.of(name).values())
+            if not rows:
+                continue
+            if quantity.words and (np.isin(rows, (0.0, 1.0)) | np.isnan(rows)).all():
+                quantity = quantity._replace(kind="flag")
+            there[name] = quantity
+        return there
+
+
+def token_map(model, variables, ids, keys=None, next_id=None):
+    """The `TokenMap` of one text.
+
+    Args:
+      variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
+      keys: `rngs` of the model, which a stochastic control needs.
+      next_id: the token after these, if it is known.
+
+    Raises UsageError if the model decides nothing token by token.
+    """
+    prediction, made = predictions(model, variables, ids, keys)
+    rows, served = rows_of(model, made, len(ids))
+    if not rows:
+        raise UsageError(
+            "this model decides nothing token by token: it has no depth routing, experts, learned "
+            "dropout, gates or groups of latents (config.model.depth_routing.kind='none', ...)"
+        )
+    costs = token_costs.of_tokens(models.unrolled(model), len(ids), made.choices)
+    for path, share_T in costs.shares.items():
+        name = row_name(path)
+        mine = [i for i, row in enumerate(rows) if f"{row.name} ".startswith(f"{name} ")]
+        rows.insert(mine[0] if mine else len(rows), Row(name, "flops", share_T))
+    entropy_T, loss_T = summary(prediction, ids, next_id)
+    return TokenMap(rows, served, entropy_T, loss_T, costs.flops_T, costs.dense_T)
+
+
+class Made(NamedTuple):
+    """What was decided in one pass.
+
+    Attributes:
+      choices: {(path of a module, name): [Choice of each of its calls]}, arrays of NumPy.
+      calls: {path: at which numbers of all calls of modules it was called}.
+    """
+
+    choices: dict
+    calls: dict
+
+
+def predictions(model, variables, ids, keys=None):
+    """(log p [T, V] of the next tokens, on the device; `Made`) by the causal decisions."""
+    variables = models.unroll_variables(model, variables)
+    model, calls = models.unrolled(model).clone(selection="causal"), {}
+    counter = itertools.count()
+
+    def count(next_fun, args, kwargs, context):
+        calls.setdefault("/".join(context.module.path), []).append(next(counter))
+        return next_fun(*args, **kwargs)
+
+    @jax.jit
+    def run(variables, ids_BT, keys):
+        with nn.intercept_methods(count):
+            logits_BTV, state = model.apply(variables, ids_BT, rngs=keys, mutable=[CHOICES])
+        return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
+
+    log_p_TV, tree = run(variables, jnp.asarray(ids, jnp.int32)[None], keys or {})
+    return log_p_TV, Made(dict(_choices(jax.device_get(tree), ())), calls)
+
+
+def _choices(tree, path):
+    for name, inner in tree.items():
+        if isinstance(inner, tuple):
+            yield ("/".join(path), name), list(inner)
+        else:
+            yield from _choices(inner, (*path, name))
+
+
+def summary(log_p_TV, ids, next_id=None):
+    """(entropy [T], loss [T]) of these predictions."""
+    p_TV = jnp.exp(log_p_TV)
+    entropy_T = -jnp.sum(jnp.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
+    next_T = [*map(int, ids[1:]), 0 if next_id is None else int(next_id)]
+    loss_T = -jnp.take_along_axis(log_p_TV, jnp.asarray(next_T)[:, None], axis=-1)[:, 0]
+    loss_T = np.array(loss_T, np.float64)
+    if next_id is None:
+        loss_T[-1] = np.nan
+    return np.asarray(entropy_T, np.float64), loss_T
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def rows_of(model, made, length):
+    """([Row], `TokenMap.served`) of all decisions of a pass, in the order in which they were made,
+    and of what computes at some tokens' times alone."""
+    model, found, served = models.unrolled(model), [], {}
+
+    def add(place, name, quantity, values_T):
+        found.append((place, Row(name, quantity, values_T)))
+
+    for (path, kind), calls in made.choices.items():
+        for i, choice in enumerate(calls):
+            name = row_name(path) + (f" step {i}" if len(calls) > 1 else "")
+            # A module that is used several times reports as often.
+            place = made.calls[path][i * len(made.calls[path]) // len(calls)]
+            value_T = on_tokens(model, path, choice, length)
+            if kind == "weights":
+                used = made.choices.get((path, "served"))
+                used_TE = value_T if used is None else on_tokens(model, path, used[i], length)
+                for quantity, values_T in _of_experts(value_T, used_TE > 0).items():
+                    add(place, name, quantity, values_T)
+                served[name] = [
+                    [(int(e), float(value_T[t, e])) for e in np.flatnonzero(used_TE[t] > 0)]
+                    for t in range(length)
+                ]
+            elif kind == "mlp_computed":
+                add(place, f"{name} mlp", "computed", value_T)
+            elif kind != "served":
+                add(place, name, "computed" if kind == "routed" else kind, value_T)
+    for prefix, part in token_costs.parts(model):
+        for stage in part.stages(length):
+            path, computed_T = prefix + stage.path, np.zeros(length)
+            computed_T[stage.tokens_S[stage.tokens_S >= 0]] = 1.0
+            if not computed_T.all() and (path, "routed") not in made.choices:
+                add(made.calls[path][0], row_name(path), "computed", computed_T)
+    kinds = list(QUANTITIES)
+    found.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
+    rows = [row for _, row in found]
+    return [row for row in rows if row.quantity not in _that_say_nothing(rows)], served
+
+
+def _of_experts(weights_TE, used_TE):
+    """{quantity: [T]} of these weights and whether they are used."""
+    there_T, some_T = ~np.isnan(weights_TE[:, 0]), used_TE.any(axis=-1)
+    weights_TE = np.where(used_TE, weights_TE, -1.0)
+    return {
+        "experts": np.where(there_T, used_TE.sum(axis=-1), np.nan),
+        "expert": np.where(some_T, weights_TE.argmax(axis=-1), np.nan),
+        "heaviest": np.where(some_T, weights_TE.max(axis=-1), np.nan),
+    }
+
+
+def _that_say_nothing(rows):
+    """Quantities that say nothing of this text: all that are wanted are computed, masks are
+    rounded, nothing lacked room, no choice computes nothing."""
+    values = {(row.name, row.quantity): row.values_T for row in rows}
+    same = {"wanted": "computed", "mask": "kept"}
+    nothing = {*same, "full", "noop"}
+    for (name, quantity), values_T in values.items():
+        expected_T = values[name, same[quantity]] if quantity in same else 0.0
+        if not np.all((values_T == expected_T) | np.isnan(values_T)):
+            nothing.discard(quantity)
+    return nothing
+
+
+def on_tokens(model, path, choice, length):
+    """float64 [T, ...]: the value of a `Choice` at each token, NaN where it has none."""
+    value = np.asarray(choice.value, np.float64)
+    parts = token_costs.parts(model)
+    prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))
+    time_RS = part.times(path.removeprefix(prefix), np.asarray(choice.positions_BT), length)
+    result = np.full((length, *value.shape[2:]), np.nan)
+    result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
+    return result
+
+
+def row_name(path):
+    """`block_3 mlp_output`, `embedding`, `block_0 decoder`, `block_1 attention query`."""
+    names = [name for name in path.split("/") if name not in ("layers", "adapter")]
+    return " ".join(name.removeprefix("dropout_") for name in names)

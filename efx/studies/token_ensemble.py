@@ -1,0 +1,68 @@
+"""What the ensemble of cBTM does with each token of a text: which experts predict the next one.
+
+As in its evaluation, the weights for the next token come from the text up to the last multiple of
+`config.ensemble.every` tokens before it. An expert costs a token only where its weight is not 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from efx import models, sharding
+from efx.cbtm.ensemble import log_weights
+from efx.step import evaluation_keys
+from efx.studies import token_costs
+from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summary
+
+
+def weights(ensemble, settings, ids):
+    """log w [T, E] for the token after each of these."""
+    # A row of held-out text begins with the end of the document before, which is no text of it.
+    text = ids[1:] if ids[0] == ensemble.tokenizer.eot else ids
+    before_T = np.arange(1, len(ids) + 1) - (len(ids) - len(text))
+    lengths, index_T = np.unique(before_T // settings.every, return_inverse=True)
+    texts = [ensemble.tokenizer.decode(text[: n * settings.every]) for n in lengths]
+    distances = jnp.asarray(ensemble.clustering.distances(texts))
+    with sharding.single_device():
+        return np.asarray(log_weights(distances, settings.tau, settings.top_k))[index_T]
+
+
+def token_map(ensemble, config, ids, next_id=None):
+    """The `TokenMap` of a text, see `token_choices.token_map`; what each token costs is compared
+    with what it costs in one expert. Experts that no token uses are not read.
+
+    Args:
+      ensemble: `efx.cbtm.ensemble.Ensemble`. config: its `Config`.
+    """
+    log_w_TE = weights(ensemble, config.ensemble, ids)
+    w_TE, length = np.exp(log_w_TE.astype(np.float64)), len(ids)
+    rows = [Row("experts", "experts", (w_TE > 0).sum(axis=-1).astype(np.float64))]
+    rows += [Row("experts", "expert", w_TE.argmax(axis=-1).astype(np.float64))]
+    own, served, mixed_TV, flops_T, dense_T = [], {}, None, np.zeros(length), None
+    served["experts"] = [
+        [(int(e), float(w_TE[t, e])) for e in np.flatnonzero(w_TE[t])] for t in range(length)
+    ]
+    for j in range(ensemble.count):
+        used_T = w_TE[:, j] > 0
+        rows += [
+            Row(f"expert {j}", "computed", used_T.astype(np.float64)),
+            Row(f"expert {j}", "weight", w_TE[:, j]),
+        ]
+        if not used_T.any():
+            continue
+        experiment, _, params, variables = ensemble.load_expert(j)
+        variables = sharding.local({"params": params, **variables})
+        keys = evaluation_keys(experiment.config.seed, 0)
+        log_p_TV, made = predictions(experiment.model, variables, ids, keys)
+        log_p_TV = log_p_TV + log_w_TE[:, j, None]
+        mixed_TV = log_p_TV if mixed_TV is None else jnp.logaddexp(mixed_TV, log_p_TV)
+        for row in rows_of(experiment.model, made, length)[0]:
+            values_T = np.where(used_T, row.values_T, np.nan)
+            own.append(Row(f"expert {j} {row.name}", row.quantity, values_T))
+        model = models.unrolled(experiment.model)
+        costs = token_costs.of_tokens(model, length, made.choices)
+        flops_T += np.where(used_T, costs.flops_T, 0.0)
+        dense_T = costs.dense_T if dense_T is None else dense_T
+    entropy_T, loss_T = summary(jax.device_put(mixed_TV), ids, next_id)
+    against = "of what it costs in one expert"
+    return TokenMap([*rows, *own], served, entropy_T, loss_T, flops_T, dense_T, against)
