@@ -7,14 +7,13 @@ For a new machine, another version of JAX, a change of the code: train a recipe 
 The recipes are those of `RECIPES`, nanoGPT's two on tinyshakespeare; which one a run is of, its
 settings say. results/reference_curves.json has the loss by step of several seeds of each, training
 and held-out, with settings, text, device and revision. The band at a step is where 95% of further
-seeds would be, by Student's t for so few of them, so that one right run in twenty is out of it
-there. Runs of other settings or another text are refused. Exit status: 0 within the band, or
+seeds would be, by Student's t for so few of them, so that up to one right run in twenty is out of
+it there. Runs of other settings or another text are refused. Exit status: 0 within the band, or
 nothing to judge by, 1 not, 2 bad input.
 
 --record writes the curves of finished runs, of different seeds, as those of a recipe.
 """
 
-import json
 import math
 import pathlib
 import statistics
@@ -53,16 +52,26 @@ _STEADY = 5  # logged training losses, each of some steps, of which the table sh
 # ---- the band ------------------------------------------------------------------------------------
 
 
-def band(values):
-    """(low, high) between which a further seed is with a chance of LEVEL; None for one seed."""
-    if len(values) < 2:
-        return None
+def bands(losses):
+    """{step: (low, high) between which a further seed is with a chance of LEVEL or more}; None in
+    place of limits for one seed.
+
+    losses: {step: [loss of each seed]}, of the same seeds at all steps. So few seeds may be close
+    together at one step by chance: the spread is taken to be that over all steps at least.
+    """
     from scipy import stats  # takes half a second
 
-    n = len(values)
-    quantile = float(stats.t.ppf((1 + LEVEL) / 2, n - 1))
-    reach = quantile * statistics.stdev(values) * math.sqrt(1 + 1 / n)
-    return statistics.fmean(values) - reach, statistics.fmean(values) + reach
+    n = min(map(len, losses.values()))
+    if n < 2:
+        return dict.fromkeys(losses)
+    spreads = {step: statistics.stdev(values) for step, values in losses.items()}
+    usual = math.sqrt(statistics.fmean(spread**2 for spread in spreads.values()))
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * math.sqrt(1 + 1 / n)
+    limits = {}
+    for step, values in losses.items():
+        mean, reach = statistics.fmean(values), quantile * max(spreads[step], usual)
+        limits[step] = (mean - reach, mean + reach)
+    return limits
 
 
 def at_steps(seeds):
@@ -122,6 +131,7 @@ def compare(folder, recipes):
                 " do not compare"
             )
     wanted = at_steps(recipe["seeds"])
+    limits_at = bands(wanted)
     found = run["curves"][HELD_OUT]
     shared = [step for step in wanted if step in found]
     if not shared:
@@ -136,8 +146,7 @@ def compare(folder, recipes):
     ]
     outside = []
     for step in shared:
-        loss, values = found[step], wanted[step]
-        limits, mean = band(values), statistics.fmean(values)
+        loss, limits, mean = found[step], limits_at[step], statistics.fmean(wanted[step])
         says, out = _judged(loss, mean, limits)
         outside += [step] * out
         between = f"{limits[0]:.4f} to {limits[1]:.4f}" if limits else "none"
@@ -267,13 +276,12 @@ def rows_of(name, recipe):
     if recipe is None:
         cell = f"not measured yet: `{MEASURED_BY[name]}`"
         return [{"name": name, "cells": {next(iter(COLUMNS)): cell}}]
-    rows = []
-    for step, values in at_steps(recipe["seeds"]).items():
-        limits = band(values)
+    rows, losses = [], at_steps(recipe["seeds"])
+    for step, limits in bands(losses).items():
         training = [_training(curves[TRAIN], int(step)) for curves in recipe["seeds"].values()]
         between = f"{limits[0]:.4f} to {limits[1]:.4f}" if limits else "one seed has no band"
         cells = (
-            tables.summary(values), between, tables.summary(training),
+            tables.summary(losses[step]), between, tables.summary(training),
             ", ".join(recipe["seeds"]), recipe["device"],
         )  # fmt: skip
         row = {"name": f"{name}, step {step}", "cells": dict(zip(COLUMNS, cells, strict=True))}

@@ -153,9 +153,7 @@ def write_result(path, result):
         if key == "curves":
             value = json.dumps(result[key], ensure_ascii=False, indent=1)
             # A curve, {step: loss}, is one line.
-            value = re.sub(
-                r"\{[^{}]*\}", lambda curve: re.sub(r"\s*\n\s*", " ", curve[0]), value
-            )
+            value = re.sub(r"\{[^{}]*\}", lambda curve: re.sub(r"\s*\n\s*", " ", curve[0]), value)
         lines.append(f' "{key}": {value}')
     runfolder.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
