@@ -160,9 +160,11 @@ def frame(path, height=700):
     """HTML that shows a page within a notebook's output, for `IPython.display.HTML`.
 
     The whole page is in it: Colab shows outputs in a place of their own, from which no file of the
-    runtime can be loaded.
+    runtime can be loaded. It is in ASCII, since the scripts have to stay what the page's policy
+    knows them by, however the page around it is encoded.
     """
     text = html.escape(pathlib.Path(path).read_text(encoding="utf-8"))
+    text = text.encode("ascii", "xmlcharrefreplace").decode()
     style = f"width: 100%; height: {int(height)}px; border: 0"
     return f'<div><iframe style="{style}" srcdoc="{text}"></iframe></div>'
 
