@@ -3,6 +3,7 @@ beside the JAX that a runtime has."""
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from test_isoflop import fake_runs
 
 from efx import api
 from efx.metrics import read_metrics
+from efx.runfolder import run_record
 from efx.studies import isoflop
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch/notebooks"
@@ -121,9 +123,14 @@ def test_every_family_has_a_config():
 # ---- executed ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def quickstart(kernel, runs):
+    return executed(kernel, "quickstart", RUN=str(runs / MOD), STEPS=STEPS)
+
+
 @needs_jupyter
-def test_quickstart(kernel, runs):
-    text, shown = executed(kernel, "quickstart", RUN=str(runs / MOD), STEPS=STEPS)
+def test_quickstart(quickstart, runs):
+    text, shown = quickstart
     assert f"finished: {STEPS} steps" in text and "def " in text and "JAX" in text
     assert any("image/png" in data for data in shown)
     assert (runs / MOD / "metrics.jsonl").exists()
@@ -131,7 +138,7 @@ def test_quickstart(kernel, runs):
 
 @needs_jupyter
 @needs_pages
-def test_mixture_of_depths(kernel, runs):
+def test_mixture_of_depths(kernel, runs, quickstart):
     """On the run of the quickstart, which is finished."""
     changes = dict(RUN=str(runs / MOD), STEPS=STEPS, TEXT="def f(x):")
     text, shown = executed(kernel, "mixture_of_depths", **changes)
@@ -142,20 +149,25 @@ def test_mixture_of_depths(kernel, runs):
 
 
 @needs_jupyter
-def test_isoflop(kernel, runs):
-    """Of runs that have ended: what trains them is tested with the study."""
-    grid = runs / "grid.py"
-    grid.write_text(parameters("isoflop")["GRID"])
-    fake_runs(isoflop.load_grid(grid), runs / "isoflop")
-    text, shown = executed(kernel, "isoflop", FOLDER=str(runs / "isoflop"))
+def test_isoflop(kernel, runs, quickstart):
+    """One run is trained; the others have ended, on the text of the quickstart's."""
+    grid, folder = runs / "grid.py", runs / "isoflop"
+    smaller = parameters("isoflop")["GRID"].replace("(6e9, 2.4e10)", "(6e8, 2.4e9)")
+    grid.write_text(smaller)
+    of_text = {key: run_record(runs / MOD)[key] for key in ("text", "tokenizer")}
+    fake_runs(isoflop.load_grid(grid), folder, record=of_text)
+    trained = folder / "dense_8_wide_600_MFLOPs-seed0"
+    shutil.rmtree(trained)
+    text, shown = executed(kernel, "isoflop", FOLDER=str(folder), GRID=smaller)
+    assert read_metrics(trained)[-1]["eval/loss"] < 6
     assert any("image/png" in data for data in shown)
     (tables,) = [data["text/markdown"] for data in shown if "text/markdown" in data]
-    assert "MoD 12.5%" in tables and "2.00 GFLOPs" in tables
+    assert "MoD 12.5%" in tables and "2.40 GFLOPs" in tables
 
 
 @needs_jupyter
 @needs_pages
-def test_compare_families(kernel, runs):
+def test_compare_families(kernel, runs, quickstart):
     """Of two: each more would be compiled for many seconds, and is trained by tests of its own."""
     names = ("dense", "Mixture-of-Depths")
     families = {name: parameters("compare_families")["FAMILIES"][name] for name in names}
