@@ -83,7 +83,8 @@ def executed(kernel, name, **changes):
     changed = "\n".join(f"{key} = {value!r}" for key, value in changes.items())
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(changed))
     # What another notebook has left must not be needed.
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    forget = '%reset -f\nimport os\nos.environ.pop("PYTHONPATH", None)'
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(forget))
     nbclient.NotebookClient(notebook, km=kernel, timeout=600).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
