@@ -187,7 +187,7 @@ def test_bring_your_model(kernel, runs):
     changes = dict(FOLDER=str(runs / "own"), STEPS=6, CONTEXT=32)
     text, _ = executed(kernel, "bring_your_model", **changes)
     assert text.count("held-out loss: ") == 2 and "def add(first, second):" in text
-    names = {path.name for path in (runs / "own/exported").iterdir()}
+    names = {path.name for path in (runs / "own/tiny/exported").iterdir()}
     assert {"model.safetensors", "modeling_efx.py", "tokenizer.json"} <= names
 
 
