@@ -21,8 +21,9 @@ The parts:
     masks       learned masks over none
     decode      greedy decoding at batch 1, 16 and 128, dense and MoD, over transformers' generate
                 (with its default and its static cache) where the extra `interop` is installed
-    characters  nanoGPT's recipe for a GPU on tinyshakespeare (--text), dense and MoD: the loss, and
-                seconds of training until it
+    characters  nanoGPT's recipe for a GPU on tinyshakespeare (--text), dense, three seeds, and MoD:
+                the loss, and seconds of training until it; the dense curves go to
+                results/reference_curves.json, or are compared with those that are there
     isoflop     dense and MoD at one budget, each at its best size
 
 A batch that does not fit into memory is halved until it does. MFU and ratios count nominal FLOPs,

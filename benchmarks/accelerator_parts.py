@@ -34,10 +34,11 @@ from efx.errors import UsageError
 from efx.layers import attend
 from efx.layers.attention_kernels import KERNELS
 from efx.metrics import quantity, read_metrics
-from efx.studies import isoflop
+from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report
 from efx.studies.step_time import take_turns
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 # All that a row may say, with the formats of its numbers.
 COLUMNS = {
     "says": "",  # a verdict, or why there are no numbers; in every row
@@ -59,6 +60,7 @@ MFU_TARGET = 0.5  # of dense 350M in bfloat16
 MOD_TARGET = 0.9  # of the time that the ratio of FLOPs would save
 DECODE_TARGET = 1.0  # over transformers
 CHARACTERS_TARGET = 1.4697  # nats, nanoGPT's published best
+REFERENCE_SEEDS = (0, 1, 2)  # of nanoGPT's recipe, for its band
 # Of attention against float32 at the highest precision. A mask that is off by a token is far above.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 5e-3}
 VOCAB = 32_000
@@ -94,12 +96,14 @@ class Setup:
     Attributes:
       folder: of the runs that are trained. text: tinyshakespeare.
       deadline: on the clock `time.monotonic`.
+      curves: the file of reference curves.
     """
 
     smoke: bool
     folder: pathlib.Path
     text: pathlib.Path
     deadline: float
+    curves: pathlib.Path = ROOT / reference.CURVES
 
     def runs(self, part):
         return self.folder / part
@@ -504,14 +508,18 @@ def _transformers(model, batch, args):
 
 
 def characters(setup):
-    for title, variants in (("dense", "gpu"), ("MoD", "gpu,mod")):
-        yield (
-            f"nanoGPT's characters, {title}",
-            functools.partial(_characters, setup, title, variants + ",smoke" * setup.smoke),
-        )
+    smoke = ",smoke" * setup.smoke
+    seeds = {f"dense{f', seed {seed}' * bool(seed)}": seed for seed in REFERENCE_SEEDS}
+    for title, seed in seeds.items():
+        measure = functools.partial(_characters, setup, title, "gpu" + smoke, seed)
+        yield f"nanoGPT's characters, {title}", measure
+    measure = functools.partial(_characters, setup, "MoD", "gpu,mod" + smoke)
+    yield "nanoGPT's characters, MoD", measure
+    measure = functools.partial(_reference, setup, list(seeds))
+    yield "nanoGPT's characters, reference curves", measure
 
 
-def _characters(setup, title, variants):
+def _characters(setup, title, variants, seed=0):
     if not setup.text.is_file():
         raise Skipped(f"--text={setup.text}: there is no such file")
     config, folder = f"shakespeare_char:{variants}", setup.runs("characters") / title
@@ -519,6 +527,7 @@ def _characters(setup, title, variants):
         [
             *(sys.executable, "-m", "efx.main", f"--config={config}", f"--workdir={folder}"),
             *(f"--config.data.source=text:{setup.text}", "--config.train.dtype=bfloat16"),
+            f"--config.seed={seed}",
         ]
     )
     if status:
@@ -535,6 +544,28 @@ def _characters(setup, title, variants):
     says += f"; seconds are those of training until step {until}"
     spent = max(value for step, value in seconds.items() if step <= until)
     return {"": {"loss": best, "seconds": spent, "says": says}}
+
+
+def _reference(setup, titles):
+    """Curves of nanoGPT's recipe for a GPU: recorded where none of another machine are, and else
+    what the runs here are compared with."""
+    folders = [setup.runs("characters") / title for title in titles]
+    if not all(folder.is_dir() for folder in folders):
+        raise Skipped("the runs of the recipe are not there")
+    path = setup.curves
+    if setup.smoke:  # tiny runs, of no recipe
+        path = setup.folder / setup.curves.name
+        result = results.read_result(setup.curves)
+        results.write_result(path, result | {"curves": result["curves"] | {"gpu": None}})
+    recorded = reference.read_curves(path)["curves"]["gpu"]
+    device = reference.read_run(folders[0])["device"]
+    if recorded is None or recorded["device"] == device:
+        reference.record(path, "gpu", folders)
+        return {"": {"says": f"recorded as those of the recipe in {path.name}"}}
+    judged = [reference.compare(folder, {"gpu": recorded}) for folder in folders]
+    outside = [lines[-1] for _, lines, within in judged if not within]
+    says = f"beside those of {recorded['device']}: "
+    return {"": {"says": "FAILED: " * bool(outside) + says + "; ".join(outside or ["within"])}}
 
 
 SMOKE_GRID = """

@@ -19,13 +19,14 @@ A block with a template and a script of its own:
 
 `efx.plot(element, traces, layout)` draws a Plotly figure in the page's colours, light or dark as
 the reader's system is, and draws it anew when called again; `efx.plain(text)` is `plain`.
-Drawing and filling in need the extra `report`.
+Drawing and filling in need the extra `report`. `frame` shows a page in a notebook.
 """
 
 import base64
 import dataclasses
 import functools
 import hashlib
+import html
 import pathlib
 
 from efx.errors import UsageError, extra
@@ -153,6 +154,19 @@ def write_page(path, title, sections, about=""):
     )
     # Names of files may have bytes that are no text.
     write_atomic(path, text.encode("utf-8", "replace").decode("utf-8"))
+
+
+def frame(path, height=700):
+    """HTML that shows a page within a notebook's output, for `IPython.display.HTML`.
+
+    The whole page is in it: Colab shows outputs in a place of their own, from which no file of the
+    runtime can be loaded. It is in ASCII, since the scripts have to stay what the page's policy
+    knows them by, however the page around it is encoded.
+    """
+    text = html.escape(pathlib.Path(path).read_text(encoding="utf-8"))
+    text = text.encode("ascii", "xmlcharrefreplace").decode()
+    style = f"width: 100%; height: {int(height)}px; border: 0"
+    return f'<div><iframe style="{style}" srcdoc="{text}"></iframe></div>'
 
 
 def _tools():

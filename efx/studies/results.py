@@ -27,6 +27,7 @@ A file holds
                               {mean, interval}}}]
     study                     of an isoFLOP study all points, with the settings of their runs, from
                               which `python -m efx.studies.isoflop --from` goes on elsewhere
+    curves                    of the recipes of `python -m efx.studies.reference`, which writes it
 
 where formats are those of `tables.number`, and a cell has the values of each seed (`values`) beside
 mean and spread if they are known.
@@ -98,6 +99,7 @@ FIELDS = {
     "columns": None,
     "rows": None,
     "study": (),
+    "curves": (),
 }
 START, END = "<!-- results -->", "<!-- end of results -->"
 
@@ -148,6 +150,10 @@ def write_result(path, result):
             entries = {k: json.dumps(v, ensure_ascii=False) for k, v in result[key].items()}
             entries["points"] = _one_a_line(result[key]["points"])
             value = "{" + ",\n ".join(f'"{k}": {v}' for k, v in entries.items()) + "}"
+        if key == "curves":
+            value = json.dumps(result[key], ensure_ascii=False, indent=1)
+            # A curve, {step: loss}, is one line.
+            value = re.sub(r"\{[^{}]*\}", lambda curve: re.sub(r"\s*\n\s*", " ", curve[0]), value)
         lines.append(f' "{key}": {value}')
     runfolder.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
 

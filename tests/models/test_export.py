@@ -23,6 +23,7 @@ from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
 from efx.interop import export_run, hf, own_format, weights
 from efx.layers import positions
+from efx.layers.routing import depth
 from efx.layers.stack import scan_params
 
 T = families.LENGTH
@@ -102,6 +103,19 @@ def test_the_logits_are_those_of_efx(name, tmp_path, load):
     found = np.concatenate(found, axis=1)
     for i in rows:
         np.testing.assert_allclose(found[i, i : i + T], expected[i], atol=1e-4)
+
+
+def test_every_gate_is_in_the_file(transformers):  # noqa: F811
+    import torch
+
+    spec = importlib.util.spec_from_file_location("modeling_efx", own_format.CODE)
+    exported = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exported)
+    score_T = np.linspace(-3, 3, 7, dtype=np.float32)
+    assert exported.GATES.keys() == depth.GATES.keys()
+    for name, gate in depth.GATES.items():
+        theirs_T = exported.GATES[name](torch.tensor(score_T)).numpy()
+        np.testing.assert_allclose(theirs_T, gate(score_T), atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["none", "linear", "llama3"])

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from test_reference import CURVE, make_run, shifted
 
 from benchmarks import accelerator, accelerator_parts, common
 from benchmarks.accelerator_parts import Setup, Skipped, Unfinished
 from efx.configs import mod
 from efx.layers import attend
 from efx.layers.attention_kernels import KERNELS, Kernel
-from efx.studies import results
+from efx.studies import reference, results
 
 
 @pytest.fixture
@@ -277,3 +278,32 @@ def test_seconds_until_the_loss_are_read_from_the_run(call, tmp_path, monkeypatc
     del losses[5000]  # stopped by the scheduler, which a run takes for its end
     with pytest.raises(Unfinished):
         accelerator_parts._characters(setup, "dense", "gpu")
+
+
+def test_curves_of_the_recipe_are_recorded_or_compared(tmp_path, root):
+    setup = Setup(False, tmp_path, tmp_path / "input.txt", 0.0, tmp_path / "curves.json")
+    empty = results.read_result(root / reference.CURVES)
+    results.write_result(setup.curves, empty | {"curves": dict.fromkeys(reference.RECIPES)})
+    *measured, (title, measure) = accelerator_parts.characters(setup)
+    assert title == "nanoGPT's characters, reference curves"
+    titles = ["dense", "dense, seed 1", "dense, seed 2"]
+    assert [one.partition(", ")[2] for one, _ in measured] == [*titles, "MoD"]
+    with pytest.raises(Skipped):
+        measure()
+    for seed, name in enumerate(titles):
+        folder = setup.runs("characters") / name
+        make_run(folder, shifted(0.01 * seed), recipe="gpu", seed=seed, device="H100")
+    assert measure() == {"": {"says": "recorded as those of the recipe in curves.json"}}
+    curves = reference.read_curves(setup.curves)["curves"]["gpu"]
+    assert curves["device"] == "1 x H100" and list(curves["seeds"]) == ["0", "1", "2"]
+    assert curves["seeds"]["0"]["eval/loss"]["5000"] == CURVE[-1]
+    # On another machine they stay, and its runs are compared with them.
+    for seed, off, says in ((0, 0.0, "beside those of 1 x H100: within"), (1, 0.5, "FAILED: ")):
+        other = Setup(False, tmp_path / str(seed), setup.text, 0.0, setup.curves)
+        for i, name in enumerate(titles):
+            folder = other.runs("characters") / name
+            make_run(folder, shifted(off), recipe="gpu", seed=i, device="H200")
+        *_, (_, measure) = accelerator_parts.characters(other)
+        (cells,) = measure().values()
+        assert cells["says"].startswith(says)
+    assert reference.read_curves(setup.curves)["curves"]["gpu"] == curves

@@ -489,3 +489,20 @@ def test_the_switch_shows_another_quantity(browser):
     assert "entropy of the next token" in all_of(browser, ".of-text")[0].text
     assert browser.execute_script(colour) != before
     assert browsers.said(browser) == []
+
+
+def test_it_works_within_the_output_of_a_notebook(browser, written, tmp_path):
+    """As HTML of another page, without a file to load."""
+    outer = tmp_path / "notebook.html"
+    outer.write_text(f"<!doctype html><body>{page.frame(written, height=500)}</body>")
+    browser.get(outer.as_uri())
+    (inside,) = all_of(browser, "iframe")
+    assert inside.size["height"] == 500
+    browser.switch_to.frame(inside)
+    assert browser.execute_script(f"return [...{GRID}.data[0].z[0]]") == [0, 1, 0, 1, 0, 1]
+    all_of(browser, ".tokens > span")[3].click()
+    assert all_of(browser, ".path")[0].text
+    browser.switch_to.default_content()
+    assert browsers.said(browser) == []
+    asked = [url for url in browsers.requests(browser) if not url.startswith("data:")]
+    assert [url for url in asked if url != "about:srcdoc"] == [outer.as_uri()]

@@ -34,6 +34,7 @@ GATES = {
     "identity": lambda score: score,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "twice_sigmoid": lambda score: 2.0 * torch.sigmoid(score),
     "one": torch.ones_like,
 }
 

@@ -90,11 +90,9 @@ def expected_settings(config):
     return deciding(settings.as_dict(config))
 
 
-def check_settings(where, found, expected):
-    """UsageError if settings of a point are not those that the grid asks for.
-
-    A setting that was not there yet when the point was measured is at its default.
-    """
+def differing_settings(found, expected):
+    """[(dotted key, value in `found`, value in `expected`)], the values in words, of two results of
+    `deciding`. A setting that was not there yet when `found` was written is at its default."""
     from efx import run_settings, settings
 
     absent, defaults = object(), {}
@@ -107,7 +105,16 @@ def check_settings(where, found, expected):
         wanted = expected[key] if key in expected else absent
         if before != wanted or isinstance(before, bool) != isinstance(wanted, bool):
             words = ["absent" if value is absent else repr(value) for value in (before, wanted)]
-            differing.append(f"config.{key} is {words[0]} there and {words[1]} in the grid")
+            differing.append((key, *words))
+    return differing
+
+
+def check_settings(where, found, expected):
+    """UsageError if settings of a point are not those that the grid asks for."""
+    differing = [
+        f"config.{key} is {before} there and {wanted} in the grid"
+        for key, before, wanted in differing_settings(found, expected)
+    ]
     if differing:
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise UsageError(

@@ -1,0 +1,184 @@
+"""Runs beside the reference curves of their recipe: within the band, outside of it, or not to be
+compared."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from efx import run_settings, settings
+from efx.config import load_config
+from efx.metrics import MetricsWriter
+from efx.studies import reference, results
+from efx.studies.isoflop import points
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
+# Held-out loss at the steps 500, ..., 2000.
+CURVE = (2.4, 2.2, 2.0, 1.9)
+
+
+@functools.cache
+def plain(recipe):
+    config, changes = reference.RECIPES[recipe]
+    return settings.as_dict(run_settings.check(load_config(config, changes)))
+
+
+def make_run(folder, curve=CURVE, recipe="cpu", seed=0, steps=None, **record):
+    """The folder of a run of a recipe. record: entries of run.json that are others."""
+    config = plain(recipe) | {"seed": seed, "steps": steps or plain(recipe)["steps"]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    launch = {
+        "git": {"revision": "c0ffee" * 6, "dirty": False},
+        "devices": {"kind": record.pop("device", "cpu")},
+        "device_count": 1,
+        "cpu_count": 3,
+    }
+    says = {"launches": [launch], "text": TEXT, "tokenizer": "characters"}
+    (folder / "run.json").write_text(json.dumps(says | record))
+    every = config["steps"] // len(CURVE)
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        for i, loss in enumerate(curve):
+            writer.write(every * (i + 1), {"train/loss": loss + 0.1, "eval/loss": loss})
+    return folder
+
+
+def shifted(by):
+    return [loss + by for loss in CURVE]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A file with the curves of three seeds of the recipe `cpu`, which are 0.01 apart."""
+    top = tmp_path_factory.mktemp("recorded")
+    path = top / "curves.json"
+    empty = results.read_result(ROOT / reference.CURVES)
+    empty |= {"curves": dict.fromkeys(reference.RECIPES), "seeds": ()}
+    results.write_result(path, empty)
+    runs = [make_run(top / f"{i}", shifted(0.01 * i), seed=i) for i in (0, 1, 2)]
+    assert call(path, *runs, "--record=cpu") == 0
+    return path
+
+
+def call(path, *argv):
+    return reference.main([*map(str, argv), f"--curves={path}"])
+
+
+# ---- the band ------------------------------------------------------------------------------------
+
+
+def test_a_further_seed_is_in_the_band_as_often_as_it_says():
+    low, high = reference.bands({"1": [1.0, 2.0, 3.0]})["1"]
+    reach = 4.3027 * math.sqrt(4 / 3)  # Student's t of 2 degrees of freedom
+    assert (low, high) == pytest.approx((2 - reach, 2 + reach), abs=1e-3)
+    assert reference.bands({"1": [1.0]}) == {"1": None}
+    draws = np.random.default_rng(0).normal(size=(1500, 4)).tolist()
+    bands = [reference.bands({"1": seeds})["1"] for *seeds, _ in draws]
+    inside = [low < draw[-1] < high for (low, high), draw in zip(bands, draws, strict=True)]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+
+
+def test_seeds_that_are_close_by_chance_have_the_usual_spread():
+    bands = reference.bands({"1": [0.9, 1.0, 1.1], "2": [2.0, 2.0, 2.0], "3": [2.8, 3.0, 3.2]})
+    reach = {step: (high - low) / 2 for step, (low, high) in bands.items()}
+    usual = math.sqrt((0.1**2 + 0.2**2) / 3)
+    assert reach["2"] == reach["1"] and reach["2"] / reach["3"] == pytest.approx(usual / 0.2)
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def test_a_run_like_the_others(recorded, tmp_path, capsys):
+    assert call(recorded, make_run(tmp_path / "a", shifted(0.03), seed=7)) == 0
+    said = capsys.readouterr().out
+    assert "recipe 'cpu' (shakespeare_char:cpu), measured on 3 CPU cores, seeds 0, 1, 2" in said
+    assert "\n   500    2.4300    2.4100  2.3603 to 2.4597: within\n" in said
+    assert said.endswith("as the recipe: within the band at steps 500, 1000, 1500, 2000\n")
+
+
+def test_a_run_that_is_off(recorded, tmp_path, capsys):
+    off = [*CURVE[:2], 2.2, 1.2]
+    runs = [make_run(tmp_path / "right"), make_run(tmp_path / "off", off)]
+    assert call(recorded, *runs) == 1
+    said = capsys.readouterr().out
+    assert "2.2000    2.0100  1.9603 to 2.0597: OUTSIDE, 0.1403 above" in said
+    assert "1.2000    1.9100  1.8603 to 1.9597: OUTSIDE, 0.6603 below" in said
+    assert said.endswith("NOT as the recipe: outside of the band at steps 1500, 2000\n")
+    assert call(recorded, make_run(tmp_path / "nan", [*CURVE[:3], math.nan])) == 1
+    assert "no number" in (said := capsys.readouterr().out) and "NOT FINITE" in said
+
+
+def test_a_run_that_goes_on(recorded, tmp_path, capsys):
+    assert call(recorded, make_run(tmp_path / "a", CURVE[:2])) == 0
+    said = capsys.readouterr().out
+    assert "no held-out loss of this run at steps 1500, 2000: nothing is said of these" in said
+    assert said.endswith("as the recipe: within the band at steps 500, 1000\n")
+
+
+def test_one_seed_judges_nothing(recorded, tmp_path, capsys):
+    result = json.loads(recorded.read_text())
+    seeds = result["curves"]["cpu"]["seeds"]
+    result["curves"]["cpu"]["seeds"] = {"0": seeds["0"]}
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(result))
+    assert call(path, make_run(tmp_path / "a", shifted(0.5))) == 0
+    said = capsys.readouterr().out
+    assert "none: +0.5000 from the one seed" in said and "nothing is judged" in said
+
+
+def test_what_is_refused(recorded, tmp_path, capsys):
+    def refused(words, *argv, path=recorded):
+        assert call(path, *argv) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("efx: error: ") and said.count("\n") == 1 and words in said, said
+
+    other = make_run(tmp_path / "other", steps=1000)
+    refused("nearest is 'cpu': config.steps is 2000 in it and 1000 in the run", other)
+    text = make_run(tmp_path / "text", text=TEXT | {"source": "xyz"})
+    refused("a run of another text than that of the recipe 'cpu'", text)
+    gpu = make_run(tmp_path / "gpu", recipe="gpu")
+    refused("'gpu' has no curves yet; they are measured by `python -m benchmarks.accel", gpu)
+    none = make_run(tmp_path / "none", ())
+    with MetricsWriter(none, tensorboard=False) as writer:
+        writer.write(20, {"train/loss": 3.0, "eval/loss": 3.0})
+    refused("no held-out loss at one of the steps 500, 1000", none)
+    refused("there is no such file", gpu, path=tmp_path / "nothing.json")
+    refused("is not a run folder", tmp_path / "nothing")
+    # To be recorded.
+    right = make_run(tmp_path / "right")
+    refused("--record=cpuu: expected one of cpu, gpu", right, "--record=cpuu")
+    same = make_run(tmp_path / "same")
+    refused("runs of one seed twice", right, same, "--record=cpu")
+    refused("config.steps is 1000 there and 2000 in", right, other, "--record=cpu")
+    refused("another text than in", right, text, "--record=cpu")
+    short = make_run(tmp_path / "short", CURVE[:3], seed=1)
+    refused("the run is at step 1500 of 2000", right, short, "--record=cpu")
+    nan = make_run(tmp_path / "nan", [*CURVE[:3], math.nan], seed=1)
+    refused("not finite", right, nan, "--record=cpu")
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_was_measured_and_what_was_not(recorded):
+    result = results.read_result(recorded)
+    assert result["seeds"] == [0, 1, 2] and result["machine"] == "3 CPU cores"
+    page = results.section("reference_curves", result)
+    assert "| cpu, step 500 | 2.4100 ± 0.0100 | 2.3603 to 2.4597 | 2.5100 ± 0.0100 |" in page
+    assert "| gpu | not measured yet: `python -m benchmarks.accelerator" in page
+
+
+def test_the_committed_curves_are_of_the_recipes_of_today(root):
+    """A recipe that is changed has to be measured again."""
+    result = reference.read_curves(root / reference.CURVES)
+    assert len(result["curves"]["cpu"]["seeds"]) == 3
+    for name, recipe in result["curves"].items():
+        if recipe:
+            expected = reference.todays_settings(name)
+            assert points.differing_settings(recipe["settings"], expected) == []
+    rows = [reference.rows_of(name, recipe) for name, recipe in result["curves"].items()]
+    assert json.loads(json.dumps(sum(rows, []))) == result["rows"]
