@@ -39,7 +39,9 @@ _OF_A_SEED = {"seed"}
 def main(argv=None):
     parser = cli.Parser("efx.studies.router_probe", __doc__)
     help = "run folder; several: seeds of one config"
-    parser.add_argument("--workdir", dest="runs", nargs="+", required=True, metavar="RUN", help=help)
+    parser.add_argument(
+        "--workdir", dest="runs", nargs="+", required=True, metavar="RUN", help=help
+    )
     help = f"held-out tokens to probe (default: {TOKENS})"
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=help)
     help = "who chooses: the causal decision (default), or training's selection"

@@ -61,14 +61,14 @@ class Block:
 
     Attributes:
       routed_N: 1.0 computed, 0.0 not, NaN: nothing was decided about the token here.
-      wanted_N: the same of what was decided, room or not.
+      wanted_N: the same of what was decided, room or not; None where selection needs no room.
       score_N: the router's score; None without a router.
       threshold: of the score, above which the causal decision is to compute the token; None where
         it is not the score that decides.
     """
 
     routed_N: np.ndarray
-    wanted_N: np.ndarray
+    wanted_N: np.ndarray | None = None
     score_N: np.ndarray | None = None
     threshold: float | None = None
 
@@ -150,7 +150,7 @@ TOGETHER = "all together"
 # {name: (more, the predictor that it is compared with)}: what one knows beyond the other.
 BEYOND = {
     f"{more} beyond {base}": (more, base)
-    for base in ("token", "position")
+    for base in ("token", "bigram", "position")
     for more in ("entropy", "loss")
 }
 
@@ -242,7 +242,9 @@ def predict_together(tokens, y_N, fit_N, kind):
     # Categories are encoded by the target of other tokens, numbers stay as they are.
     others = KFold(5, shuffle=True, random_state=0)
     encode = TargetEncoder(target_type="binary" if choice else "continuous", cv=others)
-    columns = ColumnTransformer([("codes", encode, list(range(len(codes))))], remainder="passthrough")
+    columns = ColumnTransformer(
+        [("codes", encode, list(range(len(codes))))], remainder="passthrough"
+    )
     boosting = HistGradientBoostingClassifier if choice else HistGradientBoostingRegressor
     model = make_pipeline(columns, boosting(max_iter=60, random_state=0))
     model.fit(x_NX[fit_N], y_N[fit_N])
@@ -455,22 +457,21 @@ def check_size(rows, tokens):
 
 
 def _at(block, there_N):
-    score_N = None if block.score_N is None else block.score_N[there_N]
-    return dataclasses.replace(
-        block,
-        routed_N=block.routed_N[there_N],
-        wanted_N=block.wanted_N[there_N],
-        score_N=score_N,
-    )
+    """What the block did with these of the tokens."""
+    values = {"routed_N": block.routed_N, "wanted_N": block.wanted_N, "score_N": block.score_N}
+    there = {name: of_N[there_N] for name, of_N in values.items() if of_N is not None}
+    return dataclasses.replace(block, **there)
 
 
 def of_block(tokens, block, boosting=False):
-    """The figures of one block; `score` and `weights` are None without a router."""
-    rows = Rows(tokens.row_N)
+    """The figures of one block; those of scores and weights are None without a router."""
+    rows, overflow = Rows(tokens.row_N), None
+    if block.wanted_N is not None:
+        overflow = rows.mean(block.wanted_N * (1 - block.routed_N))
     result = {
         "tokens": len(tokens.row_N),
         "routed": rows.mean(block.routed_N),
-        "overflow": rows.mean(block.wanted_N * (1 - block.routed_N)),
+        "overflow": overflow,
         "choice": explained(tokens, rows, block.routed_N, _Choice(), boosting),
         "correlations": correlations(tokens, rows, block.routed_N),
         "score": None,

@@ -84,6 +84,7 @@ def _draw_counts(by_count, axis):
     axis.set_xticks(count)
     axis.set_xlabel("blocks that compute a token")
     axis.set_ylabel("share of the tokens")
+    axis.set_ylim(top=1.2 * max([*shares, *independent]))
     axis.legend(fontsize="x-small")
 
 

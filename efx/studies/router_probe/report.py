@@ -3,12 +3,11 @@
 import itertools
 
 from efx import tables
-from efx.metrics import portion
 from efx.studies.router_probe.analysis import BEYOND, LEVELS, TOGETHER
 
 MOST_PAIRS = 10  # of blocks in a table, the most correlated
 
-# Columns of a block in results, and the formats of their numbers.
+# Columns of a block in docs/results.md, and the formats of their numbers.
 FORMS = {
     "computed": ".1%",
     **dict.fromkeys([*LEVELS, TOGETHER, *BEYOND], ".1%"),
@@ -103,14 +102,10 @@ def _predictors(blocks, of, figure, form, computed=False):
     names = [name for name, figures in first.items() if figure in figures]
     rows = []
     for name, block in there.items():
-        own = [tables.text(block["routed"], ".1%"), f"{block_overflow(block):.1%}"] * computed
+        own = [tables.text(block[name], ".1%") for name in ("routed", "overflow")] * computed
         rows.append([name, *own, *(tables.text(block[of][n][figure], form) for n in names)])
     titles = ["block", *["computed", "wanted without room"] * computed, *names]
     return tables.markdown(titles, rows)
-
-
-def block_overflow(block):
-    return block["overflow"]["mean"]
 
 
 def _correlations(probe):
@@ -145,7 +140,7 @@ def _by_count(together):
         [
             count,
             tables.text(of["share"], ".1%"),
-            portion([of["independent"]]),
+            f"{of['independent']:.1%}",
             tables.text(of["entropy"], ".3f"),
             tables.text(of["loss"], ".3f"),
         ]
@@ -162,7 +157,7 @@ def _pairs(pairs):
         [
             name,
             tables.text(pair["both"], ".1%"),
-            portion([pair["independent"]]),
+            f"{pair['independent']:.1%}",
             tables.text(pair["correlation"], ".3f"),
         ]
         for name, pair in itertools.islice(

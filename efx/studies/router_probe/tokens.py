@@ -48,7 +48,7 @@ def measured(workdir, wanted, selection="causal", step=None):
     variables = sharding.local({"params": params, **variables})
     batches = _batches(built, wanted)
     passes = _passes(built.model, variables, batches, selection, routed, built.config.seed)
-    tokens, blocks = _assembled(built, batches, passes, routed)
+    tokens, blocks = _assembled(built, batches, passes, routed, selection)
     data = built.data
     about = {
         "run": pathlib.Path(workdir).resolve().name,
@@ -154,7 +154,7 @@ def _sown(tree, path, name):
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def _assembled(built, batches, passes, routed):
+def _assembled(built, batches, passes, routed, selection):
     """(Tokens, {block: Block}) of what was measured."""
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     scored_BT = joined["weights"] > 0
@@ -183,16 +183,18 @@ def _assembled(built, batches, passes, routed):
         value_BT[:, tokens_S[there_S]] = value_BS[:, there_S]
         return value_BT[scored_BT]
 
+    causal = built.model.config.depth_routing.causal
     blocks = {}
     for path, (_, _, follows) in routed.items():
-        routed_N, wanted_N = at_tokens("routed", path), at_tokens("wanted", path)
+        routed_N, router_N = at_tokens("routed", path), at_tokens("router", path)
         if follows:  # a step decides about the tokens that the step before computed
-            reached_N = at_tokens("routed", follows) > 0
-            routed_N, wanted_N = (np.where(reached_N, x, np.nan) for x in (routed_N, wanted_N))
-        router_N, threshold = at_tokens("router", path), None
-        if router_N is not None and built.model.config.depth_routing.causal != "predictor":
-            # What the decision compares with 0 is the score, less the threshold where it has one.
-            threshold = float(np.nanmean(router_N - at_tokens("score", path)))
+            routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
+        wanted_N = threshold = None
+        if selection == "causal":
+            wanted_N = at_tokens("wanted", path)
+            if router_N is not None and causal != "predictor":
+                # What is compared with 0 is the score, less the threshold where there is one.
+                threshold = float(np.nanmean(router_N - at_tokens("score", path)))
         blocks[row_name(path)] = analysis.Block(routed_N, wanted_N, router_N, threshold)
     return tokens, blocks
 
