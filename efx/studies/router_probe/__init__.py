@@ -66,7 +66,7 @@ def run(arguments):
         )
     if arguments.together and importlib.util.find_spec("sklearn") is None:
         raise UsageError(f"--together needs {extra('compose')}: sklearn is not installed")
-    _check_seeds(arguments.runs)
+    check_seeds(arguments.runs)
     data = probe(arguments)
     with writing(out):
         picture.draw(data, out.with_suffix(".png"))
@@ -75,7 +75,7 @@ def run(arguments):
     print(f"written: {out}, {out.with_suffix('.md')}, {out.with_suffix('.png')}")
 
 
-def _check_seeds(workdirs):
+def check_seeds(workdirs):
     """UsageError for runs that are not seeds of one config."""
     configs = [runfolder.recorded_config(workdir) for workdir in workdirs]
     for workdir, config, settings in zip(workdirs, configs, plot.differing(configs), strict=True):

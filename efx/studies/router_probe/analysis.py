@@ -190,6 +190,9 @@ class _Score:
         return (y_N - p_N) ** 2
 
 
+CHOICE, SCORE = _Choice(), _Score()
+
+
 def predict(levels, y_N, fit_N, kind):
     """Predictions of y for all N tokens by what the tokens of `fit_N` have.
 
@@ -226,6 +229,7 @@ def predict_together(tokens, y_N, fit_N, kind):
         from sklearn.model_selection import KFold
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import TargetEncoder
+        from threadpoolctl import threadpool_limits  # comes with it
     except ImportError as error:
         raise UsageError(f"--together needs {extra('compose')}: {error.name} is missing") from error
     numbers = [tokens.position_N, tokens.rarity_N, tokens.entropy_N, tokens.loss_N]
@@ -236,7 +240,7 @@ def predict_together(tokens, y_N, fit_N, kind):
         pairs(tokens.previous_N, tokens.token_N),
     ]
     x_NX = np.stack([*codes, *numbers], axis=-1).astype(float)
-    choice = isinstance(kind, _Choice)
+    choice = kind is CHOICE
     if choice and len(np.unique(y_N[fit_N])) < 2:
         return np.full(len(y_N), kind.base(y_N[fit_N]))
     # Categories are encoded by the target of other tokens, numbers stay as they are.
@@ -247,19 +251,21 @@ def predict_together(tokens, y_N, fit_N, kind):
     )
     boosting = HistGradientBoostingClassifier if choice else HistGradientBoostingRegressor
     model = make_pipeline(columns, boosting(max_iter=60, random_state=0))
-    model.fit(x_NX[fit_N], y_N[fit_N])
-    predicted_N = model.predict_proba(x_NX)[:, 1] if choice else model.predict(x_NX)
+    # Threads wait for each other longer than so little takes.
+    with threadpool_limits(1, user_api="openmp"):
+        model.fit(x_NX[fit_N], y_N[fit_N])
+        predicted_N = model.predict_proba(x_NX)[:, 1] if choice else model.predict(x_NX)
     return kind.limit(predicted_N, int(fit_N.sum()))
 
 
-def explained(tokens, rows, y_N, kind, together):
+def explained(tokens, rows, y_N, kind, boosting):
     """{predictor: {name: {mean, interval} or None}} of a choice or of scores.
 
     Names are "explained" and, of a choice, "bits" and "auc"; of what one knows beyond another,
     "explained" alone.
     """
     made = {name: np.zeros(len(y_N)) for name in LEVELS}
-    if together:
+    if boosting:
         made[TOGETHER] = np.zeros(len(y_N))
     beyond = {name: np.zeros(len(y_N)) for name in BEYOND}
     base_N = np.zeros(len(y_N))
@@ -274,7 +280,7 @@ def explained(tokens, rows, y_N, kind, together):
         for name, (more, base) in BEYOND.items():
             levels = levels_beyond(tokens, fit_N, more, base)
             keep(beyond[name], predict(levels, y_N, fit_N, kind))
-        if together:
+        if boosting:
             keep(made[TOGETHER], predict_together(tokens, y_N, fit_N, kind))
     losses = {name: kind.loss(y_N, p_N) for name, p_N in made.items()}
     base_loss_N, one_N = kind.loss(y_N, base_N), np.ones(len(y_N))
@@ -287,7 +293,7 @@ def explained(tokens, rows, y_N, kind, together):
     result = {}
     for name, p_N in made.items():
         result[name] = {"explained": share(base_loss_N, losses[name])}
-        if isinstance(kind, _Choice):
+        if kind is CHOICE:
             gain = rows.sums(base_loss_N - losses[name], one_N)
             bits = rows.estimate(lambda s: s[..., 0] / s[..., 1], gain)
             result[name] |= {"bits": bits, "auc": auc(rows, y_N, p_N)}
@@ -472,14 +478,14 @@ def of_block(tokens, block, boosting=False):
         "tokens": len(tokens.row_N),
         "routed": rows.mean(block.routed_N),
         "overflow": overflow,
-        "choice": explained(tokens, rows, block.routed_N, _Choice(), boosting),
+        "choice": explained(tokens, rows, block.routed_N, CHOICE, boosting),
         "correlations": correlations(tokens, rows, block.routed_N),
         "score": None,
         "score_correlations": None,
         "weights": None,
     }
     if block.score_N is not None:
-        result["score"] = explained(tokens, rows, block.score_N, _Score(), boosting)
+        result["score"] = explained(tokens, rows, block.score_N, SCORE, boosting)
         result["score_correlations"] = correlations(tokens, rows, block.score_N)
         result["weights"] = weights(rows, block)
     return result

@@ -18,7 +18,7 @@ from efx.studies import token_costs
 from efx.studies.router_probe import analysis
 from efx.studies.token_choices import row_name
 
-COUNTED = 1 << 20  # tokens of the training text by which their frequencies are told
+COUNTED = 1 << 19  # tokens of the training text by which their frequencies are told
 
 
 def measured(workdir, wanted, selection="causal", step=None):
@@ -33,22 +33,24 @@ def measured(workdir, wanted, selection="causal", step=None):
         raise UsageError(f"--workdir={workdir} is a folder of cBTM; give the run of one expert")
     config = config_of_run(workdir)
     built, step, params, variables = build.finished(config, workdir, step, ("train", "eval"))
-    routed = _routed(built.model, built.config.data.seq_len)
+    length, packed = built.config.data.seq_len, built.config.data.packing
+    routed = routed_blocks(built.model, length)
     if not routed:
         raise UsageError(
             f"--workdir={workdir} routes no block (config.model.depth_routing.kind='none'): there"
             " are no choices to probe"
         )
-    places = (len(tokens_S) for _, tokens_S, _ in routed.values())
-    if built.config.data.packing and any(count != built.config.data.seq_len for count in places):
+    if packed and any(len(tokens_S) != length for _, tokens_S, _ in routed.values()):
         raise UsageError(
             f"--workdir={workdir}: latents of packed rows have no tokens of their own"
             " (config.data.packing=True); probe a run without packing"
         )
     variables = sharding.local({"params": params, **variables})
     batches = _batches(built, wanted)
-    passes = _passes(built.model, variables, batches, selection, routed, built.config.seed)
-    tokens, blocks = _assembled(built, batches, passes, routed, selection)
+    made = passes(built.model, variables, batches, selection, routed, built.config.seed)
+    decides = built.model.config.depth_routing.causal if selection == "causal" else None
+    rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
+    tokens, blocks = assembled(batches, made, routed, decides, rarity_V)
     data = built.data
     about = {
         "run": pathlib.Path(workdir).resolve().name,
@@ -77,7 +79,7 @@ def _provenance(workdir):
     }
 
 
-def _routed(model, length):
+def routed_blocks(model, length):
     """{path: (spec, the token of each place or -1 [S], path of the step that it follows or "")}"""
     model, routed = models.unrolled(model), {}
     for prefix, part in token_costs.parts(model):
@@ -103,7 +105,7 @@ def _batches(built, wanted):
     return list(built.data.eval_batches(size, -(-rows // size)))
 
 
-def _passes(model, variables, batches, selection, routed, seed):
+def passes(model, variables, batches, selection, routed, seed):
     """For each batch {"entropy", "loss": [B, T]; "routed", "wanted", "score", what the decision
     compares with 0, and "router", its score itself: {path: [B, S]}}."""
     variables = models.unroll_variables(model, variables)
@@ -154,53 +156,57 @@ def _sown(tree, path, name):
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def _assembled(built, batches, passes, routed, selection):
-    """(Tokens, {block: Block}) of what was measured."""
+def assembled(batches, made, routed, decides, rarity_V):
+    """(Tokens, {block: Block}) of what was measured.
+
+    Args:
+      made: of `passes`. routed: of `routed_blocks`.
+      decides: the causal decision by which tokens were chosen; None: they were by training's.
+      rarity_V: of `rarity`.
+    """
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     scored_BT = joined["weights"] > 0
     rows, length = scored_BT.shape
     token_BT, place_T = joined["inputs"], np.arange(length)
     position_BT = joined.get("positions", np.broadcast_to(place_T, scored_BT.shape))
     previous_BT = np.where(position_BT > 0, np.roll(token_BT, 1, axis=1), -1)
-    rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
     tokens = analysis.Tokens(
         row_N=np.broadcast_to(np.arange(rows)[:, None], scored_BT.shape)[scored_BT],
         position_N=position_BT[scored_BT],
         token_N=token_BT[scored_BT],
         previous_N=previous_BT[scored_BT],
         rarity_N=rarity_V[token_BT][scored_BT],
-        entropy_N=_joined(passes, "entropy")[scored_BT],
-        loss_N=_joined(passes, "loss")[scored_BT],
+        entropy_N=_joined(made, "entropy")[scored_BT],
+        loss_N=_joined(made, "loss")[scored_BT],
     )
 
     def at_tokens(name, path):
         """float64 [N], NaN where nothing was decided; None without any."""
-        if path not in passes[0][name]:
+        if path not in made[0][name]:
             return None
         tokens_S, value_BT = routed[path][1], np.full(scored_BT.shape, np.nan)
         there_S = tokens_S >= 0
-        value_BS = np.concatenate([of_batch[name][path] for of_batch in passes])
+        value_BS = np.concatenate([of_batch[name][path] for of_batch in made])
         value_BT[:, tokens_S[there_S]] = value_BS[:, there_S]
         return value_BT[scored_BT]
 
-    causal = built.model.config.depth_routing.causal
     blocks = {}
     for path, (_, _, follows) in routed.items():
         routed_N, router_N = at_tokens("routed", path), at_tokens("router", path)
         if follows:  # a step decides about the tokens that the step before computed
             routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
         wanted_N = threshold = None
-        if selection == "causal":
+        if decides is not None:
             wanted_N = at_tokens("wanted", path)
-            if router_N is not None and causal != "predictor":
+            if router_N is not None and decides != "predictor":
                 # What is compared with 0 is the score, less the threshold where there is one.
                 threshold = float(np.nanmean(router_N - at_tokens("score", path)))
         blocks[row_name(path)] = analysis.Block(routed_N, wanted_N, router_N, threshold)
     return tokens, blocks
 
 
-def _joined(passes, name):
-    return np.concatenate([of_batch[name] for of_batch in passes]).astype(np.float64)
+def _joined(made, name):
+    return np.concatenate([of_batch[name] for of_batch in made]).astype(np.float64)
 
 
 def rarity(data, config, vocab_size):
