@@ -121,7 +121,7 @@ def test_a_router_of_entropy():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_has_no_reason(seed):
     figures = of_choice("noise", seed)
     assert all(nothing(cell) for cell in explained("noise", seed=seed).values())
@@ -211,7 +211,7 @@ def probed(seed=0):
 def test_blocks_together():
     t, blocks, probe = probed()
     blocks = {name: block for name, block in blocks.items() if name != "step"}
-    together = analysis.together(t, analysis.Rows(t.row_N), blocks)
+    together = analysis.together(t, blocks)
     a, b = blocks["block_1"].routed_N.mean(), blocks["block_5"].routed_N.mean()
     shares = [of["independent"] for of in together["by_count"]]
     assert shares[0] == pytest.approx((1 - a) ** 2 * (1 - b)) and sum(shares) == pytest.approx(1)
@@ -227,6 +227,12 @@ def test_blocks_together():
     entropy = [of["entropy"]["mean"] for of in together["by_count"]]
     assert entropy[2] > entropy[0] + 1
     assert together["correlations"]["entropy"]["spearman"]["mean"] > 0.4
+    # Tokens about which none decides do not count.
+    skip_N = t.position_N % 4 > 0
+    for name, block in blocks.items():
+        blocks[name] = analysis.Block(np.where(skip_N, np.nan, block.routed_N))
+    fourth = analysis.together(t, blocks)["by_count"][0]["share"]["mean"]
+    assert fourth == pytest.approx(measured[0], rel=0.05)
     # The step has few tokens to decide about.
     assert probe["left_out"] == {"step": int(blocks["block_1"].routed_N.sum())}
 
@@ -324,15 +330,15 @@ def measure(model, batch, selection="causal"):
 
 
 def test_a_batch_is_what_the_map_says_of_each_of_its_texts():
-    ids_BT = families.tokens(batch=3, length=25, seed=3)
-    batch = {"inputs": ids_BT[:, :-1], "targets": ids_BT[:, 1:], "weights": np.ones((3, 24))}
-    batch["weights"][2, 20:] = 0  # past the end
+    ids_BT = families.tokens(batch=2, length=25, seed=3)
+    batch = {"inputs": ids_BT[:, :-1], "targets": ids_BT[:, 1:], "weights": np.ones((2, 24))}
+    batch["weights"][1, 20:] = 0  # past the end
     model = families.build("recursion")
     variables, tokens, blocks = measure(model, batch)
-    assert model.config.depth_routing.causal == "aux_loss" and len(tokens.row_N) == 68
+    assert model.config.depth_routing.causal == "aux_loss" and len(tokens.row_N) == 44
     assert tokens.previous_N[0] == -1 and (tokens.previous_N[1:24] == ids_BT[0, :23]).all()
     np.testing.assert_array_equal(tokens.rarity_N, tokens.token_N)
-    for row in range(3):
+    for row in range(2):
         made = token_choices.token_map(model, variables, ids_BT[row, :-1], None, ids_BT[row, -1])
         here_N, count = tokens.row_N == row, int((tokens.row_N == row).sum())
         np.testing.assert_allclose(tokens.entropy_N[here_N], made.entropy_T[:count], rtol=1e-4)

@@ -33,7 +33,7 @@ __all__ = ["FILE", "combined", "main"]
 FILE = "router_probe.json"  # in the folder of the first run, by default
 TOKENS = 1 << 16
 # Settings that seeds of one config may have otherwise.
-_OF_A_SEED = {"seed"}
+_OF_A_SEED = {"seed", "init.run"}
 
 
 def main(argv=None):

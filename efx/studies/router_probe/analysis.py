@@ -392,10 +392,14 @@ def weights(rows, block):
     return {**shares, "above_half": rows.mean(1.0 * (weight_N > 0.5)), "threshold": threshold}
 
 
-def together(tokens, rows, blocks):
+def together(tokens, blocks):
     """Of all blocks: by how many a token is computed, against what independent choices would give;
-    entropy and loss of the tokens by that number; pairs of blocks."""
-    routed_KN = np.stack([np.nan_to_num(block.routed_N) for block in blocks.values()])
+    entropy and loss of the tokens by that number; pairs of blocks. A block computes no token that
+    it has nothing to decide about; tokens about which no block decides do not count."""
+    routed_KN = np.stack([block.routed_N for block in blocks.values()])
+    there_N = ~np.isnan(routed_KN).all(axis=0)
+    tokens, routed_KN = tokens.at(there_N), np.nan_to_num(routed_KN[:, there_N])
+    rows = Rows(tokens.row_N)
     count_N, share_K = routed_KN.sum(axis=0), routed_KN.mean(axis=1)
     expected = np.ones(1)
     for share in share_K:
@@ -449,7 +453,7 @@ def probe(tokens, blocks, boosting=False):
         "rows": rows.count,
         "blocks": result,
         "left_out": left_out,
-        "together": together(tokens, rows, blocks),
+        "together": together(tokens, blocks),
     }
 
 
