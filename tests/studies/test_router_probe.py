@@ -227,14 +227,14 @@ def test_blocks_together():
     entropy = [of["entropy"]["mean"] for of in together["by_count"]]
     assert entropy[2] > entropy[0] + 1
     assert together["correlations"]["entropy"]["spearman"]["mean"] > 0.4
+    # The step has few tokens to decide about.
+    assert probe["left_out"] == {"step": int(blocks["block_1"].routed_N.sum())}
     # Tokens about which none decides do not count.
     skip_N = t.position_N % 4 > 0
     for name, block in blocks.items():
         blocks[name] = analysis.Block(np.where(skip_N, np.nan, block.routed_N))
     fourth = analysis.together(t, blocks)["by_count"][0]["share"]["mean"]
     assert fourth == pytest.approx(measured[0], rel=0.05)
-    # The step has few tokens to decide about.
-    assert probe["left_out"] == {"step": int(blocks["block_1"].routed_N.sum())}
 
 
 @pytest.mark.quick
@@ -356,6 +356,18 @@ def test_a_batch_is_what_the_map_says_of_each_of_its_texts():
     first, second = list(blocks.values())[:2]
     assert np.isnan(second.routed_N).any()
     np.testing.assert_array_equal(np.isnan(second.routed_N), first.routed_N == 0)
+
+
+def test_the_selection_of_training():
+    """Top-k of each row, by which no causal decision was taken."""
+    ids_BT = families.tokens(batch=2, length=24, seed=1)
+    batch = {"inputs": ids_BT, "targets": ids_BT, "weights": np.ones((2, 24))}
+    _, tokens, blocks = measure(families.build("mod"), batch, "train")
+    for block in blocks.values():
+        for row in range(2):
+            scores_T, routed_T = (x[tokens.row_N == row] for x in (block.score_N, block.routed_N))
+            assert set(np.flatnonzero(routed_T)) == set(np.argsort(-scores_T)[:12])
+        assert block.threshold is None and block.wanted_N is None
 
 
 def test_a_control_has_choices_and_no_scores():
