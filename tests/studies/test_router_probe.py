@@ -324,9 +324,8 @@ def measure(model, batch, selection="causal"):
     variables = {"params": families.random_params(model), **families.random_state(model)}
     routed = tokens_lib.routed_blocks(model, batch["inputs"].shape[1])
     made = tokens_lib.passes(model, variables, [batch], selection, routed, 0)
-    decides = model.config.depth_routing.causal if selection == "causal" else None
     rarity_V = np.arange(families.VOCAB, dtype=float)
-    return variables, *tokens_lib.assembled([batch], made, routed, decides, rarity_V)
+    return variables, *tokens_lib.assembled([batch], made, routed, selection, rarity_V)
 
 
 def test_a_batch_is_what_the_map_says_of_each_of_its_texts():

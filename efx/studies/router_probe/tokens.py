@@ -48,14 +48,13 @@ def measured(workdir, wanted, selection="causal", step=None):
     variables = sharding.local({"params": params, **variables})
     batches = _batches(built, wanted)
     made = passes(built.model, variables, batches, selection, routed, built.config.seed)
-    decides = built.model.config.depth_routing.causal if selection == "causal" else None
     rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
-    tokens, blocks = assembled(batches, made, routed, decides, rarity_V)
+    tokens, blocks = assembled(batches, made, routed, selection, rarity_V)
     data = built.data
     about = {
         "run": pathlib.Path(workdir).resolve().name,
         "step": step,
-        "selection": built.model.config.depth_routing.train_selection,
+        "selection": next(spec.routing.train_selection for spec, _, _ in routed.values()),
         "text": data.held_out_of(),
         "of": {"the text": data.fingerprint, "the tokenizer": built.tokenizer.fingerprint},
         **_provenance(workdir),
@@ -156,13 +155,11 @@ def _sown(tree, path, name):
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def assembled(batches, made, routed, decides, rarity_V):
+def assembled(batches, made, routed, selection, rarity_V):
     """(Tokens, {block: Block}) of what was measured.
 
     Args:
-      made: of `passes`. routed: of `routed_blocks`.
-      decides: the causal decision by which tokens were chosen; None: they were by training's.
-      rarity_V: of `rarity`.
+      made: of `passes`, by this selection. routed: of `routed_blocks`. rarity_V: of `rarity`.
     """
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     scored_BT = joined["weights"] > 0
@@ -191,14 +188,14 @@ def assembled(batches, made, routed, decides, rarity_V):
         return value_BT[scored_BT]
 
     blocks = {}
-    for path, (_, _, follows) in routed.items():
+    for path, (spec, _, follows) in routed.items():
         routed_N, router_N = at_tokens("routed", path), at_tokens("router", path)
         if follows:  # a step decides about the tokens that the step before computed
             routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
         wanted_N = threshold = None
-        if decides is not None:
+        if selection == "causal":
             wanted_N = at_tokens("wanted", path)
-            if router_N is not None and decides != "predictor":
+            if router_N is not None and spec.routing.causal != "predictor":
                 # What is compared with 0 is the score, less the threshold where there is one.
                 threshold = float(np.nanmean(router_N - at_tokens("score", path)))
         blocks[row_name(path)] = analysis.Block(routed_N, wanted_N, router_N, threshold)
