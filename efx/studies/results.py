@@ -2,16 +2,17 @@
 
     python -m efx.studies.results
     python -m efx.studies.results --from runs/latent_table --name latent_table
+    python -m efx.studies.results --from runs/mod/router_probe.json --name router_probe
 
 Without --from: writes docs/results.md, its pictures, and the part of README.md between
 `<!-- results -->` and `<!-- end of results -->`, all from results/*.json, the same bytes each time.
 
 With --from: first copies the table of a finished study (sweep, isoflop, cbtm_table, phatgoose,
-calm, convert) from its WORKDIR into results/NAME.json. Seeds, git revision and machine are read
-from the run folders. The other fields of an existing NAME.json (title, text, config, command,
-columns, which rows are compared in the README) stay, except `stale`, which is emptied; a new file
-needs --title, --section and --command. --add keeps the rows that WORKDIR does not have, with their
-revision, and `stale`, which may still be true of them.
+calm, convert) from its WORKDIR, or the data of a router_probe, into results/NAME.json. Seeds, git
+revision and machine are read from the run folders. The other fields of an existing NAME.json
+(title, text, config, command, columns, which rows are compared in the README) stay, except `stale`,
+which is emptied; a new file needs --title, --section and --command. --add keeps the rows that
+WORKDIR does not have, with their revision, and `stale`, which may still be true of them.
 
 A file holds
 
@@ -21,12 +22,14 @@ A file holds
     seeds, machine, revision, revision_of   a row may have a revision of its own
     headline                  [[row, the row it is compared with], ...] for the README
     picture                   "dots": the first column of every row, "curves": of an isoFLOP study
-                              (from `study`), "kept": docs/NAME.png as it is, or ""
+                              (from `study`), "probe": of a router probe (from `study`), "kept":
+                              docs/NAME.png as it is, or ""
     first, columns            title of the rows' names; {title: format of its numbers}
     rows                      [{name, cells: {column: number, text, {mean, spread, n}, or
                               {mean, interval}}}]
     study                     of an isoFLOP study all points, with the settings of their runs, from
-                              which `python -m efx.studies.isoflop --from` goes on elsewhere
+                              which `python -m efx.studies.isoflop --from` goes on elsewhere; of a
+                              router probe its data
     curves                    of the recipes of `python -m efx.studies.reference`, which writes it
 
 where formats are those of `tables.number`, and a cell has the values of each seed (`values`) beside
@@ -44,8 +47,10 @@ import numpy as np
 from efx import runfolder, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
-from efx.studies import cli, isoflop, sweep
+from efx.studies import cli, isoflop, router_probe, sweep
 from efx.studies.isoflop import picture, report
+from efx.studies.router_probe import picture as probe_picture
+from efx.studies.router_probe import report as probe_report
 
 SECTIONS = (
     "Dense models",
@@ -148,7 +153,8 @@ def write_result(path, result):
             value = _one_a_line(result[key])
         if key == "study":
             entries = {k: json.dumps(v, ensure_ascii=False) for k, v in result[key].items()}
-            entries["points"] = _one_a_line(result[key]["points"])
+            many = "probes" if "probes" in result[key] else "points"
+            entries[many] = _one_a_line(result[key][many])
             value = "{" + ",\n ".join(f'"{k}": {v}' for k, v in entries.items()) + "}"
         if key == "curves":
             value = json.dumps(result[key], ensure_ascii=False, indent=1)
@@ -278,6 +284,8 @@ def publish(root):
             points = isoflop.points_of(study, root / f"results/{name}.json")
             analysis = isoflop.analysis_of(points, study["draws"])
             picture.draw(analysis, root / f"docs/{name}.png", study["further"])
+        elif result["picture"] == "probe":
+            probe_picture.draw(result["study"], root / f"docs/{name}.png")
 
 
 def draw_dots(result, path):
@@ -337,6 +345,21 @@ def read_study(workdir):
     return rows, None
 
 
+def read_probe(workdir):
+    """The data of a router probe, or None: `workdir` is the file, or a run folder that has it."""
+    path = pathlib.Path(workdir)
+    path = path if path.is_file() else path / router_probe.FILE
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(f"--from={workdir}: no JSON: {error}") from error
+    if not isinstance(data, dict) or not {"runs", "probes", "selection"} <= set(data):
+        raise UsageError(f"--from={workdir} is not what efx.studies.router_probe writes")
+    return data
+
+
 def describe_runs(workdir):
     """Config, seeds, machine and revision of the runs below a folder, from their records."""
     launches, seeds = [], set()
@@ -368,12 +391,26 @@ def describe_points(points, config):
     }
 
 
+def describe_probe(probed):
+    """The same of the runs of a router probe."""
+    runs = probed["runs"]
+    return {
+        "config": runs[0]["config"],
+        "seeds": sorted({run["seed"] for run in runs}),
+        "machine": "; ".join(sorted({run["machine"] for run in runs})),
+        "revision": ", ".join(sorted({run["revision"] for run in runs})),
+    }
+
+
 def import_study(path, workdir, new_fields, add=False):
     """Writes the results of the study in `workdir` to the file `path`.
 
     new_fields: {field: text} of a new file. add: keep rows that `workdir` lacks.
     """
-    rows, study = read_study(workdir)
+    probed = read_probe(workdir)
+    if probed and add:
+        raise UsageError("--add: the blocks of a router probe are of one set of runs; leave it out")
+    rows, study = (None, None) if probed else read_study(workdir)
     if path.is_file():
         result = read_result(path)
     else:
@@ -382,7 +419,13 @@ def import_study(path, workdir, new_fields, add=False):
                 flag = "command" if field == "commands" else field
                 raise UsageError(f"--{flag} is missing: {path} is new")
         result = FIELDS | new_fields | {"columns": {}, "rows": []}
-    if study:
+    if probed:
+        cells = probe_report.cells(probed)
+        there = {title for row in cells.values() for title in row}
+        columns = {title: form for title, form in probe_report.FORMS.items() if title in there}
+        kept = {name: value for name, value in probed.items() if name != "command"}
+        result |= {"study": kept, "picture": "probe", "first": "block"}
+    elif study:
         points = isoflop.points_of(study, pathlib.Path(workdir) / "isoflop.json")
         columns = report.FORMS
         cells = {
@@ -410,7 +453,10 @@ def import_study(path, workdir, new_fields, add=False):
         for name, row in cells.items()
     }
     measured_rows = {name: {"name": name, "cells": row} for name, row in shown.items()}
-    runs = describe_points(points, study["config"]) if study else describe_runs(workdir)
+    if probed:
+        runs = describe_probe(probed)
+    else:
+        runs = describe_points(points, study["config"]) if study else describe_runs(workdir)
     runs |= {"revision_of": FIELDS["revision_of"]}
     runs["config"] = result["config"] or runs["config"]
     if add:

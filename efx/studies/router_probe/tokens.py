@@ -1,0 +1,217 @@
+"""What a probe measures: held-out tokens of a run, and what its routed blocks do with them."""
+
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from efx import build, models, runfolder, sharding
+from efx.cbtm import CLUSTERS
+from efx.config import config_of_run
+from efx.errors import UsageError
+from efx.layers.report import CHOICES
+from efx.layers.stack import RecursionStep
+from efx.step import evaluation_keys
+from efx.studies import token_costs
+from efx.studies.router_probe import analysis
+from efx.studies.token_choices import row_name
+
+COUNTED = 1 << 19  # tokens of the training text by which their frequencies are told
+
+
+def measured(workdir, wanted, selection="causal", step=None):
+    """(Tokens, {block: Block}, what was probed as plain data) of a finished run.
+
+    Args:
+      wanted: about how many held-out tokens, whole rows spread evenly over the split; all of them
+        if there are fewer.
+      selection: see `Mode.selection`.
+    """
+    if (pathlib.Path(workdir) / CLUSTERS).is_dir():
+        raise UsageError(f"--workdir={workdir} is a folder of cBTM; give the run of one expert")
+    config = config_of_run(workdir)
+    built, step, params, variables = build.finished(config, workdir, step, ("train", "eval"))
+    length, packed = built.config.data.seq_len, built.config.data.packing
+    routed = routed_blocks(built.model, length)
+    if not routed:
+        raise UsageError(
+            f"--workdir={workdir} routes no block (config.model.depth_routing.kind='none'): there"
+            " are no choices to probe"
+        )
+    if packed and any(len(tokens_S) != length for _, tokens_S, _ in routed.values()):
+        raise UsageError(
+            f"--workdir={workdir}: latents of packed rows have no tokens of their own"
+            " (config.data.packing=True); probe a run without packing"
+        )
+    variables = sharding.local({"params": params, **variables})
+    batches = _batches(built, wanted)
+    made = passes(built.model, variables, batches, selection, routed, built.config.seed)
+    rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
+    tokens, blocks = assembled(batches, made, routed, selection, rarity_V)
+    data = built.data
+    about = {
+        "run": pathlib.Path(workdir).resolve().name,
+        "step": step,
+        "selection": next(spec.routing.train_selection for spec, _, _ in routed.values()),
+        "text": data.held_out_of(),
+        "of": {"the text": data.fingerprint, "the tokenizer": built.tokenizer.fingerprint},
+        **_provenance(workdir),
+    }
+    return tokens, blocks, about
+
+
+def _provenance(workdir):
+    """Seed, config, machine and revision of a run."""
+    launches = runfolder.run_record(workdir).get("launches", [])
+    if not launches:
+        raise UsageError(f"--workdir={workdir}: its run.json does not say which code made it")
+    line = launches[-1]["command_line"]
+    named = [arg.partition("=")[2] for arg in line if arg.startswith("--config=")]
+    named += [arg for flag, arg in itertools.pairwise(line) if flag == "--config"]
+    return {
+        "seed": runfolder.recorded_setting(workdir, "seed"),
+        "config": named[0] if named else "",
+        "machine": runfolder.machine_of(launches[-1]),
+        "revision": runfolder.revision_of(launches[-1]),
+    }
+
+
+def routed_blocks(model, length):
+    """{path: (spec, the token of each place or -1 [S], path of the step that it follows or "")}"""
+    model, routed = models.unrolled(model), {}
+    for prefix, part in token_costs.parts(model):
+        specs = part.blocks()
+        places = {stage.path: stage.tokens_S for stage in part.stages(length)}
+        before = ""
+        for path, spec in specs.items():
+            if spec.routing is not None:
+                follows = before if isinstance(spec, RecursionStep) else ""
+                routed[prefix + path] = (spec, np.asarray(places[path]), follows)
+                before = prefix + path
+    return routed
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+def _batches(built, wanted):
+    """[batch] of about so many tokens."""
+    c, length = built.config.evaluate, built.config.data.seq_len
+    rows = max(1, -(-wanted // length))
+    size = min(c.batch_size, rows)
+    return list(built.data.eval_batches(size, -(-rows // size)))
+
+
+def passes(model, variables, batches, selection, routed, seed):
+    """For each batch {"entropy", "loss": [B, T]; "routed", "wanted", "score", what the decision
+    compares with 0, and "router", its score itself: {path: [B, S]}}."""
+    variables = models.unroll_variables(model, variables)
+    model = models.unrolled(model).clone(selection=selection)
+    head = model.head_params(variables["params"])
+
+    def prediction(row):
+        """(entropy [T], loss [T]) of a row: the logits of one row are in memory at a time."""
+        x_TD, target_T = row
+        log_p_TV = jax.nn.log_softmax(model.head_fn(head, x_TD).astype(jnp.float32))
+        p_TV = jnp.exp(log_p_TV)
+        entropy_T = -jnp.sum(jnp.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
+        return entropy_T, -jnp.take_along_axis(log_p_TV, target_T[:, None], axis=-1)[:, 0]
+
+    @jax.jit
+    def run(variables, batch, index):
+        x_BTD, sown = model.apply(
+            variables,
+            batch["inputs"],
+            batch.get("positions"),
+            batch.get("segment_ids"),
+            method="features",
+            rngs=evaluation_keys(seed, index),
+            mutable=[CHOICES, "intermediates"],
+        )
+        entropy_BT, loss_BT = jax.lax.map(prediction, (x_BTD, batch["targets"]))
+        result = {"entropy": entropy_BT, "loss": loss_BT}
+        for name in ("routed", "wanted", "score"):
+            found = {path: _sown(sown[CHOICES], path, name) for path in routed}
+            result[name] = {path: choice.value for path, choice in found.items() if choice}
+        scores = {p: _sown(sown.get("intermediates", {}), p, "router_logits") for p in routed}
+        return result | {"router": {p: score for p, score in scores.items() if score is not None}}
+
+    return [
+        jax.device_get(run(variables, batch, np.uint32(index)))
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _sown(tree, path, name):
+    """What was sown at a path under a name, or None."""
+    for key in path.split("/"):
+        tree = tree.get(key, {})
+    (value,) = tree.get(name, (None,))
+    return value
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def assembled(batches, made, routed, selection, rarity_V):
+    """(Tokens, {block: Block}) of what was measured.
+
+    Args:
+      made: of `passes`, by this selection. routed: of `routed_blocks`. rarity_V: of `rarity`.
+    """
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    scored_BT = joined["weights"] > 0
+    rows, length = scored_BT.shape
+    token_BT, place_T = joined["inputs"], np.arange(length)
+    position_BT = joined.get("positions", np.broadcast_to(place_T, scored_BT.shape))
+    previous_BT = np.where(position_BT > 0, np.roll(token_BT, 1, axis=1), -1)
+    tokens = analysis.Tokens(
+        row_N=np.broadcast_to(np.arange(rows)[:, None], scored_BT.shape)[scored_BT],
+        position_N=position_BT[scored_BT],
+        token_N=token_BT[scored_BT],
+        previous_N=previous_BT[scored_BT],
+        rarity_N=rarity_V[token_BT][scored_BT],
+        entropy_N=_joined(made, "entropy")[scored_BT],
+        loss_N=_joined(made, "loss")[scored_BT],
+    )
+
+    def at_tokens(name, path):
+        """float64 [N], NaN where nothing was decided; None without any."""
+        if path not in made[0][name]:
+            return None
+        tokens_S, value_BT = routed[path][1], np.full(scored_BT.shape, np.nan)
+        there_S = tokens_S >= 0
+        value_BS = np.concatenate([of_batch[name][path] for of_batch in made])
+        value_BT[:, tokens_S[there_S]] = value_BS[:, there_S]
+        return value_BT[scored_BT]
+
+    blocks = {}
+    for path, (spec, _, follows) in routed.items():
+        routed_N, router_N = at_tokens("routed", path), at_tokens("router", path)
+        if follows:  # a step decides about the tokens that the step before computed
+            routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
+        wanted_N = threshold = None
+        if selection == "causal":
+            wanted_N = at_tokens("wanted", path)
+            if router_N is not None and spec.routing.causal != "predictor":
+                # What is compared with 0 is the score, less the threshold where there is one.
+                threshold = float(np.nanmean(router_N - at_tokens("score", path)))
+        blocks[row_name(path)] = analysis.Block(routed_N, wanted_N, router_N, threshold)
+    return tokens, blocks
+
+
+def _joined(made, name):
+    return np.concatenate([of_batch[name] for of_batch in made]).astype(np.float64)
+
+
+def rarity(data, config, vocab_size):
+    """bits [V]: -log2 of the share of each token in what the run was trained on first, by as many
+    batches as have `COUNTED` tokens; of one that does not occur, of half an occurrence."""
+    batches, count_V = data.train_iterator(), np.zeros(vocab_size)
+    for _ in range(-(-COUNTED // (config.batch_size * config.seq_len))):
+        batch = next(batches)
+        real = batch["segment_ids"] > 0 if "segment_ids" in batch else slice(None)
+        count_V += np.bincount(batch["inputs"][real].ravel(), minlength=vocab_size)
+    return -np.log2(np.maximum(count_V, 0.5) / count_V.sum())

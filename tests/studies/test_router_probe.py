@@ -1,0 +1,514 @@
+"""What a router has learnt: on made-up choices whose answer is known, and on tiny models."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import families
+import numpy as np
+import pytest
+from test_results import NEW, page, top  # noqa: F401
+
+from efx import build, main
+from efx.errors import UsageError
+from efx.studies import results, router_probe, token_choices
+from efx.studies.router_probe import analysis, report
+from efx.studies.router_probe import tokens as tokens_lib
+
+ROWS, LENGTH, TYPES = 80, 64, 40
+
+
+@functools.cache
+def text(seed=0):
+    """`Tokens` of 80 rows: types by Zipf's law, an entropy that depends on the type and on more."""
+    draw, count = np.random.default_rng(seed), ROWS * LENGTH
+    share = 1 / np.arange(1, TYPES + 1)
+    token_N = draw.choice(TYPES, count, p=share / share.sum())
+    position_N = np.tile(np.arange(LENGTH), ROWS)
+    entropy_N = draw.gamma(2, 0.5, TYPES)[token_N] + draw.gamma(2, 1, count)
+    return analysis.Tokens(
+        row_N=np.repeat(np.arange(ROWS), LENGTH),
+        position_N=position_N,
+        token_N=token_N,
+        previous_N=np.where(position_N > 0, np.roll(token_N, 1), -1),
+        rarity_N=-np.log2(share / share.sum())[token_N],
+        entropy_N=entropy_N,
+        loss_N=draw.exponential(entropy_N),
+    )
+
+
+def noise(seed):
+    return np.random.default_rng(100 + seed).random(ROWS * LENGTH)
+
+
+CHOICES = {
+    "position": lambda t, seed: t.position_N % 8 == 0,
+    "token": lambda t, seed: np.isin(t.token_N, (0, 5, 7)),
+    "bigram": lambda t, seed: (t.token_N + t.previous_N) % 5 == 1,
+    "noise": lambda t, seed: noise(seed) < 0.125,
+    "entropy": lambda t, seed: t.entropy_N > np.quantile(t.entropy_N, 0.875),
+}
+
+
+@functools.cache
+def of_choice(name, seed=0):
+    """The figures of a block that chooses so; its scores are as far from 0 as the choice."""
+    chosen_N = CHOICES[name](text(seed), seed).astype(float)
+    score_N = chosen_N - 0.9 + 0.05 * noise(seed + 1)
+    return analysis.of_block(text(seed), analysis.Block(chosen_N, score_N=score_N))
+
+
+def explained(name, of="choice", seed=0):
+    return {key: figures["explained"] for key, figures in of_choice(name, seed)[of].items()}
+
+
+def nothing(cell):
+    low, high = cell["interval"]
+    return low <= 0.001 and high >= 0 and abs(cell["mean"]) < 0.01
+
+
+@pytest.mark.quick
+def test_a_router_of_positions():
+    for of in ("choice", "score"):
+        shares = explained("position", of)
+        for name, cell in shares.items():
+            assert cell["mean"] > 0.95 if name == "position" else nothing(cell), (of, name)
+    assert of_choice("position")["choice"]["position"]["auc"]["mean"] > 0.999
+    assert of_choice("position")["choice"]["token"]["auc"]["mean"] == pytest.approx(0.5, abs=0.02)
+    # Within a position nothing is left to go along with the entropy.
+    assert of_choice("position")["correlations"]["entropy"]["spearman within position"] is None
+
+
+@pytest.mark.quick
+def test_a_router_of_tokens():
+    for of in ("choice", "score"):
+        shares = explained("token", of)
+        assert shares["token"]["mean"] > 0.95 and shares["bigram"]["mean"] > 0.95
+        assert nothing(shares["position"]) and nothing(shares["previous token"])
+        # The entropy goes along with the token, and says nothing beyond it.
+        assert 0.005 < shares["entropy"]["mean"] < 0.2
+        assert nothing(shares["entropy beyond token"])
+        assert nothing(shares["loss beyond bigram"])
+        assert shares["entropy beyond position"]["mean"] > 0.005
+    correlation = of_choice("token")["correlations"]["entropy"]
+    assert correlation["spearman"]["interval"][0] > 0
+    assert correlation["spearman within token"] is None
+
+
+@pytest.mark.quick
+def test_a_router_of_pairs_of_tokens():
+    shares = explained("bigram")
+    assert shares["bigram"]["mean"] > 0.4  # pairs that the other part never had are not told
+    assert shares["token"]["mean"] < 0.5 * shares["bigram"]["mean"]
+    assert nothing(shares["position"])
+
+
+@pytest.mark.quick
+def test_a_router_of_entropy():
+    for of in ("choice", "score"):
+        shares = explained("entropy", of)
+        assert shares["entropy"]["mean"] > 0.9
+        assert shares["entropy beyond token"]["mean"] > 0.5
+        assert shares["entropy beyond token"]["mean"] < shares["entropy"]["mean"]
+        assert shares["entropy beyond position"]["mean"] > 0.9
+        assert 0 < shares["loss"]["mean"] < 0.5 * shares["entropy"]["mean"]
+        assert nothing(shares["position"]) and nothing(shares["previous token"])
+    assert of_choice("entropy")["choice"]["entropy"]["auc"]["mean"] > 0.99
+    correlation = of_choice("entropy")["correlations"]["entropy"]
+    assert correlation["spearman within token"]["interval"][0] > 0.4
+    assert 0 < of_choice("entropy")["correlations"]["loss"]["pearson"]["mean"] < 0.5
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_has_no_reason(seed):
+    figures = of_choice("noise", seed)
+    assert all(nothing(cell) for cell in explained("noise", seed=seed).values())
+    for of in figures["correlations"].values():
+        for cell in of.values():
+            assert abs(cell["mean"]) < 0.05
+            assert np.diff(cell["interval"])[0] < 0.12
+    inside = [
+        cell["interval"][0] <= 0 <= cell["interval"][1]
+        for of in figures["correlations"].values()
+        for cell in of.values()
+    ]
+    assert np.mean(inside) > 0.5
+
+
+@pytest.mark.quick
+def test_what_is_fitted_is_scored_on_other_rows():
+    """Types of tokens that occur in one row alone are learnt by heart by who sees them."""
+    t = dataclasses.replace(text(), token_N=np.arange(ROWS * LENGTH))
+    rows, y_N = analysis.Rows(t.row_N), (noise(0) < 0.5).astype(float)
+    figures = analysis.explained(t, rows, y_N, analysis.CHOICE, boosting=False)
+    assert nothing(figures["token"]["explained"])
+    for fit_N, score_N in rows.folds():
+        assert not set(t.row_N[fit_N]) & set(t.row_N[score_N]) and 0 < fit_N.mean() < 1
+
+
+@pytest.mark.quick
+def test_intervals_are_of_rows():
+    """A choice that rows make as a whole is known as well as there are rows."""
+    per_row_N = np.repeat(np.random.default_rng(0).random(ROWS) < 0.5, LENGTH).astype(float)
+    low, high = analysis.Rows(text().row_N).mean(per_row_N)["interval"]
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / np.sqrt(ROWS), rel=0.15)
+
+
+@pytest.mark.quick
+def test_bits_and_a_choice_that_is_none():
+    y_N = CHOICES["token"](text(), 0)
+    entropy = -sum(p * np.log2(p) for p in (y_N.mean(), 1 - y_N.mean()))
+    bits = of_choice("token")["choice"]["token"]["bits"]["mean"]
+    assert bits == pytest.approx(entropy, rel=0.02)
+    figures = analysis.of_block(text(), analysis.Block(np.zeros(ROWS * LENGTH)))
+    assert figures["routed"]["mean"] == 0 and figures["score"] is None
+    assert all(of["explained"] is None for of in figures["choice"].values())
+
+
+def test_all_together():
+    """What no predictor knows alone; by scikit-learn."""
+    pytest.importorskip("sklearn")
+    t = text()
+    y_N = ((t.entropy_N > 2.5) & (t.position_N < 32)).astype(float)
+    fit_N, score_N = analysis.Rows(t.row_N).folds()[0]
+
+    def share(predicted_N):
+        bits = [
+            analysis.CHOICE.loss(y_N, p_N)[score_N].sum()
+            for p_N in (predicted_N, np.full(len(y_N), y_N[fit_N].mean()))
+        ]
+        return 1 - bits[0] / bits[1]
+
+    assert share(analysis.predict_together(t, y_N, fit_N, analysis.CHOICE)) > 0.85
+    for levels in analysis.LEVELS.values():
+        assert share(analysis.predict(levels(t, fit_N), y_N, fit_N, analysis.CHOICE)) < 0.6
+
+
+# ---- blocks together -----------------------------------------------------------------------------
+
+
+@functools.cache
+def probed(seed=0):
+    """The probe of three blocks: two of the same choice, one of noise; and a step that decides
+    about the tokens of the first."""
+    t = text(seed)
+    same_N = CHOICES["entropy"](t, seed).astype(float)
+    other_N = CHOICES["noise"](t, seed).astype(float)
+    step_N = np.where(same_N > 0, 1.0 * (t.position_N % 2 == 0), np.nan)
+    score_N = np.where(same_N > 0, 1.0, -1.0) * (0.1 + noise(seed))
+    blocks = {
+        "block_1": analysis.Block(same_N, same_N, score_N, 0.0),
+        "block_3": analysis.Block(same_N, np.ones(len(same_N)), score_N - 5, -5.0),
+        "block_5": analysis.Block(other_N),
+        "step": analysis.Block(step_N),
+    }
+    return t, blocks, analysis.probe(t, blocks)
+
+
+@pytest.mark.quick
+def test_blocks_together():
+    t, blocks, probe = probed()
+    blocks = {name: block for name, block in blocks.items() if name != "step"}
+    together = analysis.together(t, blocks)
+    a, b = blocks["block_1"].routed_N.mean(), blocks["block_5"].routed_N.mean()
+    shares = [of["independent"] for of in together["by_count"]]
+    assert shares[0] == pytest.approx((1 - a) ** 2 * (1 - b)) and sum(shares) == pytest.approx(1)
+    assert shares[3] == pytest.approx(a * a * b)
+    measured = [of["share"]["mean"] for of in together["by_count"]]
+    assert measured[0] == pytest.approx((1 - a) * (1 - b), rel=0.05)
+    assert measured[3] == pytest.approx(a * b, rel=0.3) and measured[0] > shares[0]
+    pairs = together["pairs"]
+    assert pairs["block_1, block_3"]["correlation"]["mean"] == pytest.approx(1)
+    assert pairs["block_1, block_3"]["both"]["mean"] == pytest.approx(a)
+    low, high = pairs["block_1, block_5"]["correlation"]["interval"]
+    assert low < 0 < high
+    entropy = [of["entropy"]["mean"] for of in together["by_count"]]
+    assert entropy[2] > entropy[0] + 1
+    assert together["correlations"]["entropy"]["spearman"]["mean"] > 0.4
+    # The step has few tokens to decide about.
+    assert probe["left_out"] == {"step": int(blocks["block_1"].routed_N.sum())}
+    # Tokens about which none decides do not count.
+    skip_N = t.position_N % 4 > 0
+    for name, block in blocks.items():
+        blocks[name] = analysis.Block(np.where(skip_N, np.nan, block.routed_N))
+    fourth = analysis.together(t, blocks)["by_count"][0]["share"]["mean"]
+    assert fourth == pytest.approx(measured[0], rel=0.05)
+
+
+@pytest.mark.quick
+def test_router_weights():
+    _, blocks, probe = probed()
+    first, third = (probe["blocks"][name] for name in ("block_1", "block_3"))
+    share = blocks["block_1"].routed_N.mean()
+    assert first["weights"]["above_half"]["mean"] == pytest.approx(share)
+    assert sum(first["weights"]["all"]) == pytest.approx(1)
+    assert sum(first["weights"]["routed"]) == pytest.approx(share)
+    assert sum(first["weights"]["routed"][:20]) == 0 and first["weights"]["threshold"] == 0.5
+    assert third["weights"]["above_half"]["mean"] == 0
+    assert third["weights"]["threshold"] == pytest.approx(1 / (1 + np.exp(5)))
+    assert first["overflow"]["mean"] == 0
+    assert third["overflow"]["mean"] == pytest.approx(1 - share)
+    assert probe["blocks"]["block_5"]["weights"] is None
+
+
+# ---- tables, picture, results --------------------------------------------------------------------
+
+
+@functools.cache
+def data(seeds=(0, 1)):
+    run = {"run": "mod", "step": 9, "selection": "topk", "text": "a text", "machine": "2 CPU cores",
+           "revision": "c0ffee" * 6, "config": "configs/mod.py"}  # fmt: skip
+    return {
+        "command": "python -m x",
+        "selection": "causal",
+        "runs": [{**run, "seed": seed} for seed in seeds],
+        "probes": [probed(seed)[2] for seed in seeds],
+    }
+
+
+@pytest.mark.quick
+def test_seeds_have_a_mean_and_a_spread():
+    two, one = report.combined(data()["probes"]), report.combined(data((0,))["probes"])
+    values = [of["blocks"]["block_1"]["routed"]["mean"] for of in data()["probes"]]
+    cell = two["blocks"]["block_1"]["routed"]
+    assert cell["values"] == values and cell["mean"] == pytest.approx(np.mean(values))
+    assert cell["spread"] == pytest.approx(np.std(values, ddof=1))
+    assert one == data()["probes"][0]
+    assert "seeds 0, 1: mean ± standard deviation" in report.markdown(data())
+    alone = report.markdown(data((0,)))
+    assert "intervals: 95%" in alone and "step is left out: it decides about 640 tokens" in alone
+    assert "block_5, computed" in alone and "block_5, score" not in alone
+
+
+def test_a_probe_becomes_a_result(top, tmp_path):  # noqa: F811
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(data()))
+    call = [f"--root={top}", f"--from={path}", "--name=probe", *NEW]
+    assert results.main(call) == 0
+    result = results.read_result(top / "results/probe.json")
+    assert result["seeds"] == [0, 1] and result["picture"] == "probe"
+    assert [row["name"] for row in result["rows"]] == ["block_1", "block_3", "block_5"]
+    said = page(top)
+    assert "| block | computed | position | token |" in said and "all together" not in said
+    assert "`configs/mod.py`; seeds 0, 1: mean ± standard deviation; 2 CPU cores" in said
+    drawn = (top / "docs/probe.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and results.main([f"--root={top}"]) == 0
+    assert said == page(top) and drawn == (top / "docs/probe.png").read_bytes()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "content, extra, message",
+    [
+        ("{}", (), "is not what efx.studies.router_probe writes"),
+        ("{", (), "no JSON"),
+        (None, ("--add",), "--add: the blocks of a router probe are of one set of runs"),
+    ],
+)
+def test_results_refuse(top, tmp_path, capsys, content, extra, message):  # noqa: F811
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(data((0,))) if content is None else content)
+    call = [f"--root={top}", f"--from={path}", "--name=probe", *NEW, *extra]
+    assert results.main(call) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+# ---- tokens of models ----------------------------------------------------------------------------
+
+
+def measure(model, batch, selection="causal"):
+    """(variables, Tokens, {block: Block}) of a model on one batch."""
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    routed = tokens_lib.routed_blocks(model, batch["inputs"].shape[1])
+    made = tokens_lib.passes(model, variables, [batch], selection, routed, 0)
+    rarity_V = np.arange(families.VOCAB, dtype=float)
+    return variables, *tokens_lib.assembled([batch], made, routed, selection, rarity_V)
+
+
+def test_a_batch_is_what_the_map_says_of_each_of_its_texts():
+    ids_BT = families.tokens(batch=2, length=25, seed=3)
+    batch = {"inputs": ids_BT[:, :-1], "targets": ids_BT[:, 1:], "weights": np.ones((2, 24))}
+    batch["weights"][1, 20:] = 0  # past the end
+    model = families.build("recursion")
+    variables, tokens, blocks = measure(model, batch)
+    assert model.config.depth_routing.causal == "aux_loss" and len(tokens.row_N) == 44
+    assert tokens.previous_N[0] == -1 and (tokens.previous_N[1:24] == ids_BT[0, :23]).all()
+    np.testing.assert_array_equal(tokens.rarity_N, tokens.token_N)
+    for row in range(2):
+        made = token_choices.token_map(model, variables, ids_BT[row, :-1], None, ids_BT[row, -1])
+        here_N, count = tokens.row_N == row, int((tokens.row_N == row).sum())
+        np.testing.assert_allclose(tokens.entropy_N[here_N], made.entropy_T[:count], rtol=1e-4)
+        np.testing.assert_allclose(tokens.loss_N[here_N], made.loss_T[:count], rtol=1e-4)
+        before_T = np.ones(count)
+        for name, block in blocks.items():
+            computed_T = made.of("computed")[name][:count]
+            expected_T = np.where(before_T > 0, computed_T, np.nan)
+            np.testing.assert_array_equal(block.routed_N[here_N], expected_T)
+            score_T = made.of("score")[name][:count]
+            np.testing.assert_allclose(block.score_N[here_N], score_T, rtol=1e-4, atol=1e-5)
+            assert block.threshold == pytest.approx(0, abs=1e-6)
+            before_T = computed_T
+    # The second step is asked about the tokens of the first alone.
+    first, second = list(blocks.values())[:2]
+    assert np.isnan(second.routed_N).any()
+    np.testing.assert_array_equal(np.isnan(second.routed_N), first.routed_N == 0)
+
+
+def test_the_selection_of_training():
+    """Top-k of each row, by which no causal decision was taken."""
+    ids_BT = families.tokens(batch=2, length=24, seed=1)
+    batch = {"inputs": ids_BT, "targets": ids_BT, "weights": np.ones((2, 24))}
+    _, tokens, blocks = measure(families.build("mod"), batch, "train")
+    for block in blocks.values():
+        for row in range(2):
+            scores_T, routed_T = (x[tokens.row_N == row] for x in (block.score_N, block.routed_N))
+            assert set(np.flatnonzero(routed_T)) == set(np.argsort(-scores_T)[:12])
+        assert block.threshold is None and block.wanted_N is None
+
+
+def test_a_control_has_choices_and_no_scores():
+    """Of packed rows the position is that in the document."""
+    segments_T = np.repeat([1, 2], [14, 10])
+    positions_T = np.concatenate([np.arange(14), np.arange(10)])
+    ids_BT = families.tokens(batch=2, length=24, seed=1)
+    batch = {
+        "inputs": ids_BT,
+        "targets": ids_BT,
+        "weights": np.ones((2, 24)),
+        "positions": np.stack([positions_T] * 2).astype(np.int32),
+        "segment_ids": np.stack([segments_T] * 2).astype(np.int32),
+    }
+    routing = {"kind": "mod", "every": 1, "capacity": 0.5, "train_selection": "position"}
+    model = families.make({f"depth_routing.{key}": value for key, value in routing.items()})
+    _, tokens, blocks = measure(model, batch)
+    np.testing.assert_array_equal(tokens.position_N, np.tile(positions_T, 2))
+    assert (tokens.previous_N[[0, 14]] == -1).all()
+    for block in blocks.values():
+        np.testing.assert_array_equal(block.routed_N, tokens.position_N % 2 == 0)
+        assert block.score_N is None and block.threshold is None
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, root, one_device):
+    folder = tmp_path_factory.mktemp("probe") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        main.run(
+            [
+                "x",
+                "--config=configs/mod.py:smoke",
+                f"--workdir={folder}",
+                "--config.steps=2",
+                "--config.optim.schedule.warmup_steps=1",
+                "--config.checkpoint.every=2",
+                "--config.evaluate.every=0",
+                "--config.sample.every=0",
+                "--config.model.width=16",
+                "--config.model.depth=2",
+                "--config.data.seq_len=32",
+                "--config.data.max_bytes=20000",
+                "--config.data.eval_fraction=0.2",
+            ]
+        )
+    return folder
+
+
+@pytest.fixture
+def few_counted(monkeypatch):
+    monkeypatch.setattr(tokens_lib, "COUNTED", 2000)
+
+
+@pytest.mark.usefixtures("few_counted")
+def test_command(run, capsys):
+    assert router_probe.main([f"--workdir={run}", "--tokens=2000"]) == 0
+    said = capsys.readouterr().out
+    assert "chosen by the causal decision (train_selection='topk')" in said
+    saved = json.loads((run / "router_probe.json").read_text())
+    (probe,), (about,) = saved["probes"], saved["runs"]
+    assert about["config"] == "configs/mod.py:smoke" and about["step"] == 2
+    assert list(probe["blocks"]) == ["block_1"] and 2000 <= probe["tokens"] < 2300
+    assert probe["blocks"]["block_1"]["weights"]["threshold"] is not None
+    assert (run / "router_probe.md").read_text().strip() in said
+    assert (run / "router_probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def in_turn(monkeypatch, *told):
+    """`measured` gives these records of runs, one after the other."""
+    told = iter(told)
+    made = text(), {"block_1": analysis.Block(1.0 * (noise(0) < 0.5))}
+    monkeypatch.setattr(tokens_lib, "measured", lambda *_: (*made, {"of": next(told)}))
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (["--tokens=10"], "--tokens=10 are too few to probe a router with; give at least 1000"),
+        (["--out={tmp}/probe.png"], "--out={tmp}/probe.png: the ending says what kind"),
+        (["--out={tmp}/no/probe.json"], "there is no folder {tmp}/no"),
+        (["--workdir", "{run}", "{run}"], "the seeds are 0, 0; give each seed once"),
+        (["--workdir", "{tmp}/none"], "there is no such folder"),
+        (["--workdir", "gs://bucket/run"], "gs://bucket/run: this needs a folder on a disk"),
+        (["--step=77", "--tokens=2000"], "77"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, capsys, bad, message):
+    bad = [word.format(tmp=tmp_path, run=run) for word in bad]
+    runs = [] if "--workdir" in bad else [f"--workdir={run}"]
+    assert router_probe.main([*runs, f"--out={tmp_path}/x.json", *bad]) == 2
+    said = capsys.readouterr().err
+    assert message.format(tmp=tmp_path) in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.quick
+def test_only_seeds_have_a_mean(monkeypatch):
+    config = {"seed": 0, "model": {"depth": 2}, "log": {"every": 1}}
+    others = {
+        "a": config,
+        "b": config | {"seed": 1, "log": {"every": 2}},
+        "c": config | {"seed": 2, "model": {"depth": 4}},
+    }
+    monkeypatch.setattr(router_probe.runfolder, "recorded_config", others.get)
+    router_probe.check_seeds(["a", "b"])
+    with pytest.raises(UsageError, match=r"--workdir=c: config\.model\.depth=4, but 2 in a: only"):
+        router_probe.check_seeds(["a", "b", "c"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", ["the text", "the tokenizer"])
+def test_runs_of_other_texts_and_tokenizers(monkeypatch, what):
+    of = {"the text": "1", "the tokenizer": "2"}
+    in_turn(monkeypatch, of, of | {what: "3"})
+    asked = types.SimpleNamespace(
+        runs=["a", "b"], tokens=2000, selection="causal", step=None, together=False
+    )
+    with pytest.raises(UsageError, match=f"--workdir=b: {what} is another than that of a"):
+        router_probe.probe(asked)
+
+
+def test_a_dense_run(run, monkeypatch):
+    built = types.SimpleNamespace(
+        model=families.make({"depth": 1}),
+        config=types.SimpleNamespace(data=types.SimpleNamespace(seq_len=8, packing=False)),
+    )
+    monkeypatch.setattr(build, "finished", lambda *_: (built, 1, {}, {}))
+    with pytest.raises(UsageError, match="routes no block .*kind='none'.*no choices to probe"):
+        tokens_lib.measured(run, 2000)
+
+
+def test_few_tokens():
+    few = text().at(text().row_N < 6)
+    with pytest.raises(UsageError, match="384 held-out tokens in 6 rows are too few"):
+        analysis.probe(few, {"block_1": analysis.Block(np.ones(len(few.row_N)))})
+
+
+def test_without_scikit_learn(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(router_probe.importlib.util, "find_spec", lambda name: None)
+    assert router_probe.main([f"--workdir={run}", "--together", f"--out={tmp_path}/a.json"]) == 2
+    assert "--together needs the extra `compose`" in capsys.readouterr().err
