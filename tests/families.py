@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from efx import losses, models
 from efx.configs import common
+from efx.models import draws
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
 
@@ -808,6 +809,14 @@ def random_params(model, seed=0):
         return constant(rng.normal(centre, std, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, variable_shapes(model)["params"])
+
+
+def initial(model, seed=0):
+    """The variables of a new model, unboxed."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return draws.by_pieces(
+        lambda seed: nn.unbox(models.init(model, jax.random.key(seed))), here, np.uint32(seed)
+    )
 
 
 @functools.cache

@@ -28,14 +28,15 @@ def by_pieces(function, shardings, *arguments):
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     given = [*closed.consts, *arguments]
     results, rest = [None] * len(closed.jaxpr.outvars), []
-    for place, sharding in enumerate(jax.tree.leaves(shardings)):
+    shardings = jax.tree.leaves(jax.tree.broadcast(shardings, shapes))
+    for place, sharding in enumerate(shardings):
         piece = _Piece(closed.jaxpr, [place])
         if not piece.numbers:
             rest.append(place)
             continue
         (results[place],) = piece.program(given, [sharding])(given, piece.numbers)
     if rest:
-        kept = [jax.tree.leaves(shardings)[place] for place in rest]
+        kept = [shardings[place] for place in rest]
         piece = _Piece(closed.jaxpr, rest)
         for place, result in zip(rest, piece.program(given, kept)(given, []), strict=True):
             results[place] = result

@@ -5,9 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
-from efx import models
 from efx.errors import UsageError
 from efx.interop import hf_config
 from efx.layers.config import DenseFormerConfig
@@ -36,8 +34,8 @@ def test_which_states_are_averaged():
 def test_at_first_it_is_the_plain_stack(changes):
     """Bit for bit, from the same seed."""
     plain, dense = families.make({"depth": 6, **changes}), families.make({**ON, **changes})
-    params = nn.unbox(models.init(dense, jax.random.key(3)))["params"]
-    alike = nn.unbox(models.init(plain, jax.random.key(3)))["params"]
+    params = families.initial(dense, 3)["params"]
+    alike = families.initial(plain, 3)["params"]
     averages = {name for name in params["layers"] if name.startswith("average")}
     assert len(averages) == 6
     for i in range(1, 7):

@@ -17,7 +17,7 @@ SMALL = {"width": 64, "depth": 8, "init_std": 0.02, "mlp.hidden": 256, "preset":
 
 def initial(changes):
     model = families.make({**SMALL, **changes}, vocab_size=500)
-    params = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    params = families.initial(model)["params"]
     return model, {path: np.asarray(leaf) for path, leaf in optim.param_paths(params).items()}
 
 
@@ -67,7 +67,7 @@ def test_both_streams_of_an_encoder_decoder_follow_the_width():
     small = {key: value for key, value in SMALL.items() if key != "preset"} | routed
     small |= {"family": "encoder_decoder", "depth": 3, "encoder_depth": 2}
     mup = families.make({**small, "mup.base_width": 16}, vocab_size=500)
-    shapes = nn.unbox(models.init(mup, jax.random.key(0)))["params"]
+    shapes = families.initial(mup)["params"]
     groups = optim.parameter_groups(common.base().optim, shapes, 16)
     for path, value in optim.param_paths(shapes).items():
         place, leaf = path.rsplit("/", 1)
@@ -189,11 +189,8 @@ def test_routers_start_smaller_the_wider_the_model(changes, expected):
 
     def start(base):
         model = families.make({**SMALL, **changes, "mup.base_width": base})
-        made = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
-        return {
-            path: np.asarray(leaf)
-            for path, leaf in optim.param_paths(made(jax.random.key(0))).items()
-        }
+        made = families.initial(model)["params"]
+        return {path: np.asarray(leaf) for path, leaf in optim.param_paths(made).items()}
 
     params, plain = start(16), start(0)
     for end, std in expected.items():
@@ -355,6 +352,7 @@ def arguments(root, study="gpt2", **changes):
     ]
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("study", STUDIES)
 def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
     argv = [*arguments(root, study), "--out", str(tmp_path)]
@@ -376,7 +374,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
     [
         ({"widths": "32"}, "two or more"),
         ({"steps": "0"}, "--steps=0"),
-        ({"batch": "3"}, "8 devices"),
+        ({"batch": "0"}, "--batch=0"),
         ({"config": "configs/nowhere.py"}, "there is no such file"),
         ({"config": "configs/calm.py:bridge"}, "mup is not a setting"),
         (

@@ -190,7 +190,7 @@ def test_a_new_adapter_changes_nothing(changes):
     base = families.make(changes)
     adapted = families.make({**changes, "adapter.kind": "lora"})
     params = families.random_params(base)
-    fresh = nn.unbox(models.init(adapted, jax.random.key(0)))["params"]
+    fresh = families.initial(adapted)["params"]
     flat = checkpoint.files.flatten(params)
     merged = {path: flat.get(path, leaf) for path, leaf in checkpoint.files.flatten(fresh).items()}
     assert set(flat) < set(merged)

@@ -69,7 +69,7 @@ def fresh(variables):
 @every_case
 def test_it_starts_as_the_anchor(name):
     model, variables = case(name)
-    made = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    made = families.initial(model)["params"]
     assert all(np.all(made[key]["attention"]["out"]["kernel"] == 0)
                for key in made if key.startswith("bridges_"))  # fmt: skip
     start = fresh(variables)

@@ -508,7 +508,7 @@ def test_published_loss_is_least_at_zero_gains():
 def trained(gains, steps=150):
     """The loss by step when it is trained with the cross-entropy, on text that has an order."""
     model = make({"embedding_loss_gains": gains, "cross_source": "previous_layer", "init_std": 0.1})
-    params = nn.unbox(models.init(model, jax.random.key(0)))["params"]
+    params = families.initial(model)["params"]
     first_B1 = np.random.default_rng(0).integers(0, VOCAB, (8, 1))
     tokens_BT = jnp.asarray((first_B1 + 7 * np.arange(LENGTH)) % VOCAB, jnp.int32)
     optimizer = optax.adam(2e-2)
@@ -788,7 +788,7 @@ def test_rotary_positions_have_no_table_and_no_end():
 def test_averages_are_the_plain_streams_at_first(changes):
     """Bit for bit, of the same blocks, which lie in layers of their own."""
     plain, dense = (make({"depth": 3, **changes, "dense_former.on": on}) for on in (False, True))
-    params = nn.unbox(models.init(dense, jax.random.key(3)))["params"]
+    params = families.initial(dense, 3)["params"]
     encoder, decoder = (iter(blocks) for blocks in blocks_of(params))
     sizes = [average["alpha"].size for blocks in blocks_of(params) for _, average in blocks]
     count = plain.config.encoder_blocks

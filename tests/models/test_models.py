@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from efx import models
 from efx.configs import common
@@ -260,8 +259,7 @@ def test_parameter_paths():
 def initial():
     """{path: value} of a new gpt2 model, 4 layers."""
     model = families.make({"preset": "gpt2", "depth": 4, "width": 64, "init_std": 0.02})
-    make = families.jit(lambda key: nn.unbox(models.init(model, key))["params"])
-    return paths(make(jax.random.key(0))), paths(make(jax.random.key(1)))
+    return [paths(families.initial(model, seed)["params"]) for seed in (0, 1)]
 
 
 def test_initialisation(initial):

@@ -314,7 +314,7 @@ def test_padding_of_the_vocabulary_changes_nothing(family):
         families.make({"family": family, "vocab_multiple": n, "depth": 1, **tied}) for n in (1, 8)
     )
     assert (plain.padded_vocab, wide.padded_vocab) == (45, 48)
-    params, padded = (nn.unbox(models.init(m, jax.random.key(0)))["params"] for m in (plain, wide))
+    params, padded = (families.initial(m)["params"] for m in (plain, wide))
     table = padded["embed"]["embedding"]
     np.testing.assert_array_equal(table, np.pad(params["embed"]["embedding"], ((0, 3), (0, 0))))
     if tied:
