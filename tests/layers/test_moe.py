@@ -1,6 +1,7 @@
 """Mixture of Experts: the layer against a loop over tokens, and what is special to it."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -50,7 +51,7 @@ def layer(activation="swiglu", use_bias=True, **changes):
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), info()))["params"]
     rng = np.random.default_rng(1)
     return module, jax.tree.map(
-        lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)), nn.unbox(shapes)
+        lambda leaf: np.float32(rng.normal(0, 0.5, leaf.shape)), nn.unbox(shapes)
     )
 
 
@@ -72,11 +73,17 @@ def info(selection="causal", segments=None, positions=None):
 PADDED = np.where(np.arange(T)[None] < np.array([T, 13, 1])[:, None], 1, 0)
 
 
+@functools.cache
+def compiled(module):
+    def run(params, x_BTD, info):
+        return module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"])
+
+    return families.jit(run)
+
+
 def apply(module, params, x_BTD, *arguments, **keywords):
     """(output, {name: loss or statistic})."""
-    y_BTD, sown = module.apply(
-        {"params": params}, x_BTD, info(*arguments, **keywords), mutable=["losses", "stats"]
-    )
+    y_BTD, sown = compiled(module)(params, x_BTD, info(*arguments, **keywords))
     sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
     return np.asarray(y_BTD), sown
 
@@ -265,7 +272,7 @@ def test_an_expert_picks_exactly_its_places(places, monkeypatch):
     monkeypatch.setattr(
         "efx.layers.routing.moe._compute", lambda x, weight, plan, experts: plans.append(plan) or x
     )
-    apply(module, params, inputs(), "train")
+    module.apply({"params": params}, inputs(), info("train"), mutable=["losses", "stats"])
     (plan,) = plans
     assert plan.indices_BC.shape == (4, B, int(np.ceil(round(places * T, 6))))
     assert np.all(plan.mask_BC)
