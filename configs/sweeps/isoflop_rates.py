@@ -1,29 +1,33 @@
-"""The best learning rate of each width, with muP and without, for the dense decoder, 4 blocks.
+"""The best learning rate of each size, with muP and without: may all sizes share one?
 
     python -m efx.studies.isoflop --grid configs/sweeps/isoflop_rates.py \\
         --workdir runs/rates_by_width --jobs 2
 
-muP should have the same best rate at all widths. One budget and one seed, so there is no law; the
-table of learning rates is what this is for. Some twenty minutes on 2 CPU cores.
+Sizes, text and smallest budget are those of `configs/sweeps/mod_evidence.py`, whose runs share the
+rate that is best here. muP should have the same best rate at all widths. One budget and one seed,
+so there is no law; the table of learning rates is what this is for. Some half an hour on 2 CPU
+cores.
 """
 
-BASE = {
-    "model.depth": 4,
-    "model.attention.num_heads": 2,
-    "model.mlp.multiple_of": 8,
-    "data.batch_size": 4,
-    "evaluate.every": 0,
-    "sample.every": 0,
-    "checkpoint.every": 0,
-}
+from efx.configs.sweeps import mod_evidence
 
 
 def get_grid():
+    evidence = mod_evidence.get_grid()
+    standard = {"model.mup.base_width": 0}
+    sizes = {
+        name: {key: value for key, value in changes.items() if key != "optim.learning_rate"}
+        for name, changes in list(evidence["sizes"].items())[::2]
+    }
     return dict(
-        config="mod:dense",
+        config=evidence["config"],
         seeds=(0,),
-        budgets=(5e11,),
-        families={"standard": {}, "muP": {"model.mup.base_width": 16}},
-        sizes={f"{width} wide": BASE | {"model.width": width} for width in (16, 32, 64)},
-        learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+        budgets=(min(evidence["budgets"]),),
+        families={
+            "dense, muP": mod_evidence.DENSE,
+            "dense, standard": mod_evidence.DENSE | standard,
+            "MoD 12.5%, muP": {},
+        },
+        sizes=sizes,
+        learning_rates=(2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
     )

@@ -1,0 +1,79 @@
+"""Does Mixture-of-Depths pay, where, and what has its router learnt? isoFLOP curves with controls.
+
+    python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence.py \\
+        --workdir runs/mod_evidence --jobs 2
+
+Each family at six sizes, depth growing with width, and three budgets, on Python code that is read
+less than once: the packages beside this Python, of which `data.max_bytes` are read; runs record the
+hash. Widths share a learning rate by muP (`configs/sweeps/isoflop_rates.py` shows why that can be).
+The controls choose tokens without a look at activations: what MoD is ahead of them is what its
+router knows. With 2 CPU cores the two smaller budgets take some hours and the largest one a day; an
+interrupted study goes on, also on another machine (`--from`), and a GPU takes the same command.
+"""
+
+import sysconfig
+
+WIDTHS_AND_DEPTHS = ((24, 4), (32, 4), (40, 6), (56, 6), (72, 8), (96, 8))
+HEADS = {24: 2, 32: 2, 40: 2, 56: 4, 72: 4, 96: 6}
+
+BASE = {
+    "data.source": f"text:{sysconfig.get_paths()['purelib']}/**/*.py",
+    "data.max_bytes": 150_000_000,
+    "data.split": "documents",
+    "data.tokenizer": "bpe:1024",
+    "data.seq_len": 256,
+    "data.batch_size": 4,
+    "model.mlp.multiple_of": 8,
+    "model.mup.base_width": 32,
+    "optim.learning_rate": 8e-3,
+    "optim.schedule.warmup_steps": 20,
+    "evaluate.every": 0,
+    "evaluate.max_batches": 64,
+    "sample.every": 0,
+    "checkpoint.every": 0,
+}
+DENSE = {"model.depth_routing.kind": "none"}
+
+
+def name_of(width, depth):
+    return f"{width} wide, {depth} deep"
+
+
+def control(selection):
+    return {"model.depth_routing.train_selection": selection}
+
+
+def get_grid():
+    half = {name_of(width, depth): depth // 2 for width, depth in WIDTHS_AND_DEPTHS}
+    families = {
+        "dense": DENSE,
+        # A forward pass costs about as much as that of MoD of the same width.
+        "dense, half as deep": DENSE | {"model.depth": half},
+        "MoD 12.5%": {},
+        "threshold in training too": control("threshold"),
+        "staged MoDE": {
+            "model.mlp.kind": "moe",
+            "model.mlp.moe.num_experts": 8,
+            "model.mlp.moe.top_k": 2,
+        },
+        "random tokens": control("stochastic"),
+        "positions": control("position"),
+        "types of tokens": control("token_hash"),
+        "rare types of tokens": control("token_frequency"),
+    }
+    several = ("dense", "dense, half as deep", "MoD 12.5%")
+    return dict(
+        config="mod",
+        seeds={name: (0, 1, 2) if name in several else (0,) for name in families},
+        budgets=(7.5e11, 3e12, 1.2e13),
+        families=families,
+        sizes={
+            name_of(width, depth): BASE
+            | {
+                "model.width": width,
+                "model.depth": depth,
+                "model.attention.num_heads": HEADS[width],
+            }
+            for width, depth in WIDTHS_AND_DEPTHS
+        },
+    )
