@@ -440,7 +440,7 @@ def check(members, bridges, batch, seed):
 
 
 @hypothesis.settings(
-    max_examples=EXAMPLES or 6,
+    max_examples=EXAMPLES or 4,
     derandomize=not EXAMPLES,
     phases=(hypothesis.Phase.generate, *REDUCE),
     deadline=None,

@@ -199,7 +199,8 @@ def test_parameters_are_shared():
             f"recursion_{i}" for i in range(1, steps)
         }
         counts.append(flops.count_params(params))
-        first[steps] = model.apply({"params": params}, families.tokens(batch=1))
+        if steps < 3:
+            first[steps] = families.jit(model.apply)({"params": params}, families.tokens(batch=1))
     assert counts == [counts[0], counts[0] + model.config.width, counts[0] + 4 * model.config.width]
     assert not np.allclose(first[1], first[2])
 

@@ -1,5 +1,6 @@
 """Bridges between finished models: start, formula, causality, decoding, runs, bad input."""
 
+import functools
 import shutil
 
 import families
@@ -105,13 +106,13 @@ def attention(q_TD, a_SD, params, heads):
 
 def layer_states(model, variables, tokens_BT):
     """What leaves each layer of a model."""
-    _, seen = model.apply(
-        variables,
-        tokens_BT,
+    run = functools.partial(
+        model.apply,
         capture_intermediates=lambda m, _: isinstance(m, Layer),
         mutable=["intermediates"],
         method="features",
     )
+    _, seen = families.jit(run)(variables, tokens_BT)
     layers = seen["intermediates"]["layers"]
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
 
@@ -136,12 +137,13 @@ def test_the_formula():
     h = bridge(layer_states(b_model, {"params": b_params}, tokens_BT)[0], 0, 0, 1)
     info = CallInfo(Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None]))
     layer = Layer(b_model.specs()[1])
-    h = layer.apply({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
+    run = families.jit(layer.apply)
+    h = run({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
     h = bridge(h, 1, 1, 3)
     expected = np.float64(h) / np.sqrt(np.mean(np.float64(h) ** 2, -1, keepdims=True) + 1e-5)
     expected = expected * np.float64(b_params["norm_final"]["scale"])
     expected = expected @ np.float64(b_params["head"]["kernel"])[:, :VOCAB]
-    result = model.apply({"params": params}, tokens_BT)
+    result = families.jit(model.apply)({"params": params}, tokens_BT)
     np.testing.assert_allclose(result, expected, rtol=2e-4, atol=2e-4)
 
 

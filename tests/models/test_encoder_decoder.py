@@ -327,7 +327,7 @@ def test_orders_and_sources_differ():
     alone = [{"encoder_0": p} for p, _ in encoder] + [{"decoder": p} for p, _ in decoder]
     final = {**params, "layers": {f"block_{i}": layer for i, layer in enumerate(alone)}}
     results = [
-        models.changed(base, **changes).apply({"params": given}, tokens_BT)
+        families.jit(models.changed(base, **changes).apply)({"params": given}, tokens_BT)
         for changes, given in (
             ({}, params),
             ({"order": "cross_first"}, params),
@@ -448,8 +448,13 @@ def test_running_mean_restarts_with_a_document():
         np.testing.assert_allclose(packed[b, t], x_BTD[b, mine].mean(0), atol=1e-6)
 
 
+@functools.cache
+def with_losses(model):
+    return jax.jit(functools.partial(model.apply, mutable=["losses"]))  # gradients are taken of it
+
+
 def sown(model, params, *arguments):
-    state = model.apply({"params": params}, *arguments, mutable=["losses"])[1]
+    state = with_losses(model)({"params": params}, *arguments)[1]
     return losses.collect_sown(state["losses"])["embedding"]
 
 
@@ -781,7 +786,8 @@ def test_rotary_positions_have_no_table_and_no_end():
     assert make({}).config.output_positions == "subtract"
     params = families.random_params(model)
     assert "positions_embed" not in params
-    assert np.isfinite(model.apply({"params": params}, families.tokens(batch=1))).all()
+    logits_BTV = families.jit(model.apply)({"params": params}, families.tokens(batch=1))
+    assert np.isfinite(logits_BTV).all()
 
 
 @pytest.mark.parametrize("changes", [{}, {"cross_source": "final"}, {"depth_routing.kind": "mod"}])
@@ -819,11 +825,13 @@ def test_dropout_is_on_in_training_only():
             }
         )
         params, tokens_BT = families.random_params(model), families.tokens(batch=1)
-        plain = model.apply({"params": params}, tokens_BT)
+        plain = families.jit(model.apply)({"params": params}, tokens_BT)
         rngs = {"dropout": jax.random.key(0)}
-        noisy = model.apply({"params": params}, tokens_BT, train=True, rngs=rngs)
+        train = families.jit(functools.partial(model.apply, train=True))
+        noisy = train({"params": params}, tokens_BT, rngs=rngs)
         assert np.abs(plain - noisy).max() > 0.1, site
-        same = make({"order": "cross_only", "depth": 1}).apply({"params": params}, tokens_BT)
+        same = make({"order": "cross_only", "depth": 1})
+        same = families.jit(same.apply)({"params": params}, tokens_BT)
         np.testing.assert_allclose(plain, same, atol=1e-5)
 
 
