@@ -4,11 +4,12 @@
         --workdir runs/mod_evidence --jobs 2
 
 Each family at six sizes, depth growing with width, and three budgets, on Python code that is read
-less than once: the packages beside this Python, of which `data.max_bytes` are read; runs record the
-hash. Widths share a learning rate by muP (`configs/sweeps/isoflop_rates.py` shows why that can be).
-The controls choose tokens without a look at activations: what MoD is ahead of them is what its
-router knows. With 2 CPU cores the two smaller budgets take some hours and the largest one a day; an
-interrupted study goes on, also on another machine (`--from`), and a GPU takes the same command.
+less than once: the standard library and some packages that the extras `interop` and `compose`
+bring, 200 MB together, whose hash runs record. Sizes share a learning rate by muP
+(`configs/sweeps/isoflop_rates.py` shows whether they can). The controls choose tokens without a
+look at activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two
+smaller budgets take some hours and the largest one a day; an interrupted study goes on, also on
+another machine (`--from`), and a GPU takes the same command.
 """
 
 import sysconfig
@@ -16,9 +17,11 @@ import sysconfig
 WIDTHS_AND_DEPTHS = ((24, 4), (32, 4), (40, 6), (56, 6), (72, 8), (96, 8))
 HEADS = {24: 2, 32: 2, 40: 2, 56: 4, 72: 4, 96: 6}
 
+PACKAGES = "jax", "matplotlib", "numpy", "scipy", "sklearn", "sympy", "torch", "transformers"
+FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in PACKAGES]
+
 BASE = {
-    "data.source": f"text:{sysconfig.get_paths()['purelib']}/**/*.py",
-    "data.max_bytes": 150_000_000,
+    "data.source": f"mix:stdlib,{','.join(FOLDERS)}",
     "data.split": "documents",
     "data.tokenizer": "bpe:1024",
     "data.seq_len": 256,
