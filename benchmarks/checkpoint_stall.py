@@ -19,7 +19,6 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 
 from benchmarks.common import command
 from efx import models, optim
@@ -42,7 +41,7 @@ def build(arguments):
     model = models.build(
         config.model, vocab_size=arguments.vocab, context=1024, dtype=config.train.dtype
     )
-    params = nn.unbox(jax.eval_shape(lambda: models.init(model, jax.random.key(0))))["params"]
+    params = models.unboxed_shapes(model)["params"]
     optimizer, _ = optim.make_optimizer(config.optim, 1000, params)
     return jax.jit(lambda: step_lib.init_state(model, optimizer, 0))()
 

@@ -206,7 +206,7 @@ def _batch_shapes(config, layout):
 
 def _variables(model):
     """Shapes of a model's variables; parameters with their logical axes."""
-    return programs.kept_shapes(lambda: models.init(model, jax.random.key(0)), f"variables {model}")
+    return programs.kept_shapes(lambda: models.variable_shapes(model), f"variables {model}")
 
 
 def _state(built, boxed, optimizer):

@@ -200,7 +200,8 @@ def start_jax(values):
         jax.config.update("jax_platforms", "cpu")
         return
     jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if values.cpu_devices:
         jax.config.update("jax_num_cpu_devices", values.cpu_devices)
     if values.coordinator_address is not None:

@@ -72,6 +72,12 @@ def over(value, valid_BT=None, function=None):
     return Mean(total, jnp.sum(valid_BT, dtype=jnp.float32), function)
 
 
+def wanted(module):
+    """Whether the caller of a model takes what its modules report. Where nobody does, as in
+    sampling, it need not be traced."""
+    return any(map(module.is_mutable_collection, ("losses", "stats", COLLECTION)))
+
+
 def sow(module, collection, name, mean):
     """Reports a Mean under a name, see the docstring of this file."""
     module.sow(collection, name, mean.value())

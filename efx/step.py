@@ -54,11 +54,6 @@ def state_of(variables, optimizer):
     return TrainState(zero, params, optimizer.init(params), averages, zero, zero)
 
 
-def init_state_params(model):
-    """Unboxed parameters of step 0, of an arbitrary seed: for their shapes."""
-    return nn.unbox(models.init(model, jax.random.key(0)))["params"]
-
-
 def state_shardings(boxed_params, state, mesh, rules):
     """Shardings of a TrainState: parameters by their logical axes, moments like their parameter.
 

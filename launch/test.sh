@@ -6,7 +6,8 @@
 #   ./launch/test.sh tests/house -k einsum                  # any arguments of pytest
 #
 # Two processes by default, a file to each at a time: its tests share models, compiled functions and
-# runs, which two processes would make twice. A later -n wins. One that dies is not replaced, the
+# runs, which two processes would make twice; in their order, since those with few tests, which would
+# come last otherwise, take the longest. A later -n wins. One that dies is not replaced, the
 # run fails: in its place another may wait forever for tests that are done. EFX_EXTRAS=... does what
 # --extras does. The lints (ruff, import directions, shellcheck) are tests too and run where the
 # extra `dev` is installed.
@@ -29,4 +30,5 @@ done
 
 python="$(bash "$root/launch/environment.sh")"
 cd -- "$root"
-exec "$python" -m pytest -n 2 --dist loadfile --max-worker-restart=0 ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
+  ${arguments[@]+"${arguments[@]}"}

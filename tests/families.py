@@ -667,6 +667,7 @@ FAMILIES = {
             "depth_routing.train_selection": "token_frequency",
             "depth_routing.capacity": 0.5,
             "adapter.routing": "topk",
+            "adapter.sites": ".*/(query|key|up)",
             "depth_routing.kv_for_skipped": True,
             "depth_routing.skip_mlp": 16,
             "depth_routing.every": 1,
@@ -718,6 +719,7 @@ FAMILIES = {
             "adapter.routing": "inclusion",
             "adapter.capacity": 0.4,
             "adapter.slack": 1.0,
+            "adapter.sites": ".*/(value|gate|down)",
             "attention.num_kv_heads": 2,
             "attention.chunk": 20,
         },
@@ -793,7 +795,7 @@ def constant(values, dtype):
 def variable_shapes(model):
     """Shapes of the variables of a model. Tracing an initialisation is half of what a test of a
     small model costs."""
-    return jax.eval_shape(lambda key: nn.unbox(models.init(model, key)), jax.random.key(0))
+    return models.unboxed_shapes(model)
 
 
 def random_params(model, seed=0):

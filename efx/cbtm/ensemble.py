@@ -14,8 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from efx import build, run_settings, runfolder, settings, storage
-from efx import step as step_lib
+from efx import build, models, run_settings, runfolder, settings, storage
 from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
 from efx.cbtm.clustering import Clustering
 from efx.checkpoint import files, fingerprint, restore_params
@@ -135,7 +134,7 @@ class Ensemble:
                 continue
             model, step = self.load_expert(0)[0].model, self._origin["step"]
             if step in files.finished_steps(files.as_root(root)):
-                shapes = jax.eval_shape(functools.partial(step_lib.init_state_params, model))
+                shapes = models.unboxed_shapes(model)["params"]
                 size = model.vocab_size
                 params, _ = restore_params(root, shapes, step, report=None, vocab_size=size)
                 if fingerprint(params, size) == self._origin["parameters"]:

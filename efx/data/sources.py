@@ -14,6 +14,7 @@
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from dataclasses import dataclass
@@ -132,13 +133,12 @@ def check_present(spec, key):
     elif storage.is_remote(argument):
         return
     elif kind == "tokens":
-        folder = os.path.expanduser(argument)
-        if not os.path.isdir(folder):
-            matching(name, folder)
+        if not os.path.isdir(os.path.expanduser(argument)):
+            _some(name, argument, _matching(argument))
     elif kind in ("text", "jsonl", "parquet"):
-        _text_files(name, argument, None)
+        _some(name, argument, _found(argument))
     elif kind == "arrayrecord":
-        matching(name, argument)
+        _some(name, argument, _matching(argument))
 
 
 def matching(name, pattern, root=None):
@@ -148,14 +148,42 @@ def matching(name, pattern, root=None):
     """
     if storage.is_remote(pattern):
         return _fetched(name, pattern, root)
+    return sorted(_some(name, pattern, _matching(pattern)))
+
+
+def _matching(pattern):
+    """Iterator over the files that match a pattern, or of the one that it names."""
     path = os.path.expanduser(pattern)
     if os.path.isfile(path):
-        return [path]
-    paths = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-    if not paths:
-        wild = glob.has_magic(path)
-        raise UsageError(f"{name}: " + ("no file matches" if wild else "no such file or folder"))
-    return paths
+        return iter([path])
+    return filter(os.path.isfile, glob.iglob(path, recursive=True))
+
+
+def _found(argument):
+    """Iterator over the files in a folder, or that match a pattern."""
+    path = os.path.expanduser(argument)
+    return _below(path) if os.path.isdir(path) else _matching(argument)
+
+
+def _below(top):
+    for folder, folders, files in os.walk(top):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        yield from (os.path.join(folder, f) for f in files if not f.startswith("."))
+
+
+def _some(name, argument, paths):
+    """Iterator over the same files, of which one is looked for; UsageError if there is none."""
+    first = next(paths, None)
+    if first is not None:
+        return itertools.chain([first], paths)
+    path = os.path.expanduser(argument)
+    if not os.path.isdir(path):
+        problem = "no file matches" if glob.has_magic(path) else "no such file or folder"
+    elif next(_below(path), None) is None:
+        problem = "the folder holds no files"
+    else:
+        problem = f"a folder; name its files, as in {argument}/*"
+    raise UsageError(f"{name}: {problem}")
 
 
 def _fetched(name, address, root):
@@ -169,12 +197,7 @@ def _text_files(name, argument, root):
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
         return matching(name, argument, root)
-    paths = []
-    for folder, folders, files in os.walk(path):
-        folders[:] = [f for f in folders if not f.startswith(".")]
-        paths += [os.path.join(folder, f) for f in files if not f.startswith(".")]
-    if not paths:
-        raise UsageError(f"{name}: the folder holds no files")
+    paths = _some(name, argument, _below(path))
     return sorted(paths, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
 
 

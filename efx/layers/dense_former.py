@@ -13,6 +13,8 @@ The averages are elementwise work, which the FLOP ledger does not count.
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx.parameter import parameter
+
 
 class StateAverage(nn.Module):
     """sum over j of alpha_j X_j, of states [B, T, D]; at first the last one has the weight 1."""
@@ -22,12 +24,7 @@ class StateAverage(nn.Module):
         def initial(key, shape, dtype):
             return jnp.zeros(shape, dtype).at[-1].set(1.0)
 
-        alpha = self.param(
-            "alpha",
-            nn.with_logical_partitioning(initial, ("norm",)),
-            (len(states),),
-            jnp.float32,
-        )
+        alpha = parameter(self, "alpha", initial, (len(states),), ("norm",))
         # One at a time, so that the compiler makes one pass of it and no copy of all states.
         mean_BTD = sum(alpha[j] * x_BTD.astype(jnp.float32) for j, x_BTD in enumerate(states))
         return mean_BTD.astype(states[-1].dtype)

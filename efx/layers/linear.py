@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import sharding
+from efx.parameter import parameter
 
 
 def padded(init, size, axis):
@@ -51,23 +52,13 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
-        kernel = self.param(
-            "kernel",
-            nn.with_logical_partitioning(
-                padded(init, self.features - self.padding, axis=1), self.axes
-            ),
-            (x.shape[-1], self.features),
-            jnp.float32,
-        )
+        init = padded(init, self.features - self.padding, axis=1)
+        kernel = parameter(self, "kernel", init, (x.shape[-1], self.features), self.axes)
         x = x.astype(self.dtype)
         y = jnp.dot(_flattened(x), kernel.astype(self.dtype))
         if self.use_bias:
-            bias = self.param(
-                "bias",
-                nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:]),
-                (self.features,),
-                jnp.float32,
-            )
+            zeros = nn.initializers.zeros
+            bias = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
             y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
         return y.reshape(*x.shape[:-1], self.features)
 
@@ -88,12 +79,8 @@ class Embedding(nn.Module):
 
     def setup(self):
         init = padded(nn.initializers.normal(self.std), self.num_embeddings - self.padding, axis=0)
-        self.embedding = self.param(
-            "embedding",
-            nn.with_logical_partitioning(init, self.axes),
-            (self.num_embeddings, self.features),
-            jnp.float32,
-        )
+        shape = self.num_embeddings, self.features
+        self.embedding = parameter(self, "embedding", init, shape, self.axes)
 
     def __call__(self, tokens_BT):
         return jnp.take(self.embedding.astype(self.dtype), tokens_BT, axis=0)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx.parameter import parameter
+
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * scale (+ bias) over the last axis."""
@@ -46,9 +48,7 @@ class RMSNorm(nn.Module):
 
 def _vector(module, name, init, shape):
     """A parameter [D], shaped to multiply an array of `shape` [..., D]."""
-    vector_D = module.param(
-        name, nn.with_logical_partitioning(init, ("norm",)), shape[-1:], jnp.float32
-    )
+    vector_D = parameter(module, name, init, shape[-1:], ("norm",))
     return vector_D.reshape((1,) * (len(shape) - 1) + shape[-1:])
 
 

@@ -21,6 +21,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from efx.errors import UsageError
 from efx.layers.stack import period, unroll_params
@@ -28,6 +29,7 @@ from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.model import adapt
 from efx.models.families import FAMILIES, config_of
 from efx.models.language_model import unrolled
+from efx.parameter import only_shapes
 from efx.settings import make, names_of, replaced
 
 
@@ -77,10 +79,34 @@ def init(model, key):
     return model.init(keys, tokens, mutable=["params", "state"])
 
 
+@functools.lru_cache(maxsize=64)
+def variable_shapes(model):
+    """The shapes of what `init` gives."""
+    with only_shapes():
+        return jax.eval_shape(lambda key: init(model, key), jax.random.key(0))
+
+
+def unboxed_shapes(model):
+    """The same without logical axes. `nn.unbox` would constrain the layout of what are no arrays
+    where there is a mesh."""
+
+    def is_box(leaf):
+        return isinstance(leaf, nn.LogicallyPartitioned)
+
+    variables = variable_shapes(model)
+    return jax.tree.map(
+        lambda leaf: leaf.value if is_box(leaf) else leaf, variables, is_leaf=is_box
+    )
+
+
 def init_cache(model, batch, cache_size):
     """An empty `cache` collection for decoding `batch` sequences of up to `cache_size` tokens."""
     cache = decoding_shapes(model, batch, cache_size)[0]
-    return jax.tree.map(lambda x, start: jnp.full(x.shape, start, x.dtype), cache, empty(cache))
+
+    def fill():
+        return jax.tree.map(lambda x, start: jnp.full(x.shape, start, x.dtype), cache, empty(cache))
+
+    return jax.jit(fill)()  # one program, not one for each shape
 
 
 def empty(cache):
@@ -103,7 +129,8 @@ def decoding_shapes(model, batch, cache_size):
         x_BTD, variables = model.init_with_output(keys, tokens, tokens, **options)
         return variables["cache"], x_BTD[:, 0]
 
-    return jax.eval_shape(make, tokens)
+    with only_shapes():
+        return jax.eval_shape(make, tokens)
 
 
 def unroll(model, params):

@@ -3,10 +3,9 @@
 import pathlib
 import re
 
-import jax
 import pytest
 
-from efx import main, models, optim, sharding, step
+from efx import main, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
@@ -40,7 +39,7 @@ def test_a_config_builds(name, variant):
     model = models.build(
         config.model, vocab_size=300, context=config.data.seq_len, dtype=config.train.dtype
     )
-    shapes = jax.eval_shape(lambda: step.init_state_params(model))
+    shapes = models.unboxed_shapes(model)["params"]
     optim.make_optimizer(config.optim, config.steps, shapes)
     assert config.data.batch_size % config.train.accumulation == 0
     if variant:

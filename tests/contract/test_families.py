@@ -235,8 +235,9 @@ PROMPTS = np.array([10, 9, 7, 6, 5, 4, 2, 1])
 @every_family
 def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     """Prompts of different lengths in two chunks with padding, then one token of each row at a
-    time, at its own place, until the rows end one after the other. Caches are read in blocks of 10
-    slots, of which the last overlaps the one before."""
+    time, at its own place, until the rows end one after the other; of representatives by a program
+    for one token, of others by that of chunks, with padding. Caches are read in blocks of 10 slots,
+    of which the last overlaps the one before."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
     model, params = families.build(name), families.params_of(name)
     tokens_BT, done_B = np.asarray(families.tokens()), np.zeros(BATCH, int)
@@ -258,10 +259,11 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     # The wide angles of these masks make 7e-5 of logits of a relative change of 1e-7 in parameters.
     atol = 3e-4 if name == "latent_masks" else 1e-4
     cache = models.init_cache(model, BATCH, LENGTH)
-    ends = [(5, PROMPTS)] * 2 + [(1, np.full(BATCH, LENGTH))] * (LENGTH - min(PROMPTS))
-    for size, end_B in ends:
+    size = 1 if name in REPRESENTATIVES else 5
+    ends = [(5, 5, PROMPTS)] * 2 + [(size, 1, np.full(BATCH, LENGTH))] * (LENGTH - min(PROMPTS))
+    for size, new, end_B in ends:
         place_BT = done_B[:, None] + np.arange(size)
-        inside_BT = place_BT < end_B[:, None]
+        inside_BT = (place_BT < end_B[:, None]) & (np.arange(size) < new)
         place_BT = np.minimum(place_BT, LENGTH - 1)
         read_BT = np.where(inside_BT, np.take_along_axis(tokens_BT, place_BT, axis=1), 0)
         logits_BTV, cache = decode(
@@ -367,7 +369,8 @@ def test_remat_recomputes(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REPRESENTATIVES])
 def test_other_rows_train_by_their_shapes(name):
-    """In bfloat16, recomputed: parts compute in bfloat16, logits and gradients are float32."""
+    """In bfloat16, recomputed: parts compute in bfloat16, logits and gradients are float32; and
+    what is sown."""
     model = models.changed(families.build(name, "bfloat16"), remat="full")
     model = model.clone(selection="train")
     params, parts = families.params_of(name), (Layer, Attention, MLP, MoE, SoftMLP)
@@ -376,14 +379,16 @@ def test_other_rows_train_by_their_shapes(name):
         logits_BTV, state = model.apply(
             {"params": params, **families.state_of(name)},
             tokens_BT,
-            mutable=["intermediates"],
+            mutable=["intermediates", "losses", "stats"],
             capture_intermediates=lambda m, method: isinstance(m, parts) and method == "__call__",
             rngs=families.keys(),
         )
-        return jnp.sum(logits_BTV), (logits_BTV, state["intermediates"])
+        states = state.pop("intermediates")
+        return jnp.sum(logits_BTV), (logits_BTV, states, state)
 
     step = jax.value_and_grad(loss, has_aux=True)
-    (_, (logits_BTV, states)), grads = jax.eval_shape(step, params, families.tokens())
+    (_, (logits_BTV, states, sown)), grads = jax.eval_shape(step, params, families.tokens())
+    check_sown(name, sown)
     assert (logits_BTV.shape, logits_BTV.dtype) == ((BATCH, LENGTH, VOCAB), jnp.float32)
     states = jax.tree_util.tree_leaves_with_path(states)
     outputs = [leaf for path, leaf in states if jax.tree_util.DictKey("__call__") in path]
@@ -425,7 +430,7 @@ def compiled_on(mesh, model):
     """(compiled loss and gradients on a mesh, shardings of its parameters and tokens)."""
     mesh = sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, expert=1, sequence=1) | MESHES[mesh])
     rules = sharding.check_rules(sharding.DEFAULT_RULES)
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     params = sharding.tree_shardings(boxed, mesh, rules)
     tokens = sharding.batch_sharding(mesh, rules)
     step = families.jit(
@@ -560,9 +565,9 @@ def test_training_costs_three_times_the_forward_pass(name):
     assert counted == flops.TRAIN_FACTOR * executed + extra
 
 
-@every_family
+@every_representative
 def test_sown_values_are_scalars(name):
-    """One scalar a layer, whatever B and T."""
+    """As those of the other rows are, where their training is traced."""
     model = families.build(name)
     tokens_BT = jax.ShapeDtypeStruct((3, 7), jnp.int32)
     _, sown = jax.eval_shape(
@@ -575,6 +580,12 @@ def test_sown_values_are_scalars(name):
         families.params_of(name),
         tokens_BT,
     )
+    check_sown(name, sown)
+
+
+def check_sown(name, sown):
+    """One scalar a layer, whatever B and T, under the names that the row has."""
+    model = families.build(name)
     specs = model.blocks().values()
     routed = sum(spec.routing is not None for spec in specs)
     # Every mask has exactly one of these.

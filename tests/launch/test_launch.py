@@ -224,7 +224,7 @@ def test_test_script_passes_arguments_and_status(stub, tmp_path):
     command = (BASH, LAUNCH / "test.sh", "--extras", "dev,interop", "-k", "a and b")
     result = call(*command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
     assert result.returncode == 5  # pytest's "no tests collected" must not pass
-    options = "-n 2 --dist loadfile --max-worker-restart=0".split()
+    options = "-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0".split()
     expected = ["-m", "pytest", *options, "-k", "a and b", "EFX_EXTRAS=dev,interop"]
     assert result.stdout.splitlines() == expected
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import flops, losses, main, models, optim, sharding, step
+from efx import flops, losses, main, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
@@ -613,7 +613,7 @@ def test_bad_settings_are_named(changes, message):
 
 def test_initial_values():
     model = one_site("attention", "mlp_output", **{"dropout.attention.shift_init": PI / 2})
-    params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
+    params = families.initial(model)["params"]["layers"]["block_0"]["dropout_mlp_output"]
     np.testing.assert_allclose(params["mask_shift"], PI / 2)
     model = one_site(
         "elementwise",
@@ -626,7 +626,7 @@ def test_initial_values():
             "dropout.elementwise.b_std": 0.1,
         },
     )
-    params = step.init_state_params(model)["layers"]["block_0"]["dropout_mlp_output"]
+    params = families.initial(model)["params"]["layers"]["block_0"]["dropout_mlp_output"]
     for name, mean, std in (("mask_frequency", 2.0, 0.5), ("mask_phase", -1.0, 0.1)):
         assert abs(params[name].mean() - mean) < 0.2 * std
         assert params[name].std() == pytest.approx(std, rel=0.15)
@@ -638,7 +638,7 @@ def test_one_pattern_is_all_masks_and_they_are_not_decayed(variant, root, monkey
     config = load_config(f"configs/learned_dropout.py{variant}")
     config.optim.lr_multipliers = ((r".*/mask_[a-z]+", 3.0),)
     model = models.build(config.model, vocab_size=9, context=8, dtype="float32")
-    shapes = jax.eval_shape(lambda: step.init_state_params(model))
+    shapes = models.unboxed_shapes(model)["params"]
     groups = optim.parameter_groups(config.optim, shapes)
     masks = {path for path in groups if "mask_" in path.rsplit("/", 1)[-1]}
     assert masks

@@ -363,7 +363,7 @@ def test_hugging_face_has_no_place_for_experts():
 
 def test_experts_are_split_over_their_axis():
     mesh = sharding.make_mesh(dict(data=2, fsdp=2, tensor=1, expert=2, sequence=1))
-    boxed = jax.eval_shape(lambda: models.init(families.build("moe"), jax.random.key(0))["params"])
+    boxed = models.variable_shapes(families.build("moe"))["params"]
     specs = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
     experts = specs["layers"]["block_0"]["mlp"]["experts"]
     assert experts["up"]["kernel"].spec == jax.P("expert", "fsdp", "tensor")
@@ -372,7 +372,7 @@ def test_experts_are_split_over_their_axis():
     attention = specs["layers"]["block_0"]["attention"]
     assert attention["query"]["kernel"].spec == jax.P(("fsdp", "expert"), "tensor")
     odd = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 3})
-    boxed = jax.eval_shape(lambda: models.init(odd, jax.random.key(0))["params"])
+    boxed = models.variable_shapes(odd)["params"]
     with pytest.raises(UsageError, match=r"experts/down/kernel.*3 does not divide over"):
         sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
 

@@ -22,7 +22,7 @@ from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.models.encoder_decoder.streams import EmbeddingLoss, distance, running_mean
 from efx.sample import Sampler
-from efx.step import by_layer, init_state_params, make_eval_step
+from efx.step import by_layer, make_eval_step
 
 STREAMS = {"family": "encoder_decoder", "mlp.hidden": 48}
 
@@ -350,7 +350,7 @@ def program(source, mesh):
     sizes = {"data": dict(data=8), "fsdp": dict(fsdp=8)}[mesh]
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | sizes)
     rules = sharding.check_rules(sharding.DEFAULT_RULES)
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     shapes = nn.unbox(boxed), jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
     placed = sharding.tree_shardings(boxed, mesh, rules), sharding.batch_sharding(mesh, rules)
     forward = families.jit(lambda p, t: model.apply({"params": p}, t), in_shardings=placed)
@@ -501,7 +501,7 @@ def test_published_loss_is_least_at_zero_gains():
     assert sown(published, params, tokens_BT) > 0.1
     zero = {**params, "loss": jax.tree.map(jnp.zeros_like, params["loss"])}
     assert sown(published, zero, tokens_BT) == 0.0
-    shapes = jax.eval_shape(lambda key: models.init(default, key)["params"], jax.random.key(0))
+    shapes = models.variable_shapes(default)["params"]
     assert "loss" not in shapes
     # Small or large embeddings, or a small output, do not help either.
     del params["loss"]
@@ -837,7 +837,7 @@ def test_dropout_is_on_in_training_only():
 
 def shapes_of(model):
     """Of the parameters."""
-    return jax.eval_shape(lambda: init_state_params(model))
+    return models.unboxed_shapes(model)["params"]
 
 
 def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):

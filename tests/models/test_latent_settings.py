@@ -132,7 +132,7 @@ def test_padding_to_whole_groups_is_said_once(caplog):
         assert not caplog.records
         for _ in range(2):
             model = make(context=19)
-            jax.eval_shape(lambda key, model=model: models.init(model, key), jax.random.key(0))
+            models.variable_shapes(model)
     (record,) = caplog.records
     assert "19 tokens is not a multiple of config.model.group_size=8" in record.getMessage()
 
@@ -204,7 +204,7 @@ def test_places_of_the_learned_dropout_are_enough():
     in the stack and in global blocks, of one group elsewhere."""
     changes = {"dropout.kind": "elementwise", "upsampling": "attention", **MEMORY["both"]}
     model = make(changes, context=30)
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     shapes = nn.unbox(boxed)
 
     def places(block):

@@ -355,7 +355,7 @@ def split_variables():
     """{"params": those of `build()`, over all eight devices}, and the sampler's rules."""
     model, params = build(vocab_multiple=8)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | dict(data=2, fsdp=2, tensor=2))
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     shardings = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
     return {"params": jax.device_put(params, shardings)}
 

@@ -180,7 +180,7 @@ def test_an_unknown_mesh_axis_is_named(axes):
 
 def boxed_of(name):
     model = families.build(name)
-    return jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    return models.variable_shapes(model)["params"]
 
 
 @pytest.mark.parametrize("name", families.NAMES)
@@ -221,7 +221,7 @@ def test_the_gradient_of_the_output_layer_lies_as_it_does(tied):
 
 def test_scanned_parameters_name_the_layer_axis():
     model = models.changed(families.build("llama"), scan_layers=True)
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     specs = nn.get_partition_spec(boxed)["layers"]
     up = specs["units"]["block_0"]["mlp"]["up"]["kernel"]
     assert up == P("layers", "embed", "mlp")
@@ -280,7 +280,7 @@ def test_tree_shardings():
 )
 def test_what_does_not_divide_is_named(changes, sizes, message):
     model = families.make(changes)
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     with pytest.raises(UsageError, match=message):
         sharding.tree_shardings(boxed, mesh_of(**sizes), DEFAULT_RULES)
 
@@ -301,7 +301,7 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
         vocab_ways=sharding.shard_count(mesh, DEFAULT_RULES, "vocab"),
     )
     assert model.padded_vocab == 260
-    boxed = jax.eval_shape(lambda key: models.init(model, key)["params"], jax.random.key(0))
+    boxed = models.variable_shapes(model)["params"]
     placed = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
     assert placed["embed"]["embedding"].spec == P(("tensor", "fsdp", "expert"), None)
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from efx import build, flops, train
-from efx import step as step_lib
+from efx import build, flops, models, train
 from efx.checkpoint import restore_params
 from efx.configs import mod
 from efx.errors import UsageError
@@ -21,7 +20,8 @@ DENSE = {"mesh.data": -1, "model.depth_routing.kind": "none", "steps": 3}
 
 def arrays(folder):
     """{path: array} of a run's newest parameters."""
-    shapes = step_lib.init_state_params(build.experiment(CONFIGS[folder]).model)
+    model = build.experiment(CONFIGS[folder]).model
+    shapes = models.unboxed_shapes(model)["params"]
     params, _ = restore_params(folder / CHECKPOINTS, shapes)
     return {
         jax.tree_util.keystr(path): np.asarray(leaf)

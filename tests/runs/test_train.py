@@ -79,7 +79,7 @@ def setup(config, vocab=64):
     model = models.build(
         config.model, vocab_size=vocab, context=config.data.seq_len, dtype=config.train.dtype
     )
-    shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
+    shapes = models.unboxed_shapes(model)["params"]
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
     state = step_lib.init_state(model, optimizer, 0)
     step = step_lib.make_train_step(model, optimizer, schedule, config, total_steps=6)
@@ -143,9 +143,9 @@ def test_eight_devices_train_like_one(text, sizes):
     mesh = sharding.make_mesh(config.mesh)
     rules = sharding.check_rules(config.rules)
     model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
-    shapes = jax.eval_shape(lambda: step_lib.init_state_params(model))
+    shapes = models.unboxed_shapes(model)["params"]
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
-    boxed = jax.eval_shape(lambda: models.init(model, jax.random.key(0)))["params"]
+    boxed = models.variable_shapes(model)["params"]
     shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
     placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
     function = step_lib.make_train_step(

@@ -8,9 +8,10 @@ import types
 import families
 import numpy as np
 import pytest
+import small_run
 from test_results import NEW, page, top  # noqa: F401
 
-from efx import build, main
+from efx import build
 from efx.errors import UsageError
 from efx.studies import results, router_probe, token_choices
 from efx.studies.router_probe import analysis, report
@@ -396,27 +397,21 @@ def test_a_control_has_choices_and_no_scores():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, root, one_device):
-    folder = tmp_path_factory.mktemp("probe") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        main.run(
-            [
-                "x",
-                "--config=configs/mod.py:smoke",
-                f"--workdir={folder}",
-                "--config.steps=2",
-                "--config.optim.schedule.warmup_steps=1",
-                "--config.checkpoint.every=2",
-                "--config.evaluate.every=0",
-                "--config.sample.every=0",
-                "--config.model.width=16",
-                "--config.model.depth=2",
-                "--config.data.seq_len=32",
-                "--config.data.max_bytes=20000",
-                "--config.data.eval_fraction=0.2",
-            ]
-        )
-    return folder
+    return small_run.train(
+        root,
+        tmp_path_factory.mktemp("probe") / "run",
+        "mod.py:smoke",
+        "steps=2",
+        "optim.schedule.warmup_steps=1",
+        "checkpoint.every=2",
+        "evaluate.every=0",
+        "sample.every=0",
+        "model.width=16",
+        "model.depth=2",
+        "data.seq_len=32",
+        "data.max_bytes=20000",
+        "data.eval_fraction=0.2",
+    )
 
 
 @pytest.fixture

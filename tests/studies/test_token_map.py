@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_run
 
-from efx import main, means, models
+from efx import means, models
 from efx.data.bpe import train_bpe
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
@@ -307,22 +308,16 @@ TEXT = "def f(x):\n    return '</script><b>é' # $a$"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, root, one_device):
-    folder = tmp_path_factory.mktemp("token_map") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        main.run(
-            [
-                "x",
-                "--config=configs/learned_dropout.py:smoke,skip",
-                f"--workdir={folder}",
-                "--config.steps=6",
-                "--config.sample.every=0",
-                "--config.model.width=16",
-                "--config.model.depth=2",
-                "--config.data.max_bytes=20000",
-            ]
-        )
-    return folder
+    return small_run.train(
+        root,
+        tmp_path_factory.mktemp("token_map") / "run",
+        "learned_dropout.py:smoke,skip",
+        "steps=6",
+        "sample.every=0",
+        "model.width=16",
+        "model.depth=2",
+        "data.max_bytes=20000",
+    )
 
 
 def test_command(run, tmp_path, capsys):

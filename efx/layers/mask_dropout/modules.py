@@ -35,6 +35,7 @@ from efx.layers.mask_dropout.functions import (
     statistics,
 )
 from efx.layers.report import asked, sow_choice
+from efx.parameter import parameter
 from efx.sharding import constrain
 
 # ---- what is reported of a mask ------------------------------------------------------------------
@@ -61,7 +62,8 @@ def _sow(module, sums):
 def _report(module, m_BTD, applied_BTD, info):
     if not info.decode:
         valid_BT1 = info.tokens.valid(m_BTD.shape[0])[..., None]
-        _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
+        if means.wanted(module):
+            _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
         _sow_mask(module, applied_BTD, valid_BT1)
         if asked(module):
             kept_BTD = (applied_BTD >= 0.5).astype(jnp.float32)
@@ -77,8 +79,7 @@ def _sow_mask(module, applied, counted):
 
 
 def _param(module, name, init, axes, *shape):
-    init = nn.with_logical_partitioning(init, axes)
-    return module.param(name, init, shape, jnp.float32)
+    return parameter(module, name, init, shape, axes)
 
 
 # ---- elementwise -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from efx import means
 from efx.layers.routing import plans
+from efx.parameter import parameter
 
 # Under which name the loss that trains a decision is sown. The threshold is not trained by one.
 LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
@@ -55,8 +56,7 @@ class Predictor(nn.Module):
     def __call__(self, x_BTD):
         def kernel(name, scale, shape, axes):
             init = nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-            init = nn.with_logical_partitioning(init, axes)
-            return self.param(name, init, shape, jnp.float32)
+            return parameter(self, name, init, shape, axes)
 
         inward, outward = self.scales
         inward_DF = kernel("kernel_in", inward, (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))

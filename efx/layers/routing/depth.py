@@ -17,6 +17,7 @@ from efx.layers.config import DepthRoutingConfig
 from efx.layers.report import asked, sow_choice
 from efx.layers.routing import controls, decisions, plans
 from efx.layers.routing.moe import ROUTER_STD
+from efx.parameter import parameter
 
 GATES = {
     "identity": lambda r: r,  # the paper's equation 1
@@ -59,14 +60,8 @@ class DepthRouted(nn.Module):
         if not self.config.control:
             # One router for each block, never shared, without bias. Starting at zero would make
             # every score equal and the first selection the first C tokens.
-            self.router = self.param(
-                "router",
-                nn.with_logical_partitioning(
-                    nn.initializers.normal(ROUTER_STD * block.router_scale), ("norm",)
-                ),
-                (block.width,),
-                jnp.float32,
-            )
+            init = nn.initializers.normal(ROUTER_STD * block.router_scale)
+            self.router = parameter(self, "router", init, (block.width,), ("norm",))
         if self.config.train_selection in controls.BY_TOKEN:
             # `position` needs none and has one as the others do.
             self.seed = self.variable(
@@ -193,6 +188,8 @@ class DepthRouted(nn.Module):
     def _report(self, x_BTD, decision, info):
         """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
         come from row b alone. The sampling decision's go by "router", the others' by their name."""
+        if not means.wanted(self):
+            return
         c, valid_BT, real_BT = self.config, _valid(info.tokens), _real(info.tokens)
         for name, wanted_BT in decision.wanted_BT.items():
             run_BT = decision.room.fits(wanted_BT)

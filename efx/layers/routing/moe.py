@@ -22,6 +22,7 @@ from efx.layers.config import MoEConfig
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import asked, sow_choice
 from efx.layers.routing import plans
+from efx.parameter import parameter
 from efx.sharding import constrain, exchange
 
 ROUTER_STD = 0.02
@@ -42,8 +43,8 @@ class ExpertLinear(nn.Module):
         """[E, C, D] -> [E, C, F], or, with `experts_C`, [C, D] -> [C, F], row i by its expert."""
 
         def param(name, init, axes, *shape):
-            init = nn.with_logical_partitioning(init, ("expert", *axes))
-            value = self.param(name, init, (self.num_experts, *shape), jnp.float32)
+            axes = "expert", *axes
+            value = parameter(self, name, init, (self.num_experts, *shape), axes)
             if experts_C is not None:
                 value = value.at[experts_C].get(mode="clip")
             return value.astype(self.dtype)
@@ -121,12 +122,8 @@ class MoE(nn.Module):
         options = (self.activation, self.use_bias, self.std, self.std_out, self.dtype)
         experts = Experts(c.num_experts, self.hidden, *options, name="experts")
         # Starting at zero would send every token to the first experts.
-        router_DE = self.param(
-            "router",
-            nn.with_logical_partitioning(nn.initializers.normal(self.router_std), ("norm", None)),
-            (x_BTD.shape[-1], c.choices),
-            jnp.float32,
-        )
+        init, shape = nn.initializers.normal(self.router_std), (x_BTD.shape[-1], c.choices)
+        router_DE = parameter(self, "router", init, shape, ("norm", None))
         logits_BTE = jnp.einsum(
             "BTD,DE->BTE",
             x_BTD.astype(jnp.float32),
@@ -168,6 +165,8 @@ class MoE(nn.Module):
         return self.config.budget(length, selection, info.tokens.documents())
 
     def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, info):
+        if not means.wanted(self):
+            return
         c, length = self.config, logits_BTE.shape[1]
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
@@ -206,6 +205,8 @@ class MoE(nn.Module):
 
     def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run, causal):
         """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
+        if not means.wanted(self):
+            return
         length = logits_BTE.shape[1]
         target_BTE = _selected(top, length)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))

@@ -23,6 +23,7 @@ from efx.layers.blocks import after_attention, apply_dropout, make_attention, su
 from efx.layers.config import BlockConfig
 from efx.layers.mlp import activate
 from efx.layers.routing.moe import ExpertLinear, Experts
+from efx.parameter import parameter
 from efx.sharding import constrain, exchange
 
 
@@ -110,8 +111,7 @@ class CommonLinear(nn.Module):
     @nn.compact
     def __call__(self, x_XCD):
         def param(name, init, axes, *shape):
-            init = nn.with_logical_partitioning(init, axes)
-            return self.param(name, init, shape, jnp.float32).astype(self.dtype)
+            return parameter(self, name, init, shape, axes).astype(self.dtype)
 
         channels, _, width = x_XCD.shape
         init = nn.initializers.normal(self.std)

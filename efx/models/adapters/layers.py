@@ -32,6 +32,7 @@ from efx.layers.report import Report, asked, sow_choice
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
 from efx.models.adapters.config import AdapterConfig
+from efx.parameter import parameter
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
@@ -115,7 +116,7 @@ class Adapter(nn.Module):
     def _param(self, name, std, shape, axes):
         init = nn.initializers.normal(std) if std else nn.initializers.zeros
         axes = (None,) * (len(shape) - len(axes)) + axes
-        return self.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+        return parameter(self, name, init, shape, axes)
 
     def _gates(self, name, std, width):
         return self._param(name, std, (self.config.choices, width), (self.axes[0],))
@@ -153,12 +154,15 @@ class Adapter(nn.Module):
         return weight_CE
 
     def _report(self, weight_BTE, valid_BT, info):
+        weights = jnp.where(valid_BT[..., None], weight_BTE, 0.0)
+        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), info)
+        if not means.wanted(self):
+            return
+
         def report(name, value_BT):
             means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
 
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
-        weights = jnp.where(valid_BT[..., None], weight_BTE, 0.0)
-        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), info)
         report("experts_per_token", jnp.sum(used_BTE, axis=-1))
         for e in range(self.config.choices):
             report(f"usage/expert_{e}", used_BTE[..., e])
@@ -196,10 +200,11 @@ class Adapter(nn.Module):
         ahead = c.budget(length, "train", documents)
         top = for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
         plan = for_each_expert(c.budget(length, "causal", documents).first, wanted_BTE)
-        target_BTE = selected(top).astype(jnp.float32)
-        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
-        bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
-        means.sow(self, "losses", "inclusion_bce", bce)
+        if means.wanted(self):
+            target_BTE = selected(top).astype(jnp.float32)
+            bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
+            bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
+            means.sow(self, "losses", "inclusion_bce", bce)
         plan = top if info.mode.selection == "train" else plan
         run_BTE = selected(plan)
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, info)

@@ -19,6 +19,7 @@ from efx.layers.linear import Linear
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site
 from efx.models.language_model import unrolled
+from efx.parameter import only_shapes
 
 
 def adapt(model, config):
@@ -105,7 +106,8 @@ def _trace(model, length, interceptor):
             tokens_BT = jnp.zeros((1, length), jnp.int32)
             return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
 
-    jax.eval_shape(run, jax.random.key(0))
+    with only_shapes():
+        jax.eval_shape(run, jax.random.key(0))
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,6 +27,7 @@ from efx.layers.config import AttentionConfig
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
+from efx.parameter import only_shapes
 
 
 class Bridge(nn.Module):
@@ -252,7 +253,8 @@ def _has_layers(model):
             with nn.intercept_methods(_AtLayers((), visit)):
                 return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
 
-        jax.eval_shape(run, jax.random.key(0))
+        with only_shapes():
+            jax.eval_shape(run, jax.random.key(0))
         return shapes
 
     # Two lengths, since the latents of a group may be as many as the tokens of one of them.

@@ -20,7 +20,7 @@ import itertools
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops
+from efx import flops, means
 from efx.layers import costs, norms, stack_specs
 from efx.layers.linear import Embedding, Linear
 from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
@@ -105,7 +105,8 @@ class EncoderDecoder(LanguageModel):
         if self.layers.specs:
             streams = self.layers(streams, info, before)
         e_BTD, d_BTD = self.last(streams, info) if self.last else streams
-        if c.embedding_loss != "none" and not decode:
+        compared = c.embedding_loss != "none" and not decode
+        if compared and (means.wanted(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":

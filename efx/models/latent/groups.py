@@ -29,6 +29,7 @@ from efx.layers.linear import Linear
 from efx.layers.mask_dropout.modules import make_mask_input
 from efx.layers.routing import plans
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
+from efx.parameter import parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,8 @@ def memory_tokens(module, name, count, c):
     """Learned tokens [1, count, D] of the module, or None. c: `BlockConfig`."""
     if not count:
         return None
-    init = nn.with_logical_partitioning(nn.initializers.normal(c.std), ("position", "table"))
-    memory_CD = module.param(name, init, (count, c.width), jnp.float32)
+    init = nn.initializers.normal(c.std)
+    memory_CD = parameter(module, name, init, (count, c.width), ("position", "table"))
     return memory_CD.astype(c.dtype)[None]
 
 
@@ -292,9 +293,8 @@ class Upsample(nn.Module):
         """`latents` and `view` are the views of levels i and i - 1."""
         c, b = self.config, self.config.block
         linear = _wider(b, c.inner_width, "linear")
-        init = nn.with_logical_partitioning(nn.initializers.normal(b.std), ("position", "table"))
-        early = c.places - c.inner
-        first_PD = self.param("first", init, (early, c.inner_width), jnp.float32)
+        early, init = c.places - c.inner, nn.initializers.normal(b.std)
+        first_PD = parameter(self, "first", init, (early, c.inner_width), ("position", "table"))
         z, first_PD = linear(y), linear(first_PD.astype(b.dtype))
         index = repeat_index(c.places, c.inner, c.model.repeat)
         if view.inside.decode:
@@ -385,7 +385,7 @@ class DecoderLevel(nn.Module):
     def _join(self, x, skip):
         if self.config.model.skip == "sum":
             return x + skip
-        init = nn.with_logical_partitioning(nn.initializers.constant(0.5), ("norm",))
-        share_D = self.param("skip", init, (skip.shape[-1],), jnp.float32).astype(x.dtype)
+        init = nn.initializers.constant(0.5)
+        share_D = parameter(self, "skip", init, skip.shape[-1:], ("norm",)).astype(x.dtype)
         share = share_D.reshape((1,) * (x.ndim - 1) + share_D.shape)
         return share * skip + (1 - share) * x

@@ -17,6 +17,7 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers.linear import Linear
+from efx.parameter import parameter
 
 LOSS = "latent_prediction"
 # Where a and b start (arXiv 2303.15343, section 3.2): most pairs are no match.
@@ -90,8 +91,7 @@ class LatentPrediction(nn.Module):
         means.sow(self, "losses", LOSS, loss)
 
     def _scalar(self, name, value):
-        init = nn.with_logical_partitioning(nn.initializers.constant(value), ())
-        return self.param(name, init, (), jnp.float32)
+        return parameter(self, name, nn.initializers.constant(value), (), ())
 
 
 def loss_flops(c, width, length):

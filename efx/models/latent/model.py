@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import means
 from efx.errors import UsageError
 from efx.layers import norms, stack_specs
 from efx.layers.dropout import StandardDropout
@@ -126,7 +127,7 @@ class Latent(LanguageModel):
                 x_BTD = jnp.concatenate([self.memory(batch), x_BTD], axis=1)
             x_BTD, entered = self._enter_stack(x_BTD, stack_info)
             x_BTD = self.layers(x_BTD, entered)[:, c.memory_global :]
-            if c.latent_loss.kind != "none":
+            if c.latent_loss.kind != "none" and (means.wanted(self) or self.is_initializing()):
                 segments_BT = stack_info.tokens.segment_ids_BT
                 real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
                 self.prediction(x_BTD, segment_ids_BT=real_BT)
