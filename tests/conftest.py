@@ -24,7 +24,8 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Traced programs are millions of objects, which the collector would look through again and again.
-gc.set_threshold(100_000, 30, 30)
+# It looks through those of a file once, at its end (`collected`), and in between at new ones alone.
+gc.set_threshold(100_000, 30, 1_000_000)
 _CACHE = pathlib.Path(
     os.environ.get("EFX_COMPILE_CACHE", pathlib.Path.home() / ".cache/efx/compiled")
 )
@@ -52,6 +53,14 @@ def pytest_collection_modifyitems(items):
         shared = item.path.stem == "test_families" and item.originalname in QUICK_PROPERTIES
         if item.path.stem in QUICK or (shared and row in QUICK_ROWS):
             item.add_marker("quick")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected():
+    """What a file of tests leaves is either garbage or kept to the end."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

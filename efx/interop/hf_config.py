@@ -406,7 +406,7 @@ def _rope(keys, theta, fraction=None):
             f"config.json: {name}.partial_rotary_factor={fraction}: efx reproduces "
             + ("1.0" if whole else "at most 1.0")
         )
-    if kind not in _ROPE_SCALING:
+    if not isinstance(kind, str) or kind not in _ROPE_SCALING:
         raise UsageError(
             f"config.json: {name}.rope_type={kind!r}: efx reproduces "
             f"{', '.join(map(repr, _ROPE_SCALING))}"

@@ -246,12 +246,10 @@ def routed_caches(name, cache):
     [
         # One call for all, which is longer than the cache.
         ("llama", 64, CONTEXT),
-        ("mod_full", 64, CONTEXT),
         ("mod_context", 64, CONTEXT),
         ("recursion", 64, CONTEXT),
         ("moe", 64, CONTEXT),
         ("mod_full", 1, 0),
-        ("mod_full", 5, 15),
         # What no row of FAMILIES combines.
         ("mode_context", 5, 10),
         ("mode_context_choice", 5, 10),

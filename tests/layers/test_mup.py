@@ -2,9 +2,9 @@
 
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from efx import models, optim
 from efx.configs import common
@@ -101,13 +101,16 @@ def updates(changes, base, value=0.25):
             **changes,
         },
     )
-    shapes = jax.eval_shape(
-        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
-    )
+    shapes = models.unboxed_shapes(model)["params"]
     optimizer, _ = optim.make_optimizer(config.optim, 10, shapes, model.config.mup.base_width)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, value, np.float32), shapes)
-    ones = jax.tree.map(np.ones_like, params)
-    result, _ = jax.jit(optimizer.update)(ones, optimizer.init(params), params)
+
+    @jax.jit
+    def first(params):
+        ones = jax.tree.map(jnp.ones_like, params)
+        return optimizer.update(ones, optimizer.init(params), params)[0]
+
+    result = first(params)
     return {path: -float(leaf.mean()) / 0.1 for path, leaf in optim.param_paths(result).items()}
 
 
@@ -226,9 +229,7 @@ def test_routers_learn_by_their_fan_in(changes, expected, scan):
     model = families.make(
         {**SMALL, **changes, "depth": 2, "mup.base_width": 16, "scan_layers": scan}
     )
-    shapes = jax.eval_shape(
-        lambda key: nn.unbox(models.init(model, key))["params"], jax.random.key(0)
-    )
+    shapes = models.unboxed_shapes(model)["params"]
     groups = optim.parameter_groups(common.base().optim, shapes, 16)
     for end, factor in expected.items():
         found = [group.mup for path, group in groups.items() if path.endswith(end)]

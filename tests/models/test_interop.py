@@ -408,6 +408,11 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ("llama", dict(rope_scaling="linear"), "rope_scaling='linear': expected a block"),
         (
             "llama",
+            dict(rope_scaling=dict(type=["linear"])),
+            r"rope_scaling\.rope_type=\['linear'\]: efx reproduces",
+        ),
+        (
+            "llama",
             dict(rope_scaling=dict(type="linear", factor=2.0, beta_fast=32)),
             "rope_scaling.beta_fast=32: efx does not know this setting of 'linear'",
         ),
