@@ -103,7 +103,7 @@ class Experiment(Setup):
             if steps and nominal:
                 total += steps * stage.ledger.train_flops(self.tokens_per_step)
             elif steps:
-                forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
+                forward = _executed(stage.model, c.seq_len, c.batch_size // micro_batches)
                 total += steps * flops.TRAIN_FACTOR * micro_batches * forward
         return total
 
@@ -115,7 +115,7 @@ class Experiment(Setup):
             return _teacher_flops(self.config, self.teacher)
         c, micro_batches = self.config.data, self.config.train.accumulation
         rows = c.batch_size // micro_batches
-        return micro_batches * flops.executed(self.teacher.model, c.seq_len, rows, train=False)
+        return micro_batches * _executed(self.teacher.model, c.seq_len, rows, train=False)
 
 
 class Training:
@@ -191,6 +191,13 @@ class Training:
         name = max(numbers, key=numbers.get)
         what = f"{name}={numbers[name]}, the largest number of the model and its batch: training"
         memory.check(what, parts, f"; the largest array is {memory.largest(state.params)}")
+
+
+@functools.lru_cache(maxsize=64)
+def _executed(model, length, batch, train=True):
+    """`flops.executed`, which is kept for the next process."""
+    of = f"FLOPs of {batch} rows of {length} tokens, train={train}: {model}"
+    return programs.kept_number(lambda: flops.executed(model, length, batch, train), of)
 
 
 def _batch_shapes(config, layout):

@@ -3,7 +3,8 @@
 JAX's compile cache spares a process the compiling of a program that was compiled before, and only
 once it has traced the program again. Of a model that takes longer than all else that sampling
 waits for, and longer the more layers it has. What is kept here is the program as tracing leaves it
-(`jax.export`) and the shapes of a model's variables, under a hash of all that tracing depends on.
+(`jax.export`), and what tracing was for, where that is shapes or a number, under a hash of all that
+tracing depends on.
 """
 
 import contextlib
@@ -43,6 +44,16 @@ def kept(function, of, shapes):
     exported = export.export(jax.jit(function))(*shapes())
     _write(path, exported.serialize())
     return exported
+
+
+def kept_number(function, of):
+    """`function()`, a number, from an earlier process if one kept it. of: as in `kept`."""
+    path = _path(of, ".json")
+    if content := _read(path):
+        return json.loads(content)
+    number = function()
+    _write(path, json.dumps(number).encode())
+    return number
 
 
 def kept_shapes(function, of):

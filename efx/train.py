@@ -410,10 +410,11 @@ class _Launch:
         begun, beside = self.ahead or (None, None)
         self.ahead = None
         with self._timed("compile"):
+            # Traced before timed steps, and, if the compiler is at work, beside it.
+            self.experiment.flops(stage.start + 1, nominal=False)
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):
-        self.experiment.flops(stage.start + 1, nominal=False)  # traced here, before timed steps
         return self.training.trace_step(stage.model).lower().compile()
 
     def _log(self, rows, clock):

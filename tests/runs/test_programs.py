@@ -87,3 +87,14 @@ def test_shapes_are_made_out_once(folder):
     assert second["params"]["layer"]["kernel"].names == ("embed", None)
     shapes("y")
     assert len(made) == 2
+
+
+def test_a_number_is_made_out_once(folder):
+    made = []
+
+    def number():
+        made.append(1)
+        return 2**70 + 1  # more than a float or an int64 holds
+
+    assert [programs.kept_number(number, of) for of in "aab"] == [2**70 + 1] * 3
+    assert len(made) == 2
