@@ -34,6 +34,7 @@ from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.models import draws
+from efx.parameter import only_shapes
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -213,7 +214,10 @@ def _batch_shapes(config, layout):
 
 def _variables(model):
     """Shapes of a model's variables; parameters with their logical axes."""
-    return programs.kept_shapes(lambda: models.variable_shapes(model), f"variables {model}")
+    with only_shapes():
+        return programs.kept_shapes(
+            lambda: models.init(model, jax.random.key(0)), f"variables {model}"
+        )
 
 
 def _state(built, boxed, optimizer):
