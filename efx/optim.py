@@ -114,7 +114,8 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
 def make_schedule(config_optim, total_steps):
     """Learning rate as a function of the zero-based step, from `config.optim.schedule`.
 
-    With warm-up W, end E (`decay_steps`, or total_steps if 0), peak p and f = `final_fraction`:
+    With end E (`decay_steps`, or total_steps if 0), warm-up W (the larger of `warmup_steps` and
+    `warmup_fraction` of E), peak p and f = `final_fraction`:
     p (step + 1) / (W + 1) for step < W, so that no step is spent at rate 0; then
     `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
     last `decay_fraction` of E linearly down to f p at E. From E on the rate stays at f p.
@@ -131,7 +132,8 @@ def make_schedule(config_optim, total_steps):
                 f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
                 f"{name}={limit}"
             )
-    warmup, final = shape.warmup_steps, shape.final_fraction
+    warmup = max(shape.warmup_steps, round(shape.warmup_fraction * end))
+    final = shape.final_fraction
     pieces = []  # (steps, schedule counted from the start of the piece); the last one has no end
     if warmup:
         pieces.append((warmup, optax.linear_schedule(peak / (warmup + 1), peak, warmup)))
@@ -146,8 +148,9 @@ def make_schedule(config_optim, total_steps):
         decay = max(1, round(shape.decay_fraction * end))
         if warmup + decay > end:
             raise UsageError(
-                f"config.optim.schedule.warmup_steps={warmup} and decay_fraction="
-                f"{shape.decay_fraction} ({decay} steps) do not fit into {end_name}={end}"
+                f"config.optim.schedule: {warmup} steps of warm-up (warmup_steps="
+                f"{shape.warmup_steps}, warmup_fraction={shape.warmup_fraction}) and {decay} of "
+                f"decay (decay_fraction={shape.decay_fraction}) do not fit into {end_name}={end}"
             )
         pieces.append((end - warmup - decay, optax.constant_schedule(peak)))
         pieces.append((decay, optax.linear_schedule(peak, peak * final, decay)))

@@ -241,6 +241,8 @@ class ScheduleConfig:
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: Natural = 100
+    # Of the steps: warms up for so many where they are more than `warmup_steps`.
+    warmup_fraction: Annotated[float, Range(least=0, most=1)] = 0.0
     decay_steps: Natural = 0  # step at which the decay ends; 0: the last
     # Of learning_rate, at the end.
     final_fraction: Annotated[float, Range(least=0, most=1)] = 0.1

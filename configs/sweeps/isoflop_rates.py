@@ -29,5 +29,5 @@ def get_grid():
             "MoD 12.5%, muP": {},
         },
         sizes=sizes,
-        learning_rates=(2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
+        learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
     )

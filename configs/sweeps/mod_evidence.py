@@ -14,8 +14,8 @@ another machine (`--from`), and a GPU takes the same command.
 
 import sysconfig
 
-WIDTHS_AND_DEPTHS = ((24, 4), (32, 4), (40, 6), (56, 6), (72, 8), (96, 8))
-HEADS = {24: 2, 32: 2, 40: 2, 56: 4, 72: 4, 96: 6}
+WIDTHS_AND_DEPTHS = ((12, 2), (16, 4), (24, 4), (32, 6), (48, 6), (64, 8))
+HEADS = {12: 1, 16: 2, 24: 2, 32: 2, 48: 4, 64: 4}
 
 PACKAGES = "jax", "matplotlib", "numpy", "scipy", "sklearn", "sympy", "torch", "transformers"
 FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in PACKAGES]
@@ -23,13 +23,14 @@ FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in
 BASE = {
     "data.source": f"mix:stdlib,{','.join(FOLDERS)}",
     "data.split": "documents",
-    "data.tokenizer": "bpe:1024",
+    "data.tokenizer": "bpe:512",
     "data.seq_len": 256,
     "data.batch_size": 4,
     "model.mlp.multiple_of": 8,
     "model.mup.base_width": 32,
     "optim.learning_rate": 8e-3,
-    "optim.schedule.warmup_steps": 20,
+    "optim.schedule.warmup_steps": 0,
+    "optim.schedule.warmup_fraction": 0.1,
     "evaluate.every": 0,
     "evaluate.max_batches": 64,
     "sample.every": 0,

@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import sys
+import traceback
+import warnings
 
 import jax
 import numpy as np
@@ -350,8 +352,9 @@ _quiet = False
 def quieten():
     """Keeps orbax's own tracebacks off standard error, where one line of ours says what is wrong.
 
-    Two narrow filters: log records from orbax's files (shown again with --verbosity=1), and the
-    remains of reads that were still under way when another one failed.
+    Narrow filters: log records from orbax's files and, of what else was still being written or read
+    when one file failed, the errors that asyncio logs (these records are shown again with
+    --verbosity=1), the coroutines that nobody will await, and the loop that is closed.
     """
     global _quiet
     if _quiet:
@@ -360,9 +363,22 @@ def quieten():
     from absl import logging as absl_logging
 
     orbax_folder = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
-    logging.getLogger("absl").addFilter(
-        lambda record: orbax_folder not in record.pathname or absl_logging.get_verbosity() > 0
-    )
+
+    def shown(of_orbax):
+        return lambda record: absl_logging.get_verbosity() > 0 or not of_orbax(record)
+
+    def is_left_behind(record):
+        # The future of a single file has no traceback, but the name of the file.
+        trace = record.exc_info[2] if record.exc_info else None
+        files = [frame.filename for frame in traceback.extract_tb(trace)]
+        return ".orbax-checkpoint-tmp" in record.getMessage() or any(
+            orbax_folder in file for file in files
+        )
+
+    logging.getLogger("absl").addFilter(shown(lambda record: orbax_folder in record.pathname))
+    logging.getLogger("asyncio").addFilter(shown(is_left_behind))
+    names = "cancellable|.*(serializ|checkpoint|_open_and_write|write_fragment).*"
+    warnings.filterwarnings("ignore", rf"coroutine '({names})' was never awaited", RuntimeWarning)
     shown_before = sys.unraisablehook
 
     def hook(unraisable):

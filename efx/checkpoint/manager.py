@@ -93,6 +93,7 @@ class Checkpointer:
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
         self._began = 0.0  # when it did
+        self._has_failed = False  # whether a save has, which an error has told
         self._has_config = False  # whether `root` is in a run folder, as of the first save
         self._damaged = set()  # steps that `restore` skipped
         files.quieten()
@@ -195,10 +196,18 @@ class Checkpointer:
         finally:
             manager, self._manager = self._manager, None
             if manager is not None:
-                manager.close()
+                try:
+                    manager.close()
+                except Exception as error:
+                    # Of a save that has failed, orbax may raise the error again here.
+                    if not self._has_failed:
+                        raise CheckpointError(
+                            f"the checkpoints in {self._root} could not be closed: "
+                            f"{files.explain(error)}"
+                        ) from error
 
     def _save_failed(self, error):
-        step, self._saving = self._saving[0], None
+        step, self._saving, self._has_failed = self._saving[0], None, True
         why = files.explain(error)
         # Orbax takes the time from a clock that may be set.
         waited = time.monotonic() - self._began

@@ -31,7 +31,12 @@ def config(**changes):
         lr_multipliers=(),
         clip_norm=1.0,
         schedule=dict(
-            kind="cosine", warmup_steps=4, final_fraction=0.1, decay_fraction=0.2, decay_steps=0
+            kind="cosine",
+            warmup_steps=4,
+            warmup_fraction=0.0,
+            final_fraction=0.1,
+            decay_fraction=0.2,
+            decay_steps=0,
         ),
     )
     values["schedule"].update(changes.pop("schedule", {}))

@@ -1,7 +1,9 @@
 """Checkpoints where something goes wrong: damage, crashes, full disks; and of two processes."""
 
+import errno
 import itertools
 import json
+import logging
 import os
 import pathlib
 import resource
@@ -15,6 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_helpers import (
     abstract,
@@ -27,7 +30,7 @@ from checkpoint_helpers import (
     saved,
 )
 
-from efx.checkpoint import CheckpointError
+from efx.checkpoint import CheckpointError, files
 from efx.checkpoint.files import MANIFEST
 
 # ---- damage ----------------------------------------------------------------------------------
@@ -231,6 +234,45 @@ def test_orbax_noise_stays_off_the_terminal(tmp_path):
     assert len(lines) == 2 and lines[0].startswith("one line: checkpoint 1 in"), done.stdout
     assert lines[1].startswith("one line: checkpoint 2 could not be saved")
     assert done.stderr == ""
+
+
+def test_what_orbax_left_unfinished_stays_off_the_terminal(caplog):
+    """Of writes that failed beside the one that is reported asyncio logs each, whenever it is
+    collected: one by its traceback, one without any, by the name of its file."""
+    files.quieten()
+    caught = {}
+    for name in ("/venv/orbax/checkpoint/serialization.py", "/home/user/own.py"):
+        try:
+            exec(compile("raise OSError('No space left on device')", name, "exec"))
+        except OSError:
+            caught[name] = sys.exc_info()
+    log = logging.getLogger("asyncio")
+    for name, error in caught.items():
+        log.error("Task exception was never retrieved, %s", name, exc_info=error)
+    log.error("Future exception: /run/3.orbax-checkpoint-tmp/state: No space left on device")
+    log.error("Future exception: something else")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Task exception was never retrieved, /home/user/own.py",
+        "Future exception: something else",
+    ]
+
+
+def test_a_failed_save_is_said_once(tmp_path, monkeypatch):
+    """Orbax raises the error of the background again when its threads are ended."""
+
+    def fail(manager):
+        raise OSError(errno.ENOSPC, "No space left on device", "state")
+
+    checkpointer = make(tmp_path)
+    checkpointer.save(1, make_state(), {}, {})
+    checkpointer.wait()
+    monkeypatch.setattr(ocp.CheckpointManager, "close", fail)
+    with pytest.raises(CheckpointError, match=r"could not be closed: the disk is full \(state\)"):
+        checkpointer.close()
+    checkpointer.save(2, make_state(), {}, {})
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", fail)
+    with pytest.raises(CheckpointError, match="checkpoint 2 could not be saved .* disk is full"):
+        checkpointer.close()
 
 
 # ---- crashes and full disks ------------------------------------------------------------------

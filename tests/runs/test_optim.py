@@ -81,6 +81,15 @@ def test_warmup_may_fill_the_run():
     )
 
 
+@pytest.mark.parametrize("warmup_steps,fraction,as_steps", [(0, 0.2, 4), (5, 0.2, 5), (3, 0.2, 4)])
+def test_the_larger_of_both_warmups_counts(warmup_steps, fraction, as_steps):
+    got = rates(total=20, warmup_steps=warmup_steps, warmup_fraction=fraction)
+    np.testing.assert_array_equal(got, rates(total=20, warmup_steps=as_steps))
+    # Of the decay's length, as `decay_fraction` is.
+    shorter = rates(total=30, decay_steps=20, warmup_steps=warmup_steps, warmup_fraction=fraction)
+    np.testing.assert_array_equal(shorter[:20], got[:20])
+
+
 def test_schedule_is_the_rate_that_updates_use(params):
     shape = dict(kind="linear", warmup_steps=3)
     transformation, schedule = optim.make_optimizer(
@@ -262,7 +271,7 @@ def test_describe(params):
         ),
         (
             dict(schedule=dict(kind="wsd", warmup_steps=18)),
-            r"warmup_steps=18 and decay_fraction=0\.2",
+            r"warmup_steps=18, .*decay_fraction=0\.2",
         ),
         (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine': must be 'constant'"),
         (
