@@ -788,7 +788,7 @@ STD = {
 def constant(values, dtype):
     """A device array that may be kept, whether or not a function is being traced as it is made."""
     with jax.ensure_compile_time_eval():
-        return jnp.asarray(values, dtype)
+        return jax.device_put(np.asarray(values, dtype))  # of numpy: there is nothing to compile
 
 
 @functools.cache

@@ -27,7 +27,8 @@ def get_grid():
             "dense, muP": mod_evidence.DENSE,
             "dense, standard": mod_evidence.DENSE | standard,
             "MoD 12.5%, muP": {},
+            "MoD 12.5%, standard": standard,
         },
         sizes=sizes,
-        learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+        learning_rates=(4e-3, 8e-3, 16e-3, 32e-3),
     )

@@ -341,12 +341,12 @@ def test_scan_is_the_loop(name, depth, remat):
     assert period(model.specs()) < depth
     scanned = models.changed(model, scan_layers=True, remat=remat)
     stacked = {**params, "layers": scan_params(params["layers"], model.specs())}
-    same, unrolled = models.unroll(scanned, stacked)
+    # Of arrays of numpy a layer's slice is no program.
+    same, unrolled = models.unroll(scanned, jax.device_get(stacked))
     jax.tree.map(np.testing.assert_array_equal, unrolled, params)
     assert not same.config.scan_layers
-    loss, grads = families.jit(jax.value_and_grad(families.loss_fn(scanned)))(
-        stacked, families.tokens()
-    )
+    step = families.jit(jax.value_and_grad(families.loss_fn(scanned)))
+    loss, grads = jax.device_get(step(stacked, families.tokens()))
     same_loss_and_grads(expected, (loss, models.unroll(scanned, grads)[1]))
 
 
@@ -462,13 +462,14 @@ def gathered(compiled):
 def test_eight_devices_are_one(name, mesh):
     model, params, expected = sized(name, 2)
     step, params_sharding, tokens_sharding = compiled_on(mesh, model)
-    params = jax.device_put(params, params_sharding)
+    params = jax.device_put(jax.device_get(params), params_sharding)
     block = params["layers"]["block_0"]
     mlp = next((block[part] for part in ("encoder_0", "decoder") if part in block), block)["mlp"]
     kernel = mlp.get("experts", mlp)["up"]["kernel"]
     assert len(kernel.sharding.device_set) == 8
     assert kernel.is_fully_replicated == (mesh in ("data", "sequence"))
-    result = step(params, jax.device_put(families.tokens(), tokens_sharding))
+    tokens_BT = jax.device_put(np.asarray(families.tokens()), tokens_sharding)
+    result = step(params, tokens_BT)
     same_loss_and_grads(expected, jax.device_get(result))
     if mesh == "data":
         assert gathered(step) <= BATCH * LENGTH * GATHERED[name]

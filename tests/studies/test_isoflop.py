@@ -149,14 +149,29 @@ def test_the_grid_as_runs(tmp_path):
     grid = isoflop.load_grid(path)
     runs = grid_lib.runs_of(grid, {})
     assert len(runs) == len({*runs}) == 2 * 3 * 2 * 2
-    # The first seed and the small budget first.
+    # The small budget first, of it the first seed.
     assert runs[0] == ("dense", "2 blocks", 1e9, 0, None)
-    assert [run.seed for run in runs] == [0] * 12 + [1] * 12
+    assert [run.seed for run in runs] == ([0] * 6 + [1] * 6) * 2
+    assert [run.budget for run in runs] == [1e9] * 12 + [2e9] * 12
     assert runs[0].name == "dense, 2 blocks, 1.00 GFLOPs"
-    command = grid_lib.command(grid, tmp_path, runs[12], ["--config.data.batch_size=2"])
+    command = grid_lib.command(grid, tmp_path, runs[6], ["--config.data.batch_size=2"])
     for part in ("train_flops=1000000000.0", "steps=0", "seed=1", "model.depth=2",
                  "model.depth_routing.kind=none", "data.batch_size=2"):  # fmt: skip
         assert f"--config.{part}" in command
+
+
+def test_budgets_up_to_one(tmp_path):
+    path = tmp_path / "grid.py"
+    path.write_text(GRID)
+    grid = isoflop.load_grid(path)
+    small = grid_lib.up_to(grid, 1.5e9)
+    assert grid_lib.runs_of(small, {}) == grid_lib.runs_of(grid, {})[:12]
+    assert grid_lib.up_to(grid, 2e9) == grid_lib.up_to(grid, float("inf")) == grid
+    with pytest.raises(UsageError, match="--up-to=5e.08: the study needs its budget of 1e.09"):
+        grid_lib.up_to(grid, 5e8)
+    rates = grid | {"learning_rates": (1e-3,), "rates_budget": 2e9}
+    with pytest.raises(UsageError, match="needs its budget of 2e.09"):
+        grid_lib.up_to(rates, 1.5e9)
 
 
 def test_families_have_seeds_and_settings_of_their_own(tmp_path):

@@ -36,6 +36,7 @@ missing runs, for other machines.
 """
 
 import dataclasses
+import math
 import pathlib
 
 from efx import tables
@@ -64,6 +65,8 @@ def main(argv=None):
     help = "points that are not trained again: isoflop.json of a study, or a file of results/"
     parser.add_argument("--from", dest="points", action="append", default=[], metavar="FILE",
                         help=help)  # fmt: skip
+    help = "leave the grid's larger budgets out; without it the study goes on with them"
+    parser.add_argument("--up-to", type=float, default=math.inf, metavar="FLOPS", help=help)
     help = f"of the bootstrap (default: {DRAWS})"
     parser.add_argument("--draws", type=int, default=DRAWS, metavar="N", help=help)
     help = "extrapolate to so many times the greatest budget (default: 10)"
@@ -80,7 +83,7 @@ def main(argv=None):
 def study(arguments):
     """Makes the runs, then tables, picture and numbers; or lists the runs."""
     _check(arguments)
-    grid = load_grid(arguments.grid)
+    grid = grid_lib.up_to(load_grid(arguments.grid), arguments.up_to)
     workdir = pathlib.Path(arguments.workdir)
     runs = Runs(grid, workdir, arguments.extra, arguments.points)
     if arguments.list_jobs:

@@ -58,6 +58,15 @@ def load_grid(path):
     return grid
 
 
+def up_to(grid, most):
+    """The grid with its budgets up to `most` FLOPs alone; UsageError if that leaves none."""
+    budgets = tuple(budget for budget in grid["budgets"] if budget <= most)
+    needed = max(grid["rates_budget"] if grid["learning_rates"] else 0, grid["budgets"][0])
+    if most < needed:
+        raise UsageError(f"--up-to={most:g}: the study needs its budget of {needed:g} FLOPs")
+    return grid | {"budgets": budgets}
+
+
 def _is_positive(number):
     return type(number) in (int, float) and 0 < number < math.inf
 
@@ -124,15 +133,16 @@ def rate_runs(grid):
 
 
 def runs_of(grid, best_rates):
-    """The runs whose losses are fitted, first seeds first, then few FLOPs first.
+    """The runs whose losses are fitted, few FLOPs first, then first seeds first: a study that is
+    interrupted has whole budgets.
 
     best_rates: {(family, size): rate}; {} for a grid without learning rates.
     """
     most = max(map(len, grid["seeds"].values()))
     return [
         Run(family, size, budget, grid["seeds"][family][number], best_rates.get((family, size)))
-        for number, budget, size, family in itertools.product(
-            range(most), grid["budgets"], grid["sizes"], grid["families"]
+        for budget, number, size, family in itertools.product(
+            grid["budgets"], range(most), grid["sizes"], grid["families"]
         )
         if number < len(grid["seeds"][family])
     ]
