@@ -28,8 +28,7 @@ BASE = {
     "data.batch_size": 4,
     "model.mlp.multiple_of": 8,
     "model.mup.base_width": 32,
-    # Of deviations that fit the width: N(0, 0.02^2) is for models that are wide, and at these widths
-    # it costs some 0.3 nats.
+    # Deviations that fit the width: N(0, 0.02^2) is of wide models and costs these some 0.3 nats.
     "model.initialisation": "spike_no_more",
     "optim.learning_rate": 8e-3,
     "optim.schedule.warmup_steps": 0,
