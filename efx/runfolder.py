@@ -120,6 +120,23 @@ def writing(path):
         raise
 
 
+class Home:
+    """A run's folder, of which a run notices that it has vanished (renamed, deleted, unmounted)
+    before it would be made again by what is written, and the run would be in two places."""
+
+    def __init__(self, folder):
+        self._folder, self._had_config = folder, False
+
+    def check(self):
+        """FileNotFoundError unless the folder is there, with the config that it had at an earlier
+        check: a save that was under way may have made the folder again."""
+        os.stat(self._folder)
+        config = self._folder / CONFIG_FILE
+        self._had_config = self._had_config or config.exists()
+        if self._had_config:
+            os.stat(config)
+
+
 def write_atomic(path, text):
     """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
     with writing(path):

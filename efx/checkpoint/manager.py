@@ -17,7 +17,6 @@ its share of the files.
 import dataclasses
 import json
 import math
-import os
 import time
 from typing import Any
 
@@ -29,7 +28,7 @@ from efx import storage
 from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 from efx.errors import UsageError
-from efx.runfolder import CONFIG_FILE
+from efx.runfolder import Home
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
 
@@ -94,7 +93,7 @@ class Checkpointer:
         self._saving = None  # (step, metrics) of the save under way
         self._began = 0.0  # when it did
         self._has_failed = False  # whether a save has, which an error has told
-        self._has_config = False  # whether `root` is in a run folder, as of the first save
+        self._home = Home(self._root.parent)
         self._damaged = set()  # steps that `restore` skipped
         files.quieten()
 
@@ -219,15 +218,8 @@ class Checkpointer:
         )
 
     def _check_home(self):
-        """OSError unless the folder that `root` is in is there, with the config that it had: orbax
-        would make it again, and the run would be in two places."""
-        if storage.is_remote(self._root):
-            return
-        os.stat(self._root.parent)
-        config = self._root.parent / CONFIG_FILE
-        self._has_config = self._has_config or config.exists()
-        if self._has_config:
-            os.stat(config)
+        if not storage.is_remote(self._root):
+            self._home.check()
 
     def _open(self):
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()

@@ -12,7 +12,7 @@ from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
 from efx.metrics.progress import is_primary
-from efx.runfolder import METRICS_FILE, check_entries, reason, write_atomic, writing
+from efx.runfolder import METRICS_FILE, Home, check_entries, reason, write_atomic, writing
 
 WANDB_ID_FILE = "wandb_id"
 _LONGEST_ROW = 16 << 20  # bytes; a row has some hundred numbers
@@ -77,6 +77,7 @@ class MetricsWriter:
     def __init__(self, workdir, *, tensorboard, wandb=None, resume=True):
         self._workdir = pathlib.Path(workdir)
         self._path = self._workdir / METRICS_FILE
+        self._home = Home(self._workdir)
         self._tensorboard = tensorboard
         self._events = None  # opened at the first write, when the step to purge from is known
         self._purge_from = None
@@ -180,6 +181,7 @@ class MetricsWriter:
         # leaves at worst a torn last line, which the next run drops.
         line = line.ljust(self._size - start - 1) + b"\n"
         with writing(self._path):
+            self._home.check()
             _write_at(self._file, start, line)
         self._last, self._size = (row, start), start + len(line)
         if self._tensorboard:
@@ -226,6 +228,7 @@ class MetricsWriter:
         path = self._workdir / SAMPLES / f"step_{int(step)}.txt"
         section = f"## {name}\n{text}\n"
         with writing(path):
+            self._home.check()
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(section)

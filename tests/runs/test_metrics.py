@@ -261,6 +261,27 @@ def events(workdir):
     return found
 
 
+@pytest.mark.parametrize("is_there_again", [False, True])
+def test_a_folder_that_vanished_is_not_made_again(tmp_path, is_there_again):
+    """A save that is under way may make it again, without the run."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    with make(run) as writer:
+        writer.write(1, {"loss": 2.0})
+        run.rename(away)
+        if is_there_again:
+            run.mkdir()
+        for write in (
+            lambda: writer.write_text(2, "sample 0", "def f"),
+            lambda: writer.write(2, {}),
+        ):
+            with pytest.raises(UsageError, match=f"cannot write {run}.*: No such file"):
+                write()
+        assert run.exists() == is_there_again and not list(run.glob("*"))
+    assert len((away / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 def test_tensorboard_events_and_resume(tmp_path, capfd):
     with make(tmp_path, tensorboard=True) as writer:
         for step in (1, 2, 3):
