@@ -224,6 +224,7 @@ def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
     (["--draws=3"], "--draws=3: intervals need 20 or more"),
     (["--further", "0.5"], "expected numbers above 1"),
     (["--hosts=2"], "--hosts is of --list-jobs tpu"),
+    (["--save-points=x", "--table-only"], "--save-points and --table-only: give one of them"),
     (["--list-jobs", "slum", "x"], "--list-jobs slum: expected one of plain: "),
     (["--list-jobs", "plain", "x", "--hosts=2"], "--hosts=2: a number of at least 1, of"),
     (["--list-jobs", "tpu", "x", "--hosts=0"], "--hosts=0: a number of at least 1"),
@@ -472,6 +473,39 @@ def test_the_best_rate_of_each_size_is_that_of_its_other_runs(tmp_path, trained,
     assert call(tmp_path, f"--from={tmp_path / 'points.json'}") == 0 and not made
     again = capsys.readouterr().out
     assert again.splitlines()[:-2] == text[text.index("Held-out loss (nats)") :].splitlines()[:-2]
+
+
+@pytest.mark.parametrize("text, rates_ended", [(GRID, False), (RATES, False), (RATES, True)])
+def test_points_of_a_study_that_is_not_finished(tmp_path, trained, capsys, text, rates_ended):
+    """Another machine takes them, and trains only what is missing."""
+    path, saved = tmp_path / "grid.py", tmp_path / "new/points.json"
+    path.write_text(text)
+    assert call(tmp_path, "--save-points", str(saved)) == 2
+    refused(capsys, "--save-points: no run of the grid has ended")
+    grid = isoflop.load_grid(path)
+    ended = grid_lib.rate_runs(grid)
+    if not rates_ended:
+        ended = (ended or grid_lib.runs_of(grid, {}))[:5]
+    for run in ended:
+        fake_run(grid, tmp_path / "w", run)
+    assert call(tmp_path, "--save-points", str(saved)) == 0
+    assert f"{saved}: {len(ended)} points" in capsys.readouterr().out
+    made = trained(path, tmp_path / "elsewhere")
+    assert call(tmp_path, f"--from={saved}", workdir="elsewhere") == 0
+    elsewhere = [*made]
+    assert not {(run.name, run.seed) for run in ended} & {*elsewhere}
+    made = trained(path, tmp_path / "anew")
+    assert call(tmp_path, workdir="anew") == 0
+    assert len(made) == len(elsewhere) + len(ended)
+    both = [tmp_path / name / "isoflop.json" for name in ("elsewhere", "anew")]
+    runs = [
+        [
+            [one[name] for name in grid_lib.Run._fields]
+            for one in json.loads(file.read_text())["points"]
+        ]
+        for file in both
+    ]
+    assert runs[0] == runs[1]
 
 
 def test_no_rate_with_a_finite_loss_is_one_line(tmp_path, trained, capsys):

@@ -31,18 +31,20 @@ stopped; runs that have ended are reused, also when the grid has grown. Argument
 every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves, isoflop.json all points and
 fits. `--from` takes points from such a file, of another machine perhaps, or from a file of
 results/ (`python -m efx.studies.results` copies a study there): what they have is not trained
-again, and what does not belong to the grid is refused. `--list-jobs` writes the commands of the
-missing runs, for other machines.
+again, and what does not belong to the grid is refused. `--save-points` writes such a file of a
+study that is not finished. `--list-jobs` writes the commands of the missing runs, for other
+machines.
 """
 
 import dataclasses
+import json
 import math
 import pathlib
 
 from efx import tables
 from efx.errors import UsageError
 from efx.metrics import portion, quantity
-from efx.runfolder import writing
+from efx.runfolder import write_atomic, writing
 from efx.studies import cli, job_list
 from efx.studies import jobs as jobs_lib
 from efx.studies import sweep as sweep_lib
@@ -55,6 +57,7 @@ from efx.studies.isoflop.points import from_data as points_of
 
 __all__ = ["analysis_of", "load_grid", "main", "points_of"]
 DRAWS, FURTHER = 1000, (10.0,)
+_TRAIN_NOTHING = ("--list-jobs", "--save-points", "--table-only")
 
 
 def main(argv=None):
@@ -72,6 +75,8 @@ def main(argv=None):
     help = "extrapolate to so many times the greatest budget (default: 10)"
     parser.add_argument("--further", type=float, nargs="*", default=list(FURTHER), metavar="X",
                         help=help)  # fmt: skip
+    help = "train nothing, write the points of the runs that have ended to PATH, for --from"
+    parser.add_argument("--save-points", metavar="PATH", help=help)
     formats = "; ".join(f"{name}: {what}" for name, what in job_list.FORMATS.items())
     help = f"train nothing, write the commands of the missing runs to PATH. {formats}"
     parser.add_argument("--list-jobs", nargs=2, metavar=("FORMAT", "PATH"), help=help)
@@ -88,6 +93,9 @@ def study(arguments):
     runs = Runs(grid, workdir, arguments.extra, arguments.points)
     if arguments.list_jobs:
         _list_jobs(runs, arguments)
+        return
+    if arguments.save_points:
+        _save_points(runs, arguments.save_points)
         return
     points = collect(runs, 0 if arguments.table_only else arguments.jobs)
     study = points_lib.as_data(points)
@@ -107,8 +115,9 @@ def _check(arguments):
         raise UsageError(f"--draws={arguments.draws}: intervals need 20 or more")
     if not all(1 < factor < float("inf") for factor in arguments.further):
         raise UsageError(f"--further={arguments.further}: expected numbers above 1")
-    if arguments.list_jobs and arguments.table_only:
-        raise UsageError("--list-jobs and --table-only: give one of them")
+    given = [flag for flag in _TRAIN_NOTHING if getattr(arguments, flag[2:].replace("-", "_"))]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)}: give one of them")
     if arguments.hosts != 1 and not arguments.list_jobs:
         raise UsageError("--hosts is of --list-jobs tpu")
 
@@ -213,6 +222,27 @@ def collect(runs, jobs):
     points = fitted + [point for point in tried if point.run not in {*fitted_runs}]
     points_lib.check_together(points)
     return points
+
+
+def _save_points(runs, path):
+    """Writes the points of the runs that have ended, whatever is missing."""
+    stage = grid_lib.rate_runs(runs.grid)
+    missing = {*runs.missing(stage)}
+    tried = [runs.point(run, False) for run in stage if run not in missing]
+    fitted_runs = []
+    if not missing:
+        fitted_runs = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
+        missing = {*runs.missing(fitted_runs)}
+    points = [runs.point(run, True) for run in fitted_runs if run not in missing]
+    points += [point for point in tried if point.run not in {*fitted_runs}]
+    if not points:
+        raise UsageError("--save-points: no run of the grid has ended; there is nothing to write")
+    points_lib.check_together(points)
+    path = pathlib.Path(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(points_lib.as_data(points)))
+    print(f"{path}: {len(points)} points")
 
 
 def _list_jobs(runs, arguments):
