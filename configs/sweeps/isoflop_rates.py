@@ -3,10 +3,10 @@
     python -m efx.studies.isoflop --grid configs/sweeps/isoflop_rates.py \\
         --workdir runs/rates_by_width --jobs 2
 
-Sizes, text and smallest budget are those of `configs/sweeps/mod_evidence.py`, whose runs share the
-rate that is best here. muP should have the same best rate at all widths. One budget and one seed,
-so there is no law; the table of learning rates is what this is for. Some half an hour on 2 CPU
-cores.
+Sizes, text and smallest budget are those of `configs/sweeps/mod_evidence.py`, whose runs share a
+rate that is near the best here. muP should have the same best rate at all widths. One budget and
+one seed, so there is no law; the table of learning rates is what this is for. Some half an hour on
+2 CPU cores.
 """
 
 from efx.configs.sweeps import mod_evidence
@@ -14,7 +14,7 @@ from efx.configs.sweeps import mod_evidence
 
 def get_grid():
     evidence = mod_evidence.get_grid()
-    standard = {"model.mup.base_width": 0}
+    mup = {"model.mup.base_width": 32}
     sizes = {
         name: {key: value for key, value in changes.items() if key != "optim.learning_rate"}
         for name, changes in list(evidence["sizes"].items())[::2]
@@ -24,10 +24,10 @@ def get_grid():
         seeds=(0,),
         budgets=(min(evidence["budgets"]),),
         families={
-            "dense, muP": mod_evidence.DENSE,
-            "dense, standard": mod_evidence.DENSE | standard,
-            "MoD 12.5%, muP": {},
-            "MoD 12.5%, standard": standard,
+            "dense, muP": mod_evidence.DENSE | mup,
+            "dense, standard": mod_evidence.DENSE,
+            "MoD 12.5%, muP": mup,
+            "MoD 12.5%, standard": {},
         },
         sizes=sizes,
         learning_rates=(4e-3, 8e-3, 16e-3, 32e-3),

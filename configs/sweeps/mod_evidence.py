@@ -27,10 +27,9 @@ BASE = {
     "data.seq_len": 256,
     "data.batch_size": 4,
     "model.mlp.multiple_of": 8,
-    "model.mup.base_width": 32,
     # Deviations that fit the width: N(0, 0.02^2) is of wide models and costs these some 0.3 nats.
     "model.initialisation": "spike_no_more",
-    "optim.learning_rate": 8e-3,
+    "optim.learning_rate": 1e-2,
     "optim.schedule.warmup_steps": 0,
     "optim.schedule.warmup_fraction": 0.1,
     "evaluate.every": 0,
