@@ -27,6 +27,7 @@ A file holds
     first, columns            title of the rows' names; {title: format of its numbers}
     rows                      [{name, cells: {column: number, text, {mean, spread, n}, or
                               {mean, interval}}}]
+    tables                    of an isoFLOP study all others, as Markdown
     study                     of an isoFLOP study all points, with the settings of their runs, from
                               which `python -m efx.studies.isoflop --from` goes on elsewhere; of a
                               router probe its data
@@ -103,6 +104,7 @@ FIELDS = {
     "first": "run",
     "columns": None,
     "rows": None,
+    "tables": (),
     "study": (),
     "curves": (),
 }
@@ -149,7 +151,7 @@ def write_result(path, result):
         if result[key] in (default, list(default or ())):
             continue
         value = json.dumps(result[key], ensure_ascii=False)
-        if key in ("commands", "rows"):
+        if key in ("commands", "rows", "tables"):
             value = _one_a_line(result[key])
         if key == "study":
             entries = {k: json.dumps(v, ensure_ascii=False) for k, v in result[key].items()}
@@ -220,7 +222,11 @@ def section(name, result):
     if result["stale"]:
         paragraphs.append(f"**Not as efx is today.** {result['stale']}")
     data = f"Data: [results/{name}.json](../results/{name}.json)"
-    paragraphs += [table(result), f"{provenance(result)} {data}"]
+    paragraphs.append(table(result))
+    if result["tables"]:
+        summary = "<summary>What was measured, and what follows from it</summary>"
+        paragraphs += ["<details>", summary, *result["tables"], "</details>"]
+    paragraphs.append(f"{provenance(result)} {data}")
     paragraphs.append("```bash\n" + "\n".join(result["commands"]) + "\n```")
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
@@ -427,13 +433,14 @@ def import_study(path, workdir, new_fields, add=False):
         result |= {"study": kept, "picture": "probe", "first": "block"}
     elif study:
         points = isoflop.points_of(study, pathlib.Path(workdir) / "isoflop.json")
-        columns = report.FORMS
+        analysis = isoflop.analysis_of(points, study["draws"])
         cells = {
             f"{family}, {quantity(budget, 'FLOPs')}": row
-            for (budget, family), row in report.optima_table(
-                isoflop.analysis_of(points, study["draws"])
-            ).items()
+            for (budget, family), row in report.optima_table(analysis).items()
         }
+        there = {title for row in cells.values() for title in row}
+        columns = {title: form for title, form in report.FORMS.items() if title in there}
+        result["tables"] = report.details(analysis, points, study["further"])
         kept = {name: value for name, value in study.items() if name != "fits"}
         result |= {"study": kept, "picture": "curves"}
     else:

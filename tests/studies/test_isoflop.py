@@ -315,7 +315,7 @@ def test_what_the_tables_say_where_there_is_nothing():
         fitted, machine = True, "m"
 
     text = report.markdown(found, [Seen], [10.0], "facts")
-    assert "No law of dense: the law L(N, D) has 5 parameters" in text
+    assert "No law of dense; MoD: the law L(N, D) has 5 parameters" in text
     assert "further budgets" not in text and "1 seed a point" in text
 
 

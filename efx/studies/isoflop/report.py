@@ -156,7 +156,10 @@ def _laws(analysis):
             )
     table = tables.markdown(["family", *LAW_FORMS], _rows(rows, LAW_FORMS))
     parts = ["The law L = E + A / N^a + B / D^b, N all parameters, D tokens:", table] * bool(rows)
-    notes += [f"No law of {family}: {why}." for family, why in analysis.refusals.items()]
+    without = {}
+    for family, why in analysis.refusals.items():
+        without.setdefault(why, []).append(family)
+    notes += [f"No law of {'; '.join(families)}: {why}." for why, families in without.items()]
     return "\n\n".join([*parts, *notes])
 
 
@@ -241,13 +244,28 @@ def rates_table(points):
     )
 
 
-def markdown(analysis, points, further, facts):
-    """All tables; facts: a sentence on what they are of."""
-    parts = [_measured(analysis), rates_table(points), _optima(analysis), _laws(analysis)]
+def details(analysis, points, further):
+    """[table with its sentence] of all but the optima: what was measured, learning rates, laws,
+    what they extrapolate, speedups."""
+    return [*_of_points(analysis, points), *_of_fits(analysis, further)]
+
+
+def _of_points(analysis, points):
+    return [part for part in (_measured(analysis), rates_table(points)) if part]
+
+
+def _of_fits(analysis, further):
+    parts = [_laws(analysis)]
     if analysis.laws:
         parts.append(_further(analysis, further))
     if len(analysis.families) > 1 and len(analysis.budgets) > 1:
         parts.append(_speedups(analysis))
+    return [part for part in parts if part]
+
+
+def markdown(analysis, points, further, facts):
+    """All tables; facts: a sentence on what they are of."""
+    parts = [*_of_points(analysis, points), _optima(analysis), *_of_fits(analysis, further)]
     machines = sorted({point.machine for point in points})
     if len(machines) > 1:
         parts.append(
@@ -260,7 +278,7 @@ def markdown(analysis, points, further, facts):
         f"{facts}; {seeds} a point, mean ± standard deviation; in parentheses {LEVEL}% intervals of"
         f" {analysis.draws} bootstrap draws over points and seeds."
     )
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def as_data(analysis, further):
