@@ -263,6 +263,11 @@ def experiment(config, workdir=None, splits=SPLITS):
     teacher = _teacher(config, data.tokenizer) if "train" in splits else None
     stages = _capacity_stages(model, config.data.seq_len)
     steps = _total_steps(config, stages, teacher)
+    if config.log.profile_at >= steps:
+        raise UsageError(
+            f"config.log.profile_at={config.log.profile_at}: the run has {steps} steps; give one"
+            " before the last, or 0 for no profile"
+        )
     stages = tuple(Stage(round(start * steps), *stage) for start, *stage in stages)
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 

@@ -103,6 +103,11 @@ class Evaluator:
         """
         if name in ("eval/loss", "eval/bits_per_byte"):
             return
+        if "accuracy" in name.rpartition("/")[2]:
+            raise UsageError(
+                f"config.checkpoint.best_metric={name!r}: its lowest values would be kept, and of"
+                " an accuracy more is better; give a loss, such as eval/loss"
+            )
         c, means = self._config, {}
         batch = next(iter(self._data.eval_batches(c.batch_size, 1)))
         for selection, step in self._steps.items():

@@ -16,7 +16,7 @@ from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from efx.errors import UsageError
+from efx.errors import UsageError, nearest
 from efx.settings import as_dict
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
@@ -161,6 +161,9 @@ def check_rules(rules):
         if name not in names:
             raise UsageError(f"config.rules has no rule for the logical axis {name!r}")
     for name, axes in rules:
+        if name not in PARAMETER_AXES + ACTIVATION_AXES:
+            known = nearest(name, PARAMETER_AXES + ACTIVATION_AXES)
+            raise UsageError(f"config.rules: {name!r} is no logical axis{known}")
         for axis in _as_tuple(axes):
             if axis not in MESH_AXES:
                 raise UsageError(

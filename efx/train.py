@@ -116,6 +116,7 @@ class _Launch:
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
+        self.profiled_from = None  # the step at which the open window of the profiler began
         self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
@@ -251,6 +252,7 @@ class _Launch:
                 )
                 return self._finish()
             self._loop(iterator)
+            self._end_profile()
             return self._finish()
 
     def _save_untrained(self, iterator):
@@ -544,10 +546,19 @@ class _Launch:
         start_step, count = self.config.log.profile_at, self.config.log.profile_steps
         if start_step and self.step == start_step:
             jax.profiler.start_trace(str(self.mirror.path / "profile"))
-        if start_step and self.step == start_step + count:
-            jax.block_until_ready(self.state)
-            jax.profiler.stop_trace()
-            self.progress.println(f"profile of {count} steps: {self.workdir / 'profile'}")
+            self.profiled_from = start_step
+        if self.step == start_step + count:
+            self._end_profile()
+
+    def _end_profile(self):
+        """Writes the profile whose window is open: of fewer steps where the run ends in it."""
+        if self.profiled_from is None:
+            return
+        jax.block_until_ready(self.state)
+        jax.profiler.stop_trace()
+        count, self.profiled_from = self.step - self.profiled_from, None
+        steps = f"{count} step{'s' * (count != 1)}"
+        self.progress.println(f"profile of {steps}: {self.workdir / 'profile'}")
 
     def _report_start(self):
         total = time.monotonic() - self.started

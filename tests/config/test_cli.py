@@ -137,9 +137,12 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
     """One tiny run, then everything that may be asked of its folder."""
     run = tmp_path / "run"
     given = {**SETTINGS, "data.source": f"text:{text}", "data.tokenizer": "chars"}
-    given |= {"data.eval_fraction": 0.5}
+    given |= {"data.eval_fraction": 0.5, "log.profile_at": 1}
     assert call(f"--workdir={run}", **given) == 0
     said = capsys.readouterr().out
+    # A window of five steps, in which the run ends.
+    assert f"profile of 1 step: {run / 'profile'}\n" in said
+    assert list((run / "profile").rglob("*.xplane.pb"))
     # Read as people read: no "1.35 ktraining tokens", and not as if all held-out text were scored.
     assert re.search(r": [\d.]+k parameters, 1\.35k training tokens, .* \d cpu devices?\n", said)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -19,6 +19,7 @@ from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, 
 from efx import memory, optim, run_settings, settings, train
 from efx.errors import UsageError
 from efx.models.families import FAMILIES
+from efx.sharding import DEFAULT_RULES
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,9 @@ SEEN = [
     ({"losses.router_bce": "'much'"}, "config.losses.router_bce='much' must be a number or a dict"),
     ({"losses.z_loss": "nan"}, "config.losses.z_loss="),
     ({"checkpoint.best_metric": "eval/los"}, "no evaluation of this model gives it (did you mean"),
+    ({"checkpoint.best_metric": "eval/accuracy"}, "lowest values would be kept"),
+    ({"log.profile_at": 2}, "config.log.profile_at=2: the run has 2 steps"),
+    ({"rules": repr((*DEFAULT_RULES, ("mpl", None)))}, "'mpl' is no logical axis (did you"),
     ({"data.packing": True}, "is one document, and packing fills rows with several"),
     ({"adapter.kind": "lora"}, "config.init.run is empty: config.adapter.kind='lora' needs there"),
     ({"sample.prompt": "\udcff"}, "config.sample.prompt='\\udcff': has half of a surrogate pair"),
