@@ -859,7 +859,8 @@ def cache_bytes(model, cache_size):
 
 def tokens(seed=0, batch=BATCH, length=LENGTH):
     """Random tokens [B, T]."""
-    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, length)), jnp.int32)
+    rng = np.random.default_rng(seed)
+    return constant(rng.integers(0, VOCAB, (batch, length)), np.int32)
 
 
 def jit(function, **options):

@@ -9,6 +9,7 @@ import functools
 import logging
 
 import families
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -114,50 +115,65 @@ def test_the_row_is_the_exception_and_says_so(caplog):
 
 
 def info_of(segments_BT):
-    segments_BT = jnp.asarray(segments_BT, jnp.int32)
-    return CallInfo(Tokens(jnp.arange(segments_BT.shape[1])[None], segments_BT))
+    segments_BT = np.int32(segments_BT)
+    return CallInfo(Tokens(np.arange(segments_BT.shape[1])[None], segments_BT))
 
 
 def test_room_by_hand():
     info = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
-    budget = plans.Budget(0.5, 12, info.tokens.documents())
-    plan = budget.first(jnp.ones((2, 12), bool))
+    all_BT = np.ones((2, 12), bool)
+    late_BT = np.array([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1]] * 2, bool)
+    scores_BT = np.tile(np.arange(12, dtype=np.float32), (2, 1))
+
+    @families.jit
+    def run(info, all_BT, late_BT, scores_BT):
+        budget = plans.Budget(0.5, 12, info.tokens.documents())
+        valid_BT = info.tokens.segment_ids_BT > 0
+        best = budget.top(scores_BT, valid_BT)
+        # An unsorted plan is gathered and scattered like any other.
+        back_BT = plans.scatter_add(jnp.zeros((2, 12)), plans.gather(scores_BT + 1, best), best)
+        return (
+            budget.first(all_BT),
+            budget.first(late_BT & valid_BT),
+            budget.fits(late_BT),
+            best,
+            (back_BT, plans.selected(best, 12)),
+        )
+
+    whole, late, fits_BT, best, (back_BT, selected_BT) = jax.device_get(
+        run(info, all_BT, late_BT, scores_BT)
+    )
     # Three, two and one; the padding's places are those of the document before it.
-    np.testing.assert_array_equal(plan.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
-    late_BT = jnp.asarray([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1]] * 2, bool)
-    plan = budget.first(late_BT & (info.tokens.segment_ids_BT > 0))
+    np.testing.assert_array_equal(whole.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
     # Every document begins at its place, however many the one before has left empty.
-    np.testing.assert_array_equal(plan.indices_BC[0], [5, 13, 14, 6, 7, 11])
-    np.testing.assert_array_equal(plan.mask_BC, [[1, 0, 0, 1, 1, 1], [0] * 6])
-    fits_BT = budget.fits(late_BT)
+    np.testing.assert_array_equal(late.indices_BC[0], [5, 13, 14, 6, 7, 11])
+    np.testing.assert_array_equal(late.mask_BC, [[1, 0, 0, 1, 1, 1], [0] * 6])
     np.testing.assert_array_equal(fits_BT[0], [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1])
     # The largest: as many as the tokens of a document, not its places, come to.
-    scores_BT = jnp.tile(jnp.arange(12.0), (2, 1))
-    plan = budget.top(scores_BT, info.tokens.segment_ids_BT > 0)
-    np.testing.assert_array_equal(plan.mask_BC, [[1] * 6, [1, 1, 1, 0, 0, 0]])
-    np.testing.assert_array_equal(plan.indices_BC[0], [3, 4, 5, 8, 9, 11])
-    np.testing.assert_array_equal(plan.indices_BC[1][:3], [2, 3, 4])
-    # An unsorted plan is gathered and scattered like any other.
-    back_BT = plans.scatter_add(jnp.zeros((2, 12)), plans.gather(scores_BT + 1, plan), plan)
-    np.testing.assert_array_equal(back_BT > 0, plans.selected(plan, 12))
+    np.testing.assert_array_equal(best.mask_BC, [[1] * 6, [1, 1, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(best.indices_BC[0], [3, 4, 5, 8, 9, 11])
+    np.testing.assert_array_equal(best.indices_BC[1][:3], [2, 3, 4])
+    np.testing.assert_array_equal(back_BT > 0, selected_BT)
 
 
 def test_room_inside_of_room_by_hand():
     """Experts in a routed block: a document's places there follow from its own alone."""
     outer = info_of([[1] * 8 + [2] * 8] * 2)
-    budget = plans.Budget(0.5, 16, outer.tokens.documents())
+
+    @families.jit
+    def run(outer, wanted_BT):
+        budget = plans.Budget(0.5, 16, outer.tokens.documents())
+        inner = budget.first(wanted_BT).info(outer.full(2), budget).tokens
+        return inner, plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+
     wanted_BT = np.zeros((2, 16), bool)
     wanted_BT[0, 3] = wanted_BT[:, 8:12] = wanted_BT[1, :8] = True  # one and four of document 1
-    plan = budget.first(jnp.asarray(wanted_BT))
-    inner = plan.info(outer.full(2), budget).tokens
+    inner, expert = jax.device_get(run(outer, wanted_BT))
     np.testing.assert_array_equal(inner.segment_ids_BT, [[1, 0, 0, 0] + [2] * 4, [1] * 4 + [2] * 4])
-    expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 1, 1], [1, 1, 1, 1]])
     np.testing.assert_array_equal(expert.indices_BC[:, 2:], [[4, 5], [4, 5]])
     # What a document without routed tokens leaves is not the one's before it, either.
-    plan = budget.first(jnp.asarray(wanted_BT & (np.arange(16) < 8)))
-    inner = plan.info(outer.full(2), budget).tokens
-    expert = plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
+    inner, expert = jax.device_get(run(outer, wanted_BT & (np.arange(16) < 8)))
     np.testing.assert_array_equal(expert.mask_BC, [[1, 0, 0, 0], [1, 1, 0, 0]])
 
 

@@ -25,9 +25,10 @@ def inputs(seed=0, length=T, kv_heads=K):
     """(q, k, v), float32."""
     rng = np.random.default_rng(seed)
     shapes = [(B, length, N, H), (B, length, kv_heads, H), (B, length, kv_heads, H)]
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return tuple(np.float32(rng.normal(size=shape)) for shape in shapes)
 
 
+@functools.partial(jax.jit, static_argnames="softcap")
 def full(q, k, v, visible_BTS, scale, softcap=0.0, factor_BNTS=1.0):
     """Attention with all scores in memory, every head with keys of its own."""
     k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
@@ -117,9 +118,8 @@ def test_what_is_visible_is_an_interval(seed, window, packed, routed):
         return
     segments = segments if packed else None
     first = first_visible(
-        len(positions), window, jnp.asarray(positions)[None],
-        None if segments is None else jnp.asarray(segments)[None],
-    )  # fmt: skip
+        len(positions), window, positions[None], None if segments is None else segments[None]
+    )
     first = np.zeros(len(positions), int) if first is None else np.asarray(first)[0]
     place = np.arange(len(positions))
     got = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
@@ -175,31 +175,30 @@ def test_every_chunk_size(chunk):
 
 def test_large_scores_do_not_overflow():
     q, k, v = inputs()
-    out = attend.attend(100 * q, 100 * k, v, scale=1.0)
+    out = families.jit(functools.partial(attend.attend, scale=1.0))(100 * q, 100 * k, v)
     assert np.isfinite(out).all()
 
 
 def test_masks_as_tables():
     """Who sees whom, read off the kernel: v is one-hot, so the output is the attention matrix."""
-    q = jnp.zeros((B, T, 1, T))
-    v = jnp.tile(jnp.eye(T)[None, :, None], (B, 1, 1, 1))
+    q = np.zeros((B, T, 1, T), np.float32)
+    v = np.tile(np.eye(T, dtype=np.float32)[None, :, None], (B, 1, 1, 1))
 
     def seen(options, **static):
         kernel = functools.partial(attend.attend, scale=1.0, chunk=6)
         out = families.jit(lambda options: kernel(q, q, v, **options, **static))(options)
-        return (np.asarray(out[:, :, 0]) > 0).astype(int)
+        return (np.asarray(out)[:, :, 0] > 0).astype(int)
 
-    positions_BT = jnp.asarray(GAPS)
     for options, window, mask in [
         ({}, 0, visible()),
-        (dict(segment_ids_BT=jnp.asarray(SEGMENTS)), 0, visible(segments=SEGMENTS)),
-        (dict(positions_BT=positions_BT), 4, visible(window=4, positions=GAPS)),
-        (dict(positions_BT=jnp.arange(T)[None]), 4, visible(window=4)),
+        (dict(segment_ids_BT=SEGMENTS), 0, visible(segments=SEGMENTS)),
+        (dict(positions_BT=GAPS), 4, visible(window=4, positions=GAPS)),
+        (dict(positions_BT=np.arange(T)[None]), 4, visible(window=4)),
     ]:
         np.testing.assert_array_equal(seen(options, window=window), mask)
     # Equal scores: each query divides itself equally among what it sees. By hand, row 1 of GAPS.
     np.testing.assert_array_equal(
-        seen(dict(positions_BT=positions_BT), window=4)[1, :5, :5],
+        seen(dict(positions_BT=GAPS), window=4)[1, :5, :5],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
     )
 
@@ -267,21 +266,26 @@ def test_probs_fn_sees_every_chunk():
     """It gets [B, K, G, T, S] probabilities and the number of the first key."""
     q, k, v = inputs()
     factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
-    asked = []
+    asked, given = [], []
 
     def probs_fn(probs_BKGTS, start, k_start, allowed_BTS):
         assert start == sum(size for size, _ in asked)
-        assert np.all((probs_BKGTS > 0) == allowed_BTS[:, None, None])
         queries, keys = probs_BKGTS.shape[3:]
         asked.append((queries, k_start))
-        np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
+        given.append((probs_BKGTS, allowed_BTS))
         part = factor[:, :, start : start + queries, k_start : k_start + keys]
         return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
 
-    out = attend.attend(
-        q, k, v, scale=0.4, chunk=4, window=3, probs_fn=probs_fn, positions_BT=jnp.arange(T)[None]
-    )
-    assert asked == [(4, 0), (4, 2), (3, 6)]
+    @families.jit
+    def run(q, k, v, positions_BT):
+        options = dict(scale=0.4, chunk=4, window=3, probs_fn=probs_fn)
+        return attend.attend(q, k, v, positions_BT=positions_BT, **options), given
+
+    out, chunks = jax.device_get(run(q, k, v, np.arange(T)[None]))
+    assert asked == [(4, 0), (4, 2), (3, 6)] and len(chunks) == 3
+    for probs_BKGTS, allowed_BTS in chunks:
+        assert np.all((probs_BKGTS > 0) == allowed_BTS[:, None, None])
+        np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
     expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
@@ -297,12 +301,12 @@ def test_dropout_of_probabilities():
         dtype=jnp.float32,
         width=8,
     )
-    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(200, 1, 8)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x_BTD, CallInfo(Tokens(jnp.zeros((1, 1), int))))
+    x_BTD = np.float32(np.random.default_rng(0).normal(size=(200, 1, 8)))
+    info = CallInfo(Tokens(np.zeros((1, 1), int)))
+    variables = families.jit(layer.init)(jax.random.key(0), x_BTD, info)
 
     @families.jit
-    def apply(key):
-        info = CallInfo(Tokens(jnp.zeros((1, 1), int)))
+    def apply(key, info=info):
         dropping = info.replace(mode=Mode(train=True))
         return (
             layer.apply(variables, x_BTD, info),
@@ -336,17 +340,15 @@ def test_attend_cache_is_attend():
         v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
     last = 4  # the last queries only
     for window in (0, 3):
-        out = attend.attend_cache(
+        cached = functools.partial(attend.attend_cache, scale=0.4, window=window, softcap=0.9)
+        out = families.jit(cached)(
             q[:, -last:],
-            jnp.asarray(k_BKHS),
-            jnp.asarray(v_BKSH),
-            jnp.tile(jnp.arange(T - last, T)[None], (B, 1)),
-            jnp.asarray(positions_BS),
-            scale=0.4,
-            window=window,
-            softcap=0.9,
+            k_BKHS,
+            v_BKSH,
+            np.tile(np.arange(T - last, T)[None], (B, 1)),
+            positions_BS,
         )
-        expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, -last:]
+        expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[:, -last:]
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -356,7 +358,7 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
     """In blocks, the last of which overlaps the one before; what lies behind is never read."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 5)
     q, k, v = inputs()
-    slots, rows = 12, jnp.array([1, 0])
+    slots, rows = 12, np.array([1, 0])
     k_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
     v_BKSH = np.full((B, K, slots, H), np.nan, np.float32)
     count = min(used, T)
@@ -378,13 +380,13 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
         query[rows],
         k_BKHS,
         v_BKSH,
-        jnp.full((B, 1), count - 1),
+        np.full((B, 1), count - 1),
         positions_BS,
         used=used,
         rows_B=rows,
     )
-    expected = full(q, k, v, visible(window=window), 0.4, 0.9)[:, count - 1 : count]
-    np.testing.assert_allclose(out, np.asarray(expected)[np.asarray(rows)], atol=1e-5)
+    expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[:, count - 1 : count]
+    np.testing.assert_allclose(out, expected[rows], atol=1e-5)
 
 
 # ---- rotary embedding --------------------------------------------------------------------------
@@ -396,7 +398,9 @@ def test_rope_scaling():
 
     def angles(**scaling):
         c = AttentionConfig(rope_theta=10.0**4, rope_scaling=RopeScalingConfig(**scaling))
-        y = rope(jnp.eye(8)[:4].reshape(4, 1, 1, 8), jnp.ones((4, 1), int), c)[:, 0, 0]
+        x = np.eye(8, dtype=np.float32)[:4].reshape(4, 1, 1, 8)
+        turned = families.jit(lambda x, places_BT: rope(x, places_BT, c))
+        y = np.asarray(turned(x, np.ones((4, 1), int)))[:, 0, 0]
         return np.arctan2(np.diagonal(y[:, 4:]), np.diagonal(y[:, :4]))
 
     plain = np.array([1.0, 0.1, 0.01, 0.001])
@@ -413,17 +417,30 @@ def test_rope_scaling():
 def test_rope_turns_pairs(platform, monkeypatch):
     """Pair i of H/2 turns by position * theta^(-2i/H); lengths stay, only differences matter."""
     monkeypatch.setattr(sharding, "platform", lambda: platform)
-    x = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
-    y = np.asarray(rope(x, jnp.array([[0, 1, 7]]), AttentionConfig(rope_theta=100.0)))[0, :, 0]
-    for row, t in zip(y, (0, 1, 7), strict=True):
+    (q, k, _), plain = inputs(kv_heads=N), AttentionConfig()
+
+    @families.jit
+    def turned(x, places_BT, q, k, order_BT):
+        later = [rope(part, order_BT + 5, plain) for part in (q, k)]
+        sooner = [rope(part, order_BT, plain) for part in (q, k)]
+        return (
+            rope(x, places_BT, AttentionConfig(rope_theta=100.0)),
+            later,
+            sooner,
+            rope(q, order_BT, AttentionConfig(rope_fraction=4 / H)),
+            rope(q[..., :4], order_BT, plain),
+            rope(q.astype(jnp.bfloat16), order_BT, plain),
+        )
+
+    x = np.float32([1, 1, 0, 0]) * np.ones((1, 3, 1, 1), np.float32)
+    y, a, b, part, of_part, half = jax.device_get(
+        turned(x, np.array([[0, 1, 7]]), q, k, np.arange(T)[None])
+    )
+    for row, t in zip(y[0, :, 0], (0, 1, 7), strict=True):
         np.testing.assert_allclose(
             row, [np.cos(t), np.cos(t / 10), np.sin(t), np.sin(t / 10)], atol=1e-6
         )
-    (q, k, _), plain = inputs(kv_heads=N), AttentionConfig()
-    a = [rope(part, jnp.arange(T)[None] + 5, plain) for part in (q, k)]
-    b = [rope(part, jnp.arange(T)[None], plain) for part in (q, k)]
     np.testing.assert_allclose(*(np.einsum("btnh,bsnh->bnts", *pair) for pair in (a, b)), atol=1e-4)
-    turned = rope(q, jnp.arange(T)[None], AttentionConfig(rope_fraction=4 / H))
-    np.testing.assert_array_equal(turned[..., 4:], q[..., 4:])
-    np.testing.assert_array_equal(turned[..., :4], rope(q[..., :4], jnp.arange(T)[None], plain))
-    assert rope(q.astype(jnp.bfloat16), jnp.arange(T)[None], plain).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(part[..., 4:], q[..., 4:])
+    np.testing.assert_array_equal(part[..., :4], of_part)
+    assert half.dtype == jnp.bfloat16

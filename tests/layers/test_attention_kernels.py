@@ -4,6 +4,7 @@ them is chosen."""
 import importlib.util
 import types
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,16 +144,21 @@ def test_a_kernel_of_intervals_gets_the_first_key_of_each_query(window, document
     kernel = KERNELS["mosaic"]._replace(refuses=lambda case: None, run=run)
     monkeypatch.setitem(KERNELS, "mosaic", kernel)
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, 2, 16)), jnp.float32) for _ in range(3))
-    segments = jnp.asarray(SEGMENTS, jnp.int32) if documents else None
-    attended = [
-        attend.attend(
-            q, k, v, scale=0.2, kernel=name, window=window, segment_ids_BT=segments,
-            positions_BT=jnp.arange(LENGTH)[None],
-        )
-        for name in ("mosaic", "xla")
-    ]  # fmt: skip
-    np.testing.assert_allclose(*attended, atol=1e-5)
+    q, k, v = (np.float32(rng.normal(size=(2, LENGTH, 2, 16))) for _ in range(3))
+    segments = np.int32(SEGMENTS) if documents else None
+
+    @families.jit
+    def attended(q, k, v, segments, place):
+        return [
+            attend.attend(
+                q, k, v, scale=0.2, kernel=name, window=window, segment_ids_BT=segments,
+                positions_BT=place,
+            )
+            for name in ("mosaic", "xla")
+        ]  # fmt: skip
+
+    both = attended(q, k, v, segments, np.arange(LENGTH)[None])
+    np.testing.assert_allclose(*both, atol=1e-5)
 
 
 def test_falling_back_is_said_once(monkeypatch, caplog):
@@ -197,7 +203,7 @@ def test_rows_that_do_not_divide_are_on_every_device(rows, of_each_device):
         seen.append(q_BTNH.shape[0])
         return q_BTNH + k_BTKH + v_BTKH
 
-    x = jnp.arange(rows * 4.0).reshape(rows, 2, 1, 2)
+    x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 2, 1, 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         out = jax.jit(lambda x: attention_kernels._over_devices(local, x, x, x, None))(x)
     np.testing.assert_array_equal(out, 3 * x)

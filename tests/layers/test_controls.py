@@ -35,7 +35,7 @@ def control(selection):
     params = families.random_params(model)
     state = {}
     if selection == "random_fixed":
-        state = {"state": {"layers": {f"block_{i}": {"seed": jnp.int32(i)} for i in range(2)}}}
+        state = {"state": {"layers": {f"block_{i}": {"seed": np.int32(i)} for i in range(2)}}}
     return model, {"params": params, **state}
 
 
@@ -78,7 +78,7 @@ def test_evaluation_draws_fresh_places_for_every_block_row_and_batch(scan):
     rows = np.concatenate(draws[:2]).reshape(-1, families.LENGTH)
     assert len(np.unique(rows, axis=0)) == len(rows) == 12
     with pytest.raises(UsageError, match=r"selection='stochastic' draws places from a key"):
-        model.apply(variables, tokens_BT)
+        jax.eval_shape(model.apply, variables, tokens_BT)
 
 
 class Held:
@@ -197,10 +197,13 @@ def test_a_latent_stack_decodes_with_the_places_of_a_whole_pass():
     assert np.abs(run(1)[0] - whole_BTV).max() > 0.01
 
 
+random_fixed = families.jit(controls.random_fixed, static_argnums=2)
+
+
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.75, 1.0])
 def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capacity):
-    tokens = Tokens(jnp.arange(300)[None])
-    chosen = [np.asarray(controls.random_fixed(tokens, seed, capacity))[0] for seed in range(5)]
+    tokens = Tokens(np.arange(300)[None])
+    chosen = [np.asarray(random_fixed(tokens, seed, capacity))[0] for seed in range(5)]
     for chosen_T in chosen:
         count_T = np.cumsum(chosen_T)
         allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
@@ -208,7 +211,7 @@ def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capac
     if capacity < 1:
         assert len(np.unique(chosen, axis=0)) == 5
         share_T = np.mean(
-            [np.asarray(controls.random_fixed(tokens, s, capacity))[0] for s in range(200)], axis=0
+            [np.asarray(random_fixed(tokens, s, capacity))[0] for s in range(200)], axis=0
         )
         assert share_T.min() > capacity / 3  # every position is somebody's
 
@@ -217,8 +220,8 @@ def test_fixed_places_are_a_function_of_position_and_block():
     """Whatever the tokens, the row, the batch, the length of the text and the way of selecting."""
     model, variables = control("random_fixed")
     whole = places(model, variables, families.tokens(batch=3), None)
-    tokens = Tokens(jnp.arange(families.LENGTH)[None])
-    expected = np.stack([controls.random_fixed(tokens, jnp.int32(block), 0.25) for block in (0, 1)])
+    tokens = Tokens(np.arange(families.LENGTH)[None])
+    expected = np.stack([random_fixed(tokens, block, 0.25) for block in (0, 1)])
     same = {tuple(map(tuple, rows)) for rows in np.tile(expected, (1, 3, 1))}
     assert {tuple(map(tuple, rows)) for rows in whole} == same and len(same) == 2
     part = places(model, variables, families.tokens(seed=1, batch=3, length=13), None, "train")
@@ -228,9 +231,9 @@ def test_fixed_places_are_a_function_of_position_and_block():
 
 
 def test_evenly_spaced_places_are_the_first_of_their_intervals():
-    tokens = Tokens(jnp.arange(16)[None])
+    tokens = Tokens(np.arange(16)[None])
     chosen = {
-        capacity: np.flatnonzero(controls.position(tokens, None, capacity)[0]).tolist()
+        capacity: np.flatnonzero(controls.position(tokens, None, capacity)).tolist()
         for capacity in (0.125, 0.25, 0.375, 1.0)
     }
     assert chosen == {0.125: [0, 8], 0.25: [0, 4, 8, 12], 0.375: [0, 2, 5, 8, 10, 13]} | {
@@ -243,14 +246,23 @@ def test_evenly_spaced_places_are_the_first_of_their_intervals():
 SHARES = np.array([0.4, 0.02, 0.3, 0.0, 0.08, 0.2])  # of a vocabulary of 6
 
 
+@functools.cache
+def token_types(order):
+    """Compiled (init, apply) of the module."""
+    module = controls.TokenTypes(len(SHARES), order)
+    return families.jit(module.init), families.jit(
+        functools.partial(module.apply, mutable=["state"])
+    )
+
+
 def types_of(order, tokens_BT, segment_ids_BT=None, train=False, state=None):
     """(`info.Types` of the tokens, the state afterwards)."""
-    module = controls.TokenTypes(len(SHARES), order)
-    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
     info = CallInfo(Tokens(positions_BT, segment_ids_BT), Mode(train=train))
+    init, apply = token_types(order)
     if state is None:
-        state = module.init(jax.random.key(0), tokens_BT, info)["state"]
-    types, after = module.apply({"state": state}, tokens_BT, info, mutable=["state"])
+        state = init(jax.random.key(0), tokens_BT, info)["state"]
+    types, after = jax.device_get(apply({"state": state}, tokens_BT, info))
     return types, after["state"]
 
 
@@ -282,7 +294,7 @@ def test_the_counts_of_micro_batches_have_the_mean_of_the_batch():
 
 @pytest.mark.parametrize("selection", ["token_hash", "token_frequency"])
 def test_types_share_the_line_by_how_frequent_they_are(selection):
-    state = {"share": jnp.asarray(SHARES, jnp.float32), "steps": jnp.int32(5)}
+    state = {"share": np.float32(SHARES), "steps": np.int32(5)}
     types, _ = types_of(selection, np.arange(6)[None], state=state)
     start_V, share_V = (np.asarray(types.start_BT)[0], np.asarray(types.share_BT)[0])
     np.testing.assert_allclose(share_V, SHARES, rtol=1e-6)
@@ -295,10 +307,9 @@ def test_types_share_the_line_by_how_frequent_they_are(selection):
     # Of a long text as many are chosen as the capacity says, of the types that it reaches to.
     text_BT = np.random.default_rng(1).choice(6, (1, 20_000), p=SHARES)
     types, _ = types_of(selection, text_BT, state=state)
-    tokens = Tokens(jnp.arange(20_000)[None], types=types)
-    chosen = np.array(
-        [controls.BY_TOKEN[selection](tokens, jnp.int32(seed), 0.25)[0] for seed in (0, 1500, 3000)]
-    )
+    tokens = Tokens(np.arange(20_000)[None], types=types)
+    choose = families.jit(controls.BY_TOKEN[selection])
+    chosen = np.concatenate([choose(tokens, seed, 0.25) for seed in (0, 1500, 3000)])
     np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
     by_type = np.array([chosen[:, text_BT[0] == v].mean(1) for v in (0, 1, 2, 4, 5)]).T
     whole, some = by_type == 1.0, (by_type > 0) & (by_type < 1)
@@ -316,8 +327,8 @@ def test_types_decide_as_the_state_that_training_left_says():
     share_V = np.full(families.VOCAB, (1 - 0.25) / (families.VOCAB - 5))
     share_V[:5] = 0.05
     share_V /= share_V.sum()
-    seeds = {f"block_{i}": {"seed": jnp.int32(i)} for i in range(2)}
-    types = {"share": jnp.asarray(share_V, jnp.float32), "steps": jnp.int32(9)}
+    seeds = {f"block_{i}": {"seed": np.int32(i)} for i in range(2)}
+    types = {"share": np.float32(share_V), "steps": np.int32(9)}
     variables = {**variables, "state": {"layers": seeds, "token_types": types}}
     rare = np.argsort(share_V, kind="stable")[: families.VOCAB]
     cumulated_V = np.zeros(families.VOCAB)

@@ -1,6 +1,7 @@
 """Learned dropout: masks, roundings and penalties by hand, each site, what is reported."""
 
 import dataclasses
+import functools
 import itertools
 
 import families
@@ -30,8 +31,14 @@ def elementwise_config(**changes):
 
 
 def info(length, batch=1, selection="causal", cache=None, **changes):
-    positions_BT = jnp.tile(jnp.arange(length)[None], (batch, 1))
+    positions_BT = np.tile(np.arange(length)[None], (batch, 1))
     return CallInfo(Tokens(positions_BT, **changes), Mode(selection=selection), cache)
+
+
+@functools.cache
+def compiled(mask, *mutable):
+    """`mask.apply`; with `mutable`, what is sown, too."""
+    return families.jit(functools.partial(mask.apply, mutable=list(mutable) or False))
 
 
 # ---- masks by hand -----------------------------------------------------------------------------
@@ -50,9 +57,9 @@ def info(length, batch=1, selection="causal", cache=None, **changes):
     ],
 )
 def test_elementwise_by_hand(x, a, b, m):
-    variables = {"params": {"mask_frequency": jnp.float32([a]), "mask_phase": jnp.float32([b])}}
+    variables = {"params": {"mask_frequency": np.float32([a]), "mask_phase": np.float32([b])}}
     mask = ld.ElementwiseMask(elementwise_config())
-    got = mask.apply(variables, jnp.full((1, 1, 1), x), info(1))
+    got = compiled(mask)(variables, np.full((1, 1, 1), x, np.float32), info(1))
     np.testing.assert_allclose(got, [[[x * m]]], atol=1e-6)
 
 
@@ -75,24 +82,31 @@ SIGMOID_15 = 1 / (1 + np.exp(-15.0))
     ],
 )
 def test_roundings_by_hand(rounding, uniform, values, slopes):
-    m = jnp.linspace(0, 1, 5)
-    uniform = None if uniform is None else jnp.float32(uniform)
-    got, pull = jax.vjp(lambda m: ld.rounded(m, rounding, uniform, 60.0), m)
+    uniform = None if uniform is None else np.float32(uniform)
+
+    @families.jit
+    def rounded(m):
+        got, pull = jax.vjp(lambda m: ld.rounded(m, rounding, uniform, 60.0), m)
+        return got, pull(jnp.ones(5))[0]
+
+    got, slope = rounded(np.linspace(0, 1, 5, dtype=np.float32))
     np.testing.assert_allclose(got, values, atol=1e-6)
-    np.testing.assert_allclose(pull(jnp.ones(5))[0], slopes, atol=1e-5)
+    np.testing.assert_allclose(slope, slopes, atol=1e-5)
 
 
 def test_rounded_values_are_exactly_zero_and_one():
-    m = jnp.asarray(np.random.default_rng(0).uniform(size=5000), jnp.float32)
-    uniform = jnp.asarray(np.random.default_rng(1).uniform(size=5000), jnp.float32)
+    m = np.float32(np.random.default_rng(0).uniform(size=5000))
+    uniform = np.float32(np.random.default_rng(1).uniform(size=5000))
+    rounded = families.jit(lambda m, given: ld.rounded(m, "stochastic", given))
     for given in (None, uniform):
-        assert set(np.unique(ld.rounded(m, "stochastic", given))) == {0.0, 1.0}
+        assert set(np.unique(rounded(m, given))) == {0.0, 1.0}
 
 
 def test_stochastic_rounding_keeps_the_share_m():
-    key = jax.random.key(0)
+    uniform = np.random.default_rng(0).uniform(size=20_000).astype(np.float32)
+    rounded = families.jit(lambda m: ld.rounded(m, "stochastic", uniform))
     for m in (0.0, 0.1, 0.5, 0.9, 1.0):
-        kept = ld.rounded(jnp.full(20_000, m), "stochastic", jax.random.uniform(key, (20_000,)))
+        kept = np.asarray(rounded(np.full(20_000, m, np.float32)))
         np.testing.assert_allclose(kept.mean(), m, atol=0.0 if m in (0, 1) else 0.012)
 
 
@@ -112,32 +126,33 @@ def test_straight_through_is_the_gradient_of_the_expectation():
     differences = [
         (expectation(b + 1e-5 * unit) - expectation(b - 1e-5 * unit)) / 2e-5 for unit in np.eye(6)
     ]
+
+    def sample(b, uniform):
+        m_hat = ld.rounded(ld.cosine_mask(jnp.float32(u) + b), "stochastic", uniform)
+        return jnp.sum(jnp.float32(w_x) * m_hat)
+
+    estimate = families.jit(jax.grad(sample))
     for seed in range(3):
-        uniform = jnp.float32(np.random.default_rng(seed).uniform(size=6))
-
-        def sample(b, uniform=uniform):
-            m_hat = ld.rounded(ld.cosine_mask(jnp.float32(u) + b), "stochastic", uniform)
-            return jnp.sum(jnp.float32(w_x) * m_hat)
-
-        np.testing.assert_allclose(jax.grad(sample)(jnp.float32(b)), differences, atol=1e-4)
+        uniform = np.float32(np.random.default_rng(seed).uniform(size=6))
+        np.testing.assert_allclose(estimate(np.float32(b), uniform), differences, atol=1e-4)
 
 
 def test_mean_of_sampled_gradients_through_a_model():
     """The gradient in x has the mask that was drawn: its mean is that of the expectation, m."""
-    m, x = jnp.float32([0.2, 0.7]), jnp.float32([3.0, -1.0])
-    uniforms = jax.random.uniform(jax.random.key(0), (20_000, 2))
-    grads = jax.vmap(lambda u: jax.grad(lambda x: jnp.sum(x * ld.rounded(m, "stochastic", u)))(x))(
-        uniforms
-    )
-    np.testing.assert_allclose(grads.mean(axis=0), m, atol=0.02)
+    m, x = np.float32([0.2, 0.7]), np.float32([3.0, -1.0])
+    uniforms = np.random.default_rng(0).uniform(size=(20_000, 2)).astype(np.float32)
+    gradient = jax.grad(lambda x, u: jnp.sum(x * ld.rounded(m, "stochastic", u)))
+    grads = families.jit(jax.vmap(lambda u: gradient(x, u)))(uniforms)
+    np.testing.assert_allclose(np.mean(grads, axis=0), m, atol=0.02)
 
 
 @pytest.mark.parametrize("detach", [True, False])
 def test_detach(detach):
     mask = ld.ElementwiseMask(elementwise_config(detach=detach))
-    params = {"mask_frequency": jnp.float32([0.7]), "mask_phase": jnp.float32([0.3])}
-    x = jnp.full((1, 1, 1), 1.5)
-    grad = jax.grad(lambda x: mask.apply({"params": params}, x, info(1))[0, 0, 0])(x)
+    params = {"mask_frequency": np.float32([0.7]), "mask_phase": np.float32([0.3])}
+    x = np.full((1, 1, 1), 1.5, np.float32)
+    gradient = jax.grad(lambda x, info: mask.apply({"params": params}, x, info)[0, 0, 0])
+    grad = np.asarray(families.jit(gradient)(x, info(1)))
     angle = 0.7 * 1.5 + 0.3
     expected = 0.5 * np.cos(angle) + 0.5 - (0 if detach else 1.5 * 0.5 * np.sin(angle) * 0.7)
     np.testing.assert_allclose(grad[0, 0, 0], expected, rtol=1e-5)
@@ -167,17 +182,17 @@ def attention_config(**changes):
 
 def matrices(seed, *names):
     rng = np.random.default_rng(seed)
-    return {name: jnp.float32(rng.normal(size=(4, 4))) for name in names}
+    return {name: np.float32(rng.normal(size=(4, 4))) for name in names}
 
 
 def test_attention_mask_by_hand():
     rng = np.random.default_rng(0)
     x, b = rng.normal(size=(1, 3, 4)), rng.normal(size=4)
-    params = {"attention": matrices(1, *MATRICES), "mask_shift": jnp.float32(b)}
+    params = {"attention": matrices(1, *MATRICES), "mask_shift": np.float32(b)}
     m = 0.5 * np.cos(attention_by_hand(x[0], params["attention"]) + b) + 0.5
     for rounding, applied in (("none", m), ("stochastic", m >= 0.5)):
         mask = ld.AttentionMask(attention_config(rounding=rounding), ATTENTION)
-        got, sown = mask.apply({"params": params}, jnp.float32(x), info(3), mutable=["losses"])
+        got, sown = compiled(mask, "losses")({"params": params}, np.float32(x), info(3))
         np.testing.assert_allclose(got, x * applied[None], atol=1e-5)
         # Penalties look at the mask before rounding.
         np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m.mean(), rtol=1e-5)
@@ -192,7 +207,7 @@ def test_masks_of_the_embedding_by_hand(kind):
     config, linear = attention_config(input=kind, rounding="none"), ("mask_linear",)
     own = kind == "embedding"
     shared = {"attention": matrices(1, *MATRICES), **matrices(2, *linear * own)}
-    mask = {"mask_shift": jnp.float32(b), **matrices(4, *linear * (not own))}
+    mask = {"mask_shift": np.float32(b), **matrices(4, *linear * (not own))}
     if own:
         mask["attention"] = matrices(3, *MATRICES)
     # No parameters but these.
@@ -200,19 +215,22 @@ def test_masks_of_the_embedding_by_hand(kind):
         (ld.MaskInput(config, ATTENTION), shared, ()),
         (ld.AttentionMask(config, ATTENTION), mask, (x,)),
     ):
-        made = module.init(
+        made = jax.eval_shape(
+            module.init,
             jax.random.key(0),
-            jnp.float32(emb),
-            info(3, mask_input_BTD=jnp.float32(x) if given else None),
+            np.float32(emb),
+            info(3, mask_input_BTD=np.float32(x) if given else None),
         )["params"]
         assert jax.tree.structure(nn.unbox(made)) == jax.tree.structure(params)
     read = attention_by_hand(emb[0], shared["attention"])
     u = read @ np.float64((shared if own else mask)["mask_linear"])
     if own:
         u = attention_by_hand(u, mask["attention"])
-    read_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, jnp.float32(emb), info(3))
-    got = ld.AttentionMask(config, ATTENTION).apply(
-        {"params": mask}, jnp.float32(x), info(3, mask_input_BTD=read_BTD)
+    read_BTD = compiled(ld.MaskInput(config, ATTENTION))(
+        {"params": shared}, np.float32(emb), info(3)
+    )
+    got = compiled(ld.AttentionMask(config, ATTENTION))(
+        {"params": mask}, np.float32(x), info(3, mask_input_BTD=read_BTD)
     )
     np.testing.assert_allclose(got, x * (0.5 * np.cos(u + b) + 0.5)[None], atol=1e-4)
 
@@ -242,21 +260,21 @@ def test_detach_of_what_attention_masks_read(kind):
 
 
 def test_the_sigmoids_scale_is_a_setting():
-    x, phase = jnp.full((1, 1, 2), 2.0), jnp.full(2, 1.5)
+    x, phase = np.full((1, 1, 2), 2.0, np.float32), np.full(2, 1.5, np.float32)
     for scale in (60.0, 5.0):
         config = elementwise_config(sharpen=True, sharpen_scale=scale)
-        params = {"mask_frequency": jnp.zeros(2), "mask_phase": phase}
+        params = {"mask_frequency": np.zeros(2, np.float32), "mask_phase": phase}
         m = 0.5 * np.cos(1.5) + 0.5
         rounded = 1 / (1 + np.exp(-scale * (m - 0.5)))
-        got = ld.ElementwiseMask(config).apply({"params": params}, x, info(1))
+        got = compiled(ld.ElementwiseMask(config))({"params": params}, x, info(1))
         np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
         for rounding in ("sigmoid", "sigmoid_straight_through"):
             config = attention_config(rounding=rounding, sigmoid_scale=scale)
             params = {
-                "attention": {name: jnp.zeros((2, 2)) for name in MATRICES},
+                "attention": {name: np.zeros((2, 2), np.float32) for name in MATRICES},
                 "mask_shift": phase,
             }
-            got = ld.AttentionMask(config, ATTENTION).apply({"params": params}, x, info(1))
+            got = compiled(ld.AttentionMask(config, ATTENTION))({"params": params}, x, info(1))
             np.testing.assert_allclose(got, np.full((1, 1, 2), 2 * rounded), rtol=1e-5)
 
 
@@ -264,8 +282,8 @@ def test_the_sigmoids_scale_is_a_setting():
 
 
 def test_penalties_by_hand():
-    m = jnp.float32([0.25, 0.5, 1.0, 0.0])
-    got = {name: np.asarray(value) for name, value in ld.penalties(m).items()}
+    m = np.float32([0.25, 0.5, 1.0, 0.0])
+    got = jax.device_get(families.jit(ld.penalties)(m))
     np.testing.assert_allclose(got["dropout_entropy"], [0.5, 0.5, 0.0, 0.0], atol=1e-6)
     alternate = [-0.75 * np.log2(0.75), 0.5, 0.0, 0.0]
     np.testing.assert_allclose(got["dropout_alternate_entropy"], alternate, atol=1e-6)
@@ -274,40 +292,61 @@ def test_penalties_by_hand():
     assert sorted(got) == sorted(families.PENALTIES)
 
 
+cosine_mask = families.jit(ld.cosine_mask)
+
+
 @pytest.mark.parametrize("reach", [4.0, 100.0])
 def test_the_cosine_of_a_mask_is_the_cosine(reach):
     """The polynomial and its gradient, over many turns; every mask lies in [0, 1]."""
     u = np.linspace(-reach, reach, 20_001, dtype=np.float32)
-    m, slope = jax.vmap(jax.value_and_grad(ld.cosine_mask))(u)
+    m, slope = map(np.asarray, families.jit(jax.vmap(jax.value_and_grad(ld.cosine_mask)))(u))
     np.testing.assert_allclose(m, 0.5 * np.cos(np.float64(u)) + 0.5, atol=2e-7)
     np.testing.assert_allclose(slope, -0.5 * np.sin(np.float64(u)), atol=2e-7)
     assert m.min() >= 0 and m.max() <= 1
     for bad in (np.inf, np.nan):
-        assert np.isnan(ld.cosine_mask(jnp.float32(bad)))
+        assert np.isnan(cosine_mask(np.float32(bad)))
 
 
 def test_penalties_are_finite_at_zero_and_one():
-    m = jnp.float32([0.0, 1.0, 1e-45, 1e-30, np.nextafter(np.float32(1), np.float32(0))])
-    for name in families.PENALTIES:
-        value, grad = jax.vmap(jax.value_and_grad(lambda m, name=name: ld.penalties(m)[name]))(m)
+    m = np.float32([0.0, 1.0, 1e-45, 1e-30, np.nextafter(np.float32(1), np.float32(0))])
+
+    @families.jit
+    def of_masks(m):
+        def both(name):
+            return jax.vmap(jax.value_and_grad(lambda m: ld.penalties(m)[name]))(m)
+
+        return {name: both(name) for name in families.PENALTIES}
+
+    @families.jit
+    def of_phase(b):
+        def slope(name):
+            return jax.grad(lambda b: ld.penalties(ld.cosine_mask(b))[name])(b)
+
+        return {name: slope(name) for name in families.PENALTIES}
+
+    for name, (value, grad) in of_masks(m).items():
         assert np.isfinite(value).all() and np.isfinite(grad).all(), name
-        assert np.abs(grad).max() < 200, name
+        assert np.abs(np.asarray(grad)).max() < 200, name
     # Of masks that are exactly 0 and 1, down to the phase that makes them so.
     for b in (0.0, PI):
-        angle = jnp.float32(b)
-        assert ld.cosine_mask(angle) == pytest.approx(float(b == 0), abs=1e-12)
-        for name in families.PENALTIES:
-            grad = jax.grad(lambda b, name=name: ld.penalties(ld.cosine_mask(b))[name])(angle)
+        angle = np.float32(b)
+        assert float(cosine_mask(angle)) == pytest.approx(float(b == 0), abs=1e-12)
+        for name, grad in of_phase(angle).items():
             assert np.isfinite(grad), (name, b)
 
 
 def test_statistics_by_hand():
-    m = jnp.float32([0.95, 0.05, 0.6, 0.4, 0.5])
-    applied = ld.rounded(m, "stochastic", jnp.float32([0.99, 0.0, 0.7, 0.1, 0.2]))
-    means = {name: float(jnp.mean(value)) for name, value in ld.statistics(m, applied).items()}
+    m = np.float32([0.95, 0.05, 0.6, 0.4, 0.5])
+
+    @families.jit
+    def statistics(m, uniform):
+        return ld.statistics(m, ld.rounded(m, "stochastic", uniform))
+
+    got = statistics(m, np.float32([0.99, 0.0, 0.7, 0.1, 0.2]))
+    means = {name: np.mean(value) for name, value in jax.device_get(got).items()}
     assert means["dropout/near_one"] == means["dropout/near_zero"] == pytest.approx(0.2)
     assert means["dropout/kept"] == pytest.approx(3 / 5)  # what was drawn, not what is likely
-    entropy = np.mean([-p * np.log2(p) for p in np.asarray(m)])
+    entropy = np.mean([-p * np.log2(p) for p in m])
     assert means["dropout/entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
@@ -315,7 +354,8 @@ def test_statistics_by_hand():
 def test_padding_does_not_count(site):
     """Padding of a packed row, and empty places of a routed block, in no mean."""
     model = families.make({"dropout.kind": "elementwise", "dropout.sites": (site,), "depth": 1})
-    params, tokens_BT = families.random_params(model), families.tokens(batch=2, length=10)
+    params = families.random_params(model)
+    tokens_BT = np.asarray(families.tokens(batch=2, length=10))
 
     @families.jit
     def sown(tokens_BT, segments_BT):
@@ -323,8 +363,8 @@ def test_padding_does_not_count(site):
             {"params": params}, tokens_BT, None, segments_BT, mutable=["losses", "stats"]
         )[1]
 
-    whole = sown(tokens_BT[:, :6], jnp.ones((2, 6), int))
-    segments_BT = jnp.tile(jnp.where(jnp.arange(10) < 6, 1, 0)[None], (2, 1))
+    whole = sown(tokens_BT[:, :6], np.ones((2, 6), int))
+    segments_BT = np.tile(np.where(np.arange(10) < 6, 1, 0)[None], (2, 1))
     families.assert_trees_close(whole, sown(tokens_BT, segments_BT), rtol=1e-5)
     assert whole["losses"]["layers"]
 
@@ -332,12 +372,12 @@ def test_padding_does_not_count(site):
 def test_empty_places_do_not_count():
     """A mask over gathered tokens, of which some places hold none."""
     mask = ld.ElementwiseMask(elementwise_config(a_std=1.0))
-    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 4)), jnp.float32)
-    variables = {"params": mask.init(jax.random.key(0), x_BTD, info(5))["params"]}
-    variables = jax.tree.map(lambda x: x.value, variables, is_leaf=lambda x: hasattr(x, "value"))
-    empty = CallInfo(Tokens(jnp.array([[0, 1, 2, -1, -1]])))
+    x_BTD = np.float32(np.random.default_rng(0).normal(size=(1, 5, 4)))
+    made = families.jit(mask.init)(jax.random.key(0), x_BTD, info(5))
+    variables = {"params": nn.unbox(made["params"])}
+    empty = CallInfo(Tokens(np.array([[0, 1, 2, -1, -1]])))
     both = [
-        mask.apply(variables, x, i, mutable=["losses", "stats"])[1]
+        compiled(mask, "losses", "stats")(variables, x, i)[1]
         for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))
     ]
     families.assert_trees_close(*both, rtol=1e-5)
@@ -382,12 +422,14 @@ def test_each_site(kind, site):
     assert paths and all(place.get(site, f"dropout_{site}/") in path for path in paths)
     plain = models.changed(model, dropout=dataclasses.replace(model.config.dropout, kind="none"))
     run = families.jit(lambda m_hat: model.apply({"params": m_hat}, tokens_BT))
-    masked, without = run(params), families.jit(plain.apply)({"params": params}, tokens_BT)
+    masked, without = map(
+        np.asarray, (run(params), families.jit(plain.apply)({"params": params}, tokens_BT))
+    )
     assert np.abs(masked - without).max() > 1e-2
     # With everything kept the model is the one without masks.
 
     def opened(path, leaf):
-        return jnp.zeros_like(leaf) if path[-1].key.startswith("mask_") else leaf
+        return np.zeros_like(leaf) if path[-1].key.startswith("mask_") else leaf
 
     opened = jax.tree_util.tree_map_with_path(opened, params)
     np.testing.assert_allclose(run(opened), without, atol=1e-5)
@@ -409,7 +451,7 @@ def test_training_and_inference(kind):
     np.testing.assert_allclose(
         inference, families.jit(model.apply)({"params": params}, tokens_BT), atol=1e-5
     )
-    one, same, other = (train(jax.random.key(seed)) for seed in (0, 0, 1))
+    one, same, other = (np.asarray(train(jax.random.key(seed))) for seed in (0, 0, 1))
     assert np.array_equal(one, same)
     if kind == "elementwise":
         np.testing.assert_allclose(one, inference, atol=1e-5)
@@ -419,29 +461,34 @@ def test_training_and_inference(kind):
 
 def test_probabilities_are_masked_by_the_position_of_the_key():
     """A mask that closes the key of position 2 in a cache whose slots lie in another order."""
-    phase = jnp.zeros(8).at[2].set(PI)
+    phase = np.float32(np.where(np.arange(8) == 2, PI, 0))
     mask = ld.ElementwiseProbsMask(elementwise_config(), 8)
-    variables = {"params": {"mask_frequency": jnp.zeros(8), "mask_phase": phase}}
-    probs = jnp.full((1, 1, 1, 1, 4), 0.25)
-    order = jnp.array([[3, 2, 0, -1]])
-    allowed = jnp.ones((1, 1, 4), bool)
+    variables = {"params": {"mask_frequency": np.zeros(8, np.float32), "mask_phase": phase}}
+    probs = np.full((1, 1, 1, 1, 4), 0.25, np.float32)
+    order = np.array([[3, 2, 0, -1]])
+    allowed = np.ones((1, 1, 4), bool)
 
     def run(probs, k_start, positions_BS):
-        bound = mask.bind(variables)
-        return bound.probs_fn(info(1, cache=CacheView(1)), positions_BS)(probs, 0, k_start, allowed)
+        @families.jit
+        def run(variables, probs, info, positions_BS):
+            probs_fn = mask.bind(variables).probs_fn(info, positions_BS)
+            return probs_fn(probs, 0, k_start, allowed)
 
-    np.testing.assert_allclose(run(probs, 0, order)[0, 0, 0, 0], [0.25, 0, 0.25, 0.25], atol=1e-6)
+        view = info(1, cache=CacheView(1))
+        return np.asarray(run(variables, probs, view, positions_BS))[0, 0, 0, 0]
+
+    np.testing.assert_allclose(run(probs, 0, order), [0.25, 0, 0.25, 0.25], atol=1e-6)
     # A chunk of keys that starts at place 1.
-    chunk = run(probs[..., :3], 1, jnp.arange(4)[None])
-    np.testing.assert_allclose(chunk[0, 0, 0, 0], [0.25, 0, 0.25], atol=1e-6)
+    chunk = run(probs[..., :3], 1, np.arange(4)[None])
+    np.testing.assert_allclose(chunk, [0.25, 0, 0.25], atol=1e-6)
 
 
 def test_masks_are_float32_in_bfloat16_models():
     """1000 x rounded to bfloat16 would turn the cosine by more than a circle."""
     mask = ld.ElementwiseMask(elementwise_config())
-    x = jnp.full((1, 1, 1), 1.0078125, jnp.bfloat16)
-    params = {"mask_frequency": jnp.float32([1000.3]), "mask_phase": jnp.float32([0.2])}
-    got, sown = mask.apply({"params": params}, x, info(1), mutable=["losses"])
+    x = np.full((1, 1, 1), 1.0078125, jnp.bfloat16)
+    params = {"mask_frequency": np.float32([1000.3]), "mask_phase": np.float32([0.2])}
+    got, sown = jax.device_get(compiled(mask, "losses")({"params": params}, x, info(1)))
     m = 0.5 * np.cos(np.float32(1000.3) * 1.0078125 + 0.2) + 0.5
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m, atol=1e-3)
@@ -505,24 +552,24 @@ def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
     spec = model.specs()[1]
     params = families.random_params(model)["layers"]["block_1"]
     rng = np.random.default_rng(0)
-    x_BTD, read_BTD = (jnp.asarray(rng.normal(size=(1, 8, 32)), jnp.float32) for _ in range(2))
+    x_BTD, read_BTD = (np.float32(rng.normal(size=(1, 8, 32))) for _ in range(2))
     whole = info(8, selection="train", mask_input_BTD=read_BTD)
     got_BTD = families.jit(Layer(spec).apply)({"params": params}, x_BTD, whole)
-    score_T = np.asarray(x_BTD[0] @ params["router"])
+    score_T = x_BTD[0] @ np.asarray(params["router"])
     routed = np.sort(np.argsort(score_T)[-4:])
     inner = {name: leaf for name, leaf in params.items() if name != "router"}
 
     @families.jit
-    def delta(rows):
-        some = CallInfo(Tokens(jnp.asarray(routed)[None], mask_input_BTD=read_BTD[:, rows]))
+    def delta(read_BTD):
+        some = CallInfo(Tokens(jnp.asarray(routed)[None], mask_input_BTD=read_BTD))
         return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], some)
 
-    delta_BTD = delta(routed)
+    delta_BTD = np.asarray(delta(read_BTD[:, routed]))
     expected_BTD = np.array(x_BTD)
-    expected_BTD[0, routed] += np.asarray(delta_BTD[0]) / (1 + np.exp(-score_T[routed, None]))
+    expected_BTD[0, routed] += delta_BTD[0] / (1 + np.exp(-score_T[routed, None]))
     np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-5)
     # And that depends on which rows of E' these are.
-    assert np.abs(delta(np.arange(4)) - delta_BTD).max() > 1e-2
+    assert np.abs(np.asarray(delta(read_BTD[:, :4])) - delta_BTD).max() > 1e-2
 
 
 # ---- what an evaluation says -------------------------------------------------------------------
@@ -573,8 +620,8 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
         if "mlp_output" not in path or not path.endswith("mask_shift"):
             return leaf
         if scan:
-            return leaf.at[1].add(PI)
-        return leaf + PI if "block_1" in path else leaf
+            return np.asarray(leaf) + np.float32([[0], [PI]])
+        return np.asarray(leaf) + np.float32(PI) if "block_1" in path else leaf
 
     with sharding.use(mesh, rules):
         first = evaluator(params, {})
@@ -626,7 +673,8 @@ def test_initial_values():
             "dropout.elementwise.b_std": 0.1,
         },
     )
-    params = families.initial(model)["params"]["layers"]["block_0"]["dropout_mlp_output"]
+    made = families.initial(model)["params"]["layers"]["block_0"]["dropout_mlp_output"]
+    params = jax.device_get(made)
     for name, mean, std in (("mask_frequency", 2.0, 0.5), ("mask_phase", -1.0, 0.1)):
         assert abs(params[name].mean() - mean) < 0.2 * std
         assert params[name].std() == pytest.approx(std, rel=0.15)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import special
 
 from efx import models
 from efx.layers.info import CallInfo, Mode, Tokens
@@ -48,8 +49,11 @@ def check_plan(plan, indices, mask):
     assert plan.indices_BC.dtype == jnp.int32
 
 
+topk_plan = families.jit(plans.topk_plan, static_argnums=1)
+
+
 def test_topk_plan_by_hand():
-    scores_BT = jnp.array(
+    scores_BT = np.float32(
         [
             [0.1, 0.9, -0.2, 0.5],  # 1 and 3, in time order
             [0.9, 0.1, 0.2, 0.95],  # the largest comes last, and stays last
@@ -57,47 +61,60 @@ def test_topk_plan_by_hand():
             [-1.0, -5.0, -2.0, -9.0],  # all negative: still two
         ]
     )
-    check_plan(
-        plans.topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool)
-    )
+    check_plan(topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool))
 
 
 def test_topk_plan_leaves_out_what_is_not_valid():
-    scores_BT = jnp.array([[9.0, 0.1, 8.0, 0.2, 0.3]] * 3)
-    valid_BT = jnp.array([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
-    plan = plans.topk_plan(scores_BT, 2, valid_BT)
+    scores_BT = np.float32([[9.0, 0.1, 8.0, 0.2, 0.3]] * 3)
+    valid_BT = np.array([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
+    plan = topk_plan(scores_BT, 2, valid_BT)
     check_plan(plan, [[3, 4], [2, 6], [5, 6]], [[1, 1], [1, 0], [0, 0]])
 
 
 def test_first_plan_by_hand():
-    selected_BT = jnp.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    plan = plans.first_plan(selected_BT.astype(bool), 2)
+    selected_BT = np.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+
+    @families.jit
+    def run(selected_BT):
+        plan = plans.first_plan(selected_BT, 2)
+        return plan, plans.selected(plan, 5)
+
+    plan, taken_BT = run(selected_BT.astype(bool))
     check_plan(plan, [[1, 3], [0, 6], [5, 6], [0, 1]], [[1, 1], [1, 0], [0, 0], [1, 1]])
     np.testing.assert_array_equal(
-        plans.selected(plan, 5),
+        taken_BT,
         np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0]], bool),
     )
 
 
 def test_gather_and_scatter_by_hand():
-    x_BT = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    plan = plans.Plan(jnp.array([[1, 3], [2, 5]]), jnp.array([[True, True], [True, False]]))
-    np.testing.assert_array_equal(plans.gather(x_BT, plan), [[2, 4], [7, 0]])
-    np.testing.assert_array_equal(plans.gather(x_BT, plan, fill=-1), [[2, 4], [7, -1]])
-    y_BC = jnp.array([[10.0, 20.0], [30.0, 99.0]])  # 99 stands at an empty place
-    np.testing.assert_array_equal(
-        plans.scatter_add(x_BT, y_BC, plan), [[1, 12, 3, 24], [5, 6, 37, 8]]
-    )
-    wide = plans.gather(jnp.stack([x_BT, -x_BT], axis=-1), plan)
-    np.testing.assert_array_equal(wide[..., 1], -plans.gather(x_BT, plan))
+    x_BT = np.float32([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    plan = plans.Plan(np.array([[1, 3], [2, 5]]), np.array([[True, True], [True, False]]))
+    y_BC = np.float32([[10.0, 20.0], [30.0, 99.0]])  # 99 stands at an empty place
+
+    @families.jit
+    def run(x_BT, y_BC, plan):
+        return (
+            plans.gather(x_BT, plan),
+            plans.gather(x_BT, plan, fill=-1),
+            plans.scatter_add(x_BT, y_BC, plan),
+            plans.gather(jnp.stack([x_BT, -x_BT], axis=-1), plan),
+        )
+
+    gathered_BC, filled_BC, added_BT, wide_BCD = jax.device_get(run(x_BT, y_BC, plan))
+    np.testing.assert_array_equal(gathered_BC, [[2, 4], [7, 0]])
+    np.testing.assert_array_equal(filled_BC, [[2, 4], [7, -1]])
+    np.testing.assert_array_equal(added_BT, [[1, 12, 3, 24], [5, 6, 37, 8]])
+    np.testing.assert_array_equal(wide_BCD[..., 1], -gathered_BC)
 
 
 def test_gathered_info_keeps_positions_and_documents():
     info = CallInfo(
-        Tokens(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
+        Tokens(np.array([[0, 1, 2, 0, 1]]), np.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
     )
-    plan = plans.Plan(jnp.array([[2, 3], [1, 5]]), jnp.array([[True, True], [True, False]]))
-    got = plan.info(info.full(2), plans.Budget(0.4, 5)).tokens
+    plan = plans.Plan(np.array([[2, 3], [1, 5]]), np.array([[True, True], [True, False]]))
+    gather = families.jit(lambda plan, info: plan.info(info.full(2), plans.Budget(0.4, 5)))
+    got = gather(plan, info).tokens
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
     # Of the two places the first three tokens have ceil(0.4 * 3), which is both.
@@ -199,7 +216,7 @@ def np_mlp(x_TD, p, activation):
     if activation == "swiglu":
         gate = linear(x_TD, p["gate"])
         return linear(gate / (1 + np.exp(-gate)) * up, p["down"])
-    return linear(np.asarray(jax.nn.gelu(up, approximate=False)), p["down"])
+    return linear(0.5 * up * (1 + special.erf(up / np.sqrt(2))), p["down"])
 
 
 GATES = {
@@ -258,15 +275,15 @@ def layer(**changes):
 
 def run(module, params, x_BTD, selection="train", segments=None, positions=None, **options):
     """(output, losses, stats) of a layer."""
-    positions = jnp.arange(x_BTD.shape[1])[None] if positions is None else positions
+    positions = np.arange(x_BTD.shape[1])[None] if positions is None else positions
     info = CallInfo(Tokens(positions, segments), Mode(selection=selection))
 
     @families.jit
-    def apply(params, x_BTD):
+    def apply(params, x_BTD, info):
         return module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"], **options)
 
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
-    out, sown = apply(params, x_BTD)
+    params = jax.tree.map(np.float32, params)
+    out, sown = jax.device_get(apply(params, x_BTD, info))
     return out, {key: value[0] for part in sown.values() for key, value in part.items()}
 
 
@@ -288,7 +305,7 @@ def test_layer_is_the_formula(gate, window):
     module, p = layer(depth_routing__gate=gate, attention__window=window)
     x_BTD = activations()
     positions_T = np.arange(LENGTH) * 2 + 3  # nothing may take places for positions
-    out_BTD, _ = run(module, p, x_BTD, positions=jnp.asarray(positions_T)[None])
+    out_BTD, _ = run(module, p, x_BTD, positions=positions_T[None])
     compacted = 0.0
     for b in range(ROWS):
         routed_T = np_topk(x_BTD[b] @ p["router"], LENGTH // 2)
@@ -397,7 +414,7 @@ def test_every_routed_block_has_its_own_router():
 def test_router_is_float32_under_bfloat16():
     """Scores of a bfloat16 x are those of exact arithmetic on it, not of a bfloat16 product."""
     module, p = layer(dtype="bfloat16")
-    x_BTD = jnp.asarray(activations(), jnp.bfloat16)
+    x_BTD = activations().astype(jnp.bfloat16)
     out_BTD, sown = run(module, p, x_BTD)
     assert out_BTD.dtype == jnp.bfloat16
     assert all(value.dtype == jnp.float32 for value in sown.values())
@@ -412,7 +429,7 @@ def test_router_is_float32_under_bfloat16():
     x_BTD = np.zeros((1, 4, 32))
     x_BTD[0, 1:3, :2] = [[4.0, 0.0], [4.0, 1.0]]  # scores 4 and 4 + 2^-20
     x_BTD[0, 0, 0] = 5.0
-    out_BTD, _ = run(module, {**p, "router": close_D}, jnp.asarray(x_BTD, jnp.bfloat16))
+    out_BTD, _ = run(module, {**p, "router": close_D}, x_BTD.astype(jnp.bfloat16))
     changed_T = np.any(np.asarray(out_BTD[0], np.float32) != x_BTD[0], axis=-1)
     np.testing.assert_array_equal(changed_T, [True, False, True, False])
 
@@ -424,7 +441,7 @@ def test_losses_and_stats_by_hand():
     x_BTD[1, :, :] += 0.7 * p["router"].astype(np.float32)  # row 1 scores above row 0 everywhere
     segments_BT = np.ones((ROWS, LENGTH), np.int32)
     segments_BT[0, 12:] = 0
-    out_BTD, sown = run(module, p, x_BTD, segments=jnp.asarray(segments_BT))
+    out_BTD, sown = run(module, p, x_BTD, segments=segments_BT)
     valid_BT = segments_BT > 0
     score_BT = x_BTD.astype(np.float64) @ p["router"]
     target_BT = np.stack(
@@ -455,8 +472,8 @@ def test_losses_and_stats_by_hand():
 @pytest.mark.parametrize("reaches", [True, False])
 def test_gradient_of_the_router_loss(reaches):
     module, p = layer(depth_routing__bce_reaches_input=reaches)
-    p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
+    p = jax.tree.map(np.float32, p)
+    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
 
     def loss(params, x_BTD):
         _, sown = module.apply({"params": params}, x_BTD, info, mutable=["losses"])
@@ -480,8 +497,8 @@ def test_gradient_of_the_router_loss(reaches):
 def test_the_gate_trains_the_router(gate, reaches):
     """Through the output alone, the gate is the router's only way to learn."""
     module, p = layer(depth_routing__gate=gate)
-    p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
+    p = jax.tree.map(np.float32, p)
+    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
     grads = families.jit(
         jax.grad(
             lambda params: jnp.sum(
@@ -497,8 +514,8 @@ def test_empty_places_have_finite_gradients():
     module, p = layer()
     x_BTD = activations()
     x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # nothing of row 2 is routed
-    p = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), p)
-    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="causal"))
+    p = jax.tree.map(np.float32, p)
+    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="causal"))
     grads = families.jit(
         jax.grad(
             lambda params, x_BTD: jnp.sum(

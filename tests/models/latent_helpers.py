@@ -1,6 +1,7 @@
 """What the tests of the grouped-latent transformer share."""
 
 import families
+import numpy as np
 
 LEVELS = {  # group size, latents, widths and heads of the levels below the stack's
     1: {"group_size": 6, "latents": (3,), "level_widths": (8,), "level_heads": (2,)},
@@ -34,4 +35,4 @@ def make(changes=None, levels=2, **options):
 
 
 def apply(model, params, *arguments):
-    return families.jit(model.apply)({"params": params}, *arguments)
+    return np.asarray(families.jit(model.apply)({"params": params}, *arguments))

@@ -275,11 +275,11 @@ def test_masks_of_a_level_read_what_enters_its_blocks():
     model = make(changes, levels=1)
     (level,) = model.levels(encoder=False)
     p, x = families.random_params(model)["decoder_0"]["blocks"], np.random.default_rng(0)
-    x = jnp.asarray(x.normal(size=(2, 3, 6, 8)), jnp.float32)
-    (view, _) = group_views.views(CallInfo(Tokens(jnp.arange(18)[None])), 3, (6, 3), 1, 2)
+    x = np.float32(x.normal(size=(2, 3, 6, 8)))
+    (view, _) = group_views.views(CallInfo(Tokens(np.arange(18)[None])), 3, (6, 3), 1, 2)
     got = families.jit(groups.LevelBlocks(level).apply)({"params": p}, x, view)
 
-    def run(kind, memory_BCD, x_BTD, info, first):
+    def run(kind, memory_BCD, x_BTD, info, first, again):
         """The state after blocks that read what the first of them reads."""
         block = {"local": level.local_block, "global": level.global_block}[kind]
         both_BTD = jnp.concatenate([memory_BCD, x_BTD], axis=1)
@@ -288,28 +288,34 @@ def test_masks_of_a_level_read_what_enters_its_blocks():
                 {"params": p[f"mask_input_{kind}"]}, both_BTD, info
             )
         info = info.with_tokens(mask_input_BTD=first)
-        i = {"local": 0, "global": 1}[kind] if memory_BCD is memory[kind] else 2
+        i = 2 if again else {"local": 0, "global": 1}[kind]
         stack = Stack((LayerSpec(block),), False, "none")
         both_BTD = stack.apply({"params": p[f"{kind}_{i}"]}, both_BTD, info)
         count = memory_BCD.shape[1]
         return both_BTD[:, :count], both_BTD[:, count:], first
 
-    memory = {
-        "local": jnp.tile(p["memory_local"][None], (2, 1, 1)),
-        "global": jnp.tile(p["memory_global"][None], (2, 1, 1)),
-    }
-    inside, whole = (CallInfo(Tokens(jnp.arange(length)[None])) for length in (1 + 6, 2 + 18))
-    local = [run("local", memory["local"], x[:, m], inside, None) for m in range(3)]
-    after = jnp.concatenate([y for _, y, _ in local], axis=1)
-    # What the global blocks read enters with the level's state, before the local block.
-    first = jnp.concatenate([memory["global"], x.reshape(2, 18, 8)], axis=1)
-    first = make_mask_input(level.global_block).apply(
-        {"params": p["mask_input_global"]}, first, whole
-    )
-    _, after, _ = run("global", memory["global"], after, whole, first)
-    after = after.reshape(2, 3, 6, 8)
-    after = [run("local", local[m][0], after[:, m], inside, local[m][2])[1] for m in range(3)]
-    np.testing.assert_allclose(got, jnp.stack(after, axis=1), atol=2e-5)
+    @families.jit
+    def by_hand(x):
+        memory = {
+            "local": jnp.tile(p["memory_local"][None], (2, 1, 1)),
+            "global": jnp.tile(p["memory_global"][None], (2, 1, 1)),
+        }
+        inside, whole = (CallInfo(Tokens(jnp.arange(length)[None])) for length in (1 + 6, 2 + 18))
+        local = [run("local", memory["local"], x[:, m], inside, None, False) for m in range(3)]
+        after = jnp.concatenate([y for _, y, _ in local], axis=1)
+        # What the global blocks read enters with the level's state, before the local block.
+        first = jnp.concatenate([memory["global"], x.reshape(2, 18, 8)], axis=1)
+        first = make_mask_input(level.global_block).apply(
+            {"params": p["mask_input_global"]}, first, whole
+        )
+        _, after, _ = run("global", memory["global"], after, whole, first, False)
+        after = after.reshape(2, 3, 6, 8)
+        after = [
+            run("local", local[m][0], after[:, m], inside, local[m][2], True)[1] for m in range(3)
+        ]
+        return jnp.stack(after, axis=1)
+
+    np.testing.assert_allclose(got, by_hand(x), atol=2e-5)
 
 
 def test_masks_do_not_count_the_padding_of_a_row():
@@ -323,7 +329,7 @@ def test_masks_do_not_count_the_padding_of_a_row():
     wanted = {"local": {"encoder_0": 6 + 3, "decoder_0": 13 + 3}}
     wanted["global"] = {"encoder_0": 6 + 2, "decoder_0": 13 + 2}
     wanted["compress"], counted = {"encoder_0": 6}, set()
-    for path, kept in jax.tree_util.tree_leaves_with_path(sown["masks"]):
+    for path, kept in jax.tree_util.tree_leaves_with_path(jax.device_get(sown["masks"])):
         level, scope = path[0].key, path[1].key if path[1].key == "compress" else path[2].key
         scope = scope.partition("_")[0]
         if level != "layers":
@@ -387,14 +393,16 @@ def test_a_latent_sees_its_token_and_those_before(compression, blocks):
     (level,) = make(changes, levels=1).levels(encoder=True)
     level = dataclasses.replace(level, inner=7)
     compress = groups.Compress(level)
-    info = CallInfo(Tokens(jnp.arange(7)[None]))
-    x_BTD = jnp.asarray(np.random.default_rng(0).normal(size=(1, 7, 8)), jnp.float32)
-    kept_info = CallInfo(Tokens(jnp.arange(3)[None]))
-    variables = compress.init(jax.random.key(0), x_BTD, info, kept_info)
-    base = compress.apply(variables, x_BTD, info, kept_info)
+    info = CallInfo(Tokens(np.arange(7)[None]))
+    x_BTD = np.float32(np.random.default_rng(0).normal(size=(1, 7, 8)))
+    kept_info = CallInfo(Tokens(np.arange(3)[None]))
+    variables = families.jit(compress.init)(jax.random.key(0), x_BTD, info, kept_info)
+    run = families.jit(compress.apply)
+    base = np.asarray(run(variables, x_BTD, info, kept_info))
     assert base.shape == (1, 3, 16)
     for p in range(7):
-        moved = compress.apply(variables, x_BTD.at[0, p].add(1.0), info, kept_info) - base
+        other_BTD = x_BTD + np.float32(np.arange(7) == p)[None, :, None]
+        moved = np.asarray(run(variables, other_BTD, info, kept_info)) - base
         assert (np.abs(moved[0]).max(axis=-1) > 0).tolist() == [p <= 4 + j for j in range(3)]
 
 
@@ -412,9 +420,10 @@ def test_what_a_token_sees_of_its_own_group(upsampling, skip_joins):
     blocks, these places see nothing else of their own group, whatever blocks there are."""
     changes = {"upsampling": upsampling, "skip_joins": skip_joins}
     model = make(changes, levels=1)  # 6 tokens, of which the last 3 have latents
-    params, tokens_T = families.random_params(model), families.tokens(batch=1, length=12)[0]
-    changed_TT = jnp.where(jnp.eye(12, dtype=bool), (tokens_T + 1)[None] % VOCAB, tokens_T[None])
-    logits = apply(model, params, jnp.concatenate([tokens_T[None], changed_TT]))
+    params = families.random_params(model)
+    tokens_T = np.asarray(families.tokens(batch=1, length=12))[0]
+    changed_TT = np.where(np.eye(12, dtype=bool), (tokens_T + 1)[None] % VOCAB, tokens_T[None])
+    logits = apply(model, params, np.concatenate([tokens_T[None], changed_TT]))
     seen_TS = np.abs(logits[1:] - logits[:1]).max(axis=-1).T > 0
     assert seen_TS[6:, :6].all()  # of the group before, everything
     expected_TS = np.tri(6, dtype=bool)
@@ -438,15 +447,13 @@ def test_documents_do_not_see_each_other(upsampling, compression, positions):
     model = make({"upsampling": upsampling, "compression": compression, "positions": positions})
     params, starts = families.random_params(model), (0, 5, 13, 27)
     tokens_BT = families.tokens(batch=len(starts) + 1, length=LENGTH)
-    tokens_BT = jnp.tile(tokens_BT[:1], (len(starts) + 1, 1))
+    tokens_BT = np.tile(np.asarray(tokens_BT)[:1], (len(starts) + 1, 1))
     document_T = np.searchsorted(starts, np.arange(LENGTH), side="right")
     position_T = np.arange(LENGTH) - np.array(starts)[document_T - 1]
     for row in range(1, len(starts) + 1):  # row r has other tokens in document r
         changed = (tokens_BT[row] + 1) % VOCAB
-        tokens_BT = tokens_BT.at[row].set(jnp.where(document_T == row, changed, tokens_BT[row]))
-    rows = [
-        jnp.asarray(np.tile(x, (len(tokens_BT), 1)), jnp.int32) for x in (position_T, document_T)
-    ]
+        tokens_BT[row] = np.where(document_T == row, changed, tokens_BT[row])
+    rows = [np.tile(x, (len(tokens_BT), 1)) for x in (position_T, document_T)]
     logits = apply(model, params, tokens_BT, *rows)
     moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
     for row in range(1, len(starts) + 1):
@@ -459,11 +466,11 @@ def test_a_document_that_begins_with_a_group_is_as_if_alone():
     model = make({"positions": "absolute"})
     params, tokens_BT = families.random_params(model), families.tokens(batch=1, length=LENGTH)
     start, size = 16, 13  # after two groups of another document, and before a third document
-    document_BT = jnp.asarray([[1] * start + [2] * size + [3] * (LENGTH - start - size)])
-    begins_BT = jnp.take(jnp.asarray([0, start, start + size]), document_BT - 1)
-    position_BT = jnp.arange(LENGTH)[None] - begins_BT
+    document_BT = np.array([[1] * start + [2] * size + [3] * (LENGTH - start - size)])
+    begins_BT = np.array([0, start, start + size])[document_BT - 1]
+    position_BT = np.arange(LENGTH)[None] - begins_BT
     packed = apply(model, params, tokens_BT, position_BT, document_BT)
-    alone = apply(model, params, tokens_BT[:, start : start + size])
+    alone = apply(model, params, np.asarray(tokens_BT)[:, start : start + size])
     np.testing.assert_allclose(packed[:, start : start + size], alone, atol=1e-5)
 
 
@@ -574,25 +581,28 @@ def test_decoding_rows_of_different_lengths(levels, changes):
     model = make(changes, levels, context=size)
     variables = {"params": families.random_params(model), **families.random_state(model)}
     ends, steps = np.array([[17, 4, 1], [23, 4, 14]]), 14
-    tokens_BT = families.tokens(batch=3, length=size)
-    expected_BTV = families.jit(model.apply)(variables, tokens_BT)
+    tokens_BT = np.asarray(families.tokens(batch=3, length=size))
+    expected_BTV = np.asarray(families.jit(model.apply)(variables, tokens_BT))
     cache, start_B = models.init_cache(model, 3, size), np.zeros(3, int)
     decode = decoder(model, variables, size)
     for end_B in ends:
         place_BT = start_B[:, None] + np.arange(17)[None]
         positions_BT = np.where(place_BT < end_B[:, None], place_BT, -1)
-        given_BT = np.take_along_axis(np.asarray(tokens_BT), np.maximum(positions_BT, 0), axis=1)
+        given_BT = np.take_along_axis(tokens_BT, np.maximum(positions_BT, 0), axis=1)
         logits_BTV, cache = decode(cache, given_BT, positions_BT)
         for b, (start, end) in enumerate(zip(start_B, end_B, strict=True)):
             np.testing.assert_allclose(
-                logits_BTV[b, : end - start], expected_BTV[b, start:end], atol=1e-4
+                np.asarray(logits_BTV)[b, : end - start], expected_BTV[b, start:end], atol=1e-4
             )
         start_B = end_B
     for step in range(steps):
         now_B, rows = start_B + step, np.arange(3)
         logits_B1V, cache = decode(cache, tokens_BT[rows, now_B][:, None], now_B[:, None])
         np.testing.assert_allclose(
-            logits_B1V[:, 0], expected_BTV[rows, now_B], atol=1e-4, err_msg=f"at {now_B}"
+            np.asarray(logits_B1V)[:, 0],
+            expected_BTV[rows, now_B],
+            atol=1e-4,
+            err_msg=f"at {now_B}",
         )
 
 
@@ -646,5 +656,5 @@ def test_a_sampler_takes_the_model():
     (new, *_) = sampler.tokens({"params": params}, prompts, max_new_tokens=5, seeds=[0, 1])
     for prompt, ids in zip(prompts, new, strict=True):
         text = [*prompt, *ids]
-        best_T = np.argmax(apply(model, params, jnp.asarray([text + [0] * 4]))[0], axis=-1)
+        best_T = np.argmax(apply(model, params, np.array([text + [0] * 4]))[0], axis=-1)
         assert ids == best_T[len(prompt) - 1 : len(text) - 1].tolist()

@@ -1,5 +1,6 @@
 """The latent prediction loss: by hand, over valid pairs only."""
 
+import functools
 import math
 
 import jax
@@ -28,22 +29,29 @@ def module(kind="cosine", target_gradient=False, candidates="row"):
 
 
 def params_of(module):
-    tree = nn.unbox(module.init(jax.random.key(0), latents()))["params"]
+    tree = nn.unbox(jax.jit(module.init)(jax.random.key(0), latents()))["params"]
     return tree | {
-        name: jnp.float32(value)
+        name: np.float32(value)
         for name, value in (("log_temperature", 0.7), ("bias", -1.3))
         if name in tree
     }
 
 
 def latents(seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, D)), jnp.float32)
+    return np.float32(np.random.default_rng(seed).normal(size=(B, T, D)))
+
+
+@functools.cache
+def compiled(module):
+    def run(params, x_BTD, masks):
+        _, sown = module.apply({"params": params}, x_BTD, mutable=["losses"], **masks)
+        return losses.collect_sown(sown["losses"])["latent_prediction"]
+
+    return jax.jit(run)
 
 
 def loss(module, params, x_BTD, **masks):
-    masks = {name: jnp.asarray(mask) for name, mask in masks.items()}
-    _, sown = module.apply({"params": params}, x_BTD, mutable=["losses"], **masks)
-    return losses.collect_sown(sown["losses"])["latent_prediction"]
+    return compiled(module)(params, x_BTD, masks)
 
 
 def unit(x):
@@ -105,7 +113,8 @@ def test_gradients(kind):
     for target_gradient in (False, True):
         m = module(kind, target_gradient)
         params = params_of(m)
-        d_params, d_x = jax.grad(lambda p, x, m=m: loss(m, p, x), argnums=(0, 1))(params, latents())
+        gradient = jax.jit(jax.grad(lambda p, x, m=m: loss(m, p, x), argnums=(0, 1)))
+        d_params, d_x = jax.device_get(gradient(params, latents()))
         assert all(np.abs(d).max() > 1e-4 for d in jax.tree.leaves(d_params))
         assert (np.abs(d_x[:, -1]).max() > 1e-4) == target_gradient
         assert np.abs(d_x[:, 0]).max() > 1e-4
@@ -115,7 +124,7 @@ def test_rows_do_not_count_twice():
     """Of the forms that see a row at a time: twice the batch, the same value."""
     for kind in ("cosine", "siglip"):
         m = module(kind)
-        twice = jnp.concatenate([latents(), latents()])
+        twice = np.concatenate([latents(), latents()])
         np.testing.assert_allclose(
             loss(m, params_of(m), latents()), loss(m, params_of(m), twice), rtol=1e-6
         )
@@ -125,8 +134,9 @@ def test_one_latent_and_zeros_are_no_trouble():
     for kind in ("cosine", "siglip"):
         m = module(kind)
         assert loss(m, params_of(m), latents()[:, :1]) == 0.0
-        value, grad = jax.value_and_grad(lambda x, m=m: loss(m, params_of(m), x))(
-            jnp.zeros((B, T, D))
+        params = params_of(m)
+        value, grad = jax.jit(jax.value_and_grad(lambda x, m=m, p=params: loss(m, p, x)))(
+            np.zeros((B, T, D), np.float32)
         )
         assert np.isfinite(value) and np.isfinite(grad).all()
     nothing = loss(m, params_of(m), latents(), valid_BT=np.zeros((B, T), bool))

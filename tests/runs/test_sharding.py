@@ -321,7 +321,9 @@ def test_padding_of_the_vocabulary_changes_nothing(family):
         kernel = np.pad(params["head"]["kernel"], ((0, 0), (0, 3)))
         np.testing.assert_array_equal(padded["head"]["kernel"], kernel)
     tokens = families.tokens(batch=1, length=4)
-    logits = [m.apply({"params": p}, tokens) for m, p in ((plain, params), (wide, padded))]
+    logits = [
+        families.jit(m.apply)({"params": p}, tokens) for m, p in ((plain, params), (wide, padded))
+    ]
     np.testing.assert_allclose(*logits, atol=1e-6)
     assert plain.ledger(16).nominal == wide.ledger(16).nominal
     width = table.shape[1]

@@ -8,8 +8,8 @@ import sys
 import time
 import types
 
+import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -69,9 +69,9 @@ def batch_of(config, vocab=64, seed=0):
     shape = (config.data.batch_size, config.data.seq_len)
     tokens = rng.integers(0, vocab, (shape[0], shape[1] + 1)).astype(np.int32)
     return {
-        "inputs": jnp.asarray(tokens[:, :-1]),
-        "targets": jnp.asarray(tokens[:, 1:]),
-        "weights": jnp.ones(shape, jnp.float32),
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones(shape, np.float32),
     }
 
 
@@ -79,9 +79,9 @@ def setup(config, vocab=64):
     model = models.build(
         config.model, vocab_size=vocab, context=config.data.seq_len, dtype=config.train.dtype
     )
-    shapes = models.unboxed_shapes(model)["params"]
+    shapes = families.variable_shapes(model)["params"]
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
-    state = step_lib.init_state(model, optimizer, 0)
+    state = step_lib.state_of(families.initial(model), optimizer)
     step = step_lib.make_train_step(model, optimizer, schedule, config, total_steps=6)
     return state, jax.jit(step)
 
@@ -97,7 +97,7 @@ def test_accumulation_in_chunks_equals_the_big_batch(text):
     batch = batch_of(tiny(text))
     weights = np.ones(batch["weights"].shape, np.float32)
     weights[:3, 5:] = 0
-    batch["weights"] = jnp.asarray(weights)
+    batch["weights"] = weights
     changes = {"optim.name": "sgd", "optim.clip_norm": 0.0, "losses.z_loss": 1e-3}
     state, big = setup(tiny(text, **changes))
     _, small = setup(tiny(text, **changes, **{"train.accumulation": 4, "train.loss_chunk": 8}))
@@ -112,7 +112,8 @@ def test_accumulation_in_chunks_equals_the_big_batch(text):
 def test_a_nonfinite_step_is_skipped_and_counted(text):
     state, step = setup(tiny(text))
     good = batch_of(tiny(text))
-    bad = dict(good, weights=good["weights"].at[0, 0].set(jnp.nan))
+    bad = dict(good, weights=good["weights"].copy())
+    bad["weights"][0, 0] = np.nan
     after, metrics = step(state, bad, np.uint32(0))
     close(state.params, after.params, 0)
     close(jax.tree.leaves(state.opt_state), jax.tree.leaves(after.opt_state), 0)
@@ -123,7 +124,7 @@ def test_a_nonfinite_step_is_skipped_and_counted(text):
     assert (after.step, after.nonfinite_total, after.nonfinite_run) == (3, 2, 0)
     assert np.isfinite(metrics["train/loss"])
     assert any(
-        np.any(x != y)
+        np.any(np.asarray(x) != np.asarray(y))
         for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True)
     )
 
