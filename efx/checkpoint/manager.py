@@ -31,6 +31,7 @@ from efx.errors import UsageError
 from efx.runfolder import Home
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
+_WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are read in parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Restored:
     state: Any
     data_state: dict
     meta: dict
+
+
+def _of_one_device(leaf):
+    """A small array that every device of this process has, as that of one of them: orbax would cut
+    it into a piece a device, by a program for each shape and piece."""
+    copies = isinstance(leaf, jax.Array) and jax.process_count() == 1 and leaf.is_fully_replicated
+    return leaf.addressable_data(0) if copies and leaf.nbytes < _WORTH_CUTTING else leaf
 
 
 class _StateHandler(ocp.StandardCheckpointHandler):
@@ -142,7 +150,7 @@ class Checkpointer:
         self.wait()
         if files.from_primary(step in self.steps()):
             return False
-        leaves = files.flatten(state)
+        leaves = {path: _of_one_device(leaf) for path, leaf in files.flatten(state).items()}
         items = {
             "state": ocp.args.StandardSave(unflatten_dict(leaves)),
             # Through JSON here, so that a wrong type is an error now and not in the background.

@@ -110,6 +110,18 @@ def test_restore_onto_another_mesh(tmp_path):
             assert jax.tree.map(lambda x: x.sharding, restored) == target
 
 
+def test_copies_of_small_arrays_are_not_cut(tmp_path, caplog):
+    """Orbax would write an eighth from each device, and compile a program for each of them."""
+    everywhere = NamedSharding(mesh_of(2, 4), PartitionSpec())
+    state = jax.device_put({"b": np.arange(4096, dtype=np.float32)}, everywhere)
+    with make(tmp_path) as checkpointer, jax.log_compiles():
+        checkpointer.save(1, state, {}, {})
+        checkpointer.wait()
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+        restored = checkpointer.restore(abstract(state, {"b": everywhere})).state
+    assert_same(restored, state)
+
+
 @pytest.mark.parametrize("size", [13, 14, 24])
 def test_a_vocabulary_may_be_padded_otherwise(tmp_path, size):
     """13 tokens in tables of 16 are read into tables of another size, moments and all, as a mesh
