@@ -48,17 +48,20 @@ def _band(axis, x, draws_XR, colour):
 
 
 def _draw_curves(analysis, axis):
-    """Losses over parameters: a colour a budget, a style a family, stars at the optima; curves of
-    the law with their intervals, or parabolas of families without one."""
+    """Losses over parameters: a colour a budget and a style a family, or the other way round where
+    families are more than styles; stars at the optima; curves of the law with their intervals, or
+    parabolas of families without one."""
     from matplotlib import colormaps
 
-    colours = colormaps["viridis"](np.linspace(0.0, 0.85, len(analysis.budgets)))
-    styles, _ = _styles(analysis)
+    shades = colormaps["viridis"](np.linspace(0.0, 0.85, len(analysis.budgets)))
+    by_budget = dict(zip(analysis.budgets, zip(shades, itertools.cycle(_STYLES)), strict=False))
+    styles, colours = _styles(analysis)
+    many = len(analysis.families) > len(_STYLES)
     for family, measured in analysis.families.items():
-        line, marker = styles[family]
         fit = analysis.laws.get(family, analysis.parabolas[family])
         for budget in sorted({*measured.budgets}):
-            here, colour = measured.at(budget), colours[analysis.budgets.index(budget)]
+            here, (colour, style) = measured.at(budget), by_budget[budget]
+            colour, (line, marker) = (colours[family], style) if many else (colour, styles[family])
             sizes, means = measured.parameters[here], measured.means[here]
             spreads = [np.std(measured.losses[i], ddof=len(measured.losses[i]) > 1) for i in here]
             axis.errorbar(
@@ -85,7 +88,8 @@ def _draw_curves(analysis, axis):
     axis.set_xlabel("parameters")
     axis.set_ylabel("held-out loss (nats)")
     axis.set_title("each budget; stars: optima")
-    axis.legend(fontsize="x-small")
+    beside = dict(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2) if many else {}
+    axis.legend(fontsize="x-small", **beside)
 
 
 def _budgets(analysis, further):

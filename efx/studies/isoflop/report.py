@@ -55,9 +55,12 @@ def optimum_cells(analysis, budget, family):
     here = measured.at(budget)
     best = here[measured.means[here].argmin()]
     parameters, losses = fit.parameters[budget], fit.losses[budget]
+    least, seeds = tables.summary(measured.losses[best].tolist()), measured.seeds[best]
+    if seeds < max(of_family.seeds.max() for of_family in analysis.families.values()):
+        least |= {"note": f"{seeds} seed{'s' * bool(seeds > 1)}"}
     cells = {
         "least measured at": measured.sizes[best],
-        "least measured": tables.summary(measured.losses[best].tolist()),
+        "least measured": least,
         "loss at the best size": cell(with_draws(losses)),
         "its parameters": cell(with_draws(parameters)),
         "residual": fit.residual[budget],
