@@ -14,33 +14,28 @@ CPU cores.
 from efx.configs.sweeps import mod_evidence
 
 CONTEXTS = (256, 1024, 4096)
-# Of the decoder: width, depth, heads; of the latent model: widths (tokens, first latents, last
-# latents), their heads, depth of the stack.
+SIZES = dict(list(mod_evidence.SIZES.items())[1:])
+# Of the latent model: widths (tokens, first, last latents), their heads, depth of the stack.
 SHAPES = (
-    ((16, 4, 2), (16, 16, 24), (2, 2, 2), 3),
-    ((24, 4, 2), (16, 24, 32), (2, 2, 2), 3),
-    ((32, 6, 2), (24, 32, 48), (2, 2, 4), 4),
-    ((48, 6, 4), (32, 48, 64), (2, 4, 4), 4),
-    ((64, 8, 4), (48, 64, 96), (4, 4, 6), 6),
+    ((16, 16, 24), (2, 2, 2), 3),
+    ((16, 24, 32), (2, 2, 2), 3),
+    ((24, 32, 48), (2, 2, 4), 4),
+    ((32, 48, 64), (2, 4, 4), 4),
+    ((48, 64, 96), (4, 4, 6), 6),
 )
 
 
-def name_of(shape):
-    (width, depth, _), *_ = shape
-    return mod_evidence.name_of(width, depth)
-
-
 def by_size(value):
-    return {name_of(shape): value(shape) for shape in SHAPES}
+    return {name: value(*shape) for name, shape in zip(SIZES, SHAPES, strict=True)}
 
 
 LATENT = {
     "config": "latent",
-    "model.level_widths": by_size(lambda shape: repr(shape[1][:2])),
-    "model.level_heads": by_size(lambda shape: repr(shape[2][:2])),
-    "model.width": by_size(lambda shape: shape[1][2]),
-    "model.attention.num_heads": by_size(lambda shape: shape[2][2]),
-    "model.depth": by_size(lambda shape: shape[3]),
+    "model.level_widths": by_size(lambda widths, heads, depth: repr(widths[:2])),
+    "model.level_heads": by_size(lambda widths, heads, depth: repr(heads[:2])),
+    "model.width": by_size(lambda widths, heads, depth: widths[2]),
+    "model.attention.num_heads": by_size(lambda widths, heads, depth: heads[2]),
+    "model.depth": by_size(lambda widths, heads, depth: depth),
 }
 
 
@@ -55,11 +50,5 @@ def get_grid():
         seeds=(0,),
         budgets=(7.5e11, 3e12),
         families=families,
-        sizes=by_size(_size),
+        sizes=SIZES,
     )
-
-
-def _size(shape):
-    width, depth, heads = shape[0]
-    size = {"model.width": width, "model.depth": depth, "model.attention.num_heads": heads}
-    return mod_evidence.BASE | size

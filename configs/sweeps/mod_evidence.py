@@ -44,12 +44,23 @@ def name_of(width, depth):
     return f"{width} wide, {depth} deep"
 
 
+SIZES = {
+    name_of(width, depth): BASE
+    | {
+        "model.width": width,
+        "model.depth": depth,
+        "model.attention.num_heads": HEADS[width],
+    }
+    for width, depth in WIDTHS_AND_DEPTHS
+}
+
+
 def control(selection):
     return {"model.depth_routing.train_selection": selection}
 
 
 def get_grid():
-    half = {name_of(width, depth): depth // 2 for width, depth in WIDTHS_AND_DEPTHS}
+    half = {name: size["model.depth"] // 2 for name, size in SIZES.items()}
     families = {
         "dense": DENSE,
         # A forward pass costs about as much as that of MoD of the same width.
@@ -72,13 +83,5 @@ def get_grid():
         seeds={name: (0, 1, 2) if name in several else (0,) for name in families},
         budgets=(7.5e11, 3e12, 1.2e13),
         families=families,
-        sizes={
-            name_of(width, depth): BASE
-            | {
-                "model.width": width,
-                "model.depth": depth,
-                "model.attention.num_heads": HEADS[width],
-            }
-            for width, depth in WIDTHS_AND_DEPTHS
-        },
+        sizes=SIZES,
     )

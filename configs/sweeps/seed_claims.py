@@ -11,10 +11,7 @@ each at the same FLOPs. Some hours on 2 CPU cores.
 
 from efx.configs.sweeps import mod_evidence
 
-SIZES = {
-    mod_evidence.name_of(width, depth): {"model.width": width, "model.depth": depth}
-    for width, depth in mod_evidence.WIDTHS_AND_DEPTHS[1:]
-}
+SIZES = dict(list(mod_evidence.SIZES.items())[1:])  # the smallest has one block a stream
 NO_PENALTY = {"losses.dropout_entropy": 0.0, "losses.dropout_l1": 0.0}
 MASKS = {"config": "learned_dropout:no_penalty"}
 HALF = {name: size["model.depth"] // 2 for name, size in SIZES.items()}
@@ -34,10 +31,5 @@ def get_grid():
             "two streams": {"config": "encoder_decoder"} | STREAMS,
             "two streams, masks": {"config": "encoder_decoder:masks"} | STREAMS | NO_PENALTY,
         },
-        sizes={
-            name: mod_evidence.BASE
-            | size
-            | {"model.attention.num_heads": mod_evidence.HEADS[size["model.width"]]}
-            for name, size in SIZES.items()
-        },
+        sizes=SIZES,
     )

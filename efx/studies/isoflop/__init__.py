@@ -218,9 +218,15 @@ def collect(runs, jobs):
     fitted_runs = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
     if jobs:
         runs.train(runs.missing(fitted_runs), jobs)
-    fitted = [runs.point(run, True) for run in fitted_runs]
-    points = fitted + [point for point in tried if point.run not in {*fitted_runs}]
-    points_lib.check_together(points)
+    return _together([runs.point(run, True) for run in fitted_runs], tried)
+
+
+def _together(fitted, tried):
+    """[Point] of both, a learning rate's run that is fitted too once; checked."""
+    runs = {point.run for point in fitted}
+    points = fitted + [point for point in tried if point.run not in runs]
+    if points:
+        points_lib.check_together(points)
     return points
 
 
@@ -229,15 +235,14 @@ def _save_points(runs, path):
     stage = grid_lib.rate_runs(runs.grid)
     missing = {*runs.missing(stage)}
     tried = [runs.point(run, False) for run in stage if run not in missing]
-    fitted_runs = []
+    fitted = []
     if not missing:
         fitted_runs = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
         missing = {*runs.missing(fitted_runs)}
-    points = [runs.point(run, True) for run in fitted_runs if run not in missing]
-    points += [point for point in tried if point.run not in {*fitted_runs}]
+        fitted = [runs.point(run, True) for run in fitted_runs if run not in missing]
+    points = _together(fitted, tried)
     if not points:
         raise UsageError("--save-points: no run of the grid has ended; there is nothing to write")
-    points_lib.check_together(points)
     path = pathlib.Path(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
