@@ -176,12 +176,16 @@ FAMILIES = {
         }
     ),
     "mod_capacity_list": _mod(
+        losses=("predictor_bce", "router_bce"),
         **{
             "preset": "gpt2",
             "depth_routing.blocks": (0, 1),
             "depth_routing.gate": "identity",
             "depth_routing.capacity": (0.25, 0.75),
-        }
+            "depth_routing.causal": "predictor",
+            "depth_routing.also_train": ("aux_loss",),
+            "depth_routing.predictor_hidden": 6,
+        },
     ),
     "mod_stochastic": _mod(
         looks_ahead=False,
@@ -196,15 +200,6 @@ FAMILIES = {
         **{
             "depth_routing.train_selection": "random_fixed",
             "depth_routing.every": 1,
-        },
-    ),
-    "mod_predictor": _mod(
-        losses=("predictor_bce", "router_bce"),
-        **{
-            "depth_routing.causal": "predictor",
-            "depth_routing.also_train": ("aux_loss",),
-            "depth_routing.predictor_hidden": 6,
-            "depth_routing.gate": "identity",
         },
     ),
     "mod_threshold": _mod(
@@ -332,16 +327,6 @@ FAMILIES = {
             "dropout.attention.rounding": "sigmoid_straight_through",
         },
     ),
-    "dropout_tokens": Family(
-        {
-            "dropout.kind": "attention",
-            "dropout.sites": ("attention_output", "mlp_output"),
-            "attention.chunk": 20,
-            "dropout.attention.granularity": "token",
-            "dropout.attention.rounding": "none",
-        },
-        losses=PENALTIES,
-    ),
     "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
     "soft": Family(
         {
@@ -373,24 +358,26 @@ FAMILIES = {
             "soft_experts.num": 2,
             "soft_experts.every": 2,
             "soft_experts.merge": "mean",
-            "depth": 4,
-            "dropout.kind": "elementwise",
+            "block_kind": "post_norm",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS[1:],
+            "dropout.attention.rounding": "none",
             "depth_routing.kv_for_skipped": True,
             "soft_experts.hidden_multiple": 1.0,
         },
     ),
-    "soft_masks": _mod(
-        losses=("router_bce", *PENALTIES),
-        **{
-            "block_kind": "post_norm",
-            "soft_experts.num": 2,
+    "averages": Family(
+        {
+            "dense_former.on": True,
+            "depth": 3,
+            "attention.chunk": 20,
             "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS[1:],
+            "dropout.sites": ("attention_output", "mlp_output"),
+            "dropout.attention.granularity": "token",
             "dropout.attention.rounding": "none",
-            "soft_experts.hidden_multiple": 1.0,
         },
+        losses=PENALTIES,
     ),
-    "averages": Family({"dense_former.on": True, "depth": 4, "attention.chunk": 20}),
     "averages_mod": _mod(
         **{
             "preset": "gpt2",
@@ -409,6 +396,8 @@ FAMILIES = {
             "use_bias": True,
             "output_positions": "subtract_norm",
             "embedding_loss_gains": True,
+            "mup.base_width": 16,
+            "initialisation": "spike_no_more",
         }
     ),
     "streams_parallel": _streams(
@@ -427,6 +416,7 @@ FAMILIES = {
         }
     ),
     "streams_final": _streams(
+        *PENALTIES,
         **{
             "cross_source": "final",
             "order": "cross_only",
@@ -437,14 +427,10 @@ FAMILIES = {
             "output_positions": "none",
             "embedding_loss": "cosine",
             "mlp.activation": "swiglu",
-        }
-    ),
-    "streams_elementwise": _streams(
-        *PENALTIES,
-        **{
-            "cross_source": "same_layer",
-            "attention.chunk": 20,
-            "dropout.kind": "elementwise",
+            "dropout.kind": "attention",
+            "dropout.sites": NO_PROBS,
+            "dropout.attention.input": "embedding",
+            "dropout.attention.rounding": "none",
         },
     ),
     "streams_masks": _streams(
@@ -456,20 +442,17 @@ FAMILIES = {
             "dropout.attention.rounding": "none",
         },
     ),
-    "streams_shared_masks": _streams(
-        *PENALTIES,
-        **{
-            "cross_source": "final",
-            "order": "cross_only",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.input": "embedding",
-            "dropout.attention.rounding": "none",
-        },
-    ),
     "streams_moe": dataclasses.replace(
-        _moe(**{"family": "encoder_decoder", "cross_source": "same_layer", "mlp.moe.every": 2}),
-        losses=("embedding", "load_balance", "router_z"),
+        _moe(
+            **{
+                "family": "encoder_decoder",
+                "cross_source": "same_layer",
+                "mlp.moe.every": 2,
+                "attention.chunk": 20,
+                "dropout.kind": "elementwise",
+            }
+        ),
+        losses=("embedding", "load_balance", "router_z", *PENALTIES),
     ),
     "streams_mod": _streams(
         row=_mod(**{"depth_routing.every": 1, "depth_routing.also_train": ("threshold",)}),
@@ -483,6 +466,7 @@ FAMILIES = {
             "attention.chunk": 10,
             "cross_heads": 8,
             "cross_kv_heads": 4,
+            "dense_former.on": True,
         },
     ),
     "streams_mod_context": _streams(
@@ -502,27 +486,14 @@ FAMILIES = {
             "mlp.moe.capacity_factor": 1.0,
         },
     ),
-    "streams_parts": _streams(
-        **{
-            "cross_source": "previous_layer",
-            "depth": 3,
-            "encoder_depth": 4,
-            "soft_experts.num": 3,
-            "soft_experts.every": 2,
-            "soft_experts.shared": 1,
-            "soft_experts.hidden_multiple": 1.0,
-            "dense_former.on": True,
-            "mup.base_width": 16,
-            "initialisation": "spike_no_more",
-            "attention.chunk": 20,
-        }
-    ),
     "streams_soft_mod": _streams(
         *PENALTIES,
         row=_mod(**{"depth_routing.every": 1}),
         **{
             "cross_source": "final",
             "soft_experts.num": 2,
+            "soft_experts.every": 2,
+            "soft_experts.shared": 1,
             "soft_experts.shared_kv": True,
             "soft_experts.hidden_multiple": 1.0,
             "cross_kv_heads": 2,
@@ -603,6 +574,7 @@ FAMILIES = {
         )
     ),
     "latent_window": _latent(
+        Family({}, losses=PENALTIES),
         **{
             "group_size": 12,
             "latents": (6,),
@@ -618,18 +590,8 @@ FAMILIES = {
             "soft_experts.shared_kv": True,
             "soft_experts_in": "levels",
             "soft_experts.hidden_multiple": 1.0,
-        }
-    ),
-    "latent_elementwise": _latent(
-        Family(
-            {
-                "dropout.kind": "elementwise",
-                "memory_local": 1,
-                "upsampling": "attention",
-                "attention.window": 3,
-            },
-            losses=PENALTIES,
-        )
+            "dropout.kind": "elementwise",
+        },
     ),
     "latent_masks": _latent(
         Family(
@@ -704,7 +666,7 @@ FAMILIES = {
                 "adapter.routing": "inclusion",
                 "adapter.capacity": 0.4,
                 "adapter.slack": 1.0,
-                "adapter.sites": ".*/(query|value|up)",  # of each kind; all take six times as long
+                "adapter.sites": ".*/(query|up)",  # of each kind; all take eight times as long
                 "memory_local": 2,
                 "upsampling": "attention",
             },

@@ -20,7 +20,7 @@ LENGTHS = (24, 17, 6, 1)  # tokens of the rows of a batch
 ROUTED = {"depth_routing.kind": "mod", "depth_routing.gate": "identity"}
 EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
 RECURSION = {
-    "depth": 4,
+    "depth": 3,
     "depth_routing.kind": "recursion",
     "depth_routing.recursions": 3,
     "depth_routing.capacity": (1.0, 0.3, 0.2),
@@ -272,7 +272,8 @@ def test_rows_of_different_lengths(name, chunk, singles_from):
     "name", ["mod_full", "mod_context", "moe", "mode", "recursion", "dropout_embedding", "soft_mod"]
 )
 def test_one_row(name):
-    logits_BTV, _ = decode_all(name, 5, 5, lengths=(CONTEXT,))
+    """Token by token; in chunks it is read by test_a_chunk_runs_as_often_as_it_needs."""
+    logits_BTV, _ = decode_all(name, 1, lengths=(CONTEXT,))
     check_logits(name, logits_BTV, lengths=(CONTEXT,))
 
 

@@ -2,8 +2,8 @@
 
 What a feature can break on its own (causality, cached decoding, the ledger) is held on every row.
 What belongs to the machinery (jit, bfloat16, scanned and recomputed layers, devices, packed rows)
-is compiled on REPRESENTATIVES, which between them have every mechanism; the training step of the
-other rows is traced, for its shapes.
+is compiled on REPRESENTATIVES, which between them have every mechanism; the training of the other
+rows is traced, for its shapes.
 """
 
 import collections
@@ -145,7 +145,7 @@ def test_bfloat16_is_close(name):
         assert error_BT.max() < 0.3
 
 
-@pytest.mark.parametrize("name", ["recursion"])
+@pytest.mark.parametrize("name", ["mod_options"])
 def test_jit_is_no_jit(name):
     eager_BTV = families.build(name).apply(families.variables_of(name), families.tokens())
     np.testing.assert_allclose(eager_BTV, families.logits_of(name, families.tokens()), atol=2e-5)
@@ -369,33 +369,27 @@ def test_remat_recomputes(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REPRESENTATIVES])
 def test_other_rows_train_by_their_shapes(name):
-    """In bfloat16, recomputed: parts compute in bfloat16, logits and gradients are float32; and
-    what is sown."""
+    """The forward pass of training in bfloat16, recomputed: parts compute in bfloat16, logits are
+    float32; and what is sown. What a gradient passes through has representatives."""
     model = models.changed(families.build(name, "bfloat16"), remat="full")
-    model = model.clone(selection="train")
-    params, parts = families.params_of(name), (Layer, Attention, MLP, MoE, SoftMLP)
+    model, parts = model.clone(selection="train"), (Layer, Attention, MLP, MoE, SoftMLP)
 
-    def loss(params, tokens_BT):
-        logits_BTV, state = model.apply(
-            {"params": params, **families.state_of(name)},
+    def apply(variables, tokens_BT):
+        return model.apply(
+            variables,
             tokens_BT,
             mutable=["intermediates", "losses", "stats"],
             capture_intermediates=lambda m, method: isinstance(m, parts) and method == "__call__",
             rngs=families.keys(),
         )
-        states = state.pop("intermediates")
-        return jnp.sum(logits_BTV), (logits_BTV, states, state)
 
-    step = jax.value_and_grad(loss, has_aux=True)
-    (_, (logits_BTV, states, sown)), grads = jax.eval_shape(step, params, families.tokens())
+    logits_BTV, sown = jax.eval_shape(apply, families.variables_of(name), families.tokens())
+    states = jax.tree_util.tree_leaves_with_path(sown.pop("intermediates"))
     check_sown(name, sown)
     assert (logits_BTV.shape, logits_BTV.dtype) == ((BATCH, LENGTH, VOCAB), jnp.float32)
-    states = jax.tree_util.tree_leaves_with_path(states)
     outputs = [leaf for path, leaf in states if jax.tree_util.DictKey("__call__") in path]
     assert {leaf.dtype for leaf in outputs} == {jnp.dtype(jnp.bfloat16)}
     assert len(outputs) >= 2 * model.config.depth
-    same = jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype), grads, params)
-    assert all(jax.tree.leaves(same))
 
 
 # ---- devices -----------------------------------------------------------------------------------
