@@ -17,7 +17,7 @@ from efx.configs import calm, common
 from efx.errors import UsageError
 from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer
-from efx.models.bridged.model import spaced
+from efx.models.bridged.model import Bridge, spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "attention.num_kv_heads": 2}
@@ -52,9 +52,17 @@ def bridged(*members, **changes):
     return models.build(config, vocab_size=VOCAB, context=LENGTH, dtype="float32", members=members)
 
 
+@functools.cache
 def case(name):
+    """(model, its variables)"""
     model = bridged(*CASES[name])
     return model, {"params": families.random_params(model), **families.random_state(model)}
+
+
+@functools.cache
+def forward(name):
+    """The compiled model of a case, for all tests of this file."""
+    return families.jit(case(name)[0].apply)
 
 
 def fresh(variables):
@@ -62,23 +70,28 @@ def fresh(variables):
 
     def one(path, leaf):
         started = path[1].key.startswith("bridges_") and path[-2].key == "out"
-        return jnp.zeros_like(leaf) if started else leaf
+        return np.zeros_like(leaf) if started else leaf
 
     return jax.tree_util.tree_map_with_path(one, variables)
+
+
+def test_a_new_bridge_adds_nothing():
+    """Its output matrix starts at zero."""
+    bridge = Bridge(num_heads=2, norm="none", std=0.02, dtype=jnp.float32)
+    states, info = (np.ones((1, 4, 8)), np.ones((1, 4, 6))), CallInfo(Tokens(np.arange(4)[None]))
+    made = jax.jit(lambda key: nn.unbox(bridge.init(key, *states, info)))(jax.random.key(0))
+    kernels = {key: np.asarray(each["kernel"]) for key, each in made["params"]["attention"].items()}
+    assert {key for key, kernel in kernels.items() if not np.any(kernel)} == {"out"}
 
 
 @every_case
 def test_it_starts_as_the_anchor(name):
     model, variables = case(name)
-    made = families.initial(model)["params"]
-    assert all(np.all(made[key]["attention"]["out"]["kernel"] == 0)
-               for key in made if key.startswith("bridges_"))  # fmt: skip
     start = fresh(variables)
     anchor = {kind: tree["anchor_model"] for kind, tree in start.items() if "anchor_model" in tree}
-    expected = families.jit(model.anchor_model.apply)(anchor, families.tokens())
-    result = families.jit(model.apply)(start, families.tokens())
-    np.testing.assert_array_equal(result, expected)
-    moved = families.jit(model.apply)(variables, families.tokens())
+    expected = np.asarray(families.jit(model.anchor_model.apply)(anchor, families.tokens()))
+    np.testing.assert_array_equal(forward(name)(start, families.tokens()), expected)
+    moved = np.asarray(forward(name)(variables, families.tokens()))
     assert np.abs(moved - expected).max() > 0.1
 
 
@@ -113,7 +126,7 @@ def layer_states(model, variables, tokens_BT):
         method="features",
     )
     _, seen = families.jit(run)(variables, tokens_BT)
-    layers = seen["intermediates"]["layers"]
+    layers = jax.device_get(seen["intermediates"]["layers"])
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
 
 
@@ -135,10 +148,10 @@ def test_the_formula():
 
     b_model, b_params = model.anchor_model, params["anchor_model"]
     h = bridge(layer_states(b_model, {"params": b_params}, tokens_BT)[0], 0, 0, 1)
-    info = CallInfo(Tokens(jnp.arange(LENGTH, dtype=jnp.int32)[None]))
+    info = CallInfo(Tokens(np.arange(LENGTH, dtype=np.int32)[None]))
     layer = Layer(b_model.specs()[1])
     run = families.jit(layer.apply)
-    h = run({"params": b_params["layers"]["block_1"]}, jnp.float32(h), info)
+    h = run({"params": b_params["layers"]["block_1"]}, np.float32(h), info)
     h = bridge(h, 1, 1, 3)
     expected = np.float64(h) / np.sqrt(np.mean(np.float64(h) ** 2, -1, keepdims=True) + 1e-5)
     expected = expected * np.float64(b_params["norm_final"]["scale"])
@@ -163,19 +176,21 @@ def test_pairs_are_evenly_spaced(pairs, depth, layers):
 
 @every_case
 def test_causal(name):
-    model, variables = case(name)
-    run = families.jit(model.apply)
+    _, variables = case(name)
     before_BT, after_BT, later_BT = changed_after_cuts()
-    changed_BT = np.any(np.asarray(run(variables, before_BT) != run(variables, after_BT)), axis=-1)
+    before, after = (np.asarray(forward(name)(variables, x)) for x in (before_BT, after_BT))
+    changed_BT = np.any(before != after, axis=-1)
     assert not np.any(changed_BT & ~later_BT)
     assert np.all(changed_BT[later_BT]) and len(CUTS) == BATCH
 
 
 @every_case
 def test_cached_decoding_is_the_full_forward(name):
+    """Chunks of 7 tokens, then one at a time: of one case by a program for one token, of the
+    others by that of the chunks, with padding."""
     model, variables = case(name)
-    tokens_BT = families.tokens()
-    expected_BTV = families.jit(model.apply)(variables, tokens_BT)
+    tokens_BT = np.asarray(families.tokens())
+    expected_BTV = np.asarray(forward(name)(variables, tokens_BT))
 
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
@@ -195,11 +210,14 @@ def test_cached_decoding_is_the_full_forward(name):
     tolerance = 5e-4 if name == "mod_reads" else 1e-4
     cache, start = models.init_cache(model, BATCH, LENGTH), 0
     assert any(key.startswith("bridges_") for key in cache)
-    for length in [7] + [1] * (LENGTH - 7):
-        positions_BT = jnp.tile(jnp.arange(start, start + length)[None], (BATCH, 1))
-        logits_BTV, cache = decode(cache, tokens_BT[:, start : start + length], positions_BT)
+    calls = [(7, 7)] + [(1, 1 if name == "mod_reads" else 7)] * (LENGTH - 7)
+    for length, size in calls:
+        given_BT, positions_BT = np.zeros((BATCH, size), np.int32), np.full((BATCH, size), -1)
+        given_BT[:, :length] = tokens_BT[:, start : start + length]
+        positions_BT[:, :length] = np.arange(start, start + length)
+        logits_BTV, cache = decode(cache, given_BT, np.int32(positions_BT))
         np.testing.assert_allclose(
-            logits_BTV,
+            np.asarray(logits_BTV)[:, :length],
             expected_BTV[:, start : start + length],
             atol=tolerance,
             err_msg=f"at {start}",
@@ -275,25 +293,29 @@ def test_what_it_says_about_itself(name):
     assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
 
 
-@pytest.mark.parametrize("mesh", ["data", "mixed"])
-def test_eight_devices_are_one(mesh):
-    model, variables = case("streams_read")
+def test_eight_devices_are_one():
+    """On a mesh that splits the batch and the parameters, these in both ways."""
+    members = {"depth": 2}, {"depth": 1, "width": 24, "attention.num_heads": 2}
+    model = bridged(*members, pairs=1)
+    # From the host, since cutting arrays of a device is a program for each shape.
+    params, tokens_BT = jax.device_get((families.random_params(model), families.tokens()))
     loss = families.jit(jax.value_and_grad(families.loss_fn(model)))
-    expected = jax.device_get(loss(variables["params"], families.tokens()))
-    step, params_sharding, tokens_sharding = compiled_on(mesh, model)
-    params = jax.device_put(variables["params"], params_sharding)
-    result = step(params, jax.device_put(families.tokens(), tokens_sharding))
+    expected = jax.device_get(loss(params, tokens_BT))
+    step, params_sharding, tokens_sharding = compiled_on("mixed", model)
+    params = jax.device_put(params, params_sharding)
+    assert not params["bridges_0"]["project"]["kernel"].is_fully_replicated
+    result = step(params, jax.device_put(tokens_BT, tokens_sharding))
     same_loss_and_grads(expected, jax.device_get(result))
 
 
 def test_documents_of_a_row_do_not_mix():
-    model, variables = case("streams_read")
-    tokens_BT = families.tokens()
-    segments = jnp.asarray(np.tile(np.repeat([1, 2], LENGTH // 2), (BATCH, 1)), jnp.int32)
-    positions = jnp.asarray(np.tile(np.arange(LENGTH) % (LENGTH // 2), (BATCH, 1)), jnp.int32)
-    packed = families.jit(model.apply)(variables, tokens_BT, positions, segments)
-    second = jnp.roll(tokens_BT, -(LENGTH // 2), axis=1)
-    alone = families.jit(model.apply)(variables, second)[:, : LENGTH // 2]
+    run, (_, variables) = forward("streams_read"), case("streams_read")
+    tokens_BT = np.asarray(families.tokens())
+    segments = np.int32(np.tile(np.repeat([1, 2], LENGTH // 2), (BATCH, 1)))
+    positions = np.int32(np.tile(np.arange(LENGTH) % (LENGTH // 2), (BATCH, 1)))
+    packed = np.asarray(run(variables, tokens_BT, positions, segments))
+    second = np.roll(tokens_BT, -(LENGTH // 2), axis=1)
+    alone = np.asarray(run(variables, second))[:, : LENGTH // 2]
     np.testing.assert_allclose(packed[:, LENGTH // 2 :], alone, atol=3e-5)
 
 
@@ -306,7 +328,7 @@ TINY = {
     "log.every": 1, "log.tensorboard": False, "optim.learning_rate": 1e-2, "sample.prompt": "ab",
     "sample.max_new_tokens": 12,
 }  # fmt: skip
-SMALL = {"model.width": 32, "model.depth": 3, "model.attention.num_heads": 2}
+SMALL = {"model.width": 32, "model.depth": 2, "model.attention.num_heads": 2}
 OTHER = {
     "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
     "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
@@ -433,8 +455,8 @@ def test_members_that_cannot_be_bridged():
 
 def test_bad_runs_are_one_line(runs, tmp_path):
     text = runs / "b.txt"
-    chars = {**OTHER, "data.tokenizer": "chars"}
-    train.train_and_evaluate(config_of("", text, steps=1, **chars), tmp_path / "chars")
+    chars = config_of("", text, **{**SMALL, "model.depth": 1, "data.tokenizer": "chars"})
+    train.compose(chars, tmp_path / "chars")  # at step 0
     for changes, words in [
         ({"model.anchor": ""}, r"config\.model\.anchor='': there is no such run folder"),
         ({"model.augment": ("gone",)}, r"config\.model\.augment='gone': there is no such run"),

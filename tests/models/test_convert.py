@@ -319,7 +319,8 @@ def test_other_refusals(parents, children, capsys):
 def test_only_what_is_new_is_to_be_trained(parents, tmp_path, variant):
     """By a config of its own, whose model becomes the parent's."""
     config = ("--config", f"convert_mod:{variant}")
-    folder = converted(parents["trained"], tmp_path / "run", *config, **{"data.seq_len": 16})
+    changes = {"data.seq_len": 16, "adapter.sites": ".*/(query|up)"}
+    folder = converted(parents["trained"], tmp_path / "run", *config, **changes)
     config, (_, variables) = config_of_run(folder), read(folder)
     assert config.init.run == (str(parents["trained"]) if variant == "adapters" else "")
     assert config.model.width == 32 and config.data.source == "stdlib"

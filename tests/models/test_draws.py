@@ -9,14 +9,15 @@ from flax import linen as nn
 from efx import models, sharding
 from efx.models import draws
 
-# States that are drawn, adapters, and scanned layers.
-ROWS = ("mod_random_fixed", "adapter_mod", "scanned")
-
-
-def model_of(row):
-    if row == "scanned":
-        return models.changed(families.build("mod_options"), scan_layers=True)
-    return families.build(row)
+ROWS = {
+    "drawn states and adapters": {
+        **families.FAMILIES["mod_random_fixed"].changes,
+        "adapter.kind": "lora",
+        "adapter.experts": ("a", "b"),
+        "adapter.sites": ".*/(query|up)",
+    },
+    "scanned layers": {"scan_layers": True, "attention.qk_norm": "head"},
+}
 
 
 def initial(model, seed):
@@ -25,7 +26,7 @@ def initial(model, seed):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_pieces_are_the_one_program_bit_for_bit(row):
-    model = model_of(row)
+    model = families.make(ROWS[row])
     mesh = sharding.make_mesh(
         {**dict.fromkeys(sharding.MESH_AXES, 1), "fsdp": 2}, jax.devices()[:2]
     )

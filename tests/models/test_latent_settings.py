@@ -1,5 +1,6 @@
 """The grouped-latent transformer: what it says about itself, its settings."""
 
+import functools
 import logging
 
 import families
@@ -138,25 +139,20 @@ def test_padding_to_whole_groups_is_said_once(caplog):
 
 
 def test_noise_and_dropout_are_on_in_training_only():
-    plain = make(FEW, levels=1)
-    params, tokens_BT = families.random_params(plain), families.tokens(batch=1)
-    expected = apply(plain, params, tokens_BT)
     sites = ("embedding", "attention_probs", "attention_output", "mlp_output")
-    for changes in (
-        {"embedding_noise": 10.0},
-        *(
-            {"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": (site,)}
-            for site in sites
-        ),
-    ):
-        model = make({**FEW, **changes}, levels=1)
-        np.testing.assert_allclose(apply(model, params, tokens_BT), expected, atol=1e-5)
-        noisy = families.jit(
-            lambda params, key, model=model: model.apply(
-                {"params": params}, tokens_BT, train=True, rngs={"dropout": key}
-            )
-        )(params, jax.random.key(0))
-        assert np.abs(noisy - expected).max() > 0.1, changes
+    noise, dropout = {"embedding_noise": 10.0}, {"dropout.kind": "standard", "dropout.rate": 0.5}
+
+    def made(changes):
+        return make({**FEW, **changes}, levels=1)
+
+    params, tokens_BT = families.random_params(made({})), families.tokens(batch=1)
+    expected = apply(made({}), params, tokens_BT)
+    everything = made({**noise, **dropout, "dropout.sites": sites})
+    np.testing.assert_allclose(apply(everything, params, tokens_BT), expected, atol=1e-5)
+    for changes in (noise, *({**dropout, "dropout.sites": (site,)} for site in sites)):
+        train = families.jit(functools.partial(made(changes).apply, train=True))
+        noisy = train({"params": params}, tokens_BT, rngs={"dropout": jax.random.key(0)})
+        assert np.abs(np.asarray(noisy) - expected).max() > 0.1, changes
 
 
 def test_noise_is_as_large_as_it_says():
@@ -175,11 +171,11 @@ def test_noise_is_as_large_as_it_says():
             )
             return model._enter(x, views[0], LENGTH, jnp.zeros((1, 4, 8), jnp.int32))
 
-        x = jnp.zeros((2, 4, 8, 8))
-        variables = {"params": families.random_params(model)}
-        return model.apply(variables, x, method=run, rngs={"dropout": jax.random.key(0)})
+        variables, rngs = {"params": families.random_params(model)}, {"dropout": jax.random.key(0)}
+        entering = families.jit(functools.partial(model.apply, method=run))
+        return np.asarray(entering(variables, np.zeros((2, 4, 8, 8), np.float32), rngs=rngs))
 
-    noise = np.asarray(entered(True) - entered(False))
+    noise = entered(True) - entered(False)
     assert np.abs(noise).max() <= bound and np.abs(noise).max() > 0.95 * bound
     assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
 
