@@ -5,6 +5,7 @@ upcycling, conversions and sampling.
 """
 
 import dataclasses
+import functools
 import hashlib
 import re
 
@@ -143,24 +144,29 @@ def fingerprint(params, vocab_size):
     integer sums do not depend on their order.
     """
 
-    def unpadded(params):
-        return {
-            "/".join(path): files.without_padding(path, x, vocab_size)
-            for path, x in flatten_dict(params).items()
-        }
-
-    @jax.jit
-    def sums(params):
-        def two_sums(x):
-            bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-            position = jnp.arange(bits.size, dtype=jnp.uint32)
-            return jnp.stack([bits.sum(), (bits * (2 * position + 1)).sum()])
-
-        return jax.tree.map(two_sums, unpadded(params))
-
-    shapes, sums_of = jax.eval_shape(unpadded, params), jax.device_get(sums(params))
+    shapes = jax.eval_shape(functools.partial(_unpadded, vocab_size=vocab_size), params)
+    sums_of = jax.device_get(_sums(params, vocab_size))
     lines = [f"{path} {shapes[path].shape} {sums_of[path].tolist()}" for path in sorted(sums_of)]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _unpadded(params, vocab_size):
+    return {
+        "/".join(path): files.without_padding(path, x, vocab_size)
+        for path, x in flatten_dict(params).items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(params, vocab_size):
+    """{path: the two sums of a parameter's bits}"""
+
+    def two_sums(x):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+        position = jnp.arange(bits.size, dtype=jnp.uint32)
+        return jnp.stack([bits.sum(), (bits * (2 * position + 1)).sum()])
+
+    return jax.tree.map(two_sums, _unpadded(params, vocab_size))
 
 
 def _verify(name, folder):
