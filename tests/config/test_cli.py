@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from efx import main
+from efx.data.tokenizers import CharTokenizer
 from efx.metrics import writer
 
 SETTINGS = {
@@ -190,14 +191,13 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
 
 
 def test_a_tokenizer_that_does_not_match_the_checkpoint(text, tmp_path, capsys):
-    run, other = tmp_path / "run", tmp_path / "other"
+    run = tmp_path / "run"
     given = {**SETTINGS, "data.source": f"text:{text}", "data.tokenizer": "chars"}
     assert call(f"--workdir={run}", **given) == 0
-    more = tmp_path / "more.txt"
-    more.write_text("ABCDEFGH the quick brown fox jumps over the lazy dog. " * 60)
-    assert call(f"--workdir={other}", **{**given, "data.source": f"text:{more}"}) == 0
     capsys.readouterr()
-    (run / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    CharTokenizer("ABCDEFGH the quick brown fox jumps over the lazy dog.").save(
+        run / "tokenizer.json"
+    )
     assert call(f"--workdir={run}", "--mode=sample", config=None) == 2
     assert "tokenizer" in error_line(capsys)
 
