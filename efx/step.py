@@ -235,8 +235,11 @@ def _over_micro_batches(function, batches):
     """The sum over micro-batches of one(batch, index), with a scan."""
     count = len(jax.tree.leaves(batches)[0])
     first = jax.tree.map(lambda x: x[0], batches)
+    # The shapes of its result and the body of the scan are one trace of it, which is kept here.
+    function = jax.jit(function, inline=True)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda b: function(b, 0), first)
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(function, first, jnp.zeros((), jnp.int32)),
     )
 
     def body(totals, item):

@@ -26,6 +26,7 @@ from efx.layers.routing import plans
 from efx.runfolder import TOKENIZER_FILE
 
 
+@functools.partial(jax.jit, static_argnames="top_k")
 def log_weights(distances_BE, tau, top_k):
     """log w [B, E] from squared distances [B, E]; -inf for the experts outside the top k.
 
@@ -37,6 +38,7 @@ def log_weights(distances_BE, tau, top_k):
     return jax.nn.log_softmax(jnp.where(chosen_BE, scores_BE, -jnp.inf), axis=-1)
 
 
+@jax.jit
 def mix(log_probs_BE, log_weights_BE):
     """log of sum_e w_e p_e [B], from log p_e [B, E] of one token each."""
     return jax.nn.logsumexp(log_probs_BE + log_weights_BE, axis=-1)

@@ -6,6 +6,8 @@ document's text up to the last multiple of `config.ensemble.every` tokens before
 text is in the same row or not.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,26 +64,14 @@ class HeldOut:
     def log_probs(self, loaded):
         """float32[N]: log p of every scored token under one model, with causal decisions."""
         experiment, _, params, variables = loaded
-        model = experiment.model.clone(selection="causal")
-
-        @jax.jit
-        def step(params, variables, batch, index):
-            logits_BTV = model.apply(
-                {"params": params, **variables},
-                batch["inputs"],
-                batch.get("positions"),
-                batch.get("segment_ids"),
-                rngs=evaluation_keys(experiment.config.seed, index),
-            )
-            log_p_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
-            return jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
-
+        model, seed = experiment.model.clone(selection="causal"), np.uint32(experiment.config.seed)
+        step = _scores(model, experiment.mesh, experiment.rules)
         scored_rows = []
         with sharding.use(experiment.mesh, experiment.rules):
             batch_size = self.config.batch_size
             placement = sharding.Placement(experiment.mesh, experiment.rules, batch_size)
             for i, batch in enumerate(self.batches()):
-                log_p_BT = np.asarray(step(params, variables, placement(batch), np.uint32(i)))
+                log_p_BT = np.asarray(step(params, variables, placement(batch), seed, np.uint32(i)))
                 scored_rows.append(log_p_BT[batch["weights"] > 0])
         return np.concatenate(scored_rows)
 
@@ -105,6 +95,26 @@ class HeldOut:
             "clusters": [mean(cluster_N == j) for j in range(count)],
             "experts": experts,
         }
+
+
+@functools.lru_cache(maxsize=8)
+def _scores(model, mesh, rules):
+    """Compiled (params, variables, batch, seed, index) -> log p [B, T] of the targets, under this
+    mesh and these rules. Experts are one architecture: there is one program for all of them."""
+
+    @jax.jit
+    def step(params, variables, batch, seed, index):
+        logits_BTV = model.apply(
+            {"params": params, **variables},
+            batch["inputs"],
+            batch.get("positions"),
+            batch.get("segment_ids"),
+            rngs=evaluation_keys(seed, index),
+        )
+        log_p_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
+        return jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+
+    return step
 
 
 def weights_of_mixtures(held_out, cluster_D, ensemble, train, settings):

@@ -100,7 +100,7 @@ class WeighedExperts:
         variables, changed = {**before}, False
         if not before:
             self.history, in_use = [], best
-            variables = jax.tree.map(lambda *x: jnp.stack(x), *map(self._variables, best))
+            variables = _stacked(*map(self._variables, best))
         else:
             del variables["log_weights"]
             in_use = list(self.history[-1][1])
@@ -123,6 +123,11 @@ class WeighedExperts:
             tokens.update(dict.fromkeys(in_use, until - length))
             switches += len(set(following) - set(in_use))
         return tokens, switches
+
+
+@jax.jit
+def _stacked(*variables):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *variables)
 
 
 @partial(jax.jit, donate_argnums=0)

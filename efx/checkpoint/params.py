@@ -145,7 +145,7 @@ def fingerprint(params, vocab_size):
     """
 
     shapes = jax.eval_shape(functools.partial(_unpadded, vocab_size=vocab_size), params)
-    sums_of = jax.device_get(_bit_sums(params, vocab_size=vocab_size))
+    sums_of = jax.device_get(_sums(params, vocab_size))
     lines = [f"{path} {shapes[path].shape} {sums_of[path].tolist()}" for path in sorted(sums_of)]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
@@ -157,9 +157,11 @@ def _unpadded(params, vocab_size):
     }
 
 
-# Not of one call: the parameters of many runs of a process have the same shapes.
-@functools.partial(jax.jit, static_argnames="vocab_size")
-def _bit_sums(params, vocab_size):
+# Compiled once for all parameters of the same shapes.
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(params, vocab_size):
+    """{path: the two sums of a parameter's bits}"""
+
     def two_sums(x):
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
         position = jnp.arange(bits.size, dtype=jnp.uint32)

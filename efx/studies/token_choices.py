@@ -168,7 +168,7 @@ def predictions(model, variables, ids, keys=None):
             logits_BTV, state = model.apply(variables, ids_BT, rngs=keys, mutable=[CHOICES])
         return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
 
-    log_p_TV, tree = run(variables, jnp.asarray(ids, jnp.int32)[None], keys or {})
+    log_p_TV, tree = run(variables, np.asarray(ids, np.int32)[None], keys or {})
     return log_p_TV, Made(dict(_choices(jax.device_get(tree), ())), calls)
 
 
@@ -182,14 +182,19 @@ def _choices(tree, path):
 
 def summary(log_p_TV, ids, next_id=None):
     """(entropy [T], loss [T]) of these predictions."""
-    p_TV = jnp.exp(log_p_TV)
-    entropy_T = -jnp.sum(jnp.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
-    next_T = [*map(int, ids[1:]), 0 if next_id is None else int(next_id)]
-    loss_T = -jnp.take_along_axis(log_p_TV, jnp.asarray(next_T)[:, None], axis=-1)[:, 0]
+    next_T = np.array([*map(int, ids[1:]), 0 if next_id is None else int(next_id)], np.int32)
+    entropy_T, loss_T = _entropy_and_loss(log_p_TV, next_T)
     loss_T = np.array(loss_T, np.float64)
     if next_id is None:
         loss_T[-1] = np.nan
     return np.asarray(entropy_T, np.float64), loss_T
+
+
+@jax.jit
+def _entropy_and_loss(log_p_TV, next_T):
+    p_TV = jnp.exp(log_p_TV)
+    entropy_T = -jnp.sum(jnp.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
+    return entropy_T, -jnp.take_along_axis(log_p_TV, next_T[:, None], axis=-1)[:, 0]
 
 
 # ---- rows ----------------------------------------------------------------------------------------

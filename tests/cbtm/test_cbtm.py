@@ -32,6 +32,7 @@ TINY = {
     "data.max_bytes": 40_000,
     "data.document_bytes": 512,
     "data.eval_fraction": 0.1,
+    "model.depth": 1,
     "data.seq_len": 64,
     "data.batch_size": 8,
     "cluster.seed_fraction": 0.5,
@@ -69,7 +70,7 @@ def run_here(title, arguments, log, cpus=None):
 
 
 @pytest.fixture(scope="module")
-def trained(recipe, tmp_path_factory):
+def trained(recipe, tmp_path_factory, one_device):
     """(folder, Stages) after the driver, each of whose commands ran for real, in this process."""
     from efx.cbtm import run as cbtm
 
@@ -249,7 +250,7 @@ def test_the_driver_runs_processes_and_passes_over_what_is_finished(
     out = capfd.readouterr().out
     assert started == ["clusters", "expert 1 of 2", "evaluation"]
     assert out.count("finished already") == 2 and commands[3] in out
-    # A process of one device against one of eight: the same up to rounding.
+    # Of another process the same up to rounding.
     ours, theirs = evaluation(copy), evaluation(trained[0])
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -315,7 +316,7 @@ def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
     value = np.arange(16, dtype=np.float32).reshape(8, 2)
     params = {"a": {"kernel": value}, "b": {"kernel": value + 1}}
     first = fingerprint(params, 5)
-    mesh = Mesh(np.array(jax.devices()), "x")
+    mesh = Mesh(np.array(jax.local_devices()), "x")  # all eight: runs here take one of them
     placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
     assert fingerprint(placed, 5) == first
     swapped = value.copy()

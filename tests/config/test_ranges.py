@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_cli
+from test_cli import one_of_eight  # noqa: F401 (a fixture)
 
 from benchmarks import hostile_settings
 from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
@@ -195,7 +196,13 @@ def test_memory_is_counted_by_device():
     assert [memory.in_words(n) for n in (1, 1536, 2**40)] == ["1 bytes", "1.5 KiB", "1 TiB"]
 
 
-def test_the_least_of_many_settings_trains(folder, root, tmp_path, monkeypatch):
+def test_the_least_of_many_settings_trains(
+    folder,
+    root,
+    tmp_path,
+    monkeypatch,
+    one_of_eight,  # noqa: F811
+):
     """What is at the end of its range is not only taken: a run with it comes to its end."""
     monkeypatch.chdir(root)
     least = {

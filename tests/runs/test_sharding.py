@@ -310,9 +310,9 @@ def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
 def test_padding_of_the_vocabulary_changes_nothing(family):
     """What is drawn, what is said to cost and what is computed are those of the model without."""
     tied = {} if family == "encoder_decoder" else {"tied": False}
-    plain, wide = (
-        families.make({"family": family, "vocab_multiple": n, "depth": 1, **tied}) for n in (1, 8)
-    )
+    less = {"encoder_local": 0, "decoder_global": 0} if family == "latent" else {}
+    shared = {"family": family, "depth": 1, **tied, **less}
+    plain, wide = (families.make({**shared, "vocab_multiple": n}) for n in (1, 8))
     assert (plain.padded_vocab, wide.padded_vocab) == (45, 48)
     params, padded = (families.initial(m)["params"] for m in (plain, wide))
     table = padded["embed"]["embedding"]

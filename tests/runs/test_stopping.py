@@ -20,7 +20,10 @@ from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_device")
+SMALL = {"model.width": 16, "model.depth": 1, "model.depth_routing.every": 1}
 CHANGES = {
+    **SMALL,
     "mesh.data": -1,
     "steps": 2,
     "model.depth_routing.capacity_stages": ((0.5, 1.0),),  # another program for the second step
@@ -227,7 +230,7 @@ sys.exit(main.command())
 
 
 def begin(root, arguments, where, **streams):
-    settings = {**TINY, "steps": 10**6, "checkpoint.every": 10**6, "log.every": 1}
+    settings = {**TINY, **SMALL, "steps": 10**6, "checkpoint.every": 10**6, "log.every": 1}
     settings |= {"evaluate.every": int(where == "evaluate")}
     command = [sys.executable, "-u", "-c", STUCK, "--config=configs/mod.py", *arguments]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
@@ -295,7 +298,7 @@ def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):  # noqa:
         sys.executable, "-m", "efx.main", "--config=configs/mod.py",
         f"--workdir={tmp_path / 'run'}", f"--config.data.source=text:{text}",
     ]  # fmt: skip
-    settings = {**TINY, "steps": 10**6, "checkpoint.every": 10**6}
+    settings = {**TINY, **SMALL, "steps": 10**6, "checkpoint.every": 10**6}
     command += [f"--config.{key}={value}" for key, value in settings.items()]
     # A session of its own, whose terminal this is.
     login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"

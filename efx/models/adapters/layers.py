@@ -23,7 +23,6 @@ import optax
 from flax import linen as nn
 
 from efx import flops, means
-from efx.errors import UsageError
 from efx.layers import kv_cache
 from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
@@ -281,12 +280,6 @@ class Interceptor:
 
     def _info(self, module):
         if not self._infos:
-            if self._config.looks_ahead:
-                raise UsageError(
-                    f"config.adapter.sites={self._config.sites!r} matches {module.name}, which is "
-                    "outside of the layers: config.adapter.routing='inclusion' needs to know there "
-                    "which tokens are padding"
-                )
             return None
         # Keys and values are made of the context, where attention is over other tokens.
         return self._infos[-1][-1 if module.name in ("key", "value") else 0]

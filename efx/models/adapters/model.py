@@ -8,6 +8,7 @@ sharding, evaluation, decoding with caches, scanned and unrolled layers.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
+from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site
@@ -49,15 +51,23 @@ def adapt(model, config):
         for f in dataclasses.fields(model)
         if f.init and f.name not in ("parent", "name")
     }
-    adapted = adapted_family(type(model))(**fields, adapter=config)
-    if not adapted.sites(1, "causal"):
-        paths = _linears(model)
+    linears = _linears(unrolled(model).clone(selection="causal"))
+    found = [path for path in linears if re.fullmatch(config.sites, path)]
+    if not found:
+        paths = list(linears)
         raise UsageError(
             f"config.adapter.sites={config.sites!r} matches none of the {len(paths)} linear layers "
             f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
-    return adapted
+    for path in found:
+        if config.looks_ahead and not linears[path]:
+            raise UsageError(
+                f"config.adapter.sites={config.sites!r} matches {path}, which is outside of the"
+                " layers: config.adapter.routing='inclusion' needs to know there which tokens are"
+                " padding"
+            )
+    return adapted_family(type(model))(**fields, adapter=config)
 
 
 class Adapted:
@@ -126,13 +136,26 @@ def _sites(model, length):
     return tuple(sites)
 
 
+@functools.lru_cache(maxsize=64)
 def _linears(model):
-    paths = []
+    """{path: whether it is in a layer, which is told which tokens are padding} of the linear layers
+    that can have adapters. They are found without any: with them a model takes several times as
+    long to trace."""
+    found, layers = {}, []
 
     def watch(next_fun, args, kwargs, context):
-        if isinstance(context.module, Linear) and context.method_name == "__call__":
-            paths.append("/".join(context.module.path))
-        return next_fun(*args, **kwargs)
+        module = context.module
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        if isinstance(module, Linear):
+            found["/".join(module.path)] = bool(layers)
+        if not any(isinstance(value, CallInfo) for value in args):
+            return next_fun(*args, **kwargs)
+        layers.append(module)
+        try:
+            return next_fun(*args, **kwargs)
+        finally:
+            layers.pop()
 
     _trace(model, 1, watch)
-    return sorted(set(paths) - {"head"})
+    return {path: found[path] for path in sorted(found.keys() - {"head"})}
