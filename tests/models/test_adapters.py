@@ -430,6 +430,19 @@ def test_an_adapted_model_is_not_written_as_its_base():
         config_to_hf(families.make({"adapter.kind": "lora"}))
 
 
+def test_inclusion_needs_to_know_the_tokens():
+    """Which are padding is not known of layers between levels, which map other tokens."""
+    changes = {
+        **families.FAMILIES["latent"].changes,
+        "adapter.kind": "lora",
+        "adapter.experts": ("a", "b"),
+        "adapter.sites": ".*/residual",
+    }
+    families.make({**changes, "adapter.routing": "uniform"})
+    with pytest.raises(UsageError, match=r"\S*/residual, which is outside of the layers or"):
+        families.make({**changes, "adapter.routing": "inclusion"})
+
+
 def test_inclusion_and_depth_routing_do_not_mix():
     with pytest.raises(UsageError, match=r"routing='inclusion'.*depth_routing\.kind='mod'"):
         families.make(

@@ -312,7 +312,7 @@ def test_what_the_tables_say_where_there_is_nothing():
     assert "does not get there" in report.speedup_cell(Estimate(np.inf, np.array([np.inf])))
 
     class Seen:
-        fitted, machine = True, "m"
+        fitted, machine, seconds = True, "m", 1.0
 
     text = report.markdown(found, [Seen], [10.0], "facts")
     assert "No law of dense; MoD: the law L(N, D) has 5 parameters" in text
@@ -425,6 +425,26 @@ def test_half_written_folders_are_one_line(copy, capsys):
     shutil.rmtree(folder)
     assert call(copy, "--table-only") == 2
     refused(capsys, "the run has not begun")
+
+
+def test_budgets_whose_seconds_do_not_count(copy, capsys):
+    """Of runs beside other work: a FLOP of theirs takes as long as at the same size elsewhere."""
+    grid = isoflop.load_grid(copy / "grid.py")
+    for run in grid_lib.all_runs(grid):
+        if run.budget == 2e9:
+            shutil.rmtree(grid_lib.folder(copy / "w", run))
+            fake_run(grid, copy / "w", run, row={"seconds": 1e3})
+    text = (copy / "grid.py").read_text()
+    (copy / "grid.py").write_text(text.replace("dict(", "dict(timed_budgets=(1e9,), ", 1))
+    assert call(copy, "--table-only") == 0
+    said = capsys.readouterr().out
+    assert "Seconds are those of the runs of 1.00 GFLOPs, on their machine" in said
+    assert rows_of(said)[-1][5].startswith("2.0")
+    points = json.loads((copy / "w/isoflop.json").read_text())["points"]
+    assert {(one["budget"], one["seconds"]) for one in points} == {(1e9, 1.0), (2e9, None)}
+    (copy / "grid.py").write_text(text.replace("dict(", "dict(timed_budgets=(3e9,), ", 1))
+    assert call(copy, "--table-only") == 2
+    refused(capsys, "timed_budgets=(3000000000.0,): expected some of budgets=")
 
 
 def test_seconds_of_different_machines_are_not_compared(copy, capsys):

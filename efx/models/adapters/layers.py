@@ -14,6 +14,7 @@ B starts at zero, so an adapted model starts as its base. For the gates and for 
 experts come to, see `Adapter`.
 """
 
+import contextlib
 import dataclasses
 import re
 
@@ -246,7 +247,7 @@ class Interceptor:
 
     def __init__(self, config, path, mup_base):
         self._config, self._path, self._mup_base = config, path, mup_base
-        self._infos = []
+        self._tokens = TokensOfCalls()
 
     def __call__(self, next_fun, args, kwargs, context):
         module = context.module
@@ -267,22 +268,39 @@ class Interceptor:
                 self._mup_base,
                 name="adapter",
             )
-            return y + adapter(args[0], self._info(module))
+            return y + adapter(args[0], self._tokens.of(module, args[0]))
+        with self._tokens.told(args):
+            return next_fun(*args, **kwargs)
+
+
+class TokensOfCalls:
+    """What the calls that a model is in are told about tokens, and which of it is of a linear layer
+    that one of them calls."""
+
+    def __init__(self):
+        self._infos = []
+
+    @contextlib.contextmanager
+    def told(self, args):
+        """Within a call with these arguments."""
         infos = [value for value in args if isinstance(value, CallInfo)]
         contexts = [value[1] for value in args if _is_context(value)]
-        if not infos:
-            return next_fun(*args, **kwargs)
-        self._infos.append((infos[0], *contexts))
+        if infos:
+            self._infos.append((infos[0], *contexts))
         try:
-            return next_fun(*args, **kwargs)
+            yield
         finally:
-            self._infos.pop()
+            if infos:
+                self._infos.pop()
 
-    def _info(self, module):
+    def of(self, module, x_BTD):
+        """The CallInfo of what a linear layer maps; None outside of all such calls, and if it maps
+        other tokens than the call is told about, as where tokens become latents."""
         if not self._infos:
             return None
         # Keys and values are made of the context, where attention is over other tokens.
-        return self._infos[-1][-1 if module.name in ("key", "value") else 0]
+        info = self._infos[-1][-1 if module.name in ("key", "value") else 0]
+        return info if info.tokens.positions_BT.shape[-1] == x_BTD.shape[-2] else None
 
 
 def _is_context(value):

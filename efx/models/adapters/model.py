@@ -16,10 +16,9 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.adapters.config import AdapterConfig
-from efx.models.adapters.layers import Adapter, Interceptor, Site
+from efx.models.adapters.layers import Adapter, Interceptor, Site, TokensOfCalls
 from efx.models.language_model import unrolled
 from efx.parameter import only_shapes
 
@@ -64,8 +63,8 @@ def adapt(model, config):
         if config.looks_ahead and not linears[path]:
             raise UsageError(
                 f"config.adapter.sites={config.sites!r} matches {path}, which is outside of the"
-                " layers: config.adapter.routing='inclusion' needs to know there which tokens are"
-                " padding"
+                " layers or between them: config.adapter.routing='inclusion' needs to know there"
+                " which tokens are padding"
             )
     return adapted_family(type(model))(**fields, adapter=config)
 
@@ -138,24 +137,19 @@ def _sites(model, length):
 
 @functools.lru_cache(maxsize=64)
 def _linears(model):
-    """{path: whether it is in a layer, which is told which tokens are padding} of the linear layers
+    """{path: whether it is known which of the tokens that it maps are padding} of the linear layers
     that can have adapters. They are found without any: with them a model takes several times as
     long to trace."""
-    found, layers = {}, []
+    found, tokens = {}, TokensOfCalls()
 
     def watch(next_fun, args, kwargs, context):
         module = context.module
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         if isinstance(module, Linear):
-            found["/".join(module.path)] = bool(layers)
-        if not any(isinstance(value, CallInfo) for value in args):
+            found["/".join(module.path)] = tokens.of(module, args[0]) is not None
+        with tokens.told(args):
             return next_fun(*args, **kwargs)
-        layers.append(module)
-        try:
-            return next_fun(*args, **kwargs)
-        finally:
-            layers.pop()
 
     _trace(model, 1, watch)
     return {path: found[path] for path in sorted(found.keys() - {"head"})}

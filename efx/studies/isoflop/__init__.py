@@ -19,12 +19,14 @@ A grid file is plain data: `get_grid()` returns
          families={"dense": {"model.depth_routing.kind": "none"}, ...},  # the first: the baseline
          sizes={"4 blocks": {"model.depth": 4}, ...},                    # three or more
          learning_rates=(1e-3, 2e-3, 4e-3),      # perhaps: see below
-         rates_budget=5e11)                      # perhaps; default: the smallest
+         rates_budget=5e11,                      # perhaps; default: the smallest
+         timed_budgets=(5e11,))                  # perhaps: whose seconds count; default: all
 
 A setting of a family may be a dict, with a value for each size: {"model.depth": {"4 blocks": 2,
 ...}}. With learning_rates the first seed of each family tries all of them at each size, at one
 budget, and all other runs of that size take the best; a table shows the best rate over the sizes,
-which muP (config.model.mup.base_width) should keep constant over widths.
+which muP (config.model.mup.base_width) should keep constant over widths. Runs beside other work
+take other times than they need: leave their budgets out of timed_budgets.
 
 Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to
@@ -172,11 +174,13 @@ class Runs:
         """The Point of a run; points_lib.Unfinished if there is none."""
         folder = grid_lib.folder(self.workdir, run)
         try:
-            return points_lib.measured_point(run, folder, self.expected(run), fitted)
+            point = points_lib.measured_point(run, folder, self.expected(run), fitted)
         except points_lib.Unfinished:
             if run not in self._given:
                 raise
-        return dataclasses.replace(self._given[run], fitted=fitted)
+            point = dataclasses.replace(self._given[run], fitted=fitted)
+        timed = run.budget in self.grid["timed_budgets"]
+        return point if timed else dataclasses.replace(point, seconds=None)
 
     def missing(self, runs):
         """Those of the runs that have no point."""

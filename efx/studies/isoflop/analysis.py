@@ -50,9 +50,12 @@ class Measured:
         return law_lib.FlopsPerToken(self.parameters, self.flops)
 
     def seconds_per_flop(self, parameters):
-        """At these sizes: of the runs of the nearest sizes, interpolated in logarithms."""
-        logs, size_P = np.unique(np.log(self.parameters), return_inverse=True)
-        medians = [np.median(np.log(self.seconds[size_P == i])) for i in range(len(logs))]
+        """At these sizes: of the runs of the nearest sizes whose seconds are known, interpolated in
+        logarithms."""
+        known_P = ~np.isnan(self.seconds)
+        seconds_K = self.seconds[known_P]
+        logs, size_K = np.unique(np.log(self.parameters[known_P]), return_inverse=True)
+        medians = [np.median(np.log(seconds_K[size_K == i])) for i in range(len(logs))]
         return np.exp(np.interp(np.log(parameters), logs, medians))
 
     def at(self, budget):
@@ -188,7 +191,7 @@ def speedup(base, fit, budget):
     """The Speedup of `fit` over `base` at a budget of `fit`; both Parabolas or both LawFits."""
     base_budget_R, base_size_R = base.reaching(fit.losses[budget])
     flops = with_draws(base_budget_R / budget)
-    if np.isnan(base.measured.seconds).any() or np.isnan(fit.measured.seconds).any():
+    if np.isnan(base.measured.seconds).all() or np.isnan(fit.measured.seconds).all():
         return Speedup(flops, None)
     base_seconds_R = base_budget_R * base.measured.seconds_per_flop(base_size_R)
     own_seconds_R = budget * fit.measured.seconds_per_flop(fit.parameters[budget])

@@ -11,7 +11,7 @@ from efx.studies import cli
 from efx.studies import sweep as sweep_lib
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
-OPTIONAL = {"learning_rates": (), "rates_budget": None}
+OPTIONAL = {"learning_rates": (), "rates_budget": None, "timed_budgets": None}
 RATE = "optim.learning_rate"
 _NO_LIMIT = 10**9
 
@@ -51,6 +51,7 @@ def load_grid(path):
             _family_changes(path, grid, family, size)
     grid = grid | {"seeds": _seeds(path, grid), "budgets": tuple(sorted(grid["budgets"]))}
     grid |= _rates(path, grid)
+    grid |= {"timed_budgets": _timed(path, grid)}
     for seeds in grid["seeds"].values():
         sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
     names = dict.fromkeys(run.name for run in all_runs(grid))
@@ -105,6 +106,19 @@ def _rates(path, grid):
     if budget is not None and budget not in grid["budgets"]:
         raise UsageError(f"{path}: rates_budget={budget!r} is none of budgets={grid['budgets']}")
     return {"learning_rates": tuple(rates), "rates_budget": budget or grid["budgets"][0]}
+
+
+def _timed(path, grid):
+    """The budgets whose seconds count (default: all)."""
+    timed, budgets = grid["timed_budgets"], grid["budgets"]
+    if timed is None:
+        return budgets
+    if not isinstance(timed, (tuple, list)) or not set(timed) <= set(budgets):
+        raise UsageError(
+            f"{path}: timed_budgets={timed!r}: expected some of budgets={budgets}, as in"
+            f" ({budgets[0]:g},), or () for none"
+        )
+    return tuple(timed)
 
 
 def _family_changes(path, grid, family, size):

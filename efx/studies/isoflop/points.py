@@ -270,7 +270,7 @@ def families(points):
 
     Seconds of different machines do not compare: with several of them none are known.
     """
-    groups, one_machine = {}, len({point.machine for point in points if point.fitted}) == 1
+    groups, one_machine = {}, len(machines(points)) == 1
     for point in points:
         if not point.fitted:
             continue
@@ -282,6 +282,11 @@ def families(points):
         of_family = groups.setdefault(point.run.family, {})
         of_family.setdefault((point.run.budget, point.run.size), []).append(point)
     return {family: _measured(of_family, one_machine) for family, of_family in groups.items()}
+
+
+def machines(points):
+    """The names of those whose seconds are known."""
+    return sorted({point.machine for point in points if point.fitted and point.seconds})
 
 
 def _measured(groups, one_machine):

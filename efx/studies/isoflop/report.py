@@ -6,6 +6,7 @@ import numpy as np
 
 from efx import tables
 from efx.metrics import quantity
+from efx.studies.isoflop import points as points_lib
 from efx.studies.isoflop.analysis import growth, speedup
 from efx.studies.isoflop.bootstrap import with_draws
 from efx.tables import mean_and_spread, text
@@ -199,11 +200,14 @@ def _speedups(analysis):
                 cells[f"seconds, {how}"] = one.seconds and speedup_cell(one.seconds)
         rows.append(([quantity(budget, "FLOPs"), family], cells))
     titles = ["budget", "family", *forms]
+    timed = sorted({b for m in analysis.families.values() for b in m.budgets[m.seconds > 0]})
+    some = 0 < len(timed) < len(analysis.budgets)
+    of = f" of {', '.join(quantity(budget, 'FLOPs') for budget in timed)}" if some else ""
     return (
         f"Effective speedup over {analysis.base}: how many times the training FLOPs, or seconds,"
         " it needs at its best size for the loss that the family has at its own. Seconds are those"
-        " of the runs, on their machine and with what ran beside them; parabolas are read between"
-        f" the budgets alone:\n\n"
+        f" of the runs{of}, on their machine and with what ran beside them; parabolas are read"
+        " between the budgets alone:\n\n"
         f"{tables.markdown(titles, _rows(rows, dict.fromkeys(forms, '.2f')))}"
     )
 
@@ -269,7 +273,7 @@ def _of_fits(analysis, further):
 def markdown(analysis, points, further, facts):
     """All tables; facts: a sentence on what they are of."""
     parts = [*_of_points(analysis, points), _optima(analysis), *_of_fits(analysis, further)]
-    machines = sorted({point.machine for point in points})
+    machines = points_lib.machines(points)
     if len(machines) > 1:
         parts.append(
             f"Seconds are not compared: the runs are of different machines ({'; '.join(machines)})."
