@@ -45,8 +45,9 @@ ABOUT = (
     " a vocabulary of 32,000, scanned layers, recomputation `dots` (7B and 30B: `full`). Every"
     " second block of MoD routes 12.5% of the tokens, by a threshold. Memory is what a chip needs"
     " of 15.75 (v5e) or 79.1 GiB (H100); exchanged is all communication at the links' full speed,"
-    " between hosts that of the network alone. Some rows of the benchmark are not compiled yet."
+    " between hosts that of the network alone."
 )
+ABOUT_MISSING = " Some rows of the benchmark are not compiled yet."
 
 
 class Row(NamedTuple):
@@ -210,31 +211,40 @@ def _texts(row):
 
 def _write(path, found):
     """The rows as a file of results, from which the page is made; most have its revision, the
-    others their own."""
-    revisions = collections.Counter(report["revision"] for report in found.values())
-    ((revision, _),) = revisions.most_common(1)
+    others their own. Rows that it has from before, perhaps of another machine, stay in it."""
+    path, before = pathlib.Path(path), {}
+    if path.exists():
+        kept = results.read_result(path)
+        first = {"name": "", "revision": kept["revision"]}  # in this order, as in rows of now
+        before = {row["name"]: first | row for row in kept["rows"]}
+    now = {
+        row.name: {"name": row.name, "revision": report["revision"], "cells": cells(report)}
+        for row, report in found.items()
+    }
+    every = before | now
+    listed = [every[row.name] for row in rows() if row.name in every]
+    ((revision, _),) = collections.Counter(row["revision"] for row in listed).most_common(1)
+    missing = ABOUT_MISSING * (len(listed) < len(rows()))
 
-    def own(report):
-        return {} if report["revision"] == revision else {"revision": report["revision"]}
+    def own(row):
+        """Without the revision that most have."""
+        return {k: v for k, v in row.items() if (k, v) != ("revision", revision)}
 
     result = results.checked(
         path,
         {
             "title": "Training steps compiled ahead of time",
             "section": "Speed",
-            "about": ABOUT,
+            "about": ABOUT + missing,
             "commands": ["python -m benchmarks.compiled"],
             "machine": "none: described TPUs and GPUs",
             "revision": revision,
             "revision_of": "the commit that was compiled",
             "columns": COLUMNS,
-            "rows": [
-                {"name": row.name, **own(report), "cells": cells(report)}
-                for row, report in found.items()
-            ],
+            "rows": [own(row) for row in listed],
         },
     )
-    results.write_result(pathlib.Path(path), result)
+    results.write_result(path, result)
 
 
 def _targets(found):
