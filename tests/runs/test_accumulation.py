@@ -72,6 +72,8 @@ VARIANTS = {
         "adapter.sites": ".*/(query|up)",  # of attention and MLP; all take four times as long
     },
 }
+# Of which no two batches are alike, nor the big one and its micro-batches.
+DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
 
 
 def packed(rows=ROWS, length=LENGTH):
@@ -106,8 +108,12 @@ def gradient_keeper():
     return optax.GradientTransformation(lambda params: (params, zero), update)
 
 
+def changes_of(name):
+    return DROPOUT if name == "dropout" else VARIANTS[name]
+
+
 def settings(name, accumulation):
-    config = families.small_config(VARIANTS[name])
+    config = families.small_config(changes_of(name))
     config.train.accumulation = accumulation
     for loss in config.losses:
         config.losses[loss] = 0.7
@@ -117,7 +123,7 @@ def settings(name, accumulation):
 def one_step(name, batch, accumulation, mesh=None):
     """(gradient, state variables, metrics) of one step of a variant."""
     config = settings(name, accumulation)
-    model = families.make(VARIANTS[name], context=LENGTH)
+    model = families.make(changes_of(name), context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
     teacher = families.make(TEACHERS[name], context=LENGTH) if name in TEACHERS else None
     taught = teacher and {"params": families.random_params(teacher, seed=1)}
@@ -156,6 +162,17 @@ def test_micro_batches_of_unequal_rows_are_the_big_batch(name):
     the micro-batches' losses routers were off by more than their whole gradient."""
     got, _, metrics = step_of(name, 2)
     check(name, got, metrics)
+
+
+def test_every_micro_batch_draws_for_itself():
+    """Two that are alike have other elements dropped: their gradient is not that of one of them."""
+    one, two = (jax.tree.map(lambda x, n=n: np.repeat(x[:1], n, axis=0), packed()) for n in (1, 2))
+    of_one, of_two = (
+        one_step("dropout", batch, count)[0]["layers"]["block_0"]["mlp"]["up"]["kernel"]
+        for batch, count in ((one, 1), (two, 2))
+    )
+    assert np.abs(of_one).max() > 1e-3
+    assert np.isclose(of_one, of_two, rtol=0.01, atol=0).mean() < 0.2
 
 
 def test_micro_batches_are_the_big_batch_on_a_mesh():
