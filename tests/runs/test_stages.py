@@ -93,6 +93,12 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
     run(tmp_path / "straight", config)
     rows = [r for r in read_metrics(tmp_path / "straight") if "train/loss" in r]
     np.testing.assert_allclose([r["flops"] for r in rows], np.cumsum(steps))
+    # What is decided and computed, of what is decided and of what is computed.
+    precision, decided, recall = (
+        np.array([r[f"router/{name}"] for r in rows])
+        for name in ("precision", "decided_fraction", "recall")
+    )
+    np.testing.assert_allclose(precision * decided / recall, [1, 1, 0.5, 0.5, 0.25, 0.25])
     c = config.data
     traced = [3 * flops.executed(e.stages[i].model, c.seq_len, c.batch_size) for i in (0, 1, 2)]
     assert traced[0] > traced[1] > traced[2]
