@@ -12,12 +12,21 @@ smaller budgets take some hours and the largest one a day; an interrupted study 
 another machine (`--from`), and a GPU takes the same command.
 """
 
+import importlib.util
 import sysconfig
+
+from efx.errors import UsageError, extra
 
 WIDTHS_AND_DEPTHS = ((12, 2), (16, 4), (24, 4), (32, 6), (48, 6), (64, 8))
 HEADS = {12: 1, 16: 2, 24: 2, 32: 2, 48: 4, 64: 4}
 
 PACKAGES = "jax", "matplotlib", "numpy", "scipy", "sklearn", "sympy", "torch", "transformers"
+MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+if MISSING:
+    raise UsageError(
+        f"the text is the code of packages of which {', '.join(MISSING)} are not installed; give"
+        f" {extra('interop,compose')}"
+    )
 FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in PACKAGES]
 
 BASE = {

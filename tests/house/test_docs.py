@@ -274,14 +274,17 @@ def stub(checkout, monkeypatch):
 
 @pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.name)
 def test_every_command_is_one_that_its_program_takes(page, stub):
-    wrong = []
+    wrong, untried = [], []
     for where, command in documented():
         if where == page:
             try:
                 check(command, stub)
             except (Exception, SystemExit) as error:
-                wrong.append(f"{command}\n    {type(error).__name__}: {error}")
+                kept = untried if "are not installed; give the extra" in str(error) else wrong
+                kept.append(f"{command}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
+    if untried:
+        pytest.skip(f"not tried, for want of an extra: {untried[0]}")
 
 
 @pytest.mark.parametrize("command, words", [

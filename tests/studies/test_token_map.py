@@ -307,7 +307,14 @@ TEXT = "def f(x):\n    return '</script><b>é' # $a$"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, root, one_device):
+def pages():
+    """What pages are written with."""
+    for package in ("jinja2", "plotly"):
+        pytest.importorskip(package, reason="the extra `report` is not installed")
+
+
+@pytest.fixture(scope="module")
+def run(pages, tmp_path_factory, root, one_device):
     return small_run.train(
         root,
         tmp_path_factory.mktemp("token_map") / "run",
@@ -377,7 +384,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(pages, tmp_path_factory):
     """A page of made-up numbers: a hostile text of 6 tokens, one of its characters of 3 tokens."""
     texts = ((HOSTILE, 1), ("</script>", 1), ("漢", 3), ("\n", 1))
     pieces = [token_text.Piece(*of) for of in texts]
