@@ -113,7 +113,7 @@ def _timed(path, grid):
     timed, budgets = grid["timed_budgets"], grid["budgets"]
     if timed is None:
         return budgets
-    if not isinstance(timed, (tuple, list)) or not set(timed) <= set(budgets):
+    if not isinstance(timed, tuple | list) or not all(budget in budgets for budget in timed):
         raise UsageError(
             f"{path}: timed_budgets={timed!r}: expected some of budgets={budgets}, as in"
             f" ({budgets[0]:g},), or () for none"
