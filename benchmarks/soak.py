@@ -4,10 +4,12 @@ samples all the time.
     python -m benchmarks.soak [--config=configs/mod.py] [--seconds=3600] [--every=5]
 
 Trains with an evaluation, a sample and a checkpoint every --every steps, and looks at the process
-(Linux: /proc) forty times. Prints a table of ten looks, the growth of each quantity from the second
-half of the time by least squares, which threads there are, and warnings that were printed more
-than once. Exit status 1 if memory grows by more than --most MB in 1,000 steps, or if there are more
-threads or open files in the last quarter of the time than in the one before.
+(Linux: /proc) every second. Of each fortieth of the time it keeps the least memory and the fewest
+threads and open files, for what an evaluation or a save holds while it lasts is given back. Prints
+a table of ten of them, the growth of each quantity from the second half of the time by least
+squares with its standard error, which threads there are, and warnings that were printed more than
+once. Exit status 1 if memory grows by more than --most MB in 1,000 steps by two standard errors, or
+if there are more threads or open files in the last quarter of the time than in the one before.
 """
 
 import argparse
@@ -29,14 +31,15 @@ from efx.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOOKS, SHOWN = 40, 10
-SWAY = 4  # threads or files that one look may find more than another, of a save that is under way
+SWAY = 4  # threads or files that one look may find more than another, of pools that fill and empty
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A process at a time: seconds since its start, the run's last logged step, resident bytes,
-    {name of a thread: how many}, open files, bytes of the run folder."""
+    """A process for a while: seconds from its start to the while's end, the run's last logged step,
+    resident bytes, {name of a thread: how many} and open files, each where it was least, bytes of
+    the run folder."""
 
     seconds: float
     step: int
@@ -54,38 +57,63 @@ QUANTITIES = {
 }
 
 
-def look_at(process, began, workdir):
-    """The `Look` of now, or None once the process has ended."""
+def glance(process):
+    """(resident bytes, {name of a thread: how many}, open files) of now, or None once the process
+    has ended."""
     proc = pathlib.Path(f"/proc/{process.pid}")
     try:
         resident = re.search(r"VmRSS:\s+(\d+) kB", (proc / "status").read_text())
         tasks = collections.Counter()
         for task in (proc / "task").iterdir():
+            try:
+                name = (task / "comm").read_text().strip()
+            except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                continue
             # Threads of a pool are numbered: their names differ in that alone.
-            tasks[NUMBER.sub("#", (task / "comm").read_text().strip())] += 1
+            tasks[NUMBER.sub("#", name)] += 1
         files = len(os.listdir(proc / "fd"))
     except (FileNotFoundError, ProcessLookupError):
         return None
     if resident is None or process.poll() is not None:
         return None
+    return int(resident[1]) * 1024, tasks, files
+
+
+def look_until(end, process, began, workdir):
+    """The `Look` at a process from now until a time of the monotonic clock, or None if the process
+    ends before."""
+    glances = []
+    while not glances or time.monotonic() < end:
+        glances.append(glance(process))
+        if glances[-1] is None:
+            return None
+        time.sleep(max(0.0, min(1.0, end - time.monotonic())))
+    memory, threads, files = zip(*glances, strict=True)
     steps = [row["step"] for row in read_metrics(workdir)] if workdir.exists() else []
     disk = 0
-    for path in workdir.rglob("*"):
-        try:
-            disk += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # an old checkpoint that has just gone
-            continue
-    memory = int(resident[1]) * 1024
-    return Look(time.monotonic() - began, max(steps, default=0), memory, tasks, files, disk)
+    for folder, _, names in os.walk(workdir):  # it passes over folders that have just gone
+        for name in names:
+            try:
+                disk += os.stat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # of an old checkpoint
+                continue
+    fewest = min(threads, key=lambda names: sum(names.values()))
+    seconds = time.monotonic() - began
+    return Look(seconds, max(steps, default=0), min(memory), fewest, min(files), disk)
 
 
 def growth(looks, of):
-    """A quantity's slope in 1,000 steps, by least squares over the second half of the looks."""
+    """(a quantity's slope in 1,000 steps, its standard error), by least squares over the second
+    half of the looks."""
     half = [look for look in looks[len(looks) // 2 :] if look.step]
     steps = np.array([look.step for look in half], float)
     if len(set(steps)) < 2:
         raise UsageError("too short: fewer than two steps were logged; give it more --seconds")
-    return 1000 * np.polyfit(steps, [of(look) for look in half], 1)[0]
+    values = np.array([of(look) for look in half])
+    slope, level = np.polyfit(steps, values, 1)
+    rest = np.sum(np.square(values - level - slope * steps)) / max(1, len(steps) - 2)
+    error = np.sqrt(rest / np.sum(np.square(steps - steps.mean())))
+    return 1000 * slope, 1000 * error
 
 
 def repeated(lines):
@@ -96,8 +124,7 @@ def repeated(lines):
 
 
 def rise(looks, of):
-    """How much higher the highest look of the last quarter is than that of the quarter before:
-    threads and files come and go with each save."""
+    """How much higher the highest look of the last quarter is than that of the quarter before."""
     quarter = len(looks) // 4
     return max(map(of, looks[-quarter:])) - max(map(of, looks[-2 * quarter : -quarter]))
 
@@ -113,8 +140,8 @@ def soak(config, seconds, every, workdir):
         process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
         try:
             for number in range(1, LOOKS + 1):
-                time.sleep(max(0.0, began + seconds * number / LOOKS - time.monotonic()))
-                look = look_at(process, began, workdir)
+                end = began + seconds * number / LOOKS
+                look = look_until(end, process, began, workdir)
                 if look is None:
                     raise UsageError(f"the run ended by itself: {log.read_text()[-300:].strip()}")
                 looks.append(look)
@@ -144,7 +171,8 @@ def main(argv=None):
         for look in looks[LOOKS // SHOWN - 1 :: LOOKS // SHOWN]
     ]
     slopes = {name: growth(looks, of) for name, of in QUANTITIES.items()}
-    rows.append(("in 1,000 steps", "", *(f"{slope:+.1f}" for slope in slopes.values())))
+    shown = (f"{slope:+.1f} ± {error:.1f}" for slope, error in slopes.values())
+    rows.append(("in 1,000 steps", "", *shown))
     print(common.table(("after", "step", *QUANTITIES), *rows))
     threads = looks[-1].threads
     print("threads at the end:", ", ".join(f"{n} {name}" for name, n in threads.most_common()))
@@ -153,7 +181,8 @@ def main(argv=None):
         print(f"{name}: at most {value:+d} in the last quarter against the one before")
     for line, count in repeated(lines).items():
         print(f"printed {count} times: {line}")
-    return int(slopes["memory, MB"] > arguments.most or max(rises.values()) > SWAY)
+    slope, error = slopes["memory, MB"]
+    return int(slope - 2 * error > arguments.most or max(rises.values()) > SWAY)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ os.environ.setdefault(
 # suite takes an eighth less on an empty cache.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
 
+import devices
 import jax
 import pytest
 
@@ -66,10 +67,7 @@ def collected():
 @pytest.fixture(scope="module")
 def one_device():
     """Runs take one of the devices: a program for one compiles in two thirds of the time."""
-    devices = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda: devices)
-        patch.setattr(jax, "device_count", lambda: 1)
+    with devices.only(1):
         yield
 
 

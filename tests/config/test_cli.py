@@ -5,7 +5,7 @@ import json
 import os
 import re
 
-import jax
+import devices
 import numpy as np
 import pytest
 
@@ -44,11 +44,10 @@ def here(root, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def one_of_eight(monkeypatch):
-    """Runs take one of the devices, as with `one_device`; bad input here is about all eight."""
-    devices = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+def one_of_eight():
+    """`one_device` for a test alone; bad input here is about all eight."""
+    with devices.only(1):
+        yield
 
 
 def call(*arguments, config="configs/mod.py", **settings):

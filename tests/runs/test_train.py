@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 
+import devices
 import families
 import jax
 import numpy as np
@@ -57,11 +58,6 @@ def tiny(text, **changes):
     config = common.base()
     common.apply(config, {**TINY, "data.source": f"text:{text}", **changes})
     return config
-
-
-def one_device(config):
-    """Mesh of a single device among the eight fake ones."""
-    return sharding.make_mesh(config.mesh, jax.devices()[:1])
 
 
 def batch_of(config, vocab=64, seed=0):
@@ -225,13 +221,10 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("family, devices", [("latent", 1), ("encoder_decoder", 8)])
-def test_three_steps_and_three_more_equal_six(text, tmp_path, monkeypatch, family, devices):
+@pytest.mark.parametrize("family, count", [("latent", 1), ("encoder_decoder", 8)])
+def test_three_steps_and_three_more_equal_six(text, tmp_path, family, count):
     """Losses, parameters and thresholds of the other families, bit for bit, on one device and on
     eight. Decoders that are killed are in test_faults.py."""
-    used = jax.devices()[:devices]
-    monkeypatch.setattr(jax, "devices", lambda: used)
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
     shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
     shared |= {"model.width": 16, "model.depth": 1, "model.depth_routing.every": 1}
 
@@ -243,10 +236,11 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, monkeypatch, famil
         train.train_and_evaluate(config, folder)
         return build.finished(config, folder)[1:]
 
-    straight = run(tmp_path / "straight", 6)
-    shutil.copytree(tmp_path / "straight", tmp_path / "broken")
-    shutil.rmtree(tmp_path / "broken/checkpoints/6")
-    resumed = run(tmp_path / "broken", 6)
+    with devices.only(count):
+        straight = run(tmp_path / "straight", 6)
+        shutil.copytree(tmp_path / "straight", tmp_path / "broken")
+        shutil.rmtree(tmp_path / "broken/checkpoints/6")
+        resumed = run(tmp_path / "broken", 6)
     assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "broken")
     assert straight[0] == 6 and straight[2]  # there are thresholds
     close(straight, resumed, 0)
