@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from efx import memory, models, programs, sharding
 from efx.errors import UsageError
+from efx.layers import kv_cache
 from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
@@ -207,14 +208,16 @@ class _Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
+            cache = kv_cache.at_step(cache, step)
             x_BTD, cache = self._features(
                 variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
             )
             return step + 1, cache, x_BTD[:, 0], length_B + ~done_B, out_BN, count_B, done_B
 
+        cache = kv_cache.with_newest(cache, STREAM)
         state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
-        step, *state = jax.lax.while_loop(running, body, state)
-        return *state, step
+        step, cache, *state = jax.lax.while_loop(running, body, state)
+        return kv_cache.absorbed(cache), *state, step
 
     def _features(self, variables, cache, tokens_BT, positions_BT, seed):
         variables = {**variables, "cache": cache}

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.layers import attention_kernels
+from efx.layers.linear import padding_of_rows
 
 MASKED = -1e30
 _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
@@ -400,7 +401,7 @@ def _dot(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-_CACHE_BLOCK = 128  # slots of a cache that are visited at a time
+_CACHE_BLOCK = 128  # slots of a cache that are visited at a time on a CPU
 
 
 def attend_cache(
@@ -415,6 +416,7 @@ def attend_cache(
     softcap=0.0,
     probs_fn: Callable | None = None,
     used=None,
+    newest=None,
     rows_B=None,
 ):
     """Attention of new queries over cache slots, each slot with the position of its token.
@@ -425,10 +427,20 @@ def attend_cache(
     Args:
       used: how many slots are taken in the fullest row (may be traced): the slots after these are
         not read. None: all are read.
+      newest: keys and values [B, S, K, H] and positions [B, S] that are not in slots.
       rows_B: which rows of the cache the rows of q are; None: all, in order.
     """
-    slots = k_BKHS.shape[3]
+    slots, queries = k_BKHS.shape[3], q_BTNH.shape[1]
     q_BKGTH = _split_heads(q_BTNH * scale, k_BKHS.shape[1])
+    padding = 0 if probs_fn is not None else padding_of_rows(queries)
+    if padding:
+        q_BKGTH = jnp.pad(q_BKGTH, ((0, 0),) * 3 + ((0, padding), (0, 0)))
+        q_positions_BT = jnp.pad(q_positions_BT, ((0, 0), (0, padding)), mode="edge")
+
+    def allowed(positions_BC):
+        gap_BTC = q_positions_BT[:, :, None] - positions_BC[:, None, :]
+        allowed_BTC = (gap_BTC >= 0) & (positions_BC[:, None, :] >= 0)
+        return allowed_BTC & (gap_BTC < window) if window else allowed_BTC
 
     def read(start, size):
         """Keys, values and which query may see which of so many slots from `start` on."""
@@ -439,57 +451,78 @@ def attend_cache(
         if rows_B is not None:
             parts = [part.at[rows_B].get(mode="clip") for part in parts]
         k_BKHC, v_BKCH, positions_BC = parts
-        gap_BTC = q_positions_BT[:, :, None] - positions_BC[:, None, :]
-        allowed_BTC = (gap_BTC >= 0) & (positions_BC[:, None, :] >= 0)
-        if window:
-            allowed_BTC = allowed_BTC & (gap_BTC < window)
-        return jnp.swapaxes(k_BKHC, 2, 3), v_BKCH, allowed_BTC
+        return jnp.swapaxes(k_BKHC, 2, 3), v_BKCH, allowed(positions_BC)
 
-    if used is None or probs_fn is not None or slots <= _CACHE_BLOCK:
-        parts = read(0, slots)
-        out_BKGTH = _softmax_values(q_BKGTH, *parts, softcap, probs_fn)
+    # On a GPU all at once, since there each turn of a loop waits for the host.
+    size = {"cpu": _CACHE_BLOCK, "tpu": 4 * _CACHE_BLOCK}.get(sharding.platform(), slots)
+    in_blocks = used is not None and slots > size
+    if probs_fn is not None or newest is None and not in_blocks:
+        out_BKGTH = _softmax_values(q_BKGTH, *read(0, slots), softcap, probs_fn)
     else:
-        out_BKGTH = _softmax_blocks(q_BKGTH, read, slots, used, softcap)
-    return _join_heads(out_BKGTH)
+        running = _nothing_read(q_BKGTH)
+        if newest is not None:
+            parts = newest
+            if rows_B is not None:
+                parts = [part.at[rows_B].get(mode="clip") for part in parts]
+            k_BCKH, v_BCKH, positions_BC = parts
+            allowed_BTC = allowed(positions_BC)
+            k_BKCH, v_BKCH = (jnp.swapaxes(y, 1, 2) for y in (k_BCKH, v_BCKH))
+            running = _read_too(running, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap)
+        if in_blocks:
+            running = _read_blocks(running, q_BKGTH, read, slots, size, used, softcap)
+        else:
+            running = _read_too(running, q_BKGTH, *read(0, slots), softcap)
+        _, sum_BKGT, out_BKGTH = running
+        out_BKGTH = out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]
+    return _join_heads(out_BKGTH[..., :queries, :].astype(q_BTNH.dtype))
 
 
-def _softmax_blocks(q_BKGTH, read, slots, used, softcap):
-    """`_softmax_values` over the first `used` slots, a block at a time, rescaling what has been
-    summed whenever a larger score comes (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
-
-    def any_left(carry):
-        return carry[0] * _CACHE_BLOCK < used
-
-    def block(carry):
-        i, top_BKGT, sum_BKGT, out_BKGTH = carry
-        # The last block is moved back to end with the cache; what it has in common with the one
-        # before counts once.
-        start = jnp.minimum(i * _CACHE_BLOCK, slots - _CACHE_BLOCK)
-        k_BKCH, v_BKCH, allowed_BTC = read(start, _CACHE_BLOCK)
-        slot_C = start + jnp.arange(_CACHE_BLOCK)
-        allowed_BTC = allowed_BTC & (slot_C >= i * _CACHE_BLOCK)[None, None]
-        scores_BKGTC = _cache_scores(q_BKGTH, k_BKCH, allowed_BTC, softcap)
-        new_BKGT = jnp.maximum(top_BKGT, jnp.max(scores_BKGTC, axis=-1))
-        weights_BKGTC = jnp.exp(scores_BKGTC - new_BKGT[..., None])
-        keep_BKGT = jnp.exp(top_BKGT - new_BKGT)
-        values_BKGTH = jnp.einsum(
-            "BKGTC,BKCH->BKGTH",
-            weights_BKGTC.astype(v_BKCH.dtype),
-            v_BKCH,
-            preferred_element_type=jnp.float32,
-        )
-        sum_BKGT = sum_BKGT * keep_BKGT + jnp.sum(weights_BKGTC, axis=-1)
-        return i + 1, new_BKGT, sum_BKGT, out_BKGTH * keep_BKGT[..., None] + values_BKGTH
-
+def _nothing_read(q_BKGTH):
+    """What `_read_too` goes on from: the largest score so far, the sum of the weights as they are
+    beside it, and that of the values with them; in float32."""
     shape = q_BKGTH.shape[:-1]
-    start = (
-        jnp.int32(0),
+    return (
         jnp.full(shape, MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q_BKGTH.shape, jnp.float32),
     )
-    _, _, sum_BKGT, out_BKGTH = jax.lax.while_loop(any_left, block, start)
-    return (out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]).astype(q_BKGTH.dtype)
+
+
+def _read_too(running, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap):
+    """A softmax over more keys and values, by rescaling what has been summed whenever a larger
+    score comes (Milakov and Gimelshein 2018, arXiv 1805.02867)."""
+    top_BKGT, sum_BKGT, out_BKGTH = running
+    scores_BKGTC = _cache_scores(q_BKGTH, k_BKCH, allowed_BTC, softcap)
+    new_BKGT = jnp.maximum(top_BKGT, jnp.max(scores_BKGTC, axis=-1))
+    weights_BKGTC = jnp.exp(scores_BKGTC - new_BKGT[..., None])
+    keep_BKGT = jnp.exp(top_BKGT - new_BKGT)
+    values_BKGTH = jnp.einsum(
+        "BKGTC,BKCH->BKGTH",
+        weights_BKGTC.astype(v_BKCH.dtype),
+        v_BKCH,
+        preferred_element_type=jnp.float32,
+    )
+    sum_BKGT = sum_BKGT * keep_BKGT + jnp.sum(weights_BKGTC, axis=-1)
+    return new_BKGT, sum_BKGT, out_BKGTH * keep_BKGT[..., None] + values_BKGTH
+
+
+def _read_blocks(running, q_BKGTH, read, slots, size, used, softcap):
+    """`_read_too` of the first `used` slots, `size` at a time."""
+
+    def any_left(carry):
+        return carry[0] * size < used
+
+    def block(carry):
+        i, *running = carry
+        # The last block is moved back to end with the cache; what it has in common with the one
+        # before counts once.
+        start = jnp.minimum(i * size, slots - size)
+        k_BKCH, v_BKCH, allowed_BTC = read(start, size)
+        slot_C = start + jnp.arange(size)
+        allowed_BTC = allowed_BTC & (slot_C >= i * size)[None, None]
+        return i + 1, *_read_too(running, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap)
+
+    return jax.lax.while_loop(any_left, block, (jnp.int32(0), *running))[1:]
 
 
 def _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):

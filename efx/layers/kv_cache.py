@@ -1,5 +1,12 @@
 """The decoding cache: its variables, and attention of new tokens over the tokens before them, whose
-keys and values it holds."""
+keys and values it holds.
+
+A loop over tokens keeps its own apart from those in the slots (`with_newest`) and stores them when
+it has ended (`absorbed`). Compilers for TPUs lay the slots out either for writing one token or for
+reading all, and where a loop does both they move the whole cache at every token.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +15,81 @@ from flax import linen as nn
 from efx.layers.attend import attend_cache, attend_pairs
 
 
-def variables(module, tag, **makers):
-    """{name: variable} of the collection `cache`, each made by its function where it is missing.
+def variables(module, tag, optional=(), **makers):
+    """{name: variable} of the collection `cache`, each made by its function where it is missing;
+    after them the optional ones, those that are there.
 
     With a tag, which tells apart the uses of a layer that is used several times, they lie one
     level deeper, under the tag: their own names say what they hold, whatever the use.
     """
-    if not tag:
-        return {name: module.variable("cache", name, make) for name, make in makers.items()}
-    return _Tagged(name=tag, parent=module)(makers)
+    if tag:
+        return _Tagged(name=tag, parent=module)(optional, makers)
+    there = [name for name in optional if module.has_variable("cache", name)]
+    return {name: module.variable("cache", name, make) for name, make in makers.items()} | {
+        name: module.variable("cache", name) for name in there
+    }
 
 
 class _Tagged(nn.Module):
     """A place for variables of one use of a layer."""
 
     @nn.compact
-    def __call__(self, makers):
-        return variables(self, "", **makers)
+    def __call__(self, optional, makers):
+        return variables(self, "", optional, **makers)
+
+
+_NEWEST = "newest_key", "newest_value", "newest_position", "newest_step"
+
+
+def with_newest(cache, tokens):
+    """The cache with room for so many tokens of each row that are apart from the slots, and none
+    there yet. Layers then leave the slots as they are, and put the one new token of a call into
+    the place that `at_step` says. (Not where learned masks lie on the slots, nor in caches of
+    groups: these store at every call.)"""
+
+    def change(layer):
+        *rows, heads, width, _ = layer["cached_key"].shape
+        empty = jnp.zeros((*rows, tokens, heads, width), layer["cached_key"].dtype)
+        position, step = jnp.full((*rows, tokens), -1, jnp.int32), jnp.zeros(rows, jnp.int32)
+        return layer | dict(zip(_NEWEST, (empty, empty, position, step), strict=True))
+
+    return _with_slots_changed(cache, change)
+
+
+def at_step(cache, step):
+    """The cache of `with_newest` for the token of a step."""
+
+    def change(layer):
+        return layer | {"newest_step": jnp.full_like(layer["newest_step"], step)}
+
+    return _with_slots_changed(cache, change)
+
+
+def absorbed(cache):
+    """The cache of `with_newest` as it was before that, with the tokens that came stored."""
+
+    def store(layer):
+        slots = {name: value for name, value in layer.items() if name not in _NEWEST}
+        k_BNKH, v_BNKH, position_BN, _ = (layer[name] for name in _NEWEST)
+        return slots | _stored(slots, k_BNKH, v_BNKH, position_BN)
+
+    def change(layer):
+        several = layer["used"].ndim - 1  # models that are decoded together
+        function = store
+        for _ in range(several):
+            function = jax.vmap(function, in_axes=1, out_axes=1)
+        return function(layer)
+
+    return _with_slots_changed(cache, change)
+
+
+def _with_slots_changed(cache, change):
+    """The cache with another {name: array} for each layer that has slots to be filled in order."""
+    if not isinstance(cache, dict):
+        return cache
+    if "cached_key" in cache and "used" in cache:
+        return change(cache)
+    return {name: _with_slots_changed(value, change) for name, value in cache.items()}
 
 
 def admit(module, wanted, room, info, computed, refused):
@@ -113,56 +178,85 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
         # The rows of the cache are made when it is initialised, by a full batch.
         return lambda: jnp.zeros(make_shape(*k_BTKH.shape), dtype)
 
-    key, value, position, used = variables(
+    one = info.tokens.positions_BT.shape[1] == 1
+    slots = variables(
         module,
         info.cache.tag,
+        _NEWEST if one and dropout is None else (),
         cached_key=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
         cached_value=zeros(lambda rows, _, heads, width: (rows, heads, size, width)),
         position=lambda: jnp.full((len(k_BTKH), size), -1, jnp.int32),
         used=lambda: jnp.zeros((len(k_BTKH),), jnp.int32),
-    ).values()
+    )
     if module.is_initializing():
         return q_BTNH
+    rows_B = info.cache.rows_B
     if info.cache.access != "read":
-        _store(k_BTKH, v_BTKH, info, key, value, position, used)
+        store = _kept_apart if "newest_key" in slots else _stored
+        before = {name: variable.value for name, variable in slots.items()}
+        positions_BT = info.tokens.full(len(k_BTKH)).positions_BT
+        for name, value in store(before, k_BTKH, v_BTKH, positions_BT, rows_B).items():
+            slots[name].value = value
     if info.cache.access == "write":
         return None
+    key, value, position_BS, used, *newest = (variable.value for variable in slots.values())
     probs_fn = None
     if dropout is not None:
-        position_BS = position.value
-        if info.cache.rows_B is not None:
-            position_BS = position_BS.at[info.cache.rows_B].get(mode="clip")
-        probs_fn = dropout.probs_fn(info, position_BS)
+        seen_BS = position_BS if rows_B is None else position_BS.at[rows_B].get(mode="clip")
+        probs_fn = dropout.probs_fn(info, seen_BS)
     return attend_cache(
         q_BTNH,
-        key.value,
-        value.value,
+        key,
+        value,
         info.tokens.full(len(q_BTNH)).positions_BT,
-        position.value,
-        used=jnp.max(used.value),
-        rows_B=info.cache.rows_B,
+        position_BS,
+        used=jnp.max(used),
+        newest=tuple(newest[:3]) or None,
+        rows_B=rows_B,
         probs_fn=probs_fn,
         **options,
     )
 
 
-def _store(k_BTKH, v_BTKH, info, key, value, position, used):
-    rows, size = k_BTKH.shape[0], value.value.shape[2]
-    row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
-    positions_BT = info.tokens.full(rows).positions_BT
+def _stored(slots, k_BTKH, v_BTKH, positions_BT, row_B=None):
+    """{name: array} of the slots that change when tokens come; padding is left out."""
+    rows, size = len(k_BTKH), slots["cached_value"].shape[2]
+    row_B = jnp.arange(rows) if row_B is None else row_B
     valid_BT = positions_BT >= 0
-    used_B = used.value.at[row_B].get(mode="fill", fill_value=0)
+    used_B = slots["used"].at[row_B].get(mode="fill", fill_value=0)
     slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
     slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
     # One entry for each new token, and one that is dropped: XLA:CPU makes a slice update of a
     # scatter of a single entry, fuses it into every reader and so copies the whole cache.
     row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
     slot_C, position_C = _and_one(slot_BT, size), _and_one(positions_BT, 0)
-    k_CKH, v_CKH = (_and_one(y.astype(value.value.dtype), 0) for y in (k_BTKH, v_BTKH))
-    key.value = key.value.at[row_C, :, :, slot_C].set(k_CKH, mode="drop")
-    value.value = value.value.at[row_C, :, slot_C].set(v_CKH, mode="drop")
-    position.value = position.value.at[row_C, slot_C].set(position_C, mode="drop")
-    used.value = used.value.at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
+    k_CKH, v_CKH = (_and_one(y.astype(slots["cached_key"].dtype), 0) for y in (k_BTKH, v_BTKH))
+    return {
+        "cached_key": slots["cached_key"].at[row_C, :, :, slot_C].set(k_CKH, mode="drop"),
+        "cached_value": slots["cached_value"].at[row_C, :, slot_C].set(v_CKH, mode="drop"),
+        "position": slots["position"].at[row_C, slot_C].set(position_C, mode="drop"),
+        "used": slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop"),
+    }
+
+
+def _kept_apart(slots, k_B1KH, v_B1KH, position_B1, row_B=None):
+    """{name: array} of what is apart from the slots when one token of each row comes."""
+    step = slots["newest_step"][0]
+    new = dict(zip(_NEWEST, (k_B1KH, v_B1KH, position_B1), strict=False))
+    if row_B is not None:
+        # A row without a token goes nowhere, and neither does one that is not among the rows.
+        row_B = jnp.where(position_B1[:, 0] >= 0, row_B, len(slots["used"]))
+        return {
+            name: slots[name].at[row_B, step].set(y[:, 0].astype(slots[name].dtype), mode="drop")
+            for name, y in new.items()
+        }
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=1)
+    result = {}
+    for name, y in new.items():
+        valid = (position_B1 >= 0).reshape(-1, 1, *(1,) * (y.ndim - 2))
+        before = jax.lax.dynamic_slice_in_dim(slots[name], step, 1, axis=1)
+        result[name] = put(slots[name], jnp.where(valid, y.astype(before.dtype), before))
+    return result
 
 
 def _and_one(y, fill):

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efx import flops, sharding
-from efx.layers import attend
+from efx.layers import attend, kv_cache
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig, RopeScalingConfig
 from efx.layers.dropout import StandardDropout
 from efx.layers.info import CallInfo, Mode, Tokens
+from efx.layers.linear import Embedding, Linear
 from efx.layers.positions import rope
 
 B, T, N, K, H = 2, 11, 4, 2, 6
@@ -387,6 +388,95 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
     )
     expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[:, count - 1 : count]
     np.testing.assert_allclose(out, expected[rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("newest", [0, 1, 4])
+def test_attend_cache_on_each_platform(monkeypatch, platform, newest):
+    """The last tokens apart from the slots, as a loop over tokens has them; whatever a platform
+    visits at a time, and with the rows that a TPU wants of a product."""
+    monkeypatch.setattr(attend, "_CACHE_BLOCK", 2)
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    q, k, v = inputs()
+    rows, kept, slots = np.array([1, 0]), T - newest, T + 3
+    k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
+    v_BKSH = np.full((B, K, slots, H), 1e3, np.float32)
+    k_BKHS[..., :kept] = np.transpose(k, (0, 2, 3, 1))[..., :kept]
+    v_BKSH[..., :kept, :] = np.transpose(v, (0, 2, 1, 3))[..., :kept, :]
+    positions_BS = np.full((B, slots), -1)
+    positions_BS[:, :kept] = np.arange(kept)
+    apart = None
+    if newest:
+        empty = np.full((B, 2, *k.shape[2:]), 1e3, np.float32)  # places for more
+        places = np.concatenate([np.arange(kept, T), [-1, -1]])
+        apart = (
+            jnp.concatenate([k[:, kept:], empty], axis=1),
+            jnp.concatenate([v[:, kept:], empty], axis=1),
+            jnp.tile(places, (B, 1)),
+        )
+    for window in (0, 3):
+        out = attend.attend_cache(
+            *map(jnp.asarray, (q[rows, T - 1 :], k_BKHS, v_BKSH)),
+            np.full((B, 1), T - 1),
+            jnp.asarray(positions_BS),
+            scale=0.4,
+            window=window,
+            softcap=0.9,
+            used=kept,
+            newest=apart,
+            rows_B=rows,
+        )
+        expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[rows, T - 1 :]
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_tokens_kept_apart_are_stored_as_they_came():
+    """Rows with and without a token at a step, some of which come by their numbers; also of models
+    that are decoded together, whose caches lie side by side."""
+    rng = np.random.default_rng(0)
+    size, steps = 6, 3
+    start = {
+        "cached_key": jnp.zeros((B, K, H, size)),
+        "cached_value": jnp.zeros((B, K, size, H)),
+        "position": jnp.full((B, size), -1),
+        "used": jnp.array([1] + [0] * (B - 1)),
+    }
+    cache = kv_cache.with_newest({"layer": {"attention": start}, "routed": np.zeros(B)}, steps)
+    slots = start
+    for step, row_B in enumerate([None, np.array([1, 0]), None]):
+        k_B1KH, v_B1KH = rng.normal(size=(2, B, 1, K, H)).astype(np.float32)
+        position_B1 = np.full((B, 1), step)
+        position_B1[(step + 1) % B] = -1
+        layer = kv_cache.at_step(cache, step)["layer"]["attention"]
+        layer |= kv_cache._kept_apart(layer, k_B1KH, v_B1KH, position_B1, row_B)
+        # A row without a token leaves what another call has put there.
+        layer |= kv_cache._kept_apart(layer, k_B1KH + 1, v_B1KH, np.full((B, 1), -1), row_B)
+        cache["layer"]["attention"] = layer
+        slots = slots | kv_cache._stored(slots, k_B1KH, v_B1KH, position_B1, row_B)
+    stored = kv_cache.absorbed(cache)
+    assert stored.keys() == cache.keys() and np.any(slots["position"] >= 0)
+    jax.tree.map(np.testing.assert_array_equal, stored["layer"]["attention"], slots)
+    two = jax.tree.map(lambda x: np.stack([x, x], axis=1), cache)
+    both = kv_cache.absorbed(two)["layer"]["attention"]
+    doubled = jax.tree.map(lambda x: np.stack([x, x], axis=1), slots)
+    jax.tree.map(np.testing.assert_array_equal, both, doubled)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_few_rows_on_a_tpu(monkeypatch, rows):
+    """Products with rows of zeros beside them."""
+    x = np.random.default_rng(0).normal(size=(rows, 1, 6)).astype(np.float32)
+    layer = Linear(5, ("norm", "norm"), 0.5, use_bias=True)
+    table = Embedding(7, 6, 0.5)
+    params = layer.init(jax.random.key(0), x), table.init(jax.random.key(0), np.zeros((1, 1), int))
+
+    def both():
+        return layer.apply(params[0], x), table.apply(params[1], x, method="attend")
+
+    plain = both()
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    for y, other in zip(plain, both(), strict=True):
+        np.testing.assert_allclose(y, other, atol=1e-6)
 
 
 # ---- rotary embedding --------------------------------------------------------------------------
