@@ -1,5 +1,7 @@
 """The one matrix multiplication and the one embedding table that every layer uses."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -22,17 +24,17 @@ def padded(init, size, axis):
 
 def _flattened(x):
     """x [..., D] as [N, D], where that is faster, with rows of zeros after so few."""
-    rows = x.size // x.shape[-1]
+    rows = math.prod(x.shape[:-1])
     if padding := padding_of_rows(rows):
-        return jnp.pad(x.reshape(rows, -1), ((0, padding), (0, 0)))
+        return jnp.pad(x.reshape(rows, x.shape[-1]), ((0, padding), (0, 0)))
     if sharding.platform() == "tpu" or sharding.ways("length") > 1:
         return x
-    return x.reshape(rows, -1)
+    return x.reshape(rows, x.shape[-1])
 
 
 def _unflattened(y, x):
     """y [..., F] of the product of `_flattened(x)`, over the leading axes of x."""
-    rows = x.size // x.shape[-1]
+    rows = math.prod(x.shape[:-1])
     y = y[:rows] if padding_of_rows(rows) else y
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
