@@ -50,3 +50,12 @@ def requests(browser):
         for event in events
         if event["method"] == "Network.requestWillBeSent"
     ]
+
+
+def awaited(browser, selector, seconds=30):
+    """The first element of `selector` once there is one: pages draw after they have loaded."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support import expected_conditions, wait
+
+    there = expected_conditions.presence_of_element_located((By.CSS_SELECTOR, selector))
+    return wait.WebDriverWait(browser, seconds).until(there)

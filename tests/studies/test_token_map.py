@@ -408,6 +408,7 @@ def written(pages, tmp_path_factory):
 def browser(written):
     with browsers.chromium() as browser:
         browser.get(written.as_uri())
+        browsers.awaited(browser, ".heatmap .main-svg")
         yield browser
 
 
@@ -497,10 +498,12 @@ def test_it_works_within_the_output_of_a_notebook(browser, written, tmp_path):
     """As HTML of another page, without a file to load."""
     outer = tmp_path / "notebook.html"
     outer.write_text(f"<!doctype html><body>{page.frame(written, height=500)}</body>")
+    browsers.said(browser), browsers.requests(browser)  # of the page before
     browser.get(outer.as_uri())
-    (inside,) = all_of(browser, "iframe")
+    inside = browsers.awaited(browser, "iframe")
     assert inside.size["height"] == 500
     browser.switch_to.frame(inside)
+    browsers.awaited(browser, ".heatmap .main-svg")
     assert browser.execute_script(f"return [...{GRID}.data[0].z[0]]") == [0, 1, 0, 1, 0, 1]
     all_of(browser, ".tokens > span")[3].click()
     assert all_of(browser, ".path")[0].text
