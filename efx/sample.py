@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import memory, models, programs, sharding
+from efx import memory, models, programs, reads, sharding
 from efx.errors import UsageError
 from efx.layers import kv_cache
 from efx.layers.stack import label
@@ -219,6 +219,40 @@ class _Program:
         step, cache, *state = jax.lax.while_loop(running, body, state)
         return kv_cache.absorbed(cache), *state, step
 
+    def converted(self, variables):
+        """Those of the variables in the model's dtype of which nothing else is read."""
+        leaves, structure = jax.tree.flatten(variables)
+        if self.model.dtype == jnp.float32:
+            return variables
+        convert = _converted_places(self, _shapes(variables))
+        leaves = [
+            x.astype(self.model.dtype) if yes else x for x, yes in zip(leaves, convert, strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves)
+
+    def shapes_of_prefill(self, variables):
+        """The arguments of `prefill` as shapes, by those of the variables."""
+        shape = jax.ShapeDtypeStruct
+        rows, tokens = (self.batch_size,), shape((self.batch_size, self.chunk), np.int32)
+        return variables, *self.room(), shape(rows, bool), tokens, tokens, shape((), np.uint32)
+
+    def shapes_of_decode(self, variables):
+        """The arguments of `decode` as shapes, by those of the variables."""
+        shape = jax.ShapeDtypeStruct
+        rows, number = (self.batch_size,), shape((), np.int32)
+        settings = dict(
+            temperature=shape((), np.float32),
+            top_k=shape((), np.int32),
+            top_p=shape((), np.float32),
+            stop_ids=shape((self.stops,), np.int32),
+        )
+        each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
+        return variables, *self.room(), *each, number, number, settings
+
+    def room(self):
+        """Shapes of the cache and of the features of each row's last token."""
+        return models.decoding_shapes(self.model, self.batch_size, self.cache_size)
+
     def _features(self, variables, cache, tokens_BT, positions_BT, seed):
         variables = {**variables, "cache": cache}
         options = dict(
@@ -247,40 +281,43 @@ def _compiled(program, shapes, is_split):
     """
     options = dict(donate_argnums=(1, 2), out_shardings=PartitionSpec())
 
-    def room():
-        return models.decoding_shapes(program.model, program.batch_size, program.cache_size)
-
     def empty(shapes):
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     if is_split:
         functions = program.prefill, program.decode
-        return *(jax.jit(function, **options) for function in functions), empty(room())
+        return *(jax.jit(function, **options) for function in functions), empty(program.room())
 
     variables = jax.tree.unflatten(shapes[1], shapes[0])
-    rows, chunk = (program.batch_size,), (program.batch_size, program.chunk)
-    shape = jax.ShapeDtypeStruct
 
-    def of_prefill():
-        tokens = [shape(chunk, np.int32)] * 2
-        return variables, *room(), shape(rows, bool), *tokens, shape((), np.uint32)
+    def kept(function, shapes_of):
+        of = f"{function.__name__} {program} {shapes}"
+        return programs.kept(function, of, lambda: shapes_of(variables))
 
-    def of_decode():
-        numbers = [shape((), np.int32)] * 2
-        settings = dict(
-            temperature=shape((), np.float32),
-            top_k=shape((), np.int32),
-            top_p=shape((), np.float32),
-            stop_ids=shape((program.stops,), np.int32),
-        )
-        each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
-        return variables, *room(), *each, *numbers, settings
-
-    prefill = programs.kept(program.prefill, f"prefill {program} {shapes}", of_prefill)
-    decode = programs.kept(program.decode, f"decode {program} {shapes}", of_decode)
+    prefill = kept(program.prefill, program.shapes_of_prefill)
+    decode = kept(program.decode, program.shapes_of_decode)
     arguments, _ = jax.tree.unflatten(prefill.in_tree, prefill.in_avals)
     calls = (jax.jit(exported.call, **options) for exported in (prefill, decode))
     return *calls, empty(arguments[1:3])
+
+
+@functools.cache
+def _converted_places(program, shapes):
+    """Of each leaf of the variables, whether both programs read it in the model's dtype alone."""
+
+    def places():
+        variables, dtype = jax.tree.unflatten(shapes[1], shapes[0]), program.model.dtype
+        of_prefill = reads.only_as(dtype, program.prefill, *program.shapes_of_prefill(variables))
+        of_decode = reads.only_as(dtype, program.decode, *program.shapes_of_decode(variables))
+        return [a and b for a, b in zip(of_prefill, of_decode, strict=True)]
+
+    return programs.kept_number(places, f"converted {program} {shapes}")
+
+
+def _shapes(variables):
+    """(shapes of the leaves, structure)"""
+    leaves, structure = jax.tree.flatten(variables)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
 
 
 class _Run:
@@ -307,10 +344,8 @@ class _Run:
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            leaves, structure = jax.tree.flatten(self.variables)
-            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
             self.prefill, self.decode_loop, room = self._call(
-                _compiled, self.program, shapes, self.is_split
+                _compiled, self.program, _shapes(self.variables), self.is_split
             )
             self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
             self.read({})
@@ -323,6 +358,8 @@ class _Run:
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
         self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
+        if self.source.every == math.inf:  # others are asked for changes of what they gave
+            self.variables = self._call(self.program.converted, self.variables)
         self.stale, self.due = again, self.due + self.source.every
 
     def prepare(self, texts, done_B, made):
