@@ -6,6 +6,7 @@ Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the s
 """
 
 import importlib.util
+import inspect
 import pathlib
 
 from efx import configs, run_settings, runfolder, storage
@@ -77,7 +78,10 @@ def run_file(kind, path, *arguments, folder="", source=None):
         spec.loader.exec_module(module)
         if not hasattr(module, f"get_{kind}"):
             raise UsageError(f"the file has no function get_{kind}()")
-        return getattr(module, f"get_{kind}")(*arguments)
+        function = getattr(module, f"get_{kind}")
+        if arguments and not inspect.signature(function).parameters:
+            raise UsageError(f"get_{kind}() has no variants; leave out what follows the colon")
+        return function(*arguments)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:  # a file may also try to end the process

@@ -1,19 +1,20 @@
-"""The grouped-latent transformer against the decoder by context: isoFLOP curves, and seconds.
+"""The grouped-latent transformer against the decoder at one context: isoFLOP curves, and seconds.
 
-    python -m efx.studies.isoflop --grid configs/sweeps/latent_context.py \\
-        --workdir runs/latent_context --jobs 2
+    python -m efx.studies.isoflop --grid configs/sweeps/latent_context.py:1024 \\
+        --workdir runs/latent_context_1024 --jobs 2
 
-Contexts of 256, 1024 and 4096 tokens, 4096 tokens a step in each. Its promise is long context,
-where attention costs most: hence its loss against FLOPs, and against seconds. Positions are
-absolute (the default), groups have 8 tokens, 4 latents and then 2, of widths about that of the
-decoder. Losses of different contexts are of the same text cut at other places: compare the families
-of one context. Text and tokenizer are those of `configs/sweeps/mod_evidence.py`. Some hours on 2
-CPU cores.
+Contexts of 256, 1024 and 4096 tokens are a study each, 4096 tokens a step in all of them; without
+a colon it is 1024. Losses of different contexts are of the same text cut at other places, so that
+they do not compare. The promise of latents is long context, where attention costs most: hence the
+loss against FLOPs, and against seconds. Positions are absolute (the default), groups have 8 tokens,
+4 latents and then 2, of widths about that of the decoder. Text and tokenizer are those of
+`configs/sweeps/mod_evidence.py`. About an hour a study on 2 CPU cores.
 """
 
 from efx.configs.sweeps import mod_evidence
+from efx.errors import UsageError
 
-CONTEXTS = (256, 1024, 4096)
+CONTEXTS = ("256", "1024", "4096")
 SIZES = dict(list(mod_evidence.SIZES.items())[1:])
 # Of the latent model: widths (tokens, first, last latents), their heads, depth of the stack.
 SHAPES = (
@@ -39,16 +40,15 @@ LATENT = {
 }
 
 
-def get_grid():
-    families = {}
-    for context in CONTEXTS:
-        rows = {"data.seq_len": context, "data.batch_size": 4096 // context}
-        families[f"decoder, context {context}"] = rows
-        families[f"latent, context {context}"] = LATENT | rows
+def get_grid(context="1024"):
+    if context not in CONTEXTS:
+        raise UsageError(f"context {context!r}: expected one of {', '.join(CONTEXTS)}")
+    length = int(context)
+    rows = {"data.seq_len": length, "data.batch_size": 4096 // length}
     return dict(
         config="mod:dense",
         seeds=(0,),
         budgets=(7.5e11, 3e12),
-        families=families,
+        families={f"decoder, context {length}": rows, f"latent, context {length}": LATENT | rows},
         sizes=SIZES,
     )

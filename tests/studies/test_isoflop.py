@@ -174,6 +174,22 @@ def test_budgets_up_to_one(tmp_path):
         grid_lib.up_to(rates, 1.5e9)
 
 
+def test_what_follows_a_colon_is_the_argument_of_the_grid(tmp_path):
+    def decoder(context):
+        families = isoflop.load_grid(f"latent_context:{context}")["families"]
+        assert list(families) == [f"decoder, context {context}", f"latent, context {context}"]
+        return families[f"decoder, context {context}"]
+
+    assert decoder(256) == {"data.seq_len": 256, "data.batch_size": 16}
+    assert decoder(4096) == {"data.seq_len": 4096, "data.batch_size": 1}
+    with pytest.raises(UsageError, match="context '512': expected one of 256, 1024, 4096"):
+        decoder(512)
+    path = tmp_path / "grid.py"
+    path.write_text(GRID)
+    with pytest.raises(UsageError, match=r"grid.py:512: get_grid\(\) has no variants"):
+        isoflop.load_grid(f"{path}:512")
+
+
 def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     path = tmp_path / "grid.py"
     half = '"half": {"model.width": {"2 blocks": 32, "4 blocks": 64, "8 blocks": 96}}, "MoD"'

@@ -139,6 +139,31 @@ def test_an_exponent_at_the_end_of_its_range_is_told():
     assert not SMALL.at_the_edge()
 
 
+def test_the_law_has_no_optimum_far_from_what_was_measured():
+    """Sizes far above the best, as where the smallest model measured is the best: though the fit is
+    exact, all that it says of the best ones is extrapolation."""
+    far, near = (
+        analysis.LawFit(around_the_best(SYMMETRIC, 4, centre=centre), draws=2)
+        for centre in (lambda number: 16.0, lambda number: 10.0)
+    )
+    best = [best_size(SYMMETRIC, budget) for budget in BUDGETS]
+    assert [near.parameters[budget][0] for budget in BUDGETS] == pytest.approx(best, rel=1e-3)
+    nothing = np.concatenate([*far.parameters.values(), *far.losses.values()])
+    assert np.isnan(nothing).all() and np.isnan(far.optimum(10 * BUDGETS[-1])).all()
+    found = analysis.speedup(near, far, BUDGETS[0]), analysis.speedup(far, near, BUDGETS[0])
+    assert all(np.isnan(one.flops.value) for one in found)
+    assert np.isnan(analysis.growth(far).value)
+
+
+def test_the_law_says_nothing_of_budgets_without_an_optimum():
+    """Sizes that leave the best ones behind as the budget grows: the last budgets have none, nor
+    have those beyond them."""
+    fit = analysis.LawFit(around_the_best(SYMMETRIC, 2, centre=lambda i: 4.0**i), draws=2)
+    seen = [bool(np.isfinite(fit.losses[budget][0])) for budget in BUDGETS]
+    assert seen == [True, True, False, False, False]
+    assert np.isnan(fit.optimum(2 * BUDGETS[-1])).all()
+
+
 def test_too_few_points_for_five_parameters():
     points = fixed_sizes(SMALL, 6.5, budgets=(1e11,))
     with pytest.raises(UsageError, match="needs 6 points, 2 budgets and 3 sizes; there are 6, 1"):

@@ -16,6 +16,7 @@ from efx.studies.isoflop.bootstrap import draw_losses, with_draws
 
 SEED = 0  # of the bootstrap
 _AROUND = 1e3  # how far around the budgets one of equal loss is looked for
+_REACH = 3  # times the largest size measured, or the smallest divided by it: the law says no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ class LawFit:
     Attributes:
       law: `law.Law` with arrays [R].
       residual: root mean square deviation of the points from the law, in nats.
-      parameters, losses: {budget: [R]} of the optimum.
+      parameters, losses: {budget: [R]} of the optimum, NaN as of `optimum`.
     """
 
     def __init__(self, measured, draws):
@@ -125,10 +126,20 @@ class LawFit:
         drawn = law_lib.fit_draws(*points, drawn_RP[1:], measured.seeds)
         pairs = zip(dataclasses.astuple(best), dataclasses.astuple(drawn), strict=True)
         self.law = law_lib.Law(*(np.concatenate([[one], many]) for one, many in pairs))
-        self.optimum = law_lib.Optima(self.law, measured.parameters, measured.flops_per_token)
+        self._optima = law_lib.Optima(self.law, measured.parameters, measured.flops_per_token)
         optima = {budget: self.optimum(budget) for budget in sorted({*measured.budgets})}
         self.parameters = {budget: sizes for budget, (sizes, _) in optima.items()}
         self.losses = {budget: losses for budget, (_, losses) in optima.items()}
+
+    def optimum(self, budget):
+        """(sizes [R], losses [R]) at any budget; NaN where the law's best size at the nearest
+        measured budget lies far beyond all sizes measured there: that is not seen but made up."""
+        budgets = np.unique(self.measured.budgets)
+        nearest = budgets[np.argmin(np.abs(np.log(budgets / budget)))]
+        here = self.measured.parameters[self.measured.at(nearest)]
+        sizes_R, _ = self._optima(nearest)
+        seen_R = (sizes_R >= here[0] / _REACH) & (sizes_R <= here[-1] * _REACH)
+        return tuple(np.where(seen_R, of_R, np.nan) for of_R in self._optima(budget))
 
     def loss_at(self, budget, parameters):
         """[R] the loss of this size at a budget."""
