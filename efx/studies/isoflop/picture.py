@@ -101,8 +101,14 @@ def _budgets(analysis, further):
     return np.concatenate([inside, beyond]), len(inside)
 
 
-def _line(axis, budgets, inside, values, colour, label):
-    """A line over the budgets, dashed beyond those that were measured."""
+def _line(axis, budgets, inside, draws_XR, colour, label):
+    """A line over the budgets of what the fit says, dashed beyond those that were measured, with
+    the intervals of its draws; where it says nothing they alone would be of half of the draws."""
+    values = draws_XR[:, 0]
+    if not np.isfinite(values).any():
+        axis.plot([], [], color=colour, label=f"{label}: none within reach")
+        return
+    _band(axis, budgets, draws_XR[:, 1:], colour)
     axis.plot(budgets[:inside], values[:inside], color=colour, label=label)
     axis.plot(budgets[inside - 1 :], values[inside - 1 :], color=colour, linestyle="--")
 
@@ -124,8 +130,7 @@ def _draw_optima(analysis, axis, further):
         if family in analysis.laws:
             optimum = analysis.laws[family].optimum
             losses = np.stack([optimum(budget)[1] for budget in budgets])
-            _band(axis, budgets, losses[:, 1:], colour)
-            _line(axis, budgets, inside, losses[:, 0], colour, family)
+            _line(axis, budgets, inside, losses, colour, family)
         else:
             axis.plot([], [], color=colour, label=family)
     axis.set_xscale("log")
@@ -145,10 +150,10 @@ def _draw_speedups(analysis, axis, further):
         if family == analysis.base:
             continue
         times = np.stack([base.reaching(fit.optimum(budget)[1])[0] / budget for budget in budgets])
-        _band(axis, budgets, times[:, 1:], colours[family])
-        _line(axis, budgets, inside, times[:, 0], colours[family], family)
+        _line(axis, budgets, inside, times, colours[family], family)
         highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
     axis.set_ylim(0, 2 * highest)
+    axis.set_xlim(budgets[0], budgets[-1])
     axis.set_xscale("log")
     axis.set_xlabel("training FLOPs of the family")
     axis.set_ylabel(f"FLOPs of {analysis.base} / FLOPs of the family")
