@@ -31,7 +31,7 @@ from efx import flops, models
 from efx.configs import common
 from efx.hostmemory import keep_freed_memory
 from efx.layers.stack import Layer
-from efx.sample import PREFILL, STREAM, Sampler
+from efx.sample import STREAM, Sampler, prefill_of
 
 
 def build(kind, arguments):
@@ -108,9 +108,10 @@ def prefill_flops(model, params, arguments):
     """(FLOPs executed, FLOPs of a forward pass) of reading one prompt, without the output layer."""
     cache, total = models.init_cache(model, 1, arguments.context), 0
     tokens_T = np.random.default_rng(1).integers(0, arguments.vocab, arguments.prompt)
-    for start in range(0, arguments.prompt, PREFILL):
-        positions_T = np.arange(start, start + PREFILL)
-        padded_tokens_T = np.resize(tokens_T[start:], PREFILL)
+    chunk, _ = prefill_of(1, arguments.context)
+    for start in range(0, arguments.prompt, chunk):
+        positions_T = np.arange(start, start + chunk)
+        padded_tokens_T = np.resize(tokens_T[start:], chunk)
         input_positions_T = np.where(positions_T < arguments.prompt, positions_T, -1)
 
         def prefill(cache, padded_tokens_T=padded_tokens_T, input_positions_T=input_positions_T):

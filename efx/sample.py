@@ -1,9 +1,9 @@
 """Sampling: a prefill in chunks of fixed size, then one compiled decode loop.
 
 What is compiled for a model, a number of rows and a size of cache is `_Program`: `prefill` takes
-64 tokens a call (the last chunk padded), `decode` makes up to 16 tokens a call. Nothing is compiled
-again for a token, a prompt, its length, a setting of the sampling, a seed or new parameters, and
-text reaches the terminal while it is made.
+some tokens a call (64 of each row on a CPU, more elsewhere; the last chunk padded), `decode` makes
+up to 16 tokens a call. Nothing is compiled again for a token, a prompt, its length, a setting of
+the sampling, a seed or new parameters, and text reaches the terminal while it is made.
 """
 
 import collections
@@ -27,7 +27,8 @@ from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
 
-PREFILL = 64  # tokens of a prompt that a call processes
+PREFILL = 64  # tokens of each prompt that a call processes on a CPU, and at least elsewhere
+_PREFILL_ALL, _PREFILL_MOST = 2048, 1024  # elsewhere: of all prompts, and at most of each
 _LONG_CACHE = 2**16  # tokens of all sequences
 STREAM = 16  # tokens that a call of the decode loop makes before they are shown
 PLACES = np.uint32(2**32 - 1)  # in the place of a token's number, of which there are never so many
@@ -81,7 +82,12 @@ class Sampler:
         # The few sequences that are made together, of one token at a time, are not split.
         rules = sharding.unsplit(rules, "batch", "length")
         self._program = _Program(
-            unrolled, batch_size, self.cache_size, PREFILL, len(stop_ids), rules
+            unrolled,
+            batch_size,
+            self.cache_size,
+            *prefill_of(batch_size, self.cache_size),
+            len(stop_ids),
+            rules,
         )
         self._options = dict(
             temperature=np.float32(temperature),
@@ -148,36 +154,49 @@ class Sampler:
             )
 
 
+def prefill_of(batch_size, cache_size):
+    """(tokens of each prompt that a call reads, whether the first call has a program of its own).
+
+    A CPU computes 64 tokens as fast as many, and has no kernel. Elsewhere a call reads all
+    parameters, and with few tokens does little else.
+    """
+    if sharding.platform() == "cpu":
+        return PREFILL, False
+    chunk = min(_PREFILL_MOST, max(PREFILL, _PREFILL_ALL // batch_size), cache_size)
+    return -(-chunk // PREFILL) * PREFILL, True
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """The functions that are compiled.
 
     Attributes:
-      chunk: tokens of a prompt that a call reads. stops: how many tokens end a sequence.
+      chunk: tokens of each prompt that a call reads. two_prefills: whether the first call has a
+        program of its own. stops: how many tokens end a sequence.
     """
 
     model: object
     batch_size: int
     cache_size: int
     chunk: int
+    two_prefills: bool
     stops: int
     rules: tuple
 
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
         row's last token; a row that has none among them keeps its own."""
+        cache = models.emptied(cache, new_B)
+        return self._read(True, variables, cache, last_BD, tokens_BT, positions_BT, seed)
 
-        def emptied(value, start):
-            return jnp.where(new_B.reshape(-1, *(1,) * (value.ndim - 1)), start, value)
+    def prefill_first(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
+        """`prefill` of the first tokens of their rows, all of which are new: attention may be a
+        kernel."""
+        cache = models.emptied(cache, new_B)
+        return self._read("first", variables, cache, last_BD, tokens_BT, positions_BT, seed)
 
-        # Not at every chunk: the cache may be large.
-        cache = jax.lax.cond(
-            jnp.any(new_B),
-            lambda cache: jax.tree.map(emptied, cache, models.empty(cache)),
-            lambda cache: cache,
-            cache,
-        )
-        x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed)
+    def _read(self, decode, variables, cache, last_BD, tokens_BT, positions_BT, seed):
+        x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed, decode)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 
         def last(x_TD, before_D, count):
@@ -253,10 +272,10 @@ class _Program:
         """Shapes of the cache and of the features of each row's last token."""
         return models.decoding_shapes(self.model, self.batch_size, self.cache_size)
 
-    def _features(self, variables, cache, tokens_BT, positions_BT, seed):
+    def _features(self, variables, cache, tokens_BT, positions_BT, seed, decode=True):
         variables = {**variables, "cache": cache}
         options = dict(
-            decode=True,
+            decode=decode,
             cache_size=self.cache_size,
             mutable=["cache"],
             method="features",
@@ -272,8 +291,9 @@ class _Program:
 
 @functools.cache
 def _compiled(program, shapes, is_split):
-    """(prefill, decode, what they work on at first: room for the cache, not empty yet, and for the
-    features of each row's last token). Equal programs share them.
+    """(prefill of first tokens, a function that gives the prefill of others, decode, what they work
+    on at first: room for the cache, not empty yet, and for the features of each row's last token).
+    Equal programs share them.
 
     Args:
       shapes: of the variables, as (leaves, structure).
@@ -284,9 +304,11 @@ def _compiled(program, shapes, is_split):
     def empty(shapes):
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
+    prefill_first = program.prefill_first if program.two_prefills else program.prefill
     if is_split:
-        functions = program.prefill, program.decode
-        return *(jax.jit(function, **options) for function in functions), empty(program.room())
+        functions = prefill_first, program.prefill, program.decode
+        first, prefill, decode = (jax.jit(function, **options) for function in functions)
+        return first, lambda: prefill, decode, empty(program.room())
 
     variables = jax.tree.unflatten(shapes[1], shapes[0])
 
@@ -294,11 +316,21 @@ def _compiled(program, shapes, is_split):
         of = f"{function.__name__} {program} {shapes}"
         return programs.kept(function, of, lambda: shapes_of(variables))
 
-    prefill = kept(program.prefill, program.shapes_of_prefill)
+    def call(exported):
+        return jax.jit(exported.call, **options)
+
+    first = kept(prefill_first, program.shapes_of_prefill)
     decode = kept(program.decode, program.shapes_of_decode)
-    arguments, _ = jax.tree.unflatten(prefill.in_tree, prefill.in_avals)
-    calls = (jax.jit(exported.call, **options) for exported in (prefill, decode))
-    return *calls, empty(arguments[1:3])
+    arguments, _ = jax.tree.unflatten(first.in_tree, first.in_avals)
+    calls = [call(exported) for exported in (first, decode)]
+
+    @functools.cache
+    def prefill():
+        if not program.two_prefills:
+            return calls[0]
+        return call(kept(program.prefill, program.shapes_of_prefill))
+
+    return calls[0], prefill, calls[1], empty(arguments[1:3])
 
 
 @functools.cache
@@ -344,7 +376,7 @@ class _Run:
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            self.prefill, self.decode_loop, room = self._call(
+            self.prefill_first, self.prefill, self.decode_loop, room = self._call(
                 _compiled, self.program, _shapes(self.variables), self.is_split
             )
             self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
@@ -379,17 +411,18 @@ class _Run:
         """Read {row: tokens}, after emptying the cache of these rows."""
         self.count(texts)
         rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
-        longest = max(map(len, texts.values()), default=1)
-        shape = (self.sampler.batch_size, -(-longest // PREFILL) * PREFILL)
+        longest, chunk = max(map(len, texts.values()), default=1), self.program.chunk
+        shape = (self.sampler.batch_size, -(-longest // chunk) * chunk)
         tokens_BT, positions_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         for b, text in texts.items():
             tokens_BT[b, : len(text)] = text
             positions_BT[b, : len(text)] = np.arange(len(text))
             self.length_B[b] = len(text)
-        for t in range(0, tokens_BT.shape[1], PREFILL):
-            part = slice(t, t + PREFILL)
+        for t in range(0, tokens_BT.shape[1], chunk):
+            part = slice(t, t + chunk)
+            prefill = self._call(self.prefill) if t else self.prefill_first
             self.cache, self.last_BD = self._call(
-                self.prefill, self.variables, self.cache, self.last_BD,
+                prefill, self.variables, self.cache, self.last_BD,
                 rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)

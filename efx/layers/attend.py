@@ -407,7 +407,7 @@ _CACHE_BLOCK = 128  # slots of a cache that are visited at a time on a CPU
 def attend_cache(
     q_BTNH,
     k_BKHS,
-    v_BKSH,
+    v_BKHS,
     q_positions_BT,
     k_positions_BS,
     *,
@@ -421,8 +421,8 @@ def attend_cache(
 ):
     """Attention of new queries over cache slots, each slot with the position of its token.
 
-    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window). Keys lie [H, S]
-    and values [S, H]: both products then read the cache along its last axis, as it lies.
+    Query t sees slot s iff 0 <= position(s) <= position(t) (and inside the window). Keys and values
+    lie [H, S]: a last axis of H would be padded to the lanes of a TPU.
 
     Args:
       used: how many slots are taken in the fullest row (may be traced): the slots after these are
@@ -446,15 +446,17 @@ def attend_cache(
         """Keys, values and which query may see which of so many slots from `start` on."""
         parts = [
             jax.lax.dynamic_slice_in_dim(part, start, size, axis) if size < slots else part
-            for part, axis in ((k_BKHS, 3), (v_BKSH, 2), (k_positions_BS, 1))
+            for part, axis in ((k_BKHS, 3), (v_BKHS, 3), (k_positions_BS, 1))
         ]
         if rows_B is not None:
             parts = [part.at[rows_B].get(mode="clip") for part in parts]
-        k_BKHC, v_BKCH, positions_BC = parts
-        return jnp.swapaxes(k_BKHC, 2, 3), v_BKCH, allowed(positions_BC)
+        k_BKHC, v_BKHC, positions_BC = parts
+        k_BKCH, v_BKCH = (jnp.swapaxes(y, 2, 3) for y in (k_BKHC, v_BKHC))
+        return k_BKCH, v_BKCH, allowed(positions_BC)
 
-    # On a GPU all at once, since there each turn of a loop waits for the host.
-    size = {"cpu": _CACHE_BLOCK, "tpu": 4 * _CACHE_BLOCK}.get(sharding.platform(), slots)
+    # For one query a GPU reads all at once, since there each turn of a loop waits for the host.
+    size = 4 * _CACHE_BLOCK if queries > 1 else slots
+    size = {"cpu": _CACHE_BLOCK, "tpu": 4 * _CACHE_BLOCK}.get(sharding.platform(), size)
     in_blocks = used is not None and slots > size
     if probs_fn is not None or newest is None and not in_blocks:
         out_BKGTH = _softmax_values(q_BKGTH, *read(0, slots), softcap, probs_fn)

@@ -47,8 +47,12 @@ class Attention(nn.Module):
         options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
         if info.decode:
-            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, info, read[1], dropout, options)
-            return None if out_BTNH is None else self._out(out_BTNH, width)
+            # The first tokens need not read what they write.
+            as_forward = info.cache.first and dropout is None
+            view = info.with_cache(access="write") if as_forward else info
+            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, view, read[1], dropout, options)
+            if not as_forward:
+                return None if out_BTNH is None else self._out(out_BTNH, width)
         probs_fn = None
         if dropout is not None:
             probs_fn = dropout.probs_fn(info, read[1].tokens.positions_BT)

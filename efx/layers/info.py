@@ -99,6 +99,8 @@ class CacheView:
       grouped: attention stays inside groups of tokens. Positions are places in a group then,
         segment_ids_BT its number in the sequence, and the cache holds one group, see
         `kv_cache.attend_group`.
+      first: the new tokens are the first of their rows, and padding comes after them: they see
+        each other and nothing else.
       tag: which use this is of a layer that is used several times; each has a cache of its own.
       rows_B: which rows of the cache these rows are, or None: all, in order.
     """
@@ -107,6 +109,7 @@ class CacheView:
     kv_size: int = struct.field(pytree_node=False, default=0)
     access: str = struct.field(pytree_node=False, default="both")
     grouped: bool = struct.field(pytree_node=False, default=False)
+    first: bool = struct.field(pytree_node=False, default=False)
     tag: str = struct.field(pytree_node=False, default="")
     rows_B: Any = None
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx import sharding
 from efx.layers.attend import attend_cache, attend_pairs
 
 
@@ -38,6 +39,7 @@ class _Tagged(nn.Module):
         return variables(self, "", optional, **makers)
 
 
+SEEN_BY_POSITION = "cached_key", "cached_value"
 _NEWEST = "newest_key", "newest_value", "newest_position", "newest_step"
 
 
@@ -184,7 +186,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
         info.cache.tag,
         _NEWEST if one and dropout is None else (),
         cached_key=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
-        cached_value=zeros(lambda rows, _, heads, width: (rows, heads, size, width)),
+        cached_value=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
         position=lambda: jnp.full((len(k_BTKH), size), -1, jnp.int32),
         used=lambda: jnp.zeros((len(k_BTKH),), jnp.int32),
     )
@@ -220,23 +222,58 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
 
 def _stored(slots, k_BTKH, v_BTKH, positions_BT, row_B=None):
     """{name: array} of the slots that change when tokens come; padding is left out."""
-    rows, size = len(k_BTKH), slots["cached_value"].shape[2]
+    rows, size = len(k_BTKH), slots["cached_value"].shape[3]
     row_B = jnp.arange(rows) if row_B is None else row_B
     valid_BT = positions_BT >= 0
     used_B = slots["used"].at[row_B].get(mode="fill", fill_value=0)
     slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
     slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
+    store = _by_slices if sharding.platform() == "tpu" else _one_by_one
+    new = {"cached_key": k_BTKH, "cached_value": v_BTKH, "position": positions_BT}
+    result = store({name: slots[name] for name in new}, new, row_B, slot_BT, used_B)
+    result["used"] = slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
+    return result
+
+
+def _one_by_one(slots, new, row_B, slot_BT, used_B):
+    """{name: slots [R, ..., S] with the new [B, T, ...] in them}, each token on its own."""
     # One entry for each new token, and one that is dropped: XLA:CPU makes a slice update of a
     # scatter of a single entry, fuses it into every reader and so copies the whole cache.
     row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
-    slot_C, position_C = _and_one(slot_BT, size), _and_one(positions_BT, 0)
-    k_CKH, v_CKH = (_and_one(y.astype(slots["cached_key"].dtype), 0) for y in (k_BTKH, v_BTKH))
-    return {
-        "cached_key": slots["cached_key"].at[row_C, :, :, slot_C].set(k_CKH, mode="drop"),
-        "cached_value": slots["cached_value"].at[row_C, :, slot_C].set(v_CKH, mode="drop"),
-        "position": slots["position"].at[row_C, slot_C].set(position_C, mode="drop"),
-        "used": slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop"),
-    }
+    slot_C = _and_one(slot_BT, slots["position"].shape[1])
+    result = {}
+    for name, y in new.items():
+        places = (row_C, *[slice(None)] * (y.ndim - 2), slot_C)
+        y_C = _and_one(y.astype(slots[name].dtype), 0)
+        result[name] = slots[name].at[places].set(y_C, mode="drop")
+    return result
+
+
+def _by_slices(slots, new, row_B, slot_BT, used_B):
+    """`_one_by_one`, but a row at a time, its tokens as one slice: the slots that they take follow
+    each other. For a scatter into its last axis a TPU's compiler moves the whole cache."""
+    (rows, size), (batch, tokens) = slots["position"].shape, slot_BT.shape
+    width = min(tokens, size)
+    start_B = jnp.minimum(used_B, size - width)
+    # Which of the new tokens, if any, goes into each slot of the slice; no row out of range.
+    b_B1 = jnp.arange(batch)[:, None]
+    place_BT = jnp.where(slot_BT < size, slot_BT - start_B[:, None], width)
+    place_BT = jnp.where((row_B < rows)[:, None], place_BT, width)
+    token_BT = jnp.broadcast_to(jnp.arange(tokens), slot_BT.shape)
+    token_BC = jnp.full((batch, width), -1).at[b_B1, place_BT].set(token_BT, mode="drop")
+    new = {name: jnp.moveaxis(y[b_B1, token_BC], 1, -1) for name, y in new.items()}
+    row_B = jnp.minimum(row_B, rows - 1)
+
+    def put(b, slots):
+        result = {}
+        for name, y in slots.items():
+            place = (row_B[b], *[0] * (y.ndim - 2), start_B[b])
+            before = jax.lax.dynamic_slice(y, place, (1, *y.shape[1:-1], width))
+            after = jnp.where(token_BC[b] >= 0, new[name][b].astype(y.dtype), before)
+            result[name] = jax.lax.dynamic_update_slice(y, after, place)
+        return result
+
+    return jax.lax.fori_loop(0, batch, put, slots)
 
 
 def _kept_apart(slots, k_B1KH, v_B1KH, position_B1, row_B=None):

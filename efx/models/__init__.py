@@ -24,6 +24,7 @@ import numpy as np
 from flax import linen as nn
 
 from efx.errors import UsageError
+from efx.layers import kv_cache
 from efx.layers.stack import period, unroll_params
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.model import adapt
@@ -104,17 +105,31 @@ def init_cache(model, batch, cache_size):
     cache = decoding_shapes(model, batch, cache_size)[0]
 
     def fill():
-        return jax.tree.map(lambda x, start: jnp.full(x.shape, start, x.dtype), cache, empty(cache))
+        starts = _map_names(_start, cache)
+        return jax.tree.map(lambda x, start: jnp.full(x.shape, start, x.dtype), cache, starts)
 
     return jax.jit(fill)()  # one program, not one for each shape
 
 
-def empty(cache):
-    """What the slots of each array of a `cache` collection start out with: a position of -1 is
-    seen by no query."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: np.array(-1 if path[-1].key == "position" else 0, x.dtype), cache
-    )
+def emptied(cache, rows_B):
+    """The cache without the tokens of these rows, bool [B]. Keys and values, which are large, stay:
+    no query sees those that have no position."""
+
+    def change(name, x):
+        if name in kv_cache.SEEN_BY_POSITION:
+            return x
+        return jnp.where(rows_B.reshape(-1, *(1,) * (x.ndim - 1)), _start(name, x), x)
+
+    return _map_names(change, cache)
+
+
+def _start(name, x):
+    """What the array of this name starts out with; a position of -1 is seen by no query."""
+    return np.array(-1 if name == "position" else 0, x.dtype)
+
+
+def _map_names(function, cache):
+    return jax.tree_util.tree_map_with_path(lambda path, x: function(path[-1].key, x), cache)
 
 
 @functools.cache

@@ -76,7 +76,9 @@ class Model(Protocol):
             marks padding.
           segment_ids_BT: int32 documents of packed rows, 0 for padding.
           train: dropout on, routing as configured for training.
-          decode: append to the `cache` collection and attend over it.
+          decode: append to the `cache` collection and attend over it. "first": these are the first
+            tokens of their rows, with padding after them alone; a decoder attends as in a full
+            forward pass then, by a kernel where there is one.
           cache_size: tokens of context of that cache.
         Raises: UsageError: more tokens than the model has learned positions for.
         """

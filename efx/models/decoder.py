@@ -51,6 +51,7 @@ class Decoder(LanguageModel):
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        info = info.with_cache(first=decode == "first")
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))

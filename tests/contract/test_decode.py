@@ -12,7 +12,7 @@ from families import VOCAB
 from flax import linen as nn
 
 from efx import flops, means, models
-from efx.layers import attend, blocks, stack
+from efx.layers import attend, attention, blocks, stack
 from efx.layers.routing import plans
 
 CONTEXT = 24
@@ -174,6 +174,11 @@ def forward(name):
 @functools.cache
 def decoder(name):
     """Compiled (cache, tokens, positions) -> (logits, cache); the name's, of any shape."""
+    return decoder_of(name, True)
+
+
+@functools.cache
+def decoder_of(name, kind):
     model, params = build(name)
 
     @families.jit
@@ -182,7 +187,7 @@ def decoder(name):
             {"params": params, "cache": cache, **families.random_state(model)},
             tokens_BT,
             positions_BT,
-            decode=True,
+            decode=kind,
             cache_size=CONTEXT,
             mutable=["cache"],
         )
@@ -296,6 +301,26 @@ def test_experts_fill_up(name):
 
 
 # ---- what a routed block's cache holds ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, blocks_not_routed", [
+    ("llama", 2), ("mod", 1), ("moe", 2), ("dropout_context", 1), ("recursion_context", 3),
+])  # fmt: skip
+def test_first_tokens_attend_as_in_a_full_pass(name, blocks_not_routed, monkeypatch):
+    """`decode="first"`: the same features and the same cache, but the attention of a full pass
+    wherever a block computes all tokens."""
+    attend, attended = attention.attend, []
+    monkeypatch.setattr(attention, "attend", lambda *a, **k: attended.append(1) or attend(*a, **k))
+    cache = models.init_cache(build(name)[0], len(LENGTHS), CONTEXT)
+    before = len(attended)
+    for tokens_BT, positions_BT in chunks_of(9, 0, 9):
+        expected_BTV, expected = decoder(name)(cache, tokens_BT, positions_BT)
+        assert len(attended) == before
+        logits_BTV, cache = decoder_of(name, "first")(cache, tokens_BT, positions_BT)
+        valid_BT = np.asarray(positions_BT) >= 0
+        np.testing.assert_allclose(logits_BTV[valid_BT], expected_BTV[valid_BT], atol=1e-4)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), cache, expected)
+    assert len(attended) - before == blocks_not_routed
 
 
 @pytest.mark.parametrize(

@@ -334,18 +334,18 @@ def test_attend_cache_is_attend():
     places = np.stack([rng.permutation(slots)[:T] for _ in range(B)])
     positions_BS = np.full((B, slots), -1)
     k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    v_BKSH = np.full((B, K, slots, H), 1e3, np.float32)
+    v_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
     for b in range(B):
         positions_BS[b, places[b]] = np.arange(T)
         k_BKHS[b][:, :, places[b]] = np.transpose(k[b], (1, 2, 0))
-        v_BKSH[b][:, places[b]] = np.transpose(v[b], (1, 0, 2))
+        v_BKHS[b][:, :, places[b]] = np.transpose(v[b], (1, 2, 0))
     last = 4  # the last queries only
     for window in (0, 3):
         cached = functools.partial(attend.attend_cache, scale=0.4, window=window, softcap=0.9)
         out = families.jit(cached)(
             q[:, -last:],
             k_BKHS,
-            v_BKSH,
+            v_BKHS,
             np.tile(np.arange(T - last, T)[None], (B, 1)),
             positions_BS,
         )
@@ -361,12 +361,12 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
     q, k, v = inputs()
     slots, rows = 12, np.array([1, 0])
     k_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
-    v_BKSH = np.full((B, K, slots, H), np.nan, np.float32)
+    v_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
     count = min(used, T)
     read = min(-(-used // 5) * 5, slots)  # whole blocks
-    k_BKHS[..., :read], v_BKSH[..., :read, :] = 1e3, 1e3
+    k_BKHS[..., :read], v_BKHS[..., :read] = 1e3, 1e3
     k_BKHS[..., :count] = np.transpose(k, (0, 2, 3, 1))[..., :count]
-    v_BKSH[..., :count, :] = np.transpose(v, (0, 2, 1, 3))[..., :count, :]
+    v_BKHS[..., :count] = np.transpose(v, (0, 2, 3, 1))[..., :count]
     positions_BS = np.full((B, slots), -1)
     positions_BS[:, :count] = np.arange(count)
     query = q[:, count - 1 : count]
@@ -380,7 +380,7 @@ def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
     )(
         query[rows],
         k_BKHS,
-        v_BKSH,
+        v_BKHS,
         np.full((B, 1), count - 1),
         positions_BS,
         used=used,
@@ -400,9 +400,9 @@ def test_attend_cache_on_each_platform(monkeypatch, platform, newest):
     q, k, v = inputs()
     rows, kept, slots = np.array([1, 0]), T - newest, T + 3
     k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    v_BKSH = np.full((B, K, slots, H), 1e3, np.float32)
+    v_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
     k_BKHS[..., :kept] = np.transpose(k, (0, 2, 3, 1))[..., :kept]
-    v_BKSH[..., :kept, :] = np.transpose(v, (0, 2, 1, 3))[..., :kept, :]
+    v_BKHS[..., :kept] = np.transpose(v, (0, 2, 3, 1))[..., :kept]
     positions_BS = np.full((B, slots), -1)
     positions_BS[:, :kept] = np.arange(kept)
     apart = None
@@ -416,7 +416,7 @@ def test_attend_cache_on_each_platform(monkeypatch, platform, newest):
         )
     for window in (0, 3):
         out = attend.attend_cache(
-            *map(jnp.asarray, (q[rows, T - 1 :], k_BKHS, v_BKSH)),
+            *map(jnp.asarray, (q[rows, T - 1 :], k_BKHS, v_BKHS)),
             np.full((B, 1), T - 1),
             jnp.asarray(positions_BS),
             scale=0.4,
@@ -437,7 +437,7 @@ def test_tokens_kept_apart_are_stored_as_they_came():
     size, steps = 6, 3
     start = {
         "cached_key": jnp.zeros((B, K, H, size)),
-        "cached_value": jnp.zeros((B, K, size, H)),
+        "cached_value": jnp.zeros((B, K, H, size)),
         "position": jnp.full((B, size), -1),
         "used": jnp.array([1] + [0] * (B - 1)),
     }
@@ -460,6 +460,33 @@ def test_tokens_kept_apart_are_stored_as_they_came():
     both = kv_cache.absorbed(two)["layer"]["attention"]
     doubled = jax.tree.map(lambda x: np.stack([x, x], axis=1), slots)
     jax.tree.map(np.testing.assert_array_equal, both, doubled)
+
+
+@pytest.mark.parametrize("row_B", [None, [2, 0], [1, 3, 0]], ids=["all", "some", "none of one"])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_tokens_are_stored_by_slices_on_a_tpu(monkeypatch, tokens, row_B):
+    """Into rows of which one is empty, one has little room and one none; with padding between the
+    tokens, and with more tokens than slots."""
+    rng = np.random.default_rng(0)
+    rows, size = 3, 7
+    used_B = np.array([0, 5, 7])
+    slots = {
+        "cached_key": rng.normal(size=(rows, K, H, size)).astype(np.float32),
+        "cached_value": rng.normal(size=(rows, K, H, size)).astype(np.float32),
+        "position": np.where(np.arange(size) < used_B[:, None], np.arange(size), -1),
+        "used": used_B,
+    }
+    slots = jax.tree.map(jnp.asarray, slots)
+    batch = rows if row_B is None else len(row_B)
+    k, v = rng.normal(size=(2, batch, tokens, K, H)).astype(np.float32)
+    positions = np.where(rng.random((batch, tokens)) < 0.7, 10 + np.arange(tokens), -1)
+    row_B = None if row_B is None else jnp.array(row_B)
+    expected = kv_cache._stored(slots, k, v, positions, row_B)
+    monkeypatch.setattr(kv_cache.sharding, "platform", lambda: "tpu")
+    jax.tree.map(
+        np.testing.assert_array_equal, kv_cache._stored(slots, k, v, positions, row_B), expected
+    )
+    assert tokens == 1 or np.any(expected["position"] >= 10)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])

@@ -77,7 +77,7 @@ def test_a_decoder_of_bfloat16_reads_little_else(name):
     model = models.unrolled(model) if model.config.scan_layers else model
     shapes = nn.unbox(models.variable_shapes(model))
     shapes = {name: shapes[name] for name in ("params", "state") if name in shapes}
-    program = sample._Program(model, 1, families.LENGTH, 8, 0, sharding.DEFAULT_RULES)
+    program = sample._Program(model, 1, families.LENGTH, 8, False, 0, sharding.DEFAULT_RULES)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     short = sample._converted_places(program, sample._shapes(shapes))
     whole = {path[-1].key for (path, _), yes in zip(leaves, short, strict=True) if not yes}

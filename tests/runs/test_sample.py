@@ -115,6 +115,37 @@ def test_a_prompt_longer_than_a_chunk(monkeypatch):
         assert make(sampler, [prompt(length)], n=3) == [reference(prompt(length), 3)]
 
 
+def test_the_first_call_has_a_program_of_its_own(monkeypatch):
+    """As on accelerators: prompts that fit into it, longer ones, texts that outgrow the cache."""
+    monkeypatch.setattr(sample, "prefill_of", lambda batch_size, cache_size: (8, True))
+    sampler, calls = sample.Sampler(build()[0], batch_size=3, temperature=0.0), []
+    for name in ("prefill", "prefill_first"):
+        function = getattr(sample._Program, name)
+
+        @functools.wraps(function)
+        def spy(*arguments, name=name, function=function):
+            calls.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(sample._Program, name, spy)
+    prompts = [prompt(length, seed=length) for length in (3, 8, 5)]
+    make(sampler, prompts, n=2)
+    assert set(calls) == {"prefill_first"}, "the other is made when it is wanted"
+    prompts = [prompt(length, seed=length) for length in (3, CONTEXT, 16)]
+    assert make(sampler, prompts, n=40) == [reference(text, 40) for text in prompts]
+    assert set(calls) == {"prefill_first", "prefill"}
+
+
+@pytest.mark.parametrize("platform, batch, size, found", [
+    ("cpu", 1, 4096, (64, False)), ("tpu", 1, 4096, (1024, True)), ("gpu", 8, 4096, (256, True)),
+    ("tpu", 128, 4096, (64, True)), ("gpu", 1, 200, (256, True)), ("tpu", 3, 1024, (704, True)),
+])  # fmt: skip
+def test_tokens_of_a_prefill(platform, batch, size, found, monkeypatch):
+    """64 on a CPU; elsewhere as many as make 2048 in all."""
+    monkeypatch.setattr(sample.sharding, "platform", lambda: platform)
+    assert sample.prefill_of(batch, size) == found
+
+
 def test_the_seed_decides():
     first = make(warm(), [prompt(4)], n=20, seeds=[7])
     assert first == make(warm(), [prompt(4)], n=20, seeds=[7])
@@ -394,7 +425,7 @@ def test_split_parameters_stay_split():
     with sharding.use(run.mesh, sampler._program.rules):
         given = run.variables, run.cache, run.last_BD
         rows_B, step = np.ones(2, bool), np.int32(1)
-        prefill = run.prefill.lower(*given, rows_B, tokens_BT, tokens_BT, run.seed_B[0])
+        prefill = run.prefill_first.lower(*given, rows_B, tokens_BT, tokens_BT, run.seed_B[0])
         decode = run.decode_loop.lower(
             *given, run.length_B, ~rows_B, run.seed_B, step, step, sampler._options
         )

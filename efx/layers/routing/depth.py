@@ -241,8 +241,9 @@ class DepthRouted(nn.Module):
         wanted_BT = _both(wanted_BT, info.tokens.alive_BT)
         counts = dict(computed="routed", refused="overflow")
         run_BT = kv_cache.admit(self, wanted_BT, room, info.with_cache(tag=""), **counts)
+        # Of several rounds only one has the first tokens.
         inside = info.with_tokens(alive_BT=None).with_cache(
-            size=room, kv_size=info.cache.size if c.kv_for_skipped else 0
+            size=room, kv_size=info.cache.size if c.kv_for_skipped else 0, first=False
         )
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         if self.is_initializing():
