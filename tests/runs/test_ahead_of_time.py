@@ -453,3 +453,47 @@ def test_a_small_model_for_a_tpu(root):
     assert found["kernel_runs"] == {"splash_mha_fwd": 4, "splash_mha_dq": 4, "splash_mha_dkv": 4}
     assert found["unknown_loops"] == 0 and found["estimate"]["compute"] > 0
     assert found["collectives_by_kind"]["all-reduce"][0] > 0
+
+
+# Prints, of the programs that sample, the temporary memory of each and the bytes of all keys of a block.
+SAMPLING = """\
+import json
+import jax
+from efx import models, sample, sharding
+from efx.ahead_of_time import topology
+from efx.config import load_config
+config = load_config("mod", {"model.width": 768, "model.attention.num_heads": 12, "model.depth": 2})
+model = models.build(config.model, vocab_size=512, context=8192, dtype="bfloat16")
+mesh = sharding.make_mesh(
+    dict.fromkeys(sharding.MESH_AXES, 1), topology.describe("v5e:2x2").devices[:1]
+)
+rules = sharding.unsplit(sharding.DEFAULT_RULES, "batch", "length")
+program = sample._Program(model, 8, 8192, 64, True, 0, rules)
+variables = models.unboxed_shapes(model)
+of_prefill, of_decode = program.shapes_of_prefill(variables), program.shapes_of_decode(variables)
+used = {}
+for name, shapes in ("prefill_first", of_prefill), ("prefill", of_prefill), ("decode", of_decode):
+    whole = sharding.replicated(mesh)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes
+    )
+    with sharding.use(mesh, rules):
+        call = jax.jit(getattr(program, name), donate_argnums=(1, 2), out_shardings=whole)
+        used[name] = call.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(program.room()[0]))
+print(json.dumps([used, largest]))
+"""
+
+
+def test_sampling_on_a_tpu_does_not_move_the_cache(root):
+    """No program has room for a copy of a block's keys or values."""
+    if find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu)")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", SAMPLING], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    used, keys = json.loads(done.stdout.splitlines()[-1])
+    assert used.keys() == {"prefill_first", "prefill", "decode"}
+    assert max(used.values()) < keys / 2, (used, keys)
