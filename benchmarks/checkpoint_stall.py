@@ -1,13 +1,14 @@
 """How long a checkpoint holds up the training, in the background and in the foreground.
 
-    python -m benchmarks.checkpoint_stall [--width=768] [--depth=12] [--saves=3] [--steps=4]
+    python -m benchmarks.checkpoint_stall [--width=768] [--depth=12] [--saves=3] [--steps=12]
                                           [--workdir=DIR or gs://BUCKET/FOLDER]
 
 The state is that of GPT-2's 124M parameters with AdamW by default: 1.5 GB in float32. For each of
 both ways a run of --saves rounds: --steps of a jitted update of every parameter, then a save. A
 row's stall is the time that `save` takes to return; the slowdown is what the steps while a save is
 written take more than those before the first one; the last column is how long the end of the run
-waits for its last save. Medians of the rounds.
+waits for its last save. Medians of the rounds. A save that comes before the last one is written
+waits for it, which is part of its stall: take as many steps as lie between saves.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.common import command
-from efx import models, optim
+from efx import models, optim, storage
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
 from efx.configs import common
@@ -65,7 +66,7 @@ def steps_seconds(state, count):
 def measure(state, root, asynchronous, arguments):
     """(stall, step before any save, step while one is written, wait at the end), in seconds."""
     stalls, steps = [], []
-    state, _ = steps_seconds(state, 1)
+    state, _ = steps_seconds(state, arguments.steps)  # memory that is new is slow
     state, before = steps_seconds(state, arguments.steps)
     with Checkpointer(
         root, every=1, keep_last=1, keep_best=0, best_metric="", asynchronous=asynchronous
@@ -91,7 +92,7 @@ def main(argv=None):
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=50_304)
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--workdir", default="", help="where to write (and leave it)")
     arguments = parser.parse_args(argv)
     state = build(arguments)
@@ -100,9 +101,10 @@ def main(argv=None):
     print(f"{size / 1e6:.1f} M parameters, state of {total / 1e9:.2f} GB")
     print(f"{'':<16}{'stall, s':>10}{'step, s':>10}{'slowdown':>10}{'wait, s':>10}")
     with tempfile.TemporaryDirectory() as folder:
-        top = arguments.workdir or folder
+        top = storage.folder(arguments.workdir or folder)
+        top.mkdir(parents=True, exist_ok=True)
         for name in ("synchronous", "asynchronous"):
-            root = f"{top}/{name}-{time.time_ns()}"  # new, where checkpoints of before may be
+            root = top / f"{name}-{time.time_ns()}"  # new, where checkpoints of before may be
             stall, before, during, end = measure(state, root, name == "asynchronous", arguments)
             print(f"{name:<16}{stall:>10.3f}{before:>10.3f}{during / before:>10.2f}{end:>10.3f}")
     return 0
