@@ -119,21 +119,20 @@ def test_the_first_call_has_a_program_of_its_own(monkeypatch):
     """As on accelerators: prompts that fit into it, longer ones, texts that outgrow the cache."""
     monkeypatch.setattr(sample, "prefill_of", lambda batch_size, cache_size: (8, True))
     sampler, calls = sample.Sampler(build()[0], batch_size=3, temperature=0.0), []
-    for name in ("prefill", "prefill_first"):
-        function = getattr(sample._Program, name)
+    kept = sample.programs.kept
 
-        @functools.wraps(function)
-        def spy(*arguments, name=name, function=function):
-            calls.append(name)
-            return function(*arguments)
+    def spy(function, *arguments):
+        calls.append(function.__name__)
+        return kept(function, *arguments)
 
-        monkeypatch.setattr(sample._Program, name, spy)
+    monkeypatch.setattr(sample.programs, "kept", spy)
+    sample._compiled.cache_clear()
     prompts = [prompt(length, seed=length) for length in (3, 8, 5)]
     make(sampler, prompts, n=2)
-    assert set(calls) == {"prefill_first"}, "the other is made when it is wanted"
+    assert set(calls) == {"prefill_first", "decode"}, "the other is made when it is wanted"
     prompts = [prompt(length, seed=length) for length in (3, CONTEXT, 16)]
     assert make(sampler, prompts, n=40) == [reference(text, 40) for text in prompts]
-    assert set(calls) == {"prefill_first", "prefill"}
+    assert set(calls) == {"prefill_first", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("platform, batch, size, found", [
