@@ -304,9 +304,9 @@ def _compiled(program, shapes, is_split):
     def empty(shapes):
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
-    prefill_first = program.prefill_first if program.two_prefills else program.prefill
     if is_split:
-        functions = prefill_first, program.prefill, program.decode
+        first = program.prefill_first if program.two_prefills else program.prefill
+        functions = first, program.prefill, program.decode
         first, prefill, decode = (jax.jit(function, **options) for function in functions)
         return first, lambda: prefill, decode, empty(program.room())
 
@@ -319,18 +319,15 @@ def _compiled(program, shapes, is_split):
     def call(exported):
         return jax.jit(exported.call, **options)
 
-    first = kept(prefill_first, program.shapes_of_prefill)
-    decode = kept(program.decode, program.shapes_of_decode)
-    arguments, _ = jax.tree.unflatten(first.in_tree, first.in_avals)
-    calls = [call(exported) for exported in (first, decode)]
-
     @functools.cache
     def prefill():
-        if not program.two_prefills:
-            return calls[0]
         return call(kept(program.prefill, program.shapes_of_prefill))
 
-    return calls[0], prefill, calls[1], empty(arguments[1:3])
+    decode = kept(program.decode, program.shapes_of_decode)
+    arguments, _ = jax.tree.unflatten(decode.in_tree, decode.in_avals)
+    # One with kernels is not kept: JAX does not write down those of all libraries.
+    first = jax.jit(program.prefill_first, **options) if program.two_prefills else prefill()
+    return first, prefill, call(decode), empty(arguments[1:3])
 
 
 @functools.cache

@@ -129,10 +129,10 @@ def test_the_first_call_has_a_program_of_its_own(monkeypatch):
     sample._compiled.cache_clear()
     prompts = [prompt(length, seed=length) for length in (3, 8, 5)]
     make(sampler, prompts, n=2)
-    assert set(calls) == {"prefill_first", "decode"}, "the other is made when it is wanted"
+    assert set(calls) == {"decode"}, "the other prefill is made when it is wanted"
     prompts = [prompt(length, seed=length) for length in (3, CONTEXT, 16)]
     assert make(sampler, prompts, n=40) == [reference(text, 40) for text in prompts]
-    assert set(calls) == {"prefill_first", "prefill", "decode"}
+    assert set(calls) == {"prefill", "decode"}
 
 
 @pytest.mark.parametrize("platform, batch, size, found", [
