@@ -186,16 +186,15 @@ class _Program:
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
         row's last token; a row that has none among them keeps its own."""
-        cache = models.emptied(cache, new_B)
-        return self._read(True, variables, cache, last_BD, tokens_BT, positions_BT, seed)
+        return self._read(True, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
 
     def prefill_first(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """`prefill` of the first tokens of their rows, all of which are new: attention may be a
         kernel."""
-        cache = models.emptied(cache, new_B)
-        return self._read("first", variables, cache, last_BD, tokens_BT, positions_BT, seed)
+        return self._read("first", variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
 
-    def _read(self, decode, variables, cache, last_BD, tokens_BT, positions_BT, seed):
+    def _read(self, decode, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
+        cache = models.emptied(cache, new_B)
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed, decode)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 

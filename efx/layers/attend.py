@@ -455,8 +455,9 @@ def attend_cache(
         return k_BKCH, v_BKCH, allowed(positions_BC)
 
     # For one query a GPU reads all at once, since there each turn of a loop waits for the host.
-    size = 4 * _CACHE_BLOCK if queries > 1 else slots
-    size = {"cpu": _CACHE_BLOCK, "tpu": 4 * _CACHE_BLOCK}.get(sharding.platform(), size)
+    platform = sharding.platform()
+    size = _CACHE_BLOCK if platform == "cpu" else 4 * _CACHE_BLOCK
+    size = slots if platform == "gpu" and queries == 1 else size
     in_blocks = used is not None and slots > size
     if probs_fn is not None or newest is None and not in_blocks:
         out_BKGTH = _softmax_values(q_BKGTH, *read(0, slots), softcap, probs_fn)
