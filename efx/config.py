@@ -26,8 +26,7 @@ def load_config(source, changes=None):
     if _is_run_folder(source):
         config = config_of_run(source)
     else:
-        path, _, variants = source.partition(":")
-        config = run_file("config", path, *([variants] if variants else []), source=source)
+        config = run_file("config", source)
         run_settings.check(config, f"--config={source}")
     if changes:
         override(config, changes, source)
@@ -63,15 +62,24 @@ def config_of_run(workdir):
     return config
 
 
-def run_file(kind, path, *arguments, folder="", source=None):
-    """The result of the function `get_<kind>` of a Python file.
+def with_variants(source, *variants):
+    """The source of a config with these variants before its own: "mod:smoke" -> "mod:dense,smoke".
+
+    Variants that are empty are left out.
+    """
+    file, _, own = source.partition(":")
+    return ":".join(filter(None, (file, ",".join(filter(None, (*variants, own))))))
+
+
+def run_file(kind, source, folder=""):
+    """The result of the function `get_<kind>` of a Python file, given its variants if it has any.
 
     Args:
       kind: "config", "sweep" or "grid", which is also the flag that messages name.
-      path: of the file, or the name of one in the `folder` of `efx.configs`.
-      source: the whole value of the flag, if that is more than the path.
+      source: "FILE" or "FILE:variants"; FILE is a path, or a name in the `folder` of `efx.configs`.
     """
-    file_path, where = find_file(kind, path, folder), f"--{kind}={source or path}"
+    path, _, variants = str(source).partition(":")
+    file_path, where = find_file(kind, path, folder), f"--{kind}={source}"
     try:
         spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
         module = importlib.util.module_from_spec(spec)
@@ -79,9 +87,11 @@ def run_file(kind, path, *arguments, folder="", source=None):
         if not hasattr(module, f"get_{kind}"):
             raise UsageError(f"the file has no function get_{kind}()")
         function = getattr(module, f"get_{kind}")
-        if arguments and not inspect.signature(function).parameters:
+        if not variants:
+            return function()
+        if not inspect.signature(function).parameters:
             raise UsageError(f"get_{kind}() has no variants; leave out what follows the colon")
-        return function(*arguments)
+        return function(variants)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:  # a file may also try to end the process

@@ -9,6 +9,7 @@ import statistics
 import sysconfig
 
 from efx import tables
+from efx.config import with_variants
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
 from efx.runfolder import write_atomic
@@ -92,10 +93,8 @@ class SeedStudy:
 
     def command(self, name, variant, source, mode="train", **changes):
         """Arguments of `efx.main` for a run, from the arguments of `run`."""
-        file, _, more_variants = self._config.partition(":")
-        variants = ",".join(filter(None, (variant, more_variants)))
         command = [
-            f"--config={file}:{variants}" if variants else f"--config={file}",
+            f"--config={with_variants(self._config, variant)}",
             f"--mode={mode}",
             f"--workdir={self.path(name)}",
             f"--config.seed={self.seed}",

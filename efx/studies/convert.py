@@ -20,6 +20,7 @@ import statistics
 import sys
 
 from efx import runfolder, tables
+from efx.config import with_variants
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
 from efx.studies import cli, sweep
@@ -77,11 +78,9 @@ class Study:
 
         budget: training FLOPs; 0: as the config says.
         """
-        file, _, more = self.config.partition(":")
         _, to, variants = CONVERSIONS.get(name.partition("_")[0], ("", "", (name,)))
-        variants = ",".join(filter(None, (*variants, more)))
         command = [
-            f"--config={file}:{variants}" if variants else f"--config={file}",
+            f"--config={with_variants(self.config, *variants)}",
             f"--workdir={self.folder(name, seed)}",
             f"--config.seed={seed}",
         ]

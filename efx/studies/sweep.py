@@ -39,10 +39,8 @@ LOSSES = {"held-out loss (nats)": "eval/loss", "bits per byte": "eval/bits_per_b
 
 def load_file(path, kind, keys, optional=()):
     """The result of `get_<kind>()` of the file `--<kind>`: a dict with these keys, perhaps also
-    some of those that are optional. What follows a colon is its argument, as of a config."""
-    file, _, variant = str(path).partition(":")
-    arguments = [variant] if variant else []
-    contents = run_file(kind, file, *arguments, folder="sweeps", source=path)
+    some of those that are optional."""
+    contents = run_file(kind, path, folder="sweeps")
     if not isinstance(contents, dict):
         raise UsageError(
             f"{path}: get_{kind}() gave {shown(contents)}; expected a dict with the keys"
