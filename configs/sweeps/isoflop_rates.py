@@ -17,7 +17,7 @@ def get_grid():
     mup = {"model.mup.base_width": 32}
     sizes = {
         name: {key: value for key, value in changes.items() if key != "optim.learning_rate"}
-        for name, changes in list(evidence["sizes"].items())[::2]
+        for name, changes in list(mod_evidence.SIZES.items())[::2]
     }
     return dict(
         config=evidence["config"],

@@ -3,12 +3,12 @@
     python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence.py \\
         --workdir runs/mod_evidence --jobs 2
 
-Each family at six sizes, depth growing with width, and three budgets, on Python code that is read
-less than once: the standard library and some packages that the extras `interop` and `compose`
-bring, 200 MB together, whose hash runs record. Sizes share a learning rate by muP
-(`configs/sweeps/isoflop_rates.py` shows whether they can). The controls choose tokens without a
-look at activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two
-smaller budgets take some hours and the largest one a day; an interrupted study goes on, also on
+Each family at six sizes, depth growing with width, and at five with the largest of three budgets,
+on Python code: the standard library and some packages that the extras `interop` and `compose`
+bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
+`configs/sweeps/isoflop_rates.py` shows that they can. The controls choose tokens without a look at
+activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
+budgets take some hours and the largest one half a day; an interrupted study goes on, also on
 another machine (`--from`), and a GPU takes the same command.
 """
 
@@ -18,7 +18,8 @@ import sysconfig
 from efx.errors import UsageError, extra
 
 WIDTHS_AND_DEPTHS = ((12, 2), (16, 4), (24, 4), (32, 6), (48, 6), (64, 8))
-HEADS = {12: 1, 16: 2, 24: 2, 32: 2, 48: 4, 64: 4}
+WIDEST = 96, 8  # at the largest budget, whose best sizes are larger
+HEADS = {12: 1, 16: 2, 24: 2, 32: 2, 48: 4, 64: 4, 96: 6}
 
 PACKAGES = "jax", "matplotlib", "numpy", "scipy", "sklearn", "sympy", "torch", "transformers"
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -53,15 +54,12 @@ def name_of(width, depth):
     return f"{width} wide, {depth} deep"
 
 
-SIZES = {
-    name_of(width, depth): BASE
-    | {
-        "model.width": width,
-        "model.depth": depth,
-        "model.attention.num_heads": HEADS[width],
-    }
-    for width, depth in WIDTHS_AND_DEPTHS
-}
+def size_of(width, depth):
+    heads = {"model.attention.num_heads": HEADS[width]}
+    return BASE | {"model.width": width, "model.depth": depth} | heads
+
+
+SIZES = {name_of(*size): size_of(*size) for size in WIDTHS_AND_DEPTHS}
 
 
 def control(selection):
@@ -69,7 +67,8 @@ def control(selection):
 
 
 def get_grid():
-    half = {name: size["model.depth"] // 2 for name, size in SIZES.items()}
+    sizes = SIZES | {name_of(*WIDEST): size_of(*WIDEST)}
+    half = {name: size["model.depth"] // 2 for name, size in sizes.items()}
     families = {
         "dense": DENSE,
         # A forward pass costs about as much as that of MoD of the same width.
@@ -86,7 +85,7 @@ def get_grid():
         "types of tokens": control("token_hash"),
         "rare types of tokens": control("token_frequency"),
     }
-    several = ("dense", "dense, half as deep", "MoD 12.5%")
+    several, smaller = ("dense", "dense, half as deep", "MoD 12.5%"), tuple(SIZES)
     return dict(
         config="mod",
         seeds={name: (0, 1, 2) if name in several else (0,) for name in families},
@@ -94,5 +93,7 @@ def get_grid():
         # What is in results/ of larger budgets was trained beside other work.
         timed_budgets=(7.5e11,),
         families=families,
-        sizes=SIZES,
+        sizes=sizes,
+        # At the largest budget the two narrowest would read the text more than once.
+        sizes_at={7.5e11: smaller, 3e12: smaller, 1.2e13: tuple(sizes)[2:]},
     )

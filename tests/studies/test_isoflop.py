@@ -29,6 +29,7 @@ def get_grid():
                 families={"dense": {"model.depth_routing.kind": "none"}, "MoD": {}},
                 sizes={f"{n} blocks": {"model.depth": n} for n in (2, 4, 8)})
 """
+THREE = ("2 blocks", "4 blocks", "8 blocks")
 RATES = GRID.replace("seeds=", "learning_rates=(1e-3, 4e-3, 2e-3), seeds=")
 LAW = law.Law(1.0, 8.0, 9.0, 0.3, 0.25)
 TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
@@ -174,6 +175,25 @@ def test_budgets_up_to_one(tmp_path):
         grid_lib.up_to(rates, 1.5e9)
 
 
+def test_budgets_with_some_of_the_sizes(tmp_path, trained, capsys):
+    """The largest budget has larger sizes: what is left out is not made, its cells are empty."""
+    path, small, large = tmp_path / "grid.py", (2, 4, 8), (4, 8, 16)
+    at = {budget: [f"{n} blocks" for n in some] for budget, some in ((2e9, large), (1e9, small))}
+    text = GRID.replace("(2, 4, 8)", "(2, 4, 8, 16)").replace("seeds=", f"sizes_at={at}, seeds=")
+    path.write_text(text)
+    made = trained(path, tmp_path / "w")
+    assert call(tmp_path) == 0
+    assert len(made) == len({*made}) == 2 * 3 * 2 * 2
+    rows = rows_of(capsys.readouterr().out)
+    measured = {tuple(row[:2]): [bool(cell) for cell in row[4:]] for row in rows[2:10:2]}
+    assert measured == {
+        ("2 blocks", "dense"): [True, False],
+        ("4 blocks", "dense"): [True, True],
+        ("8 blocks", "dense"): [True, True],
+        ("16 blocks", "dense"): [False, True],
+    }
+
+
 def test_what_follows_a_colon_is_the_argument_of_the_grid(tmp_path):
     def decoder(context):
         families = isoflop.load_grid(f"latent_context:{context}")["families"]
@@ -225,10 +245,19 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),
     ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
     ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
+    ("seeds=", "sizes_at=1e9, seeds=", "sizes_at=1000000000.0: expected sizes for some of budgets"),
+    ("seeds=", "sizes_at={3e9: ('2 blocks',)}, seeds=", "expected sizes for some of budgets"),
+    ("seeds=", "sizes_at={2e9: ('2 blocks',)}, seeds=", "expected three or more of the sizes 2 bl"),
+    ("seeds=", "sizes_at={2e9: ['1 block'] * 3}, seeds=", "expected three or more of the sizes"),
+    ("seeds=", f"sizes_at={{1e9: {THREE}, 2e9: {THREE}}}, seeds=", "leaves 16 blocks out at every"),
+    ("seeds=", f"learning_rates=(1e-3, 2e-3), sizes_at={{1e9: {THREE}}}, seeds=",
+     "sizes_at[1e+09] leaves sizes out, and the learning rate"),
 ])  # fmt: skip
 def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
     assert before in GRID
     text = GRID.replace(before, after)
+    if repr(THREE) in after:
+        text = text.replace("(2, 4, 8)", "(2, 4, 8, 16)")
     if "sets optim" in words:
         text = text.replace("seeds=", "learning_rates=(1e-3, 2e-3), seeds=")
     (tmp_path / "grid.py").write_text(text)

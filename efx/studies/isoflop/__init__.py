@@ -20,14 +20,16 @@ A grid file is plain data: `get_grid()` returns
          sizes={"4 blocks": {"model.depth": 4}, ...},                    # three or more
          learning_rates=(1e-3, 2e-3, 4e-3),      # perhaps: see below
          rates_budget=5e11,                      # perhaps; default: the smallest
-         timed_budgets=(5e11,))                  # perhaps: whose seconds count; default: all
+         timed_budgets=(5e11,),                  # perhaps: whose seconds count; default: all
+         sizes_at={1e12: ("4 blocks", ...)})     # perhaps: budgets with some of the sizes alone
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
 for each size: {"model.depth": {"4 blocks": 2, ...}}. With learning_rates the first seed of each
 family tries all of them at each size, at one budget, and all other runs of that size take the best;
 a table shows the best rate over the sizes, which muP (config.model.mup.base_width) should keep
-constant over widths. Runs beside other work take other times than they need: leave their budgets
-out of timed_budgets.
+constant over widths. The best size grows with the budget: sizes far from it can be left out of a
+budget (sizes_at), three remaining. Runs beside other work take other times than they need: leave
+their budgets out of timed_budgets.
 
 Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to

@@ -11,7 +11,8 @@ from efx.studies import cli
 from efx.studies import sweep as sweep_lib
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
-OPTIONAL = {"learning_rates": (), "rates_budget": None, "timed_budgets": None}
+OPTIONAL = {"learning_rates": (), "rates_budget": None, "timed_budgets": None, "sizes_at": None}
+_LEAST_SIZES = 3
 RATE = "optim.learning_rate"
 _NO_LIMIT = 10**9
 
@@ -39,7 +40,7 @@ def load_grid(path):
     sweep_lib.check_numbers(path, grid, "budgets", _is_positive, "(1e12, 2e12)")
     for key in ("families", "sizes"):
         sweep_lib.check_changes(path, grid, key)
-    if len(grid["sizes"]) < 3:
+    if len(grid["sizes"]) < _LEAST_SIZES:
         raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
     named = [quantity(budget, "FLOPs") for budget in grid["budgets"]]
     if len(set(named)) < len(named):
@@ -51,7 +52,7 @@ def load_grid(path):
             _family_changes(path, grid, family, size)
     grid = grid | {"seeds": _seeds(path, grid), "budgets": tuple(sorted(grid["budgets"]))}
     grid |= _rates(path, grid)
-    grid |= {"timed_budgets": _timed(path, grid)}
+    grid |= {"timed_budgets": _timed(path, grid), "sizes_at": _sizes_at(path, grid)}
     for seeds in grid["seeds"].values():
         sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
     names = dict.fromkeys(run.name for run in all_runs(grid))
@@ -121,6 +122,38 @@ def _timed(path, grid):
     return tuple(timed)
 
 
+def _sizes_at(path, grid):
+    """{budget: its sizes, in the order of the grid} of a grid's `sizes_at` (default: all)."""
+    at, sizes = grid["sizes_at"], tuple(grid["sizes"])
+    at = {} if at is None else at
+    right = isinstance(at, dict) and all(budget in grid["budgets"] for budget in at)
+    for budget, some in at.items() if right else ():
+        known = isinstance(some, tuple | list) and all(size in sizes for size in some)
+        if not known or len({*some}) < max(_LEAST_SIZES, len(some)):
+            raise UsageError(
+                f"{path}: sizes_at[{budget:g}]={sweep_lib.shown(some)}: expected three or more of"
+                f" the sizes {', '.join(sizes)}"
+            )
+    if not right:
+        raise UsageError(
+            f"{path}: sizes_at={sweep_lib.shown(at)}: expected sizes for some of"
+            f" budgets={grid['budgets']}, as in {{{grid['budgets'][-1]:g}: {sizes[-3:]}}}"
+        )
+    found = {
+        budget: tuple(size for size in sizes if size in at.get(budget, sizes))
+        for budget in grid["budgets"]
+    }
+    if grid["learning_rates"] and found[grid["rates_budget"]] != sizes:
+        raise UsageError(
+            f"{path}: sizes_at[{grid['rates_budget']:g}] leaves sizes out, and the learning rate of"
+            " each is found at that budget"
+        )
+    for size in sizes:
+        if not any(size in some for some in found.values()):
+            raise UsageError(f"{path}: sizes_at leaves {size} out at every budget")
+    return found
+
+
 def _family_changes(path, grid, family, size):
     """The settings that a family changes at a size: a value that is a dict has one for each."""
     changes = {}
@@ -158,7 +191,7 @@ def runs_of(grid, best_rates):
         for budget, number, size, family in itertools.product(
             grid["budgets"], range(most), grid["sizes"], grid["families"]
         )
-        if number < len(grid["seeds"][family])
+        if number < len(grid["seeds"][family]) and size in grid["sizes_at"][budget]
     ]
 
 
