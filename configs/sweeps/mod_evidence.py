@@ -93,7 +93,9 @@ def get_grid():
         # What is in results/ of larger budgets was trained beside other work.
         timed_budgets=(7.5e11,),
         families=families,
+        against=("dense, half as deep", "MoD 12.5%"),
         sizes=sizes,
+        fit_within=5.0,
         # At the largest budget the two narrowest would read the text more than once.
         sizes_at={7.5e11: smaller, 3e12: smaller, 1.2e13: tuple(sizes)[2:]},
     )

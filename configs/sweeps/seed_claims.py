@@ -32,4 +32,6 @@ def get_grid():
             "two streams, masks": {"config": "encoder_decoder:masks"} | STREAMS | NO_PENALTY,
         },
         sizes=SIZES,
+        fit_within=5.0,
+        timed_budgets=(),  # what is in results/ was trained beside other work: --time-steps
     )

@@ -60,7 +60,7 @@ class Study:
 def study_of(data):
     """The Study in the data of efx.studies.isoflop. All that this page knows of that package."""
     data = data["study"] if "study" in data else data
-    analysis = isoflop.analysis_of(isoflop.points_of(data, FILE), data["draws"])
+    analysis = isoflop.analysis_of(isoflop.points_of(data, FILE), data)
     fits = [
         _fit(analysis, family, measured, budget)
         for budget in analysis.budgets

@@ -288,7 +288,7 @@ def publish(root):
         elif result["picture"] == "curves":
             study = result["study"]
             points = isoflop.points_of(study, root / f"results/{name}.json")
-            analysis = isoflop.analysis_of(points, study["draws"])
+            analysis = isoflop.analysis_of(points, study)
             picture.draw(analysis, root / f"docs/{name}.png", study["further"])
         elif result["picture"] == "probe":
             probe_picture.draw(result["study"], root / f"docs/{name}.png")
@@ -433,14 +433,14 @@ def import_study(path, workdir, new_fields, add=False):
         result |= {"study": kept, "picture": "probe", "first": "block"}
     elif study:
         points = isoflop.points_of(study, pathlib.Path(workdir) / "isoflop.json")
-        analysis = isoflop.analysis_of(points, study["draws"])
+        analysis = isoflop.analysis_of(points, study)
         cells = {
             f"{family}, {quantity(budget, 'FLOPs')}": row
             for (budget, family), row in report.optima_table(analysis).items()
         }
         there = {title for row in cells.values() for title in row}
         columns = {title: form for title, form in report.FORMS.items() if title in there}
-        result["tables"] = report.details(analysis, points, study["further"])
+        result["tables"] = report.details(analysis, points, study)
         kept = {name: value for name, value in study.items() if name != "fits"}
         result |= {"study": kept, "picture": "curves"}
     else:

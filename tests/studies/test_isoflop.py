@@ -245,6 +245,8 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),
     ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
     ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
+    ("seeds=", "against=('MoE',), seeds=", "against=('MoE',): expected some of the families dense"),
+    ("seeds=", "fit_within=0.5, seeds=", "fit_within=0.5: expected a number above 1"),
     ("seeds=", "sizes_at=1e9, seeds=", "sizes_at=1000000000.0: expected sizes for some of budgets"),
     ("seeds=", "sizes_at={3e9: ('2 blocks',)}, seeds=", "expected sizes for some of budgets"),
     ("seeds=", "sizes_at={2e9: ('2 blocks',)}, seeds=", "expected three or more of the sizes 2 bl"),
@@ -268,6 +270,7 @@ def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
 @pytest.mark.parametrize("more, words", [
     (["--draws=3"], "--draws=3: intervals need 20 or more"),
     (["--further", "0.5"], "expected numbers above 1"),
+    (["--time-steps=-1"], "--time-steps=-1: expected a number of steps"),
     (["--hosts=2"], "--hosts is of --list-jobs tpu"),
     (["--save-points=x", "--table-only"], "--save-points and --table-only: give one of them"),
     (["--list-jobs", "slum", "x"], "--list-jobs slum: expected one of plain: "),
@@ -359,7 +362,7 @@ def test_what_the_tables_say_where_there_is_nothing():
     class Seen:
         fitted, machine, seconds = True, "m", 1.0
 
-    text = report.markdown(found, [Seen], [10.0], "facts")
+    text = report.markdown(found, [Seen], {"further": [10.0]}, "facts")
     assert "No law of dense; MoD: the law L(N, D) has 5 parameters" in text
     assert "further budgets" not in text and "1 seed a point" in text
 
@@ -490,6 +493,44 @@ def test_budgets_whose_seconds_do_not_count(copy, capsys):
     (copy / "grid.py").write_text(text.replace("dict(", "dict(timed_budgets=(3e9,), ", 1))
     assert call(copy, "--table-only") == 2
     refused(capsys, "timed_budgets=(3000000000.0,): expected some of budgets=")
+
+
+def test_seconds_of_steps_that_take_turns(copy, capsys, monkeypatch):
+    """Those that the runs have themselves are left out."""
+    from efx import build
+    from efx.studies import step_time
+
+    class Stepper:
+        """A step of MoD takes as long as a dense one, which has twice the FLOPs."""
+
+        def __init__(self, config, vocab_size):
+            assert vocab_size == 7
+            self.config = config
+
+        def __call__(self):
+            pass
+
+    class Setup:
+        class tokenizer:
+            vocab_size = 7
+
+    def take_turns(calls, steps):
+        assert steps == 5 and len(calls) == 2 * 3
+        return {name: step_time.Times(np.full(steps, 2.0), np.zeros(steps)) for name in calls}
+
+    monkeypatch.setattr(step_time, "Stepper", Stepper)
+    monkeypatch.setattr(step_time, "take_turns", take_turns)
+    monkeypatch.setattr(build, "setup", lambda config: Setup)
+    text = (copy / "grid.py").read_text()
+    (copy / "grid.py").write_text(text.replace("dict(", "dict(timed_budgets=(), ", 1))
+    assert call(copy, "--table-only") == 0
+    assert rows_of(capsys.readouterr().out)[-1][4:] == ["", ""]
+    assert call(copy, "--table-only", "--time-steps=5") == 0
+    said = rows_of(capsys.readouterr().out)
+    assert said[-1][3].startswith("2.0") and said[-1][5].startswith("1.0")
+    points = json.loads((copy / "w/isoflop.json").read_text())["points"]
+    tokens = {one["tokens"] / one["seconds"] for one in points}
+    assert len(tokens) == 1 and tokens.pop() == pytest.approx(16 * 256 / 2.0)
 
 
 def test_seconds_of_different_machines_are_not_compared(copy, capsys):

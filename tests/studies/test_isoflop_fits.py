@@ -1,6 +1,8 @@
 """Fits of isoFLOP studies on losses that come from a known law: what is recovered, what is biased,
 and how often intervals cover the truth."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar, nnls
@@ -251,21 +253,85 @@ def best_size_at(cost, budget):
 
 def test_draws_have_the_scatter_of_seeds_and_of_what_the_fit_misses():
     random = np.random.default_rng(3)
-    fitted, count = np.linspace(3, 2, 40), 3000
+    fitted, count, names = np.linspace(3, 2, 40), 3000, [f"{i}" for i in range(40)]
     for seeds, misfit in ((4, 0.0), (4, 0.05), (1, 0.05)):
         means = fitted + random.normal(0, misfit, 40) if misfit else fitted
         losses = [mean + random.normal(0, 0.02, seeds) for mean in means]
-        draws = draw_losses(fitted, losses, 0, count, random)
+        draws = draw_losses(names, fitted, losses, 0, count)
         assert draws.shape == (count, 40)
         assert draws.mean(0) == pytest.approx(fitted, abs=0.02)
         expected = np.sqrt(misfit**2 + 0.02**2 / seeds)
         assert draws.std(0).mean() == pytest.approx(expected, rel=0.25)
-    assert np.isnan(draw_losses(fitted[:6], losses[:6], 6, 5, random)).all()  # a fit through all
+    # A fit through all points.
+    assert np.isnan(draw_losses(names[:6], fitted[:6], losses[:6], 6, 5)).all()
     # Of points with one seed beside others with four.
     losses = [fitted[i] + random.normal(0, 0.02, 4 if i % 2 else 1) for i in range(40)]
-    spread = draw_losses(fitted, losses, 0, count, random).std(0)
+    spread = draw_losses(names, fitted, losses, 0, count).std(0)
     assert spread[1::2].mean() == pytest.approx(0.01, rel=0.3)
     assert spread[::2].mean() == pytest.approx(0.02, rel=0.3)
+
+
+def test_draws_of_families_are_paired():
+    """What is the same in two families at a size, seed by seed, is so in each draw, whatever the
+    order of the points; where one has other points, draws are paired by name as far as they go."""
+    random = np.random.default_rng(4)
+    names, fitted = [f"{i}" for i in range(12)], np.linspace(3, 2, 12)
+    misfit = random.normal(0, 0.05, 12)
+    losses = [mean + random.normal(0, 0.02, 3) for mean in fitted + misfit]
+    draws = draw_losses(names, fitted, losses, 5, 500)
+    further = draw_losses(names, fitted + 0.1, [point + 0.1 for point in losses], 5, 500)
+    assert further - draws == pytest.approx(np.full(draws.shape, 0.1))
+    turned = draw_losses(names[::-1], fitted[::-1], losses[::-1], 5, 500)
+    assert turned[:, ::-1] == pytest.approx(draws)
+    noise = random.normal(0, 0.01, (12, 3))
+    other = draw_losses(
+        names, fitted, [point + n for point, n in zip(losses, noise, strict=True)], 5, 500
+    )
+    alone = draw_losses([f"x{name}" for name in names], fitted, losses, 5, 500)
+    assert (other - draws).std() < 0.5 * (alone - draws).std()
+    # Points of one budget more change neither which points nor which seeds the others draw much.
+    assert abs(np.corrcoef(draws[:, 0], alone[:, 0])[0, 1]) < 0.2
+
+
+def test_a_law_that_misses_its_points_is_told():
+    """Against the scatter of seeds, which decides what counts as a miss."""
+    random = np.random.default_rng(5)
+    follows = fixed_sizes(SMALL, 6.5, noise=0.01, seeds=3, random=random)
+    assert analysis.LawFit(follows, 20).p > 0.01
+    bent = [loss + 0.05 * (i % 2) for i, loss in enumerate(follows.losses)]
+    misses = dataclasses.replace(follows, losses=bent)
+    assert analysis.LawFit(misses, 20).p < 1e-6
+    alone = dataclasses.replace(follows, losses=[loss[:1] for loss in bent])
+    assert np.isnan(analysis.LawFit(alone, 20).p)
+
+
+def test_sizes_far_from_the_best_measured_are_left_out():
+    """Sizes from a sixteenth to sixteen times the best, of which the parabola of the near ones is
+    less biased; a law that only far sizes break is found."""
+    points = around_the_best(ASYMMETRIC, 16)
+    near = points.within(4)
+    for budget in BUDGETS:
+        sizes = near.parameters[near.at(budget)] / best_size(ASYMMETRIC, budget)
+        assert sizes == pytest.approx([16 ** (-1 / 3), 1, 16 ** (1 / 3)])
+    wide, narrow = (analysis.Parabolas(of, 1).parameters[BUDGETS[0]][0] for of in (points, near))
+    best = best_size(ASYMMETRIC, BUDGETS[0])
+    assert abs(narrow / best - 1) < 0.3 * abs(wide / best - 1)
+    off = [best_size(ASYMMETRIC, budget) for budget in points.budgets] / points.parameters
+    broken = dataclasses.replace(
+        points, losses=list(np.array(points.losses) + (np.abs(np.log(off)) > np.log(4))[:, None])
+    )
+    found = analysis.analyse({"dense": broken}, 2, within=4).laws["dense"].law
+    assert (found.a[0], found.b[0]) == pytest.approx((ASYMMETRIC.a, ASYMMETRIC.b), rel=1e-4)
+    assert analysis.analyse({"dense": broken}, 2).families["dense"] is broken
+
+
+def test_a_law_at_the_end_of_its_range_says_nothing():
+    """Losses that fall with the tokens more steeply than any exponent of the search."""
+    points = fixed_sizes(SMALL, 6.5)
+    tokens = points.tokens / np.exp(np.log(points.tokens).mean())
+    steep = [np.array([loss]) for loss in 2 + 6 * points.parameters**-0.3 + 0.01 * tokens**-5.0]
+    found = analysis.analyse({"dense": dataclasses.replace(points, losses=steep)}, 5)
+    assert "dense" not in found.laws and "the points do not say" in found.refusals["dense"]
 
 
 def test_an_estimate_says_what_share_of_draws_has_it():

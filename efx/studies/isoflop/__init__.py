@@ -21,6 +21,8 @@ A grid file is plain data: `get_grid()` returns
          learning_rates=(1e-3, 2e-3, 4e-3),      # perhaps: see below
          rates_budget=5e11,                      # perhaps; default: the smallest
          timed_budgets=(5e11,),                  # perhaps: whose seconds count; default: all
+         against=("dense",),                     # perhaps: families to compare all others with
+         fit_within=5.0,                         # perhaps: see below; default: fit all sizes
          sizes_at={1e12: ("4 blocks", ...)})     # perhaps: budgets with some of the sizes alone
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
@@ -28,8 +30,11 @@ for each size: {"model.depth": {"4 blocks": 2, ...}}. With learning_rates the fi
 family tries all of them at each size, at one budget, and all other runs of that size take the best;
 a table shows the best rate over the sizes, which muP (config.model.mup.base_width) should keep
 constant over widths. The best size grows with the budget: sizes far from it can be left out of a
-budget (sizes_at), three remaining. Runs beside other work take other times than they need: leave
-their budgets out of timed_budgets.
+budget (sizes_at), three remaining. What is measured far from it bends parabolas and does not follow
+the law: with fit_within the sizes within that factor of the best measured one are fitted, and the
+others only shown. Runs beside other work take other times than they need: leave their budgets out
+of timed_budgets. `--time-steps N` times training steps of all families and sizes in turns, and
+takes the seconds of all runs from these.
 
 Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to
@@ -75,6 +80,10 @@ def main(argv=None):
                         help=help)  # fmt: skip
     help = "leave the grid's larger budgets out; without it the study goes on with them"
     parser.add_argument("--up-to", type=float, default=math.inf, metavar="FLOPS", help=help)
+    help = (
+        "time N training steps of all models, taking turns, and take the runs' seconds from these"
+    )
+    parser.add_argument("--time-steps", type=int, default=0, metavar="N", help=help)
     help = f"of the bootstrap (default: {DRAWS})"
     parser.add_argument("--draws", type=int, default=DRAWS, metavar="N", help=help)
     help = "extrapolate to so many times the greatest budget (default: 10)"
@@ -103,12 +112,15 @@ def study(arguments):
         _save_points(runs, arguments.save_points)
         return
     points = collect(runs, 0 if arguments.table_only else arguments.jobs)
+    if arguments.time_steps:
+        points = runs.timed(points, arguments.time_steps)
     study = points_lib.as_data(points)
     study |= {"draws": arguments.draws, "further": arguments.further, "config": grid["config"]}
-    analysis = analysis_of(points, arguments.draws)
+    study |= {"fit_within": grid["fit_within"], "against": grid["against"]}
+    analysis = analysis_of(points, study)
     scored = portion([point.split for point in points])
     facts = f"`{grid['config']}`; {scored}; FLOPs of training. Command: `{arguments.command}`"
-    text = report.markdown(analysis, points, arguments.further, facts)
+    text = report.markdown(analysis, points, study, facts)
     fits = report.as_data(analysis, arguments.further)
     tables.save(workdir, "isoflop", text, study | {"fits": fits})
     with writing(workdir):
@@ -116,6 +128,8 @@ def study(arguments):
 
 
 def _check(arguments):
+    if not 0 <= arguments.time_steps < 10**6:
+        raise UsageError(f"--time-steps={arguments.time_steps}: expected a number of steps")
     if arguments.draws < 20:
         raise UsageError(f"--draws={arguments.draws}: intervals need 20 or more")
     if not all(1 < factor < float("inf") for factor in arguments.further):
@@ -127,9 +141,9 @@ def _check(arguments):
         raise UsageError("--hosts is of --list-jobs tpu")
 
 
-def analysis_of(points, draws):
-    """The Analysis of finished points."""
-    return analyse(points_lib.families(points), draws)
+def analysis_of(points, study):
+    """The Analysis of finished points; study: a dict with `draws`, perhaps `fit_within`."""
+    return analyse(points_lib.families(points), study["draws"], study.get("fit_within"))
 
 
 class Runs:
@@ -208,6 +222,31 @@ class Runs:
             )
 
         jobs_lib.run_all(train_one, runs, jobs)
+
+    def timed(self, points, steps):
+        """The points with other seconds: their steps times the median of so many, timed in turns in
+        this process."""
+        from efx import build
+        from efx.studies import step_time
+
+        models = {}
+        for point in points:
+            models.setdefault((point.run.family, point.run.size), point.run)
+        steppers = {
+            model: step_time.Stepper(config, build.setup(config).tokenizer.vocab_size)
+            for model, run in models.items()
+            for config in grid_lib.configs(self.grid, self.workdir, [run], self.extra).values()
+        }
+        calls = {model: lambda _, one=one: one() for model, one in steppers.items()}
+        times = step_time.take_turns(calls, steps)
+
+        def seconds(point):
+            model = point.run.family, point.run.size
+            rows = steppers[model].config.data
+            taken = point.tokens / (rows.batch_size * rows.seq_len)
+            return taken * times[model].median
+
+        return [dataclasses.replace(point, seconds=seconds(point)) for point in points]
 
 
 def _any_seed(run):

@@ -8,13 +8,13 @@ import dataclasses
 import functools
 
 import numpy as np
+import scipy.stats
 
 from efx.errors import UsageError
 from efx.studies.isoflop import law as law_lib
 from efx.studies.isoflop import parabola
 from efx.studies.isoflop.bootstrap import draw_losses, with_draws
 
-SEED = 0  # of the bootstrap
 _AROUND = 1e3  # how far around the budgets one of equal loss is looked for
 _REACH = 3  # times the largest size measured, or the smallest divided by it: the law says no more
 
@@ -64,6 +64,22 @@ class Measured:
         here = np.flatnonzero(self.budgets == budget)
         return here[np.argsort(self.parameters[here])]
 
+    def within(self, times):
+        """The Measured of those points whose size is at most so many times, and at least that
+        fraction of, the size of the least loss at their budget."""
+        kept = []
+        for budget in np.unique(self.budgets):
+            here = self.at(budget)
+            ratios = self.parameters[here] / self.parameters[here[self.means[here].argmin()]]
+            kept += here[(ratios <= times) & (ratios >= 1 / times)].tolist()
+        kept.sort()
+        arrays = {field: getattr(self, field)[kept] for field in _ARRAYS}
+        lists = {field: [getattr(self, field)[i] for i in kept] for field in ("sizes", "losses")}
+        return Measured(**arrays, **lists)
+
+
+_ARRAYS = ("budgets", "parameters", "tokens", "flops", "seconds")
+
 
 class Parabolas:
     """Approach 2 of one family.
@@ -112,6 +128,8 @@ class LawFit:
     Attributes:
       law: `law.Law` with arrays [R].
       residual: root mean square deviation of the points from the law, in nats.
+      p: how likely so large a deviation of the means of points would be if the law were right and
+        they scattered as their seeds do (F test of the lack of fit); NaN without repeated seeds.
       parameters, losses: {budget: [R]} of the optimum, NaN as of `optimum`.
     """
 
@@ -122,6 +140,7 @@ class LawFit:
         best = law_lib.fit(*points, measured.means, measured.seeds)
         fitted_P = best.loss(*points)
         self.residual = _rms(fitted_P - measured.means)
+        self.p = _lack_of_fit(measured, fitted_P, law_lib.PARAMETERS)
         drawn_RP = _with_measured(measured, fitted_P, law_lib.PARAMETERS, draws)
         drawn = law_lib.fit_draws(*points, drawn_RP[1:], measured.seeds)
         pairs = zip(dataclasses.astuple(best), dataclasses.astuple(drawn), strict=True)
@@ -164,10 +183,21 @@ def _rms(errors):
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
+def _lack_of_fit(measured, fitted_P, free):
+    """The p of an F test: the misfit of the means against the scatter of seeds."""
+    within = sum(((losses - losses.mean()) ** 2).sum() for losses in measured.losses)
+    left, points = int((measured.seeds - 1).sum()), len(fitted_P) - free
+    if not within or points < 1:
+        return float("nan")
+    misfit = (measured.seeds * (measured.means - fitted_P) ** 2).sum()
+    return float(scipy.stats.f.sf(misfit / points / (within / left), points, left))
+
+
 def _with_measured(measured, fitted_P, free, draws):
     """[1 + draws, P]: the measured means, then bootstrap draws of them."""
-    random = np.random.default_rng(SEED)
-    drawn_RP = draw_losses(fitted_P, measured.losses, free, draws, random)
+    places = zip(measured.budgets, measured.sizes, strict=True)
+    names = [f"{budget:g} FLOPs, {size}" for budget, size in places]
+    drawn_RP = draw_losses(names, fitted_P, measured.losses, free, draws)
     return np.concatenate([measured.means[None], drawn_RP])
 
 
@@ -225,6 +255,8 @@ class Analysis:
       families: {name: Measured}, the baseline first. budgets: of all of them, ascending.
       parabolas: {family: Parabolas}. laws: {family: LawFit}, of those that allow one.
       refusals: {family: why there is no law}. draws: of the bootstrap.
+      within: how many times larger or smaller than the best of its budget a size may be that is
+        fitted; None: all are.
     """
 
     families: dict
@@ -233,6 +265,7 @@ class Analysis:
     laws: dict
     refusals: dict
     draws: int
+    within: float | None = None
 
     @property
     def base(self):
@@ -250,19 +283,33 @@ class Analysis:
         }
 
 
-def analyse(families, draws):
-    """The Analysis of {family: Measured}."""
+def analyse(families, draws, within=None):
+    """The Analysis of {family: Measured}; within: see there."""
     laws, refusals = {}, {}
-    for family, measured in families.items():
+    fitted = {
+        family: measured.within(within) if within else measured
+        for family, measured in families.items()
+    }
+    for family, measured in fitted.items():
         try:
-            laws[family] = LawFit(measured, draws)
+            fit = LawFit(measured, draws)
         except UsageError as error:
             refusals[family] = str(error)
+            continue
+        if fit.law.one(0).at_the_edge():
+            refusals[family] = (
+                "an exponent is at the end of the range that was searched,"
+                f" {law_lib.LEAST_EXPONENT:g} to {law_lib.GREATEST_EXPONENT:g}: the points do not"
+                " say what it is"
+            )
+        else:
+            laws[family] = fit
     return Analysis(
         families=families,
         budgets=sorted({budget for measured in families.values() for budget in measured.budgets}),
-        parabolas={family: Parabolas(measured, draws) for family, measured in families.items()},
+        parabolas={family: Parabolas(measured, draws) for family, measured in fitted.items()},
         laws=laws,
         refusals=refusals,
         draws=draws,
+        within=within,
     )

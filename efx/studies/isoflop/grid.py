@@ -11,7 +11,10 @@ from efx.studies import cli
 from efx.studies import sweep as sweep_lib
 
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
-OPTIONAL = {"learning_rates": (), "rates_budget": None, "timed_budgets": None, "sizes_at": None}
+OPTIONAL = {
+    "learning_rates": (), "rates_budget": None, "timed_budgets": None, "sizes_at": None,
+    "against": (), "fit_within": None,
+}  # fmt: skip
 _LEAST_SIZES = 3
 RATE = "optim.learning_rate"
 _NO_LIMIT = 10**9
@@ -53,6 +56,7 @@ def load_grid(path):
     grid = grid | {"seeds": _seeds(path, grid), "budgets": tuple(sorted(grid["budgets"]))}
     grid |= _rates(path, grid)
     grid |= {"timed_budgets": _timed(path, grid), "sizes_at": _sizes_at(path, grid)}
+    _check_fits(path, grid)
     for seeds in grid["seeds"].values():
         sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
     names = dict.fromkeys(run.name for run in all_runs(grid))
@@ -120,6 +124,18 @@ def _timed(path, grid):
             f" ({budgets[0]:g},), or () for none"
         )
     return tuple(timed)
+
+
+def _check_fits(path, grid):
+    """UsageError for wrong `against` or `fit_within`."""
+    against, within, families = grid["against"], grid["fit_within"], grid["families"]
+    if not isinstance(against, tuple | list) or not all(name in [*families] for name in against):
+        raise UsageError(
+            f"{path}: against={sweep_lib.shown(against)}: expected some of the families"
+            f" {', '.join(families)}"
+        )
+    if within is not None and not (_is_positive(within) and within > 1):
+        raise UsageError(f"{path}: fit_within={sweep_lib.shown(within)}: expected a number above 1")
 
 
 def _sizes_at(path, grid):

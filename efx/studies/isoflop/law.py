@@ -7,10 +7,10 @@ tokens trained on. For given exponents the law is linear in E, A and B, so these
 exactly, under the constraint that none is negative, and a search remains over the two exponents
 (variable projection; arXiv 2603.22339 shows that it recovers what parabolas bias).
 
-The fit is by plain least squares in nats. Runs that reached their budget scatter around the mean of
-their seeds by about the same amount at all losses, and one that went wrong should be looked at and
-not be given less weight; only with squares is the elimination exact, too. A point counts as often
-as it has seeds.
+The fit is by plain least squares in nats: a run that went wrong should be looked at and not be
+given less weight, and only with squares is the elimination exact. A point counts as often as it has
+seeds. Runs far from the best size, wide ones of few steps most of all, scatter more than others and
+fit the law less; `Measured.within` leaves them out.
 
 Nothing here imports JAX, and all that is computed for bootstrap draws is computed for all draws at
 once: arrays have the axes R (draws), P (points), S (sizes on a fine grid).

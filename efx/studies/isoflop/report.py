@@ -13,6 +13,7 @@ from efx.tables import mean_and_spread, text
 
 LEVEL = 95  # percent, of the intervals in tables
 _ENOUGH = 0.995  # share of draws with a number from which on none need be mentioned
+_REJECTED = 0.01  # p of the lack of fit below which a law is said to miss its points
 
 # Columns of the table of optima, and the formats of their numbers.
 FORMS = {
@@ -42,11 +43,23 @@ def cell(estimate):
     return {"mean": estimate.value, "interval": ends, **note}
 
 
-def speedup_cell(estimate):
-    """`cell`, where the baseline's curve ends before that loss, or begins below it."""
+def speedup_cell(estimate, beyond=False):
+    """`cell`, where the baseline's curve ends before that loss, or begins below it.
+
+    beyond: whether the baseline's own budget for that loss is larger than all that it was measured
+      at: then the number is an extrapolation, which its cell says.
+    """
     if estimate.value in (0, math.inf):
         return "the baseline does not get there" if estimate.value else "the baseline begins there"
-    return cell(estimate)
+    found = cell(estimate)
+    if beyond and isinstance(found, dict):
+        found["note"] = "; ".join([*([found["note"]] if "note" in found else []), "extrapolated"])
+    return found
+
+
+def _beyond(analysis, budget, found):
+    """Whether the baseline would need more FLOPs for that Speedup than it was measured at."""
+    return found.flops.value * budget > analysis.families[analysis.base].budgets.max()
 
 
 def optimum_cells(analysis, budget, family):
@@ -76,11 +89,11 @@ def optimum_cells(analysis, budget, family):
     if family in analysis.laws and analysis.base in analysis.laws:
         fits = analysis.laws
     if family != analysis.base and budget in fits[analysis.base].losses:
-        # Draws of the families are independent of each other.
         difference = with_draws(fits[family].losses[budget] - fits[analysis.base].losses[budget])
         cells["loss over the baseline's"] = cell(difference)
         found = speedup(fits[analysis.base], fits[family], budget)
-        cells["speedup in FLOPs"] = speedup_cell(found.flops)
+        beyond = _beyond(analysis, budget, found)
+        cells["speedup in FLOPs"] = speedup_cell(found.flops, beyond)
     return cells
 
 
@@ -132,11 +145,16 @@ def _optima(analysis):
         "The optimum of each budget: the vertex of a parabola (approach 2, which is biased even"
         " without noise), and by the law (approach 3)."
     )
+    if analysis.within:
+        about += (
+            f" Fitted are the sizes within {analysis.within:g} times that of the least loss of"
+            " their budget, in both directions."
+        )
     return f"{about}\n\n{tables.markdown(['budget', 'family', *titles], _rows(rows, titles))}"
 
 
 LAW_FORMS = {
-    "E": ".4f", "A": ".4g", "B": ".4g", "a": ".3f", "b": ".3f", "residual": ".4f",
+    "E": ".4f", "A": ".4g", "B": ".4g", "a": ".3f", "b": ".3f", "residual": ".4f", "p": ".2g",
     "best size grows as C to the": ".3f", "by parabolas": ".3f",
 }  # fmt: skip
 
@@ -149,17 +167,23 @@ def _laws(analysis):
         cells = {name: cell(with_draws(getattr(law, name))) for name in ("E", "A", "B", "a", "b")}
         cells |= {
             "residual": fit.residual,
+            "p": "" if math.isnan(fit.p) else fit.p,
             "best size grows as C to the": cell(growth(fit)),
             "by parabolas": cell(growth(analysis.parabolas[family])),
         }
         rows.append(([family], cells))
-        if law.one(0).at_the_edge():
+        if fit.p < _REJECTED:
             notes.append(
-                f"{family}: an exponent is at the end of the range that was searched; the points do"
-                " not say what it is."
+                f"{family}: the law misses the means of its points by more than their seeds scatter"
+                f" (p = {fit.p:.2g}); what it extrapolates is as much the form of the law as the"
+                " data."
             )
     table = tables.markdown(["family", *LAW_FORMS], _rows(rows, LAW_FORMS))
-    parts = ["The law L = E + A / N^a + B / D^b, N all parameters, D tokens:", table] * bool(rows)
+    about = (
+        "The law L = E + A / N^a + B / D^b, N all parameters, D tokens; p is that of the lack of"
+        " fit, against the scatter of seeds where points have several:"
+    )
+    parts = [about, table] * bool(rows)
     without = {}
     for family, why in analysis.refusals.items():
         without.setdefault(why, []).append(family)
@@ -196,8 +220,9 @@ def _speedups(analysis):
         cells = {}
         for how, one in (("parabolas", found), ("law", by_law.get((budget, family)))):
             if one is not None:
-                cells[f"FLOPs, {how}"] = speedup_cell(one.flops)
-                cells[f"seconds, {how}"] = one.seconds and speedup_cell(one.seconds)
+                beyond = _beyond(analysis, budget, one)
+                cells[f"FLOPs, {how}"] = speedup_cell(one.flops, beyond)
+                cells[f"seconds, {how}"] = one.seconds and speedup_cell(one.seconds, beyond)
         rows.append(([quantity(budget, "FLOPs"), family], cells))
     titles = ["budget", "family", *forms]
     timed = sorted({b for m in analysis.families.values() for b in m.budgets[m.seconds > 0]})
@@ -207,8 +232,31 @@ def _speedups(analysis):
         f"Effective speedup over {analysis.base}: how many times the training FLOPs, or seconds,"
         " it needs at its best size for the loss that the family has at its own. Seconds are those"
         f" of the runs{of}, on their machine and with what ran beside them; parabolas are read"
-        " between the budgets alone:\n\n"
+        " between the budgets alone, and what the law says beyond the budgets of"
+        f" {analysis.base} is marked as extrapolated:\n\n"
         f"{tables.markdown(titles, _rows(rows, dict.fromkeys(forms, '.2f')))}"
+    )
+
+
+def _differences(analysis, other):
+    """How the loss of the best size differs from that of the family `other`."""
+    forms, rows = {"by parabolas": ".4f", "by the law": ".4f"}, []
+    for budget in analysis.budgets:
+        for family in analysis.families:
+            cells = {}
+            for title, fits in (
+                ("by parabolas", analysis.parabolas),
+                ("by the law", analysis.laws),
+            ):
+                both = [fits[name].losses.get(budget) for name in (family, other) if name in fits]
+                if len(both) == 2 and not any(losses is None for losses in both):
+                    cells[title] = cell(with_draws(both[0] - both[1]))
+            if family != other and cells:
+                rows.append(([quantity(budget, "FLOPs"), family], cells))
+    titles = ["budget", "family", *forms]
+    return (
+        f"The loss at the best size over that of {other} (nats); intervals are of paired draws:\n\n"
+        f"{tables.markdown(titles, _rows(rows, forms))}"
     )
 
 
@@ -251,28 +299,33 @@ def rates_table(points):
     )
 
 
-def details(analysis, points, further):
+def details(analysis, points, study):
     """[table with its sentence] of all but the optima: what was measured, learning rates, laws,
-    what they extrapolate, speedups."""
-    return [*_of_points(analysis, points), *_of_fits(analysis, further)]
+    what they extrapolate, speedups, differences to other families.
+
+    study: a dict with `further`, the times of the greatest budget that are extrapolated to, and
+      perhaps `against`, the families that all others are compared with.
+    """
+    return [*_of_points(analysis, points), *_of_fits(analysis, study)]
 
 
 def _of_points(analysis, points):
     return [part for part in (_measured(analysis), rates_table(points)) if part]
 
 
-def _of_fits(analysis, further):
+def _of_fits(analysis, study):
     parts = [_laws(analysis)]
     if analysis.laws:
-        parts.append(_further(analysis, further))
+        parts.append(_further(analysis, study["further"]))
     if len(analysis.families) > 1 and len(analysis.budgets) > 1:
         parts.append(_speedups(analysis))
+    parts += [_differences(analysis, other) for other in study.get("against", ())]
     return [part for part in parts if part]
 
 
-def markdown(analysis, points, further, facts):
-    """All tables; facts: a sentence on what they are of."""
-    parts = [*_of_points(analysis, points), _optima(analysis), *_of_fits(analysis, further)]
+def markdown(analysis, points, study, facts):
+    """All tables; study: see `details`. facts: a sentence on what they are of."""
+    parts = [*_of_points(analysis, points), _optima(analysis), *_of_fits(analysis, study)]
     machines = points_lib.machines(points)
     if len(machines) > 1:
         parts.append(
@@ -308,6 +361,7 @@ def as_data(analysis, further):
             row = {"budget": budget, "measured": budget in fit.losses}
             optima.append(row | {"loss": data(losses), "parameters": data(sizes)})
         row = {"family": family, "residual": fit.residual, "law": law, "optima": optima}
+        row |= {"p": None if math.isnan(fit.p) else fit.p}
         found["laws"].append(row | {"growth": growth(fit).as_data()})
     for how, fits in (("parabolas", analysis.parabolas), ("law", analysis.laws)):
         for (budget, family), one in analysis.speedups(fits).items():
