@@ -51,4 +51,5 @@ def get_grid(context="1024"):
         budgets=(7.5e11, 3e12),
         families={f"decoder, context {length}": rows, f"latent, context {length}": LATENT | rows},
         sizes=SIZES,
+        timed_budgets=(),  # what is in results/ was trained beside other work: --time-steps
     )
