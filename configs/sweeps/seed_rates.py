@@ -3,8 +3,8 @@
     python -m efx.studies.isoflop --grid configs/sweeps/seed_rates.py:claims \\
         --workdir runs/seed_rates_claims --jobs 2
 
-`seed_claims.py` (`:claims`) and `latent_context.py` (`:256`, `:1024`, `:4096`) train all families at
-1e-2, which is near the best rate of decoders (`isoflop_rates.py`). Here their families try three
+`seed_claims.py` (`:claims`) and `latent_context.py` (`:256`, `:1024`, `:4096`) train all families
+at 1e-2, which is near the best rate of decoders (`isoflop_rates.py`). Here their families try three
 rates at their smaller budget and their three smaller sizes, one seed. What matters is the table of
 learning rates; there is no law of one budget. Half an hour on 2 CPU cores.
 """
