@@ -4,6 +4,7 @@ in one line what they need, and install it beside the JAX that a runtime has."""
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,13 +119,9 @@ def test_no_outputs_are_committed(name):
         assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
 
 
-def first_cell(name="quickstart", source=None):
-    """The code that finds and installs efx, with another SOURCE."""
-    lines = list(code_cells(name)[0]["source"])
-    at = next(i for i, line in enumerate(lines) if line.startswith("SOURCE = "))
-    if source is not None:
-        lines[at] = f"SOURCE = {source!r}\n"
-    return "".join(lines)
+def first_cell(name):
+    """The code that finds and installs efx."""
+    return "".join(code_cells(name)[0]["source"])
 
 
 @pytest.mark.quick
@@ -147,8 +144,8 @@ def test_the_address_is_stamped(root, tmp_path):
     stamp.stamp(tmp_path)
     notebooks = {path.name: path.read_bytes() for path in FOLDER.glob("*.ipynb")}
     assert notebooks == {path.name: path.read_bytes() for path in written.glob("*.ipynb")}
-    with (tmp_path / "pyproject.toml").open("a") as file:
-        file.write('[project.urls]\nRepository = "https://example.org/efx.git"\n')
+    released = '[project.urls]\nRepository = "https://example.org/efx.git"\n'
+    (tmp_path / "pyproject.toml").write_text(released)
     stamp.stamp(tmp_path)
     for name in NAMES:
         text = (written / f"{name}.ipynb").read_text()
@@ -258,8 +255,11 @@ def colab(root, tmp_path, monkeypatch):
     installed = []
     monkeypatch.setattr(install, "install", lambda *arguments: installed.append(arguments))
 
-    def run(source=None, name="quickstart"):
-        exec(compile(first_cell(name, source), "cell", "exec"), {})
+    def run(source="", name="quickstart"):
+        cell = re.sub(
+            "^SOURCE = .*$", lambda _: f"SOURCE = {source!r}", first_cell(name), flags=re.M
+        )
+        exec(compile(cell, "cell", "exec"), {})
         return installed
 
     return run
