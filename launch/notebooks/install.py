@@ -3,10 +3,11 @@
     import install
     install.install("efx-checkout", ["report"])
 
-Colab's runtimes for GPUs and TPUs come with a JAX that belongs to their driver. The pins of
-requirements.txt would replace it by another, or by the one for CPUs, and so pip is told to keep
-the versions that are there; where efx does not take them, one line says so before anything is
-installed. Needs nothing but pip and `packaging`, which every Jupyter has.
+Colab's runtimes for GPUs and TPUs come with a JAX that belongs to their driver, and with a PyTorch.
+The pins of requirements.txt would replace them by others, or by those for CPUs, and so pip is told
+to keep the versions that are there; where efx does not take the JAX, one line says so before
+anything is installed. Where nothing is missing, nothing is installed. Needs nothing but pip and
+`packaging`, which every Jupyter has.
 """
 
 import importlib.metadata
@@ -19,9 +20,11 @@ import tomllib
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-# What makes up an installation of JAX: itself, its compiled part, its plugins for accelerators.
-OF_JAX = re.compile(r"jax|jaxlib|jax-.*(plugin|pjrt)|libtpu(-.*)?")
+# What a runtime keeps: PyTorch, and what makes up an installation of JAX, which is itself, its
+# compiled part, its plugins for accelerators.
+KEPT = re.compile(r"torch|jax|jaxlib|jax-.*(plugin|pjrt)|libtpu(-.*)?")
 # {a distribution: the extra of jax that brings it}
 EXTRAS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
 MENU = "Runtime > Change runtime type > Runtime version"
@@ -33,15 +36,40 @@ def installed_versions():
     return {canonicalize_name(one.name): one.version for one in found if one.name}
 
 
-def accepted(checkout):
-    """The `Requirement` for jax of a checkout's pyproject.toml."""
+# What the session's modules were loaded from. It becomes what is installed once nothing that is
+# loaded has changed: so the demand for a restart is repeated until there was one.
+loaded_from = installed_versions()
+
+
+def requirements(checkout, extras=()):
+    """([Requirement] of efx itself, those of the extras), by a checkout's pyproject.toml."""
     text = (pathlib.Path(checkout) / "pyproject.toml").read_text(encoding="utf-8")
-    requirements = map(Requirement, tomllib.loads(text)["project"]["dependencies"])
-    return next(one for one in requirements if one.name == "jax")
+    project = tomllib.loads(text)["project"]
+    of_extras = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return tuple(
+        [one for one in map(Requirement, lines) if not one.marker or one.marker.evaluate()]
+        for lines in (project["dependencies"], of_extras)
+    )
+
+
+def missing(wanted, installed, of_extras=False):
+    """Those of the `Requirement`s that {canonical name: version} does not meet.
+
+    Extras pin what is tested: there another release of the same major version will do.
+    """
+
+    def met(one):
+        version = installed.get(canonicalize_name(one.name))
+        if version is None or one.specifier.contains(version, prereleases=True):
+            return version is not None
+        pins = [Version(part.version) for part in one.specifier if part.operator == "=="]
+        return of_extras and any(pin.major == Version(version).major for pin in pins)
+
+    return [one for one in wanted if not met(one)]
 
 
 def constraints(installed, accepted):
-    """Lines for `pip install --constraint` that keep the JAX that is there; none without one.
+    """Lines for `pip install --constraint` that keep the JAX and the PyTorch that are there.
 
     Args:
       installed: {canonical name: version}.
@@ -50,9 +78,7 @@ def constraints(installed, accepted):
     Raises SystemExit, of one line, if jax is not of a version that is accepted.
     """
     version = installed.get("jax")
-    if version is None:
-        return []
-    if not accepted.specifier.contains(version, prereleases=True):
+    if version and not accepted.specifier.contains(version, prereleases=True):
         extra = next((EXTRAS[name] for name in EXTRAS if name in installed), "")
         wanted = f"jax[{extra}]" if extra else "jax"
         raise SystemExit(
@@ -60,7 +86,7 @@ def constraints(installed, accepted):
             f" run `%pip install '{wanted}{accepted.specifier}'`, restart the session and run this"
             " cell again."
         )
-    return [f"{name}=={installed[name]}" for name in sorted(installed) if OF_JAX.fullmatch(name)]
+    return [f"{name}=={installed[name]}" for name in sorted(installed) if KEPT.fullmatch(name)]
 
 
 def changed_modules(before, after, loaded, providers):
@@ -79,24 +105,34 @@ def changed_modules(before, after, loaded, providers):
 
 
 def install(checkout, extras=()):
-    """Installs a checkout of efx with its extras; SystemExit with one line if that cannot be, or if
-    the session has to be restarted first."""
-    before = installed_versions()
-    lines = constraints(before, accepted(checkout))
-    what = str(checkout) + f"[{','.join(extras)}]" * bool(extras)
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "constraints.txt"
-        file.write_text("".join(f"{line}\n" for line in lines))
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(file)]
-        status = subprocess.run([*command, "--editable", what], check=False).returncode
-    if status:
-        raise SystemExit(f"pip could not install {what} (what it says is above).")
-    print("kept:", ", ".join(lines) or "no JAX was there, and so pip chose one")
+    """Installs a checkout of efx, and what its extras need, unless all that is there already;
+    SystemExit with one line if that cannot be, or if the session has to be restarted first."""
+    installed = installed_versions()
+    of_efx, of_extras = requirements(checkout, extras)
+    more = [str(one) for one in missing(of_extras, installed, of_extras=True)]
+    if more or missing(of_efx, installed):
+        jax = next(one for one in of_efx if one.name == "jax")
+        _pip_install(["--editable", str(checkout), *more], constraints(installed, jax))
+    after = installed_versions()
     loaded = {name.partition(".")[0] for name in list(sys.modules)}
     providers = importlib.metadata.packages_distributions()
-    changed = changed_modules(before, installed_versions(), loaded, providers)
+    changed = changed_modules(loaded_from, after, loaded, providers)
     if changed:
         raise SystemExit(
             f"Restart the session (Runtime > Restart session) and run this cell again: what it has"
             f" loaded is of other versions now ({', '.join(changed)})."
         )
+    loaded_from.clear()
+    loaded_from.update(after)
+
+
+def _pip_install(what, lines):
+    """`pip install` under these lines of constraints."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "constraints.txt"
+        file.write_text("".join(f"{line}\n" for line in lines))
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(file)]
+        status = subprocess.run([*command, *what], check=False).returncode
+    if status:
+        raise SystemExit(f"pip could not install {' '.join(what[1:])} (what it says is above).")
+    print("kept:", ", ".join(lines) or "neither JAX nor PyTorch was there")

@@ -467,3 +467,22 @@ def test_numbers_of_a_result_are_what_they_are_called():
                 if isinstance(cell, dict):
                     of_all = cell.get("n", 1) == len(result["seeds"])
                     assert of_all or {"note", "interval"} & {*cell}, (name, row)
+
+
+def test_losses_that_are_quoted_are_results():
+    """What a page writes as 2.257 ± 0.013 or as 3.654 (3.602 to 3.715) is a mean with its spread,
+    or its interval, of one cell of results/. Differences, below 1, are of several cells."""
+    known, number = set(), r"\d\.\d{3,4}"
+    for result in results.read_results(ROOT / "results").values():
+        cells = [cell for row in result["rows"] for cell in row["cells"].values()]
+        for cell in (cell for cell in cells if isinstance(cell, dict)):
+            for others in ([cell.get("spread")], cell.get("interval", [None])):
+                if None not in others:
+                    values = (cell["mean"], *others)
+                    known |= {tuple(f"{one:.{digits}f}" for one in values) for digits in (3, 4)}
+    assert ("2.257", "0.013") in known and ("3.654", "3.602", "3.715") in known
+    for page in set(PAGES) - {ROOT / "docs/results.md"}:
+        quoted = re.findall(rf"({number}) ±\s({number})", page.read_text())
+        quoted += re.findall(rf"({number})\s\(({number})\sto\s({number})\)", page.read_text())
+        wrong = [numbers for numbers in quoted if float(numbers[0]) >= 1 and numbers not in known]
+        assert not wrong, page.name

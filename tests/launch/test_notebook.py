@@ -1,28 +1,36 @@
-"""The notebooks for Colab: they run, in smoke size, are committed without outputs, and install efx
-beside the JAX that a runtime has."""
+"""The notebooks for Colab: they run, in smoke size, are committed without outputs, find efx or say
+in one line what they need, and install it beside the JAX that a runtime has."""
 
-import ast
+import importlib.util
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from test_isoflop import fake_runs
 
 from efx import api
 from efx.metrics import read_metrics
 from efx.runfolder import run_record
 from efx.studies import isoflop
+from launch.notebooks import stamp
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch/notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 sys.path.insert(0, str(FOLDER))
 import install  # noqa: E402
+
+INSTALL = install.install
 
 needs_jupyter = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("nbformat", "nbclient", "ipykernel")),
@@ -32,6 +40,14 @@ needs_pages = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("jinja2", "plotly")),
     reason="the extra `report` is not installed",
 )
+# The extras that the notebooks install.
+NEEDS = {
+    "bring_your_model": ["interop"],
+    "compare_families": ["report"],
+    "isoflop": [],
+    "mixture_of_depths": ["report"],
+    "quickstart": [],
+}
 # Where the third notebook looks for the run that the first has trained and the second shows.
 MOD = "families/Mixture-of-Depths"
 STEPS = 12
@@ -103,11 +119,38 @@ def test_no_outputs_are_committed(name):
         assert cell["outputs"] == [] and cell["execution_count"] is None, cell["id"]
 
 
+def first_cell(name):
+    """The code that finds and installs efx."""
+    return "".join(code_cells(name)[0]["source"])
+
+
 @pytest.mark.quick
-def test_all_install_in_the_same_way():
-    first, *others = [code_cells(name)[0]["source"] for name in NAMES]
-    assert len(others) == 4 and all(source == first for source in others)
-    assert 'SOURCE = ""' in "".join(first)
+def test_all_install_in_the_same_way(root):
+    """But for the extras; and from the address that pyproject.toml has."""
+    assert NAMES == sorted(NEEDS)
+    cells = {name: first_cell(name) for name in NAMES}
+    line = {name: f"NEEDS = {json.dumps(NEEDS[name])}  # extras of efx\n" for name in NAMES}
+    (same,) = {cells[name].replace(line[name], "") for name in NAMES}
+    assert "NEEDS = " not in same
+    urls = tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
+    assert f'\nSOURCE = "{urls.get("Repository", "")}"  # @param {{type:"string"}}\n' in same
+
+
+@pytest.mark.quick
+def test_the_address_is_stamped(root, tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "launch/notebooks")
+    written = tmp_path / "launch/notebooks"
+    (tmp_path / "pyproject.toml").write_text((root / "pyproject.toml").read_text())
+    stamp.stamp(tmp_path)
+    notebooks = {path.name: path.read_bytes() for path in FOLDER.glob("*.ipynb")}
+    assert notebooks == {path.name: path.read_bytes() for path in written.glob("*.ipynb")}
+    released = '[project.urls]\nRepository = "https://example.org/efx.git"\n'
+    (tmp_path / "pyproject.toml").write_text(released)
+    stamp.stamp(tmp_path)
+    for name in NAMES:
+        text = (written / f"{name}.ipynb").read_text()
+        assert 'SOURCE = \\"https://example.org/efx.git\\"  # @param' in text
+        assert text.count("\n") == notebooks[f"{name}.ipynb"].count(b"\n")
 
 
 @pytest.mark.quick
@@ -191,26 +234,137 @@ def test_bring_your_model(kernel, runs):
     assert {"model.safetensors", "modeling_efx.py", "tokenizer.json"} <= names
 
 
+# ---- where efx is --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def colab(root, tmp_path, monkeypatch):
+    """Runs a first cell in a folder `content`, where no efx is but by what the cell adds to
+    `sys.path`; returns [(checkout, extras)] that were installed."""
+    (tmp_path / "content").mkdir()
+    monkeypatch.chdir(tmp_path / "content")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("EFX_SOURCE", raising=False)
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+
+    def find(name):
+        return PathFinder.find_spec(name, [path for path in sys.path if path not in before])
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    installed = []
+    monkeypatch.setattr(install, "install", lambda *arguments: installed.append(arguments))
+
+    def run(source="", name="quickstart"):
+        cell = re.sub(
+            "^SOURCE = .*$", lambda _: f"SOURCE = {source!r}", first_cell(name), flags=re.M
+        )
+        exec(compile(cell, "cell", "exec"), {})
+        return installed
+
+    return run
+
+
+def leave_checkout(root, folder):
+    """What a cell asks of a checkout, in a folder."""
+    (folder / "launch/notebooks").mkdir(parents=True)
+    (folder / "efx").mkdir()
+    (folder / "efx/__init__.py").touch()
+    for name in ("pyproject.toml", "launch/notebooks/install.py"):
+        shutil.copy(root / name, folder / name)
+    return folder
+
+
+def committed(folder):
+    """The folder as a git repository."""
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*command, "init", "--quiet"], check=True)
+    subprocess.run([*command, "add", "."], check=True)
+    subprocess.run([*command, "commit", "--quiet", "-m", "first"], check=True)
+    return folder
+
+
 @pytest.mark.quick
-def test_a_notebook_alone_asks_for_the_source(tmp_path, monkeypatch):
-    """Where there is no checkout and no efx, the one line says what to put where."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    source = "".join(code_cells("quickstart")[0]["source"])
-    with pytest.raises(SystemExit, match="Set SOURCE above to the address of efx's git repository"):
-        exec(compile(ast.parse(source), "cell", "exec"), {})
+def test_a_notebook_alone_says_what_it_needs(colab):
+    with pytest.raises(SystemExit) as error:
+        colab(name="compare_families")
+    line = str(error.value)
+    assert "Upload a zip of its checkout" in line and "set SOURCE above to the address" in line
+    assert "`%pip install` its wheel (extras: report)" in line and "\n" not in line
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("place", ["efx", "efx-main", ".."])
+def test_a_checkout_that_lies_here_is_used(root, tmp_path, colab, place):
+    """Beside the notebook, whatever SOURCE says, or around it. Processes find it, too."""
+    checkout = (tmp_path / "content" / place).resolve()
+    leave_checkout(root, checkout)
+    assert colab(source="https://example.org/none.git") == [(checkout, [])]
+    assert sys.path[0] == os.environ["PYTHONPATH"] == str(checkout)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("inside", ["", "efx-main"])
+def test_a_zip_that_lies_here_is_used(root, tmp_path, colab, inside):
+    leave_checkout(root, tmp_path / "zipped" / inside)
+    shutil.make_archive(tmp_path / "content/efx-main", "zip", tmp_path / "zipped")
+    assert colab() == [(tmp_path / "content/efx-checkout" / inside, [])]
+
+
+@pytest.mark.quick
+def test_a_source_is_used(root, tmp_path, colab, monkeypatch):
+    """A folder where it is, be it a repository or not; a repository of which no files are there is
+    cloned, once. The environment comes before what the notebook has."""
+    folder = leave_checkout(root, tmp_path / "folder")
+    assert colab(source=str(folder)) == [(folder, [])]
+    bare = tmp_path / "bare.git"
+    command = ["git", "clone", "--quiet", "--bare", str(committed(folder)), str(bare)]
+    subprocess.run(command, check=True)
+    sys.path[:2] = []  # what the first run has left
+    monkeypatch.setenv("EFX_SOURCE", str(bare))
+    cloned = (tmp_path / "content/efx-checkout", ["report"])
+    assert colab(source=str(folder), name="mixture_of_depths")[1:] == [cloned]
+    shutil.rmtree(bare)
+    assert colab(name="mixture_of_depths")[2:] == [cloned]
+
+
+@pytest.mark.quick
+def test_a_source_that_is_none_is_one_line(tmp_path, colab, capfd):
+    """A folder that is neither checkout nor repository; a repository of something else."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    with pytest.raises(SystemExit, match=r"^git could not clone \S+other \(what it says is above"):
+        colab(source=str(other))
+    assert "does not exist" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match=r"other is no checkout of efx, which has launch/\S+. Del"):
+        colab(source=str(committed(other)))
+
+
+@pytest.mark.quick
+def test_an_efx_that_is_installed_is_used(tmp_path, colab):
+    """A folder of its name, which is no package, is none."""
+    (tmp_path / "content/efx").mkdir()
+    sys.path.insert(0, str(tmp_path / "content"))
+    with pytest.raises(SystemExit, match="No efx here"):
+        colab()
+    (tmp_path / "content/efx/__init__.py").touch()
+    assert colab() == []
 
 
 # ---- installing ----------------------------------------------------------------------------------
 
 COLAB_GPU = {
+    "accelerate": "1.11.0",
     "jax": "0.10.2",
     "jaxlib": "0.10.2+cuda12",
     "jax-cuda12-plugin": "0.10.2",
     "jax-cuda12-pjrt": "0.10.2",
     "jaxtyping": "0.3.1",
-    "flax": "0.11.0",
     "numpy": "2.0.2",
+    "torch": "2.9.0+cu126",
+    "torchvision": "0.24.0+cu126",
+    "transformers": "4.57.1",
 }
 COLAB_TPU = {"jax": "0.11.0", "jaxlib": "0.11.0", "libtpu": "0.0.40", "numpy": "2.4.6"}
 ACCEPTED = Requirement("jax>=0.10.2,<0.12")
@@ -223,6 +377,7 @@ def test_the_jax_of_the_runtime_is_kept():
         "jax-cuda12-pjrt==0.10.2",
         "jax-cuda12-plugin==0.10.2",
         "jaxlib==0.10.2+cuda12",
+        "torch==2.9.0+cu126",
     ]
     lines = install.constraints(COLAB_TPU, ACCEPTED)
     assert lines == ["jax==0.11.0", "jaxlib==0.11.0", "libtpu==0.0.40"]
@@ -246,27 +401,86 @@ def test_a_jax_that_efx_does_not_take_is_one_line(installed, version, wanted):
     assert "Change runtime type" in line and "\n" not in line
 
 
-@pytest.mark.quick
-def test_what_pip_is_asked_for(root, monkeypatch, capsys):
-    """The constraints are those of the pyproject.toml of the checkout and of what is installed; a
-    module that is loaded in a version that is gone asks for a restart."""
-    versions, calls = [dict(COLAB_GPU)], []
+@pytest.fixture
+def pip(monkeypatch):
+    """A runtime of these `versions`; pip says `status` and, if that is 0, leaves `later`. `calls`
+    has what it was asked to install, and its constraints. All else is run."""
+    runtime = SimpleNamespace(versions=dict(COLAB_GPU), later={}, status=0, calls=[])
 
     def run(command, check):
         file = Path(command[command.index("--constraint") + 1])
-        calls.append((command[-2:], file.read_text().splitlines()))
-        return SimpleNamespace(returncode=0)
+        what = command[command.index(str(file)) + 1 :]
+        runtime.calls.append((what, file.read_text().splitlines()))
+        if runtime.status == 0:
+            runtime.versions |= runtime.later
+        return SimpleNamespace(returncode=runtime.status)
 
-    monkeypatch.setattr(install, "installed_versions", lambda: versions[min(len(calls), 1) - 1])
+    monkeypatch.setattr(install, "installed_versions", lambda: dict(runtime.versions))
+    monkeypatch.setattr(install, "loaded_from", dict(COLAB_GPU))
     monkeypatch.setattr(subprocess, "run", run)
-    install.install(root, ["report"])
-    assert calls == [(["--editable", f"{root}[report]"], install.constraints(COLAB_GPU, ACCEPTED))]
+    return runtime
+
+
+def complete(root, *extras):
+    """{canonical name: the least version} of all that efx and these extras need."""
+    of_efx, of_extras = install.requirements(root, extras)
+    return {
+        canonicalize_name(one.name): part.version
+        for one in of_efx + of_extras
+        for part in one.specifier
+        if part.operator in (">=", "==")
+    }
+
+
+@pytest.mark.quick
+def test_what_pip_is_asked_for(root, pip, capsys):
+    """efx with what an extra needs and the runtime lacks, under constraints that keep its JAX and
+    its PyTorch, though the extra pins another."""
+    install.install(root, ["report", "interop"])
+    (what, lines) = pip.calls[0]
+    assert what[:2] == ["--editable", str(root)]
+    assert {one.partition("==")[0] for one in what[2:]} == {"jinja2", "plotly", "transformers"}
+    assert lines == install.constraints(COLAB_GPU, ACCEPTED)
     assert "kept: jax==0.10.2" in capsys.readouterr().out
-    assert install.accepted(root).specifier == ACCEPTED.specifier
-    calls.clear()
-    versions[:] = [COLAB_GPU | {"numpy": "2.4.6"}, COLAB_GPU]  # after, before
-    with pytest.raises(SystemExit, match=r"Restart the session .* \(numpy 2.0.2 -> 2.4.6\)"):
-        install.install(root)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
-    with pytest.raises(SystemExit, match="pip could not install"):
-        install.install(root)
+    (jax,) = [one for one in install.requirements(root)[0] if one.name == "jax"]
+    assert jax == ACCEPTED
+
+
+@pytest.mark.quick
+def test_where_nothing_is_missing_nothing_is_installed(root, pip):
+    """In a checkout with an environment of its own."""
+    pip.versions = complete(root, "report", "interop") | {"transformers": "5.0.0"}
+    install.loaded_from = {}
+    install.install(root, ["report", "interop"])
+    assert pip.calls == []
+    pip.versions["transformers"] = "4.57.1"
+    install.install(root, ["report"])
+    assert pip.calls == []
+    install.install(root, ["interop"])
+    install.loaded_from = {}
+    pip.versions["flax"] = "0.11.0"
+    install.install(root)
+    assert [what[2:] for what, _ in pip.calls] == [[str(Requirement("transformers==5.23.0"))], []]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("versions, status, later, line", [
+    ({}, 1, {}, "pip could not install"),
+    ({"jax": "0.7.2"}, 0, {}, "This runtime has jax 0.7.2, and efx takes"),
+    ({}, 0, {"numpy": "2.4.6"}, r"Restart the session .* \(numpy 2.0.2 -> 2.4.6\)"),
+])  # fmt: skip
+def test_what_has_failed_fails_again(
+    root, tmp_path, colab, pip, monkeypatch, versions, status, later, line
+):
+    """The cell, run again in the same session, does not take what it has left for an efx."""
+    monkeypatch.setattr(install, "install", INSTALL)
+    leave_checkout(root, tmp_path / "content/efx-main")
+    pip.versions, pip.status = pip.versions | versions, status
+    pip.later = complete(root) | {"jax": COLAB_GPU["jax"]} | later
+    for _ in range(3):
+        with pytest.raises(SystemExit, match=line):
+            colab()
+    pip.versions, pip.status = complete(root), 0
+    install.loaded_from = complete(root)  # the session was restarted
+    for _ in range(2):
+        colab()
