@@ -89,13 +89,24 @@ def table(columns, rows, colours=None):
       rows: lists of cells as long as `columns`: a text, a number, None, or (what is shown, what it
         is sorted by). A column is one of numbers if all that it is sorted by are.
     """
+    values = _table(columns, rows, colours) | {"sortable": True}
+    return Block("table.html", values, script="table.js")
+
+
+def folded(summary, paragraphs, columns, rows):
+    """A table, with what is said of it, which a click on the summary shows. No heading sorts it:
+    cells may be blank where they say what those above do."""
+    values = _table(columns, rows) | {"sortable": False}
+    return Block("folded.html", values | {"summary": summary, "paragraphs": paragraphs})
+
+
+def _table(columns, rows, colours=None):
     cells = [[_cell(cell) for cell in row] for row in rows]
     numeric = [_all_numbers([row[i][1] for row in cells]) for i in range(len(columns))]
-    values = {
+    return {
         "columns": list(zip(columns, numeric, strict=True)),
         "rows": list(zip(cells, colours or [""] * len(cells), strict=True)),
     }
-    return Block("table.html", values, script="table.js")
 
 
 def _cell(cell):

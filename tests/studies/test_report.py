@@ -59,15 +59,14 @@ def make_run(
     return folder
 
 
-def make_isoflop(path):
-    """isoflop.json of two families and two budgets, three seeds, by a law that is known; "short"
-    has too few points for a law, and a parabola with its least loss, 2.0, at 8000 parameters."""
+def make_isoflop(path, families=((1, "dense"), (0.5, "MoD")), sizes=(4, 8, 16, 32, 64)):
+    """isoflop.json of these families and two budgets, three seeds, by a law that is known; "short"
+    has one budget, which allows no law, and a parabola with its least loss, 2.0, at 8000
+    parameters."""
     known, points = law.Law(1.0, 8.0, 9.0, 0.3, 0.25), []
-    for budget, (share, family), size in itertools.product(
-        (1e10, 4e10), ((1, "dense"), (0.5, "MoD")), (4, 8, 16, 32, 64)
-    ):
+    for budget, (share, family), size in itertools.product((1e10, 4e10), families, sizes):
         points.append((family, f"{size} blocks", budget, 1000 * size, 6000 * size * share))
-    points += [("short", f"{size} blocks", 1e10, 1000 * size, 6e3 * size) for size in (4, 8, 16)]
+    points += [("short", f"{size} blocks", 1e10, 1000 * size, 6e3 * size) for size in sizes]
     found = []
     for (family, size, budget, parameters, cost), seed in itertools.product(points, range(3)):
         loss = float(known.loss(parameters, budget / cost))
@@ -80,7 +79,7 @@ def make_isoflop(path):
         words = dict.fromkeys(("machine", "revision", "text", "tokenizer", "source"), "x")
         loss += 0.001 * (seed - 1)
         found.append(isoflop_points.Point(grid.Run(**run), loss=loss, **numbers, **alike, **words))
-    study = isoflop_points.as_data(found) | {"draws": 20, "further": [], "config": "c"}
+    study = isoflop_points.as_data(found) | {"draws": 20, "further": [10.0], "config": "c"}
     path.write_text(json.dumps(study))
     return path
 
@@ -204,9 +203,60 @@ def test_fits_of_an_isoflop_study(top, elements):
     assert " to " in cell and cell in elements.cells[row : row + 10]
 
 
+def test_all_tables_of_a_study_are_folded_below_its_fits(top, elements):
+    """The cells are those of the study's own Markdown, in their order."""
+    data = json.loads((top / "isoflop.json").read_text())
+    points = isoflop_points.from_data(data, "x")
+    made = isoflop_report.details(isoflop.analysis_of(points, 20), points, data["further"])
+    lines = [line for text in made for line in text.splitlines() if line.startswith("|")]
+    cells = [line[2:-2].split(" | ") for line in lines if not line.startswith("|---")]
+    tags = [tag for tag, _ in elements.found]
+    assert tags.count("details") == 4 and len(cells) > 20
+    said = "\n".join(elements.cells)
+    for row in cells:
+        assert "\n".join(row) in said or row[0] in ("size", "family", "budget"), row
+
+
+def test_a_table_of_markdown_is_folded_and_one_without_rows_is_not_there():
+    text = "Of a | b, at 2; more:\n\n" + tables.markdown(["x", "y"], [["", "**1.5**"], ["2", "3"]])
+    (block,) = report_fits.details_blocks(text + "\n\nBest: 2.")
+    assert block.values["summary"] == "Of a | b, at 2"
+    assert block.values["paragraphs"] == ["Of a | b, at 2; more:", "Best: 2."]
+    shown = [[cell for cell, _ in row] for row, _ in block.values["rows"]]
+    assert shown == [["", "1.5 (best)"], ["2", "3"]]
+    assert report_fits.details_blocks(f"None:\n\n{tables.markdown(['x', 'y'], [])}") == []
+    (block,) = report_fits.details_blocks("No law of a: why.")
+    assert block.values["text"] == "No law of a: why."
+
+
+@pytest.mark.parametrize("families, budgets", [(2, 5), (4, 10), (9, 3), (20, 4)])
+def test_families_at_their_budgets_look_unlike(families, budgets):
+    fits = [
+        report_fits.Fit(float(b), f"f{f}", *[None] * 8)
+        for b in range(budgets)
+        for f in range(families)
+    ]
+    looks = report_fits.looks_of(report_fits.Study(fits, *[None] * 6))
+    assert len({*looks.values()}) == families * budgets
+
+
+def test_the_optimum_over_budgets_is_that_of_the_law(top):
+    study = report_fits.read(top / "isoflop.json")
+    assert [one.family for one in study.optima] == ["dense", "MoD", "short"]
+    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), 20)
+    dense, _, short = study.optima
+    for place, budget in ((0, 1e10), (dense.measured - 1, 4e10)):
+        loss = with_draws(analysis.laws["dense"].losses[budget])
+        low, high = loss.interval(95)
+        assert dense.line[:, place] == pytest.approx([budget, loss.value, low, high])
+    assert dense.line[0, -1] == pytest.approx(4e11)
+    assert short.line.shape == (4, 0)
+    assert short.marks[:2, 0] == pytest.approx([1e10, 2.0])
+
+
 @pytest.mark.parametrize("change, words", [
     (('"budget": 10000000000.0', '"budget": "<b>"'), ""),
-    (('"points"', '"point"'), "KeyError: 'points'"),
+    (('"points"', '"point"'), "no points of an isoFLOP study (KeyError: 'points'); give"),
     (('"draws": 20', '"draw": 20'), "KeyError: 'draws'"),
     (('{"settings"', '"settings"'), "JSONDecodeError"),
 ])  # fmt: skip
@@ -216,7 +266,10 @@ def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys)
     (tmp_path / "isoflop.json").write_text(text.replace(*change, 1))
     assert report.main([str(tmp_path), f"--out={tmp_path / 'a.html'}"]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and "is not the isoflop.json of a study" in said
+    assert words in said and said.count("\n") == 1
+    # What is wrong is said once.
+    assert ("is not the isoflop.json of a study" in said) == ("no points" not in said)
+    assert said.count("Error") == 1
 
 
 def test_rows_of_an_evaluation_alone_lie_between_the_others():
@@ -273,7 +326,7 @@ def curves_of(text):
     (["a.txt"], "a.txt: a file; give a run folder"),
     (["none"], "none: no such folder; give"),
     (["nothing"], "nothing is not a run folder: it has no config.json"),
-    (["table.json"], "table.json is not the isoflop.json of a study"),
+    (["table.json"], "table.json: no points of an isoFLOP study"),
     (["study", "--metrics=router/acuracy"], "'router/acuracy' (did you mean 'router/accuracy'?)"),
     (["study", "--bits-per-byte", "--metrics=eval/loss"], "eval/loss counts by tokens"),
     (["unseen", "--bits-per-byte"], "no run has the column eval/bits_per_byte"),
@@ -465,3 +518,26 @@ def test_the_browser_itself_forbids_requests_and_other_scripts(browser):
     assert browser.execute_async_script(script) == "refused"
     assert browser.execute_script("return window.hacked") is None
     assert all("Content Security Policy" in words for words in browsers.said(browser))
+
+
+def test_labels_of_sizes_stand_apart_and_legends_below(driver, tmp_path):
+    """Of nine families, whose sizes are many."""
+    families = [(1 + n / 9, f"family of a long name, number {n}") for n in range(9)]
+    make_isoflop(tmp_path / "isoflop.json", families, tuple(range(20, 120, 4)))
+    out = tmp_path / "a.html"
+    assert report.main([str(tmp_path / "isoflop.json"), f"--out={out}"]) == 0
+    driver.get(out.as_uri())
+    browsers.awaited(driver, ".figure .main-svg")
+    boxes = """return [...document.querySelectorAll('.figure')].map((figure) =>
+        SELECTORS.map((selector) => [...figure.querySelectorAll(selector)].map((one) => {
+          const { left, right, top, bottom } = one.getBoundingClientRect()
+          return [left, right, top, bottom]
+        })))"""
+    selectors = "['.xtick text', '.xtitle', '.legend', '.cartesianlayer .xy .gridlayer']"
+    drawn = driver.execute_script(boxes.replace("SELECTORS", selectors))
+    assert len(drawn) == 2
+    for ticks, (title,), (legend,), (lines,) in drawn:
+        assert len(ticks) > 2
+        for (_, right, *_), (left, *_) in itertools.pairwise(sorted(ticks)):
+            assert right + 2 < left
+        assert title[3] <= legend[2] + 1 and lines[3] - lines[2] > 250
