@@ -665,3 +665,17 @@ def test_labels_of_sizes_stand_apart_and_legends_below(driver, tmp_path):
         for (_, right, *_), (left, *_) in itertools.pairwise(sorted(ticks)):
             assert right + 2 < left
         assert title[3] <= legend[2] + 1 and lines[3] - lines[2] > 250
+
+
+def test_a_switch_shows_the_further_columns(driver, tmp_path):
+    table = page.table(["a", "b", "c"], [["x", 1, 2], ["y", 2, 1]], further=1, what="of them")
+    page.write_page(tmp_path / "a.html", "a", [page.Section("a", [table])])
+    driver.get((tmp_path / "a.html").as_uri())
+    switch = driver.find_element("css selector", ".switch")
+    assert switch.text == "1 more of them"
+    last = driver.find_elements("css selector", "th, td")[2::3]
+    assert [one.is_displayed() for one in last] == [False] * 3
+    switch.click()
+    assert [one.text for one in last] == ["c", "2", "1"]
+    heading(driver, "c").click()
+    assert run_order(driver) == ["y", "x"]
