@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import hashlib
 import html
+import itertools
 import pathlib
 
 from efx.errors import UsageError, extra
@@ -80,7 +81,7 @@ def figure(traces, layout, height=440):
     return Block("figure.html", {"height": height}, script="figure.js", data=data)
 
 
-def table(columns, rows, colours=None):
+def table(columns, rows, colours=None, further=0, what=""):
     """A table that a click on a heading sorts, by numbers if the column has them.
 
     Args:
@@ -88,14 +89,28 @@ def table(columns, rows, colours=None):
       colours: of each row, as in a figure above or below the table; None: no colours.
       rows: lists of cells as long as `columns`: a text, a number, None, or (what is shown, what it
         is sorted by). A column is one of numbers if all that it is sorted by are.
+      further: so many of the last columns are hidden until a switch is on, which says `what` they
+        are.
     """
+    values = _table(columns, rows, colours, further) | {"sortable": True, "what": what}
+    return Block("table.html", values, script="table.js")
+
+
+def folded(summary, paragraphs, columns, rows):
+    """A table, with what is said of it, which a click on the summary shows. No heading sorts it:
+    cells may be blank where they say what those above do."""
+    values = _table(columns, rows) | {"sortable": False}
+    return Block("folded.html", values | {"summary": summary, "paragraphs": paragraphs})
+
+
+def _table(columns, rows, colours=None, further=0):
     cells = [[_cell(cell) for cell in row] for row in rows]
     numeric = [_all_numbers([row[i][1] for row in cells]) for i in range(len(columns))]
-    values = {
+    return {
         "columns": list(zip(columns, numeric, strict=True)),
+        "further": further,
         "rows": list(zip(cells, colours or [""] * len(cells), strict=True)),
     }
-    return Block("table.html", values, script="table.js")
 
 
 def _cell(cell):
@@ -108,6 +123,20 @@ def _cell(cell):
 def _all_numbers(keys):
     kinds = {type(key) for key in keys if key is not None}
     return bool(kinds) and kinds <= {int, float}
+
+
+def cut_names(names, most):
+    """Names of at most so many characters, cut in their middles: their ends tell them apart as
+    well as their beginnings do. Longer where cut ones would be the same."""
+    for size in itertools.count(most):
+        cut = [_cut(name, size) for name in names]
+        if len({*cut}) == len({*names}):
+            return cut
+
+
+def _cut(name, most):
+    end = most // 2
+    return name if len(name) <= most else f"{name[: most - 1 - end]}…{name[-end:]}"
 
 
 def plain(text):

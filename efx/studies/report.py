@@ -3,7 +3,8 @@
     python -m efx.studies.report runs/mod runs/dense --out report.html
 
 The page is one HTML file that needs no network. An argument is a run folder, a folder with runs
-below it (that of a sweep or of another study), or an isoFLOP study: its folder or its isoflop.json.
+below it (that of a sweep, of cBTM or of another study), or an isoFLOP study: its folder or its
+isoflop.json.
 The curves are of training and held-out loss, held-out bits per byte and accuracy, the norm of the
 gradient, the learning rate, tokens/s and MFU, and of --metrics, names of columns of metrics.jsonl,
 by step, tokens, FLOPs or seconds.
@@ -23,6 +24,7 @@ import sys
 import numpy as np
 
 from efx import reading, runfolder, storage, tables
+from efx.cbtm import CLUSTERS
 from efx.errors import UsageError, nearest
 from efx.metrics import portion, read_metrics
 from efx.metrics.writer import SAMPLES
@@ -55,6 +57,8 @@ _MOST_SAMPLES = 20  # of a run, the last ones
 _LONGEST_SAMPLE = 20_000  # characters
 _LARGEST_SAMPLE = 16 << 20  # bytes of the file
 _DEEPEST = 4  # folders between the one that is given and a run
+_LONGEST_NAME = 48  # characters of a run's name; more where that keeps two apart
+_SETTINGS = 8  # columns of the table; a switch shows the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +161,9 @@ def collect(arguments):
 
 
 def _is_run(path):
+    """A folder of cBTM is none, though it has a config: its seed and its experts are."""
+    if (path / CLUSTERS).is_dir() and not (path / runfolder.METRICS_FILE).exists():
+        return False
     return any((path / name).exists() for name in (runfolder.CONFIG_FILE, runfolder.METRICS_FILE))
 
 
@@ -229,7 +236,8 @@ def _held_out(run):
 
 def _trained_on(run):
     text, settings = run.record.get("text"), _block(run)
-    return text and text["source"], [settings.get(key) for key in ("source", "max_bytes")]
+    recorded = text and (text["source"], run.record.get("subset"))
+    return recorded, [settings.get(key) for key in ("source", "max_bytes", "subset")]
 
 
 # ---- curves ------------------------------------------------------------------------------------
@@ -283,25 +291,39 @@ def thinned(rows, values):
     return [rows[i] for i in last], means
 
 
-def curves_block(runs, names, styles, offered):
-    """The curves with their switches."""
+def curves_block(runs, names, styles, offered, settings):
+    """The curves with their switches. settings: of each run, what a reader may ask for."""
     columns = list(dict.fromkeys(column for group in offered.values() for column in group))
     axes = [axis for axis in AXES if any(axis in row for run in runs for row in run.rows)]
-    drawn = []
-    for run, name, style in zip(runs, names, styles, strict=True):
+    drawn, labels = [], page.cut_names(names, _LONGEST_NAME)
+    for run, name, label, style, of in zip(runs, names, labels, styles, settings, strict=True):
         of_columns = {}
         for column in columns:
             rows, values = thinned(*run.curve(column))
             if rows:
                 of_columns[column] = {"rows": rows, "values": values}
-        of_axes = {axis: axis_values(run, axis) for axis in axes}
-        drawn.append({"name": name, **style, "axes": of_axes, "columns": of_columns})
+        # The page has where the points lie, not where all that was logged does.
+        used = sorted({row for of_column in of_columns.values() for row in of_column["rows"]})
+        places = {row: place for place, row in enumerate(used)}
+        for of_column in of_columns.values():
+            of_column["rows"] = [places[row] for row in of_column["rows"]]
+        of_axes = {}
+        for axis in axes:
+            values = axis_values(run, axis)
+            of_axes[axis] = [values[row] for row in used]
+        about = ", ".join(f"{key.removeprefix('model.')}={value}" for key, value in of.items())
+        words = {"name": name, "label": label, "about": runfolder.shortened(about, 1000)}
+        drawn.append(words | style | {"axes": of_axes, "columns": of_columns})
     data = {
         "axes": {axis: AXES[axis] for axis in axes},
         "metrics": [{"title": title, "columns": group} for title, group in offered.items()],
         "runs": drawn,
     }
-    values = {"axes": {axis: AXES[axis] for axis in axes}, "metrics": list(offered)}
+    # Tokens of different tokenizers are different amounts of text, and FLOPs are FLOPs.
+    alike = all(_same(_tokenizer, runs[0], run) for run in runs)
+    wanted = "tokens" if alike else "flops"
+    values = {"axes": data["axes"], "metrics": list(offered)}
+    values["chosen"] = wanted if wanted in axes else axes[0]
     return page.Block("curves.html", values, script="curves.js", data=data)
 
 
@@ -315,7 +337,9 @@ def styles_of(count):
 
 
 def runs_table(runs, names, settings, styles, by_byte):
-    """The table of runs: final losses, the settings that differ, cost, speed, machine."""
+    """The table of runs: final losses, cost, speed, then the settings that differ, machine.
+    Settings that some of the runs do not have, and those beyond some number, are shown by a
+    switch."""
     losses = {
         "held-out loss": [_last(run, "eval/loss", ".4f") for run in runs],
         "least held-out loss": [_last(run, "min:eval/loss", ".4f") for run in runs],
@@ -324,23 +348,57 @@ def runs_table(runs, names, settings, styles, by_byte):
     if losses["least held-out loss"] == losses["held-out loss"]:
         del losses["least held-out loss"]
     columns = {} if by_byte else losses
-    columns["bits per byte"] = [_last(run, "eval/bits_per_byte", ".4f") for run in runs]
-    for key in dict.fromkeys(key for of in settings for key in of):
-        columns[key] = [_setting(of[key]) if key in of else None for of in settings]
     columns |= {
+        "bits per byte": [_last(run, "eval/bits_per_byte", ".4f") for run in runs],
         "training FLOPs": [_last(run, "flops", "FLOPs") for run in runs],
         "tokens": [_last(run, "tokens", "quantity") for run in runs],
-        "tokens/s": [_cell(run.median("tokens_per_second"), "quantity") for run in runs],
-        "MFU": [_cell(run.median("mfu"), ".1%") for run in runs],
         "steps": [_last(run, "step", ",.0f") for run in runs],
         "seconds": [_last(run, "seconds", ",.1f") for run in runs],
+        "tokens/s": [_cell(run.median("tokens_per_second"), "quantity") for run in runs],
+        "MFU": [_cell(run.median("mfu"), ".1%") for run in runs],
         "parameters": [_last(run, "parameters", "quantity") for run in runs],
-        "machine": [_machine(run) for run in runs],
     }
+    of_settings = {
+        key: [_setting(of[key]) if key in of else None for of in settings]
+        for key in dict.fromkeys(key for of in settings for key in of)
+    }
+    # What says what kind of model it is comes first.
+    shared = [key for key, cells in of_settings.items() if None not in cells]
+    shared.sort(key=lambda key: not key.endswith(("kind", "family")))
+    first = {key: of_settings.pop(key) for key in shared[:_SETTINGS]}
+    columns |= first | {"machine": [_machine(run) for run in runs]}
     # What no run has said is no column.
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    rows = [[name, *cells] for name, *cells in zip(names, *shown.values(), strict=True)]
-    return page.table(["run", *shown], rows, [style["colour"] for style in styles])
+    shown = {title: cells for title, cells in columns.items() if any(cells)} | of_settings
+    cut = zip(page.cut_names(names, _LONGEST_NAME), names, strict=True)
+    rows = [list(cells) for cells in zip(cut, *shown.values(), strict=True)]
+    colours = [style["colour"] for style in styles]
+    return page.table(["run", *shown], rows, colours, len(of_settings), "settings that differ")
+
+
+def without_blocks_that_are_off(settings, config):
+    """The settings of a run, {dotted key: value}, that do something in it: not those of a block
+    whose kind is "none", nor of one for another kind than the one that is chosen."""
+    every = runfolder.dotted(config)
+    chosen = {key.rpartition(".")[0]: kind for key, kind in every.items() if key.endswith(".kind")}
+    off = {key.rpartition(".")[0] for key, on in every.items() if key.endswith(".on") and not on}
+
+    def does_something(key):
+        for block, name in _blocks_of(key):
+            kind, part = chosen.get(block), name.partition(".")
+            if (block in off and name != "on") or (kind == "none" and name != "kind"):
+                return False
+            # "mlp.moe.top_k" is of the kind "moe".
+            if kind is not None and part[2] and part[0] != kind:
+                return False
+        return True
+
+    return {key: value for key, value in settings.items() if does_something(key)}
+
+
+def _blocks_of(key):
+    """(block, name within it) of a dotted key: ("a", "b.c"), ("a.b", "c")."""
+    names = key.split(".")
+    return [(".".join(names[:i]), ".".join(names[i:])) for i in range(1, len(names))]
 
 
 def _last(run, metric, form):
@@ -373,12 +431,12 @@ def _machine(run):
 
 def speed_block(runs, names, styles):
     """Tokens/s of each run: the median of its rows, and between which values 8 of 10 are."""
-    found = []
-    for run, name, style in zip(runs, names, styles, strict=True):
+    found, labels = [], page.cut_names(names, _LONGEST_NAME)
+    for run, name, style in zip(runs, labels, styles, strict=True):
         values = [value for value in run.curve("tokens_per_second")[1] if value is not None]
         if values:
             low, middle, high = np.percentile(values, (10, 50, 90)).tolist()
-            found.append((page.plain(runfolder.shortened(name, 40)), style, low, middle, high))
+            found.append((page.plain(name), style, low, middle, high))
     if not found:
         return page.paragraph("No run has logged its tokens/s.", "note")
     numbers = list(range(len(found)))
@@ -486,20 +544,22 @@ def sections_of(runs, metrics, by_byte):
     if by_byte and not any("eval/bits_per_byte" in run.last for run in runs):
         raise UsageError("--bits-per-byte: no run has the column eval/bits_per_byte")
     settings = plot.differing([run.config for run in runs])
-    names, styles = plot.names([run.path for run in runs], settings), styles_of(len(runs))
-    short = plot.names([run.path for run in runs], [{}] * len(runs))
+    settings = [
+        without_blocks_that_are_off(of, run.config) for of, run in zip(settings, runs, strict=True)
+    ]
+    names, styles = plot.names([run.path for run in runs], [{}] * len(runs)), styles_of(len(runs))
     offered = choices(runs, metrics, by_byte)
     return [
         page.Section(
             "Curves",
-            [*notes(runs, unlike, by_byte), curves_block(runs, names, styles, offered)],
+            [*notes(runs, unlike, by_byte), curves_block(runs, names, styles, offered, settings)],
         ),
-        page.Section("Runs", [runs_table(runs, short, settings, styles, by_byte)]),
-        page.Section("Samples", [samples_block(runs, short, styles)]),
+        page.Section("Runs", [runs_table(runs, names, settings, styles, by_byte)]),
+        page.Section("Samples", [samples_block(runs, names, styles)]),
         page.Section(
             "Speed",
             [
-                speed_block(runs, short, styles),
+                speed_block(runs, names, styles),
                 page.paragraph(
                     "Medians of the logged rows, with the range of the middle 80%; runs of"
                     " different machines, or that shared one, are not compared by this.",

@@ -1,8 +1,10 @@
-"""What the report page shows of an isoFLOP study: points, fits, optima with their intervals."""
+"""What the report page shows of an isoFLOP study: points, fits, optima with their intervals, and
+all tables that the study itself writes."""
 
 import dataclasses
 import itertools
 import math
+import re
 
 import numpy as np
 
@@ -10,10 +12,13 @@ from efx import reading, runfolder, tables
 from efx.errors import UsageError
 from efx.metrics import quantity
 from efx.studies import isoflop, page
+from efx.studies.isoflop import picture
 from efx.studies.isoflop import report as isoflop_tables
 from efx.studies.isoflop.bootstrap import with_draws
 
 FILE = "isoflop.json"
+_LABELS = 14  # of an axis of parameters, at most
+_WIDTH, _LETTER, _LINE = 1300, 7, 20  # pixels of a legend, of a letter and of a line in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +46,51 @@ class Fit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Optima:
+    """The loss at the best size of one family over budgets.
+
+    Attributes:
+      family: its name.
+      line: [4, N] by the law: budgets, losses, low and high ends; N is 0 without a law.
+      measured: how many of these budgets are within those measured.
+      marks: [4, M] the same by a parabola at budgets that have one.
+    """
+
+    family: str
+    line: np.ndarray
+    measured: int
+    marks: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """What is shown of a study.
 
     Attributes:
       fits: [Fit].
+      optima: [Optima]; [] of one budget.
+      budgets: those measured and those that are extrapolated to.
       forms: {column of the table of optima: format of its numbers}.
       cells: {(budget, family): {column: cell}}, as in efx.tables.
       intervals: what the intervals are, in words.
+      details: [Markdown of a table with its sentences] of all but the optima.
     """
 
     fits: list
+    optima: list
+    budgets: list
     forms: dict
     cells: dict
     intervals: str
+    details: list
 
 
-def study_of(data):
-    """The Study in the data of efx.studies.isoflop. All that this page knows of that package."""
+def study_of(data, where):
+    """The Study in the data of efx.studies.isoflop, of the file `where`. All that this page knows
+    of that package."""
     data = data["study"] if "study" in data else data
-    analysis = isoflop.analysis_of(isoflop.points_of(data, FILE), data)
+    points = isoflop.points_of(data, where)
+    analysis = isoflop.analysis_of(points, data)
     fits = [
         _fit(analysis, family, measured, budget)
         for budget in analysis.budgets
@@ -69,26 +99,28 @@ def study_of(data):
     ]
     return Study(
         fits=fits,
+        optima=_optima(analysis, data["further"]) if len(analysis.budgets) > 1 else [],
+        budgets=[*analysis.budgets, *(analysis.budgets[-1] * x for x in data["further"])],
         forms=isoflop_tables.FORMS,
         cells=isoflop_tables.optima_table(analysis),
         intervals="Points are means over seeds, with one standard deviation. Lines and stars are of"
         f" the law, of parabolas where there is none; bands and bars are {isoflop_tables.LEVEL}%"
         " intervals of the bootstrap.",
+        details=isoflop_tables.details(analysis, points, data),
     )
 
 
 def _fit(analysis, family, measured, budget):
     here = measured.at(budget)
     parameters, means = measured.parameters[here], measured.means[here]
-    fine = np.geomspace(parameters.min(), parameters.max(), 60)
     fit = analysis.laws.get(family, analysis.parabolas[family])
+    fitted = fit.measured.parameters[fit.measured.at(budget)]
+    fine = np.geomspace(fitted.min(), fitted.max(), 60)
     if family in analysis.laws:
         draws = [with_draws(fit.loss_at(budget, size)) for size in fine]
         line = [(one.value, *one.interval(isoflop_tables.LEVEL)) for one in draws]
     else:
-        x, weights = np.log(parameters), np.sqrt(measured.seeds[here])
-        parabola = np.polyfit(x - x.mean(), means, 2, w=weights)
-        line = [(loss,) * 3 for loss in np.polyval(parabola, np.log(fine) - x.mean())]
+        line = [(loss,) * 3 for loss in fit.curve(budget, fine)]
     how = "by the law" if family in analysis.laws else "by a parabola"
     beyond = not parameters.min() <= fit.parameters[budget][0] <= parameters.max()
     best, loss = (_ends(with_draws(of[budget])) for of in (fit.parameters, fit.losses))
@@ -106,6 +138,31 @@ def _fit(analysis, family, measured, budget):
     )
 
 
+def _optima(analysis, further):
+    """[Optima] of all families."""
+    budgets, inside = picture.smooth_budgets(analysis, further)
+    found = []
+    for family in analysis.families:
+        by_law = {}
+        if family in analysis.laws:
+            by_law = {budget: analysis.laws[family].optimum(budget)[1] for budget in budgets}
+        line, marks = _columns(by_law), _columns(analysis.parabolas[family].losses)
+        measured = int((line[0] <= budgets[inside - 1]).sum())
+        found.append(Optima(str(family), line, measured, marks))
+    return found
+
+
+def _columns(losses):
+    """[4, N] budgets, losses and the ends of their intervals, of {budget: [R]}, where there is a
+    loss; one without an interval is its own ends."""
+    found = []
+    for budget, losses_R in losses.items():
+        estimate = with_draws(losses_R)
+        if math.isfinite(estimate.value):
+            found.append((budget, *(_ends(estimate) or (estimate.value,) * 3)))
+    return np.array(found, float).reshape(-1, 4).T
+
+
 def _ends(estimate):
     """(value, low, high) of an Estimate; None unless all three are finite."""
     ends = (estimate.value, *(estimate.interval(isoflop_tables.LEVEL) or (math.nan,) * 2))
@@ -121,9 +178,11 @@ def read(path):
     """The Study in a file: isoflop.json, or one of results/ that has its points."""
     try:
         data = reading.read_json(path)
-        return study_of(data)
+        return study_of(data, path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
+    except UsageError:  # which says all of it
+        raise
     except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
         raise UsageError(
             f"{path} is not the {FILE} of a study, nor a result with its points"
@@ -134,15 +193,28 @@ def read(path):
 # ---- on the page -------------------------------------------------------------------------------
 
 
-def traces(study):
-    """Plotly's traces: a colour is a budget, a line and a symbol are a family, stars the optima."""
+def looks_of(study):
+    """{(budget, family): (colour, dash, symbol)}, no two the same while there are enough of them. A
+    colour is a budget and a line with its symbol a family; where families are more than symbols it
+    is the other way round, and symbols are hollow once all colours are used."""
     budgets = list(dict.fromkeys(fit.budget for fit in study.fits))
     families = list(dict.fromkeys(fit.family for fit in study.fits))
-    colours = dict(zip(budgets, itertools.cycle(page.COLOURS)))
-    looks = dict(zip(families, itertools.cycle(zip(page.DASHES, page.SYMBOLS, strict=True))))
-    drawn = []
+    looks = list(zip(page.DASHES, page.SYMBOLS, strict=True))
+    found = {}
+    for (i, budget), (j, family) in itertools.product(enumerate(budgets), enumerate(families)):
+        many = len(families) > len(looks)
+        of_colour, of_look = (j, i) if many else (i, j)
+        dash, symbol = looks[of_look % len(looks)]
+        symbol += "-open" * (of_colour // len(page.COLOURS) % 2)
+        found[budget, family] = page.COLOURS[of_colour % len(page.COLOURS)], dash, symbol
+    return found
+
+
+def traces(study):
+    """Plotly's traces, which look as `looks_of` says; stars are the optima."""
+    looks, drawn = looks_of(study), []
     for fit in study.fits:
-        colour, (dash, symbol) = colours[fit.budget], looks[fit.family]
+        colour, dash, symbol = looks[fit.budget, fit.family]
         name = page.plain(f"{fit.family}, {quantity(fit.budget, 'FLOPs')}")
         # Switched on and off together; the points stand for all in the legend.
         shared = {"type": "scatter", "legendgroup": name, "name": name}
@@ -208,6 +280,40 @@ def _faint(colour):
     return f"rgba({red},{green},{blue},0.15)"
 
 
+def optima_traces(study):
+    """Plotly's traces of the loss at the best size over budgets, a colour a family; dashed beyond
+    the budgets that were measured."""
+    drawn = []
+    for i, one in enumerate(study.optima):
+        colour = page.COLOURS[i % len(page.COLOURS)]
+        symbol = page.SYMBOLS[i // len(page.COLOURS) % len(page.SYMBOLS)]
+        none = not one.line.size and not one.marks.size
+        name = page.plain(one.family + ": none within reach" * none)
+        budgets, losses, low, high = one.line
+        shared = {"type": "scatter", "legendgroup": name, "name": name}
+        hidden = shared | {"showlegend": False}
+        said = "%{fullData.name}<br>%{x:.3s}FLOPs<br>loss %{y:.4f} HOW<extra></extra>"
+        band = {"x": [*budgets, *budgets[::-1]], "y": [*high, *low[::-1]], "hoverinfo": "skip"}
+        parts = ((slice(0, one.measured), "solid"), (slice(max(one.measured - 1, 0), None), "dash"))
+        drawn.append(
+            hidden | band | {"fill": "toself", "mode": "none", "fillcolor": _faint(colour)}
+        )
+        for part, dash in parts:
+            line = {"x": budgets[part], "y": losses[part], "mode": "lines"}
+            line["hovertemplate"] = said.replace("HOW", "by the law")
+            drawn.append(hidden | line | {"line": {"color": colour, "dash": dash}})
+        # They stand for the family in the legend, also where no parabola has an optimum.
+        budgets, losses, low, high = one.marks if one.marks.size else [[None]] * 4
+        marks = {"x": budgets, "y": losses, "mode": "markers"}
+        marks["marker"] = {"color": colour, "symbol": symbol, "size": 9}
+        marks["hovertemplate"] = said.replace("HOW", "by a parabola")
+        if one.marks.size:
+            ends = {"array": high - losses, "arrayminus": losses - low}
+            marks["error_y"] = {"type": "data", "symmetric": False, "thickness": 1.2, **ends}
+        drawn.append(shared | marks)
+    return drawn
+
+
 def rows(study):
     """Rows of the table of optima, as `page.table` takes them."""
     found = []
@@ -223,20 +329,72 @@ def rows(study):
     return found
 
 
+def details_blocks(text):
+    """Blocks of a table with its sentences, in the Markdown that `efx.tables` writes: the table is
+    folded away behind the beginning of the first sentence. None of a table without rows."""
+    parts = text.split("\n\n")
+    sentences = [part for part in parts if not part.startswith("|")]
+    found = [part.splitlines() for part in parts if part.startswith("|")]
+    if not found:
+        return [page.paragraph("\n".join(sentences), "note")]
+    (titles, _, *lines), count = found[0], found[0][0].count(" | ") + 1
+    # What is best is bold there. A name may have a bar in it: then the cells after it are one.
+    cells = [re.sub(r"\*\*(.+?)\*\*", r"\1 (best)", line[2:-2]) for line in lines]
+    rows = [cell.split(" | ", count - 1) for cell in cells]
+    rows = [row + [""] * (count - len(row)) for row in rows]
+    if not rows:
+        return []
+    summary = re.split("[:;]", sentences[0])[0]
+    said = [words for words in sentences if words.rstrip(":") != summary]
+    return [page.folded(summary, said, titles[2:-2].split(" | "), rows)]
+
+
+def _legend_lines(names):
+    """Of a legend below a figure as wide as the page."""
+    columns = max(1, _WIDTH // (_LETTER * max(map(len, names)) + 50))
+    return -(-len(names) // columns)
+
+
 def section(name, study):
-    """The fits of a study and the table of their optima."""
+    """The fits of a study, the tables of their optima and of all else, and the optimum's course."""
+    sizes = picture.labelled_sizes(
+        np.concatenate([fit.parameters for fit in study.fits]), most=_LABELS
+    )
     layout = {
-        "xaxis": {"title": {"text": "parameters"}, "type": "log", "tickformat": "~s"},
+        "xaxis": {
+            "title": {"text": "parameters"},
+            "type": "log",
+            "tickvals": sizes,
+            "ticktext": [quantity(size) for size in sizes],
+        },
         "yaxis": {"title": {"text": "held-out loss (nats a token)"}, "tickformat": ".3f"},
-        "legend": {"orientation": "h", "y": -0.18},
+        # Below the title of the axis, however high the figure is.
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
         "hovermode": "closest",
     }
     note = (
         f"{study.intervals} A star is the best size of a budget; the first family is the baseline."
     )
+    legend = [f"{fit.family}, {quantity(fit.budget, 'FLOPs')}" for fit in study.fits]
     blocks = [
         page.paragraph(note, "note"),
-        page.figure(traces(study), layout, height=560),
+        page.figure(traces(study), layout, height=520 + _LINE * _legend_lines(legend)),
         page.table(["budget", "family", *study.forms], rows(study)),
     ]
+    if study.optima:
+        about = "The loss of the optimum over budgets: lines by the law, dashed beyond the budgets"
+        about += " that were measured; marks by parabolas."
+        axis = {"title": {"text": "training FLOPs"}, "type": "log", "tickvals": study.budgets}
+        axis |= {"ticktext": [quantity(budget, "FLOPs") for budget in study.budgets]}
+        ends = math.log10(study.budgets[0]), math.log10(max(study.budgets))
+        axis |= {"range": [ends[0] - 0.05, ends[1] + 0.05]}  # a label at the very end is not drawn
+        title = {"text": "held-out loss of the optimum (nats a token)"}
+        layout = layout | {"xaxis": axis, "yaxis": layout["yaxis"] | {"title": title}}
+        height = 440 + _LINE * _legend_lines([one.family for one in study.optima])
+        blocks += [
+            page.paragraph(about, "note"),
+            page.figure(optima_traces(study), layout, height=height),
+        ]
+    for text in study.details:
+        blocks += details_blocks(text)
     return page.Section(f"isoFLOP study {name}", blocks)

@@ -6,6 +6,7 @@ that take them report them: the collection `choices`, see `efx.layers.report`.
 
 import dataclasses
 import itertools
+import re
 from typing import NamedTuple
 
 import jax
@@ -27,12 +28,14 @@ class Quantity(NamedTuple):
       kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": a number that stands for a thing;
         "fraction": in [0, 1]; "number".
       words: of a flag, and of fractions that may be all 0 or 1, those for 0 and 1.
+      by_row: the numbers of a row compare with each other alone, so that each has its own scale.
     """
 
     title: str
     about: str
     kind: str
     words: tuple = ()
+    by_row: bool = False
 
 
 # In the order in which a switch offers them; the first that a model has is shown first.
@@ -53,9 +56,14 @@ QUANTITIES = {
     "heaviest": Quantity("largest weight", "weight of that expert", "fraction"),
     "noop": Quantity("no-op choices", "how many of its choices compute nothing", "count"),
     "full": Quantity("choices without room", "how many experts were full for it", "count"),
-    "score": Quantity("router score", "what the causal decision compares with 0", "number"),
+    "score": Quantity(
+        "router score", "what the causal decision compares with 0", "number", by_row=True
+    ),
     "wanted": Quantity(
-        "wanted", "whether the decision wants it computed, room or not", "flag", ("not", "wanted")
+        "wanted",
+        "whether the decision wants it computed, room or not",
+        "flag",
+        ("not wanted", "wanted"),
     ),
     "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
     "flops": Quantity("FLOPs", "of what a token costs here that has all computed", "fraction"),
@@ -132,8 +140,10 @@ def token_map(model, variables, ids, keys=None, next_id=None):
             "dropout, gates or groups of latents (config.model.depth_routing.kind='none', ...)"
         )
     costs = token_costs.of_tokens(models.unrolled(model), len(ids), made.choices)
+    left = _left_before(rows)
     for path, share_T in costs.shares.items():
         name = row_name(path)
+        share_T = np.where(left.get(name, False), np.nan, share_T)
         mine = [i for i, row in enumerate(rows) if f"{row.name} ".startswith(f"{name} ")]
         rows.insert(mine[0] if mine else len(rows), Row(name, "flops", share_T))
     entropy_T, loss_T = summary(prediction, ids, next_id)
@@ -236,7 +246,25 @@ def rows_of(model, made, length):
     kinds = list(QUANTITIES)
     found.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
     rows = [row for _, row in found]
+    left = _left_before(rows)
+    rows = [
+        row._replace(values_T=np.where(left.get(row.name, False), np.nan, row.values_T))
+        for row in rows
+    ]
     return [row for row in rows if row.quantity not in _that_say_nothing(rows)], served
+
+
+def _left_before(rows):
+    """{step of a recursion: [T] whether an earlier step did not compute the token}. A step chooses
+    among those that the one before computed; about the others it decides nothing, whatever its
+    router makes of them."""
+    computed = {row.name: row.values_T for row in rows if row.quantity == "computed"}
+    left, left_T = {}, np.array(False)
+    for name in computed:
+        if re.fullmatch(r"recursion_\d+", name):
+            left[name] = left_T
+            left_T = left_T | (computed[name] == 0)
+    return left
 
 
 def _of_experts(weights_TE, used_TE):

@@ -144,6 +144,8 @@ def draw(made, pieces, quantity, path):
     height = 0.22 * len(rows) + 1.0
     figure = matplotlib.figure.Figure((14, height * len(lines) + 0.6), layout="constrained")
     axes = figure.subplots(len(lines), 1, squeeze=False)[:, 0]
+    if about.by_row:
+        values = _by_row(values)
     low, high, colours = _range(values, about.kind)
     discrete = about.kind in ("flag", "count", "class")
     if discrete:
@@ -168,8 +170,16 @@ def draw(made, pieces, quantity, path):
         figure.legend(handles=patches, **options)
         figure.suptitle(f"{about.title}: {about.about}", fontsize=9, x=0.01, ha="left")
     else:
-        figure.colorbar(image, ax=list(axes), label=about.title, shrink=0.5, pad=0.01)
+        label = about.title + ",\nover the row's largest" * about.by_row
+        colorbar = figure.colorbar(image, ax=list(axes), shrink=0.5, pad=0.01)
+        colorbar.set_label(label, fontsize=8)  # which fits where there are few rows
     figure.savefig(path, dpi=110)
+
+
+def _by_row(values):
+    """Each row over the largest of its absolute values."""
+    largest = np.nanmax(np.abs(values), axis=1, initial=0.0, keepdims=True)
+    return values / np.where(largest > 0, largest, 1.0)
 
 
 def _range(values, kind):
@@ -239,6 +249,7 @@ def sections(made, ids, pieces):
                 "about": quantity.about,
                 "kind": quantity.kind,
                 "words": list(quantity.words),
+                "by_row": quantity.by_row,
                 "names": list(made.of(key)),
                 "values": [_plain(values_T) for values_T in made.of(key).values()],
             }

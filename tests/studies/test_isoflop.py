@@ -333,6 +333,44 @@ def test_tables_numbers_and_picture(copy, capsys):
     assert (copy / "w/isoflop.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("count", [2, 6])
+def test_words_of_the_picture_cover_nothing(count, tmp_path, monkeypatch):
+    """Legends no label and no curve, labels of sizes no other; sizes that the first family does not
+    have are labelled too."""
+    import matplotlib.figure
+
+    figures, save = [], matplotlib.figure.Figure.savefig
+
+    def saved(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", saved)
+    families = {}
+    for number in range(count):
+        sizes = np.geomspace(1e3, 64e3, 13) * (1 + 0.5 * number)
+        parameters, budgets = np.tile(sizes, 2), np.repeat([1e10, 4e10], 13)
+        tokens = budgets / (6 * parameters)
+        losses = [np.array([loss, loss + 0.01]) for loss in LAW.loss(parameters, tokens)]
+        names, unknown = [f"{size:.0f}" for size in parameters], np.full(26, np.nan)
+        of = (names, budgets, parameters, tokens, 6 * parameters, unknown, losses)
+        families[f"family of a long name, number {number}"] = analysis.Measured(*of)
+    picture.draw(analysis.analyse(families, 20), tmp_path / "a.png", [10.0])
+    (figure,) = figures
+    assert len(figure.axes) == 3
+    for axis in figure.axes:
+        legend = axis.get_legend().get_window_extent()
+        assert legend.y0 >= 0 and not legend.overlaps(axis.get_window_extent())
+        assert not legend.overlaps(axis.xaxis.label.get_window_extent())
+        assert axis.get_window_extent().height > 300  # legends take nothing from the panels
+    labels = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert len(labels) > 4
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(labels, 2))
+    greatest = max(of.parameters.max() for of in families.values())
+    ticks = figure.axes[0].get_xticks()
+    assert ticks[0] == pytest.approx(1e3) and ticks[-1] == pytest.approx(greatest)
+
+
 def test_what_the_tables_say_where_there_is_nothing():
     """One budget, sizes that enclose no minimum, a baseline that is never as good."""
     sizes = np.array([1e3, 2e3, 4e3])

@@ -23,6 +23,8 @@ for package in ("jinja2", "plotly"):
 
 HOSTILE = "<b>bold</b></script><img src=x onerror='window.hacked=1'> %{x} {{ 7*7 }}"
 
+NARROW = "narrow<img src=x onerror='hacked=1'>"  # a folder
+
 
 def make_run(
     folder, width=32, speed=1000.0, tokenizer="bytes", evaluated=True, held_out="h", **data
@@ -59,15 +61,14 @@ def make_run(
     return folder
 
 
-def make_isoflop(path):
-    """isoflop.json of two families and two budgets, three seeds, by a law that is known; "short"
-    has too few points for a law, and a parabola with its least loss, 2.0, at 8000 parameters."""
+def make_isoflop(path, families=((1, "dense"), (0.5, "MoD")), sizes=(4, 8, 16, 32, 64)):
+    """isoflop.json of these families and two budgets, three seeds, by a law that is known; "short"
+    has one budget, which allows no law, and a parabola with its least loss, 2.0, at 8000
+    parameters."""
     known, points = law.Law(1.0, 8.0, 9.0, 0.3, 0.25), []
-    for budget, (share, family), size in itertools.product(
-        (1e10, 4e10), ((1, "dense"), (0.5, "MoD")), (4, 8, 16, 32, 64)
-    ):
+    for budget, (share, family), size in itertools.product((1e10, 4e10), families, sizes):
         points.append((family, f"{size} blocks", budget, 1000 * size, 6000 * size * share))
-    points += [("short", f"{size} blocks", 1e10, 1000 * size, 6e3 * size) for size in (4, 8, 16)]
+    points += [("short", f"{size} blocks", 1e10, 1000 * size, 6e3 * size) for size in sizes]
     found = []
     for (family, size, budget, parameters, cost), seed in itertools.product(points, range(3)):
         loss = float(known.loss(parameters, budget / cost))
@@ -80,7 +81,7 @@ def make_isoflop(path):
         words = dict.fromkeys(("machine", "revision", "text", "tokenizer", "source"), "x")
         loss += 0.001 * (seed - 1)
         found.append(isoflop_points.Point(grid.Run(**run), loss=loss, **numbers, **alike, **words))
-    study = isoflop_points.as_data(found) | {"draws": 20, "further": [], "config": "c"}
+    study = isoflop_points.as_data(found) | {"draws": 20, "further": [10.0], "config": "c"}
     path.write_text(json.dumps(study))
     return path
 
@@ -89,7 +90,7 @@ def make_isoflop(path):
 def top(tmp_path_factory):
     """A study of two runs, one of another tokenizer, and ones that have nothing to show."""
     top = tmp_path_factory.mktemp("runs")
-    make_run(top / "study/narrow", text_key=HOSTILE)
+    make_run(top / "study" / NARROW, text_key=HOSTILE)
     make_run(top / "study/deeper/wide", width=64, speed=500.0)
     make_run(top / "bpe", tokenizer="bpe:512")
     make_run(top / "other_text", held_out="k")
@@ -163,7 +164,8 @@ def test_a_page_is_one_file_and_what_runs_say_is_text_in_it(elements):
 def test_curves_and_table_have_the_numbers_of_the_runs(elements):
     curves = next(json.loads(s) for s in elements.scripts if s.startswith('{"axes"'))
     wide, narrow = curves["runs"]
-    assert wide["name"] == "wide (data.text_key=text, width=64)" and HOSTILE[:9] in narrow["name"]
+    assert wide["name"] == "wide" and narrow["name"] == NARROW  # unique without settings
+    assert wide["about"] == "data.text_key=text, width=64" and HOSTILE in narrow["about"]
     assert list(curves["axes"]) == ["step", "tokens", "flops", "seconds"]
     rows, losses = (narrow["columns"]["eval/loss"][key] for key in ("rows", "values"))
     assert losses == pytest.approx([3.2, 3.1])
@@ -173,8 +175,8 @@ def test_curves_and_table_have_the_numbers_of_the_runs(elements):
     assert titles[-1] == "router/accuracy"
     cells = elements.cells
     first = cells.index("wide")
-    assert cells[first : first + 4] == ["wide", "1.6000", "1.1000", "2.3083"]
-    assert cells[first + 4 : first + 6] == ["text", "64"] and "2.56 GFLOPs" in cells
+    assert cells[first : first + 5] == ["wide", "1.6000", "1.1000", "2.3083", "2.56 GFLOPs"]
+    assert cells[first + 9 : first + 12] == ["64.0k", "text", "64"]  # what was got, then settings
     assert cells.count("500") == 1 and cells.count("1.00k") == 1
 
 
@@ -204,9 +206,60 @@ def test_fits_of_an_isoflop_study(top, elements):
     assert " to " in cell and cell in elements.cells[row : row + 10]
 
 
+def test_all_tables_of_a_study_are_folded_below_its_fits(top, elements):
+    """The cells are those of the study's own Markdown, in their order."""
+    data = json.loads((top / "isoflop.json").read_text())
+    points = isoflop_points.from_data(data, "x")
+    made = isoflop_report.details(isoflop.analysis_of(points, 20), points, data["further"])
+    lines = [line for text in made for line in text.splitlines() if line.startswith("|")]
+    cells = [line[2:-2].split(" | ") for line in lines if not line.startswith("|---")]
+    tags = [tag for tag, _ in elements.found]
+    assert tags.count("details") == 4 and len(cells) > 20
+    said = "\n".join(elements.cells)
+    for row in cells:
+        assert "\n".join(row) in said or row[0] in ("size", "family", "budget"), row
+
+
+def test_a_table_of_markdown_is_folded_and_one_without_rows_is_not_there():
+    text = "Of a | b, at 2; more:\n\n" + tables.markdown(["x", "y"], [["", "**1.5**"], ["2", "3"]])
+    (block,) = report_fits.details_blocks(text + "\n\nBest: 2.")
+    assert block.values["summary"] == "Of a | b, at 2"
+    assert block.values["paragraphs"] == ["Of a | b, at 2; more:", "Best: 2."]
+    shown = [[cell for cell, _ in row] for row, _ in block.values["rows"]]
+    assert shown == [["", "1.5 (best)"], ["2", "3"]]
+    assert report_fits.details_blocks(f"None:\n\n{tables.markdown(['x', 'y'], [])}") == []
+    (block,) = report_fits.details_blocks("No law of a: why.")
+    assert block.values["text"] == "No law of a: why."
+
+
+@pytest.mark.parametrize("families, budgets", [(2, 5), (4, 10), (9, 3), (20, 4)])
+def test_families_at_their_budgets_look_unlike(families, budgets):
+    fits = [
+        report_fits.Fit(float(b), f"f{f}", *[None] * 8)
+        for b in range(budgets)
+        for f in range(families)
+    ]
+    looks = report_fits.looks_of(report_fits.Study(fits, *[None] * 6))
+    assert len({*looks.values()}) == families * budgets
+
+
+def test_the_optimum_over_budgets_is_that_of_the_law(top):
+    study = report_fits.read(top / "isoflop.json")
+    assert [one.family for one in study.optima] == ["dense", "MoD", "short"]
+    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), 20)
+    dense, _, short = study.optima
+    for place, budget in ((0, 1e10), (dense.measured - 1, 4e10)):
+        loss = with_draws(analysis.laws["dense"].losses[budget])
+        low, high = loss.interval(95)
+        assert dense.line[:, place] == pytest.approx([budget, loss.value, low, high])
+    assert dense.line[0, -1] == pytest.approx(4e11)
+    assert short.line.shape == (4, 0)
+    assert short.marks[:2, 0] == pytest.approx([1e10, 2.0])
+
+
 @pytest.mark.parametrize("change, words", [
     (('"budget": 10000000000.0', '"budget": "<b>"'), ""),
-    (('"points"', '"point"'), "KeyError: 'points'"),
+    (('"points"', '"point"'), "no points of an isoFLOP study (KeyError: 'points'); give"),
     (('"draws": 20', '"draw": 20'), "KeyError: 'draws'"),
     (('{"settings"', '"settings"'), "JSONDecodeError"),
 ])  # fmt: skip
@@ -216,7 +269,10 @@ def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys)
     (tmp_path / "isoflop.json").write_text(text.replace(*change, 1))
     assert report.main([str(tmp_path), f"--out={tmp_path / 'a.html'}"]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and "is not the isoflop.json of a study" in said
+    assert words in said and said.count("\n") == 1
+    # What is wrong is said once.
+    assert ("is not the isoflop.json of a study" in said) == ("no points" not in said)
+    assert said.count("Error") == 1
 
 
 def test_rows_of_an_evaluation_alone_lie_between_the_others():
@@ -257,15 +313,111 @@ def test_runs_below_a_folder_that_cannot_be_read_are_named(top, capsys):
     assert titles[0] == "held-out bits per byte" and not any("nats" in title for title in titles)
 
 
+def test_the_axis_of_unlike_tokenizers_is_flops(top, written):
+    out = top / "unlike.html"
+    runs = [str(top / "study"), str(top / "bpe")]
+    assert report.main([*runs, f"--out={out}", "--bits-per-byte"]) == 0
+    checked = [
+        attributes["value"]
+        for text in (out.read_text(), written.read_text())
+        for tag, attributes in Elements(text).found
+        if tag == "input" and "checked" in attributes
+    ]
+    assert checked == ["flops", "tokens"]
+
+
+def test_settings_of_blocks_that_are_off_are_left_out():
+    config = {
+        "model": {
+            "depth_routing": {"kind": "none", "capacity": 0.5},
+            "dropout": {"kind": "attention", "attention": {"x": 1}, "elementwise": {"x": 2}},
+            "dense_former": {"on": False, "period": 2},
+            "mlp": {"kind": "dense", "hidden": 8, "moe": {"top_k": 2}},
+            "depth": 3,
+        }
+    }
+    settings = runfolder.dotted(config)
+    left = report.without_blocks_that_are_off(settings, config)
+    assert sorted(settings.keys() - left.keys()) == [
+        "model.dense_former.period",
+        "model.depth_routing.capacity",
+        "model.dropout.elementwise.x",
+        "model.mlp.moe.top_k",
+    ]
+
+
+def test_the_table_begins_with_results_and_hides_what_some_runs_lack():
+    rows = [{"step": 4, "train/loss": 2.0, "eval/loss": 2.1, "flops": 1e9, "tokens": 100.0}]
+    runs = [report.Run(name, {}, {}, rows) for name in "ab"]
+    settings = [{f"s{i}": i + j for i in range(12)} | {"model.mlp.kind": "x"} for j in range(2)]
+    settings[1]["model.only.b"] = 3
+    styles = report.styles_of(2)
+    values = report.runs_table(runs, ["a", "b"], settings, styles, False).values
+    titles = [title for title, _ in values["columns"]]
+    assert titles[:6] == [
+        "run",
+        "held-out loss",
+        "training loss",
+        "training FLOPs",
+        "tokens",
+        "steps",
+    ]
+    assert titles[6:14] == ["model.mlp.kind", *(f"s{i}" for i in range(7))]
+    assert titles[14:] == [*(f"s{i}" for i in range(7, 12)), "model.only.b"]
+    assert values["further"] == 6 and values["what"] == "settings that differ"
+
+
+def test_long_names_are_cut_where_they_are_alike():
+    names = [
+        f"dense_half_as_deep_48_wide_{n}_deep_12.0_TFLOPs-seed{s}" for n, s in ((6, 0), (6, 1))
+    ]
+    first, second = page.cut_names(names, 40)
+    assert len(first) == len(second) == 40
+    assert first.startswith("dense_half_as_deep_") and first.endswith("12.0_TFLOPs-seed0")
+    assert second.endswith("12.0_TFLOPs-seed1")
+    # What differs in the middle is not cut.
+    middles = [names[0], names[0].replace("6_deep", "8_deep")]
+    assert len({*page.cut_names(middles, 40)}) == 2
+    assert page.cut_names(["a", "a"], 4) == ["a", "a"]
+
+
+def test_a_long_run_has_the_places_of_its_points_alone():
+    rows = [
+        {"step": step, "tokens": 8.0 * step, "train/loss": 1.0 + 1 / step}
+        for step in range(1, 40_001)
+    ]
+    rows[-1]["eval/loss"] = 2.0
+    run = report.Run("r", {}, {}, rows)
+    offered = report.choices([run], [], False)
+    block = report.curves_block([run], ["r"], report.styles_of(1), offered, [{}])
+    (drawn,) = block.data["runs"]
+    assert {*map(len, drawn["axes"].values())} == {len(drawn["columns"]["train/loss"]["rows"])}
+    assert len(drawn["axes"]["tokens"]) <= report._MOST_POINTS
+    assert drawn["axes"]["tokens"][-1] == 320_000
+    held_out = drawn["columns"]["eval/loss"]
+    assert [drawn["axes"]["step"][row] for row in held_out["rows"]] == [40_000]
+
+
+def test_a_folder_of_cbtm_is_its_runs(tmp_path):
+    for name in ("seed", "expert_0", "expert_1"):
+        make_run(tmp_path / "cbtm" / name)
+    (tmp_path / "cbtm/clusters").mkdir()
+    (tmp_path / "cbtm/config.json").write_text("{}")
+    for given in (tmp_path / "cbtm", tmp_path):
+        runs, _, left_out = report.collect([str(given)])
+        assert [run.path.name for run in runs] == ["expert_0", "expert_1", "seed"]
+        assert left_out == []
+
+
 def curves_of(text):
     return next(json.loads(s) for s in Elements(text).scripts if s.startswith('{"axes"'))
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["study/narrow", "bpe"], "bpe have different tokenizers (config.data.tokenizer='bytes' and"
+    ([f"study/{NARROW}", "bpe"], "bpe have different tokenizers (config.data.tokenizer='bytes' and"
      " 'bpe:512'): their losses in nats a token cannot be compared; give fewer runs, or"
      " --bits-per-byte"),
-    (["study/narrow", "other_text"], "other_text have different held-out text"),
+    ([f"study/{NARROW}", "other_text"], "other_text have different held-out text"),
     (["begun"], "begun has no metrics.jsonl: nothing was logged"),
     (["silent"], "no step was logged there yet"),
     (["torn"], "torn/config.json is damaged"),
@@ -273,7 +425,7 @@ def curves_of(text):
     (["a.txt"], "a.txt: a file; give a run folder"),
     (["none"], "none: no such folder; give"),
     (["nothing"], "nothing is not a run folder: it has no config.json"),
-    (["table.json"], "table.json is not the isoflop.json of a study"),
+    (["table.json"], "table.json: no points of an isoFLOP study"),
     (["study", "--metrics=router/acuracy"], "'router/acuracy' (did you mean 'router/accuracy'?)"),
     (["study", "--bits-per-byte", "--metrics=eval/loss"], "eval/loss counts by tokens"),
     (["unseen", "--bits-per-byte"], "no run has the column eval/bits_per_byte"),
@@ -407,7 +559,7 @@ def test_hovering_shows_the_value(browser):
     label = "return document.querySelector('.curves .hoverlayer .hovertext')?.textContent"
     text = waited(browser, label)
     assert "held-out" in text and "2k, 3.2" in text
-    assert "narrow (" in text and "<b>bold</b></script><img" in text  # tags as text
+    assert NARROW in text  # tags as text
     assert browser.execute_script("return window.hacked") is None
 
 
@@ -420,16 +572,41 @@ def test_the_legend_switches_a_run_off(browser):
     assert browser.execute_script(names) == 4
 
 
+def test_runs_are_shown_alone_all_or_none(browser):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    def shown():
+        return browser.execute_script(f"return {CURVES}.data.map((line) => line.name)")
+
+    browser.find_element("css selector", ".runs .none").click()
+    assert shown() == []
+    pressed = "return [...document.querySelectorAll('.curves ~ .legend button')]"
+    pressed += ".map((one) => one.ariaPressed)"
+    assert browser.execute_script(pressed) == ["false", "false"]
+    button = browser.find_element("css selector", ".curves ~ .legend button")
+    ActionChains(browser).double_click(button).perform()
+    assert shown() == ["wide: training", "wide: held-out"]
+    hint = browser.find_element("css selector", ".runs .widths")
+    assert hint.text == "Thin lines are training, thick ones held-out."
+    browser.find_element("css selector", ".runs .all").click()
+    assert len(shown()) == 4 and browser.execute_script(pressed) == ["true", "true"]
+    metric = "//select[@name='metric']/option[text()='{}']"
+    browser.find_element("xpath", metric.format("held-out bits per byte")).click()
+    assert not hint.is_displayed()
+    first = "training and held-out loss (nats a token)"
+    browser.find_element("xpath", metric.format(first)).click()
+
+
 def test_the_table_sorts_by_numbers_both_ways(browser):
-    assert run_order(browser) == ["wide", "narrow"]
+    assert run_order(browser) == ["wide", NARROW]
     title = heading(browser, "tokens/s")
-    for order in (["wide", "narrow"], ["narrow", "wide"], ["wide", "narrow"]):
+    for order in (["wide", NARROW], [NARROW, "wide"], ["wide", NARROW]):
         title.click()
         assert run_order(browser) == order
     heading(browser, "held-out loss").click()
-    assert run_order(browser) == ["wide", "narrow"]
+    assert run_order(browser) == ["wide", NARROW]
     heading(browser, "run").click()
-    assert run_order(browser) == ["narrow", "wide"]
+    assert run_order(browser) == [NARROW, "wide"]
     sorted_by = browser.find_elements("css selector", "th[aria-sort]")
     assert [one.text.split()[0] for one in sorted_by] == ["run"]
 
@@ -465,3 +642,40 @@ def test_the_browser_itself_forbids_requests_and_other_scripts(browser):
     assert browser.execute_async_script(script) == "refused"
     assert browser.execute_script("return window.hacked") is None
     assert all("Content Security Policy" in words for words in browsers.said(browser))
+
+
+def test_labels_of_sizes_stand_apart_and_legends_below(driver, tmp_path):
+    """Of nine families, whose sizes are many."""
+    families = [(1 + n / 9, f"family of a long name, number {n}") for n in range(9)]
+    make_isoflop(tmp_path / "isoflop.json", families, tuple(range(20, 120, 4)))
+    out = tmp_path / "a.html"
+    assert report.main([str(tmp_path / "isoflop.json"), f"--out={out}"]) == 0
+    driver.get(out.as_uri())
+    browsers.awaited(driver, ".figure .main-svg")
+    boxes = """return [...document.querySelectorAll('.figure')].map((figure) =>
+        SELECTORS.map((selector) => [...figure.querySelectorAll(selector)].map((one) => {
+          const { left, right, top, bottom } = one.getBoundingClientRect()
+          return [left, right, top, bottom]
+        })))"""
+    selectors = "['.xtick text', '.xtitle', '.legend', '.cartesianlayer .xy .gridlayer']"
+    drawn = driver.execute_script(boxes.replace("SELECTORS", selectors))
+    assert len(drawn) == 2
+    for ticks, (title,), (legend,), (lines,) in drawn:
+        assert len(ticks) > 2
+        for (_, right, *_), (left, *_) in itertools.pairwise(sorted(ticks)):
+            assert right + 2 < left
+        assert title[3] <= legend[2] + 1 and lines[3] - lines[2] > 250
+
+
+def test_a_switch_shows_the_further_columns(driver, tmp_path):
+    table = page.table(["a", "b", "c"], [["x", 1, 2], ["y", 2, 1]], further=1, what="of them")
+    page.write_page(tmp_path / "a.html", "a", [page.Section("a", [table])])
+    driver.get((tmp_path / "a.html").as_uri())
+    switch = driver.find_element("css selector", ".switch")
+    assert switch.text == "1 more of them"
+    last = driver.find_elements("css selector", "th, td")[2::3]
+    assert [one.is_displayed() for one in last] == [False] * 3
+    switch.click()
+    assert [one.text for one in last] == ["c", "2", "1"]
+    heading(driver, "c").click()
+    assert run_order(driver) == ["y", "x"]

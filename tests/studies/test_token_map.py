@@ -87,14 +87,21 @@ def test_blocks_compute_what_evaluation_counts(name):
     assert computed and made.quantities["computed"].kind == "flag"
     for block, values_T in computed.items():
         path = block.replace(" ", "/")  # of two streams block_0/decoder
-        assert values_T.mean() == pytest.approx(rows[f"eval/router/routed_fraction/{path}"])
+        # Evaluation counts those that left a recursion as not computed.
+        share = np.nan_to_num(values_T).mean()
+        assert share == pytest.approx(rows[f"eval/router/routed_fraction/{path}"])
         gate_T, score_T = made.of("gate")[block], made.of("score")[block]
-        assert ((gate_T != 0) == (values_T == 1)).all()
+        there_T = ~np.isnan(values_T)
+        assert ((gate_T != 0) == (values_T == 1))[there_T].all()
         assert (score_T[values_T == 1] > 0).all()
-    assert 0 < np.mean(list(computed.values())) < 1
-    if name == "recursion":  # who left does not come back
-        for earlier, later in itertools.pairwise(computed.values()):
-            assert (later <= earlier).all()
+    assert 0 < np.nanmean(list(computed.values())) < 1
+    if name == "recursion":  # who left does not come back, and nothing is decided about it
+        for earlier, later in itertools.pairwise(computed.items()):
+            left_T = ~(earlier[1] == 1)
+            assert 0 < left_T.sum() < T
+            for row in made.rows:
+                if row.name == later[0]:
+                    np.testing.assert_array_equal(np.isnan(row.values_T), left_T)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,8 @@ def test_scores_are_those_of_the_router():
     assert model.config.depth_routing.causal == "aux_loss"
     for block, score_T in made.of("score").items():
         (logits_BT,) = sown["intermediates"]["layers"][block]["router_logits"]
-        np.testing.assert_allclose(score_T, logits_BT[0], rtol=1e-5)
+        there_T = ~np.isnan(score_T)
+        np.testing.assert_allclose(score_T[there_T], logits_BT[0][there_T], rtol=1e-5)
 
 
 def test_experts_and_what_becomes_of_all_choices():
@@ -351,6 +359,12 @@ def test_command(run, tmp_path, capsys):
     assert (run / "token_map.html").exists() and (run / "token_map.csv").exists()
 
 
+def test_rows_of_a_picture_that_do_not_compare_have_own_scales():
+    values = np.array([[1.0, -4.0, np.nan], [0.01, 0.0, 0.005], [0.0, 0.0, np.nan]])
+    over = token_map._by_row(values)
+    np.testing.assert_allclose(over, [[0.25, -1, np.nan], [1, 0, 0.5], [0, 0, np.nan]])
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -391,7 +405,9 @@ def written(pages, tmp_path_factory):
     rows = [
         token_choices.Row("block_1", "computed", np.array([0.0, 1, 0, 1, 0, 1])),
         token_choices.Row("block_1", "score", np.array([-1.0, 0.5, -0.2, 0.3, -2, 1])),
+        token_choices.Row("block_1", "wanted", np.array([0.0, 1, 1, 1, 0, 1])),
         token_choices.Row("<b>block_3", "computed", np.array([1.0, np.nan, 0, 0, 1, 1])),
+        token_choices.Row("<b>block_3", "score", np.array([0.01, np.nan, -0.005, 0, 0, 0])),
         token_choices.Row("block_3 mlp", "expert", np.array([0.0, 2, 1, np.nan, 1, 0])),
     ]
     served = {"block_3 mlp": [[(0, 0.75)], [(2, 1.0)], [(1, 0.5), (0, 0.25)], [], [(1, 1.0)], []]}
@@ -451,7 +467,14 @@ def test_pointing_at_a_token_shows_its_path(browser):
     assert "number 3, 2 of 3, id 3" in said and "4 nats" in said and "not known" in said
     assert "50% of what it would cost if everything computed it: 40 FLOPs" in said
     items = [item.text for item in all_of(browser, ".path li")]
-    assert items == ["block_1 · computed · router score 0.3", "<b>block_3 · skipped"]
+    assert items == [
+        "block_1 · computed · router score 0.3 · wanted",
+        "<b>block_3 · skipped · router score 0",
+    ]
+    all_of(browser, ".tokens > span")[0].click()
+    assert "router score -1 · not wanted" in path.text
+    all_of(browser, ".tokens > span")[0].click()
+    ActionChains(browser).move_to_element(character).perform()
     # The grid: its third column, where two experts share the token.
     (grid,) = all_of(browser, ".heatmap")
     column = 18 * 2 + 9 - round(grid.size["width"] / 2)
@@ -475,7 +498,7 @@ def test_the_switch_shows_another_quantity(browser):
 
     switch = Select(all_of(browser, "select.quantity")[0])
     options = [option.text for option in all_of(browser, "select.quantity option")]
-    assert options == ["computed", "which expert", "router score"]
+    assert options == ["computed", "which expert", "router score", "wanted"]
     switch.select_by_visible_text("which expert")
     read = f"return [...{GRID}.data[0].z].map((row) => [...row])"
     assert browser.execute_script(read) == [[0, 2, 1, None, 1, 0]]
@@ -483,8 +506,14 @@ def test_the_switch_shows_another_quantity(browser):
     words = all_of(browser, ".of-grid")[0].text.split("\n")
     assert words[1:] == ["0", "1", "2", "nothing is decided here"]
     switch.select_by_visible_text("router score")
-    assert browser.execute_script(read) == [[-1, 0.5, -0.2, 0.3, -2, 1]]
-    assert browser.execute_script(f"return [{GRID}.data[0].zmin, {GRID}.data[0].zmax]") == [-2, 2]
+    # Each row has its own scale, which its name says.
+    drawn = browser.execute_script(read)
+    assert drawn[0] == pytest.approx([-0.5, 0.25, -0.1, 0.15, -1, 0.5])
+    assert drawn[1] == [1, None, -0.5, 0, 0, 0]
+    assert browser.execute_script(f"return [{GRID}.data[0].zmin, {GRID}.data[0].zmax]") == [-1, 1]
+    assert "over the largest of each row" in all_of(browser, ".of-grid")[0].text
+    titles = [one.get_attribute("title") for one in all_of(browser, ".names div")]
+    assert titles == ["block_1: -2 to 1", "<b>block_3: -0.005 to 0.01"]
     # The text by another number.
     colour = "return document.querySelectorAll('.tokens > span')[1].style.background"
     before = browser.execute_script(colour)

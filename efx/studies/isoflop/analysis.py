@@ -109,6 +109,13 @@ class Parabolas:
             measured.parameters[here], losses_RP[:, here], measured.seeds[here]
         )
 
+    def curve(self, budget, parameters):
+        """The losses of the parabola at a budget, at these sizes."""
+        here, measured = self.measured.at(budget), self.measured
+        x, weights = np.log(measured.parameters[here]), np.sqrt(measured.seeds[here])
+        parabola = np.polyfit(x - x.mean(), measured.means[here], 2, w=weights)
+        return np.polyval(parabola, np.log(parameters) - x.mean())
+
     def reaching(self, losses_R):
         """(budgets [R], sizes [R]) where the optimum has these losses, interpolated between the
         budgets in logarithms; inf and 0 for the budget where that lies beyond them."""

@@ -9,6 +9,8 @@ from efx.studies.isoflop.bootstrap import LEVELS
 
 _NO_END = 1e6  # drawn for infinity
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "v"))  # line and marker of a family
+_LABELS = 10  # of an axis of parameters, at most: they stand beside each other
+_LEGEND = 0.17  # inches of a line of a legend
 
 
 def draw(analysis, path, further):
@@ -16,7 +18,10 @@ def draw(analysis, path, further):
     import matplotlib.figure  # takes half a second
 
     panels = 1 + (len(analysis.budgets) > 1) + bool(analysis.speedups(analysis.laws))
-    figure = matplotlib.figure.Figure((6.2 * panels, 5), layout="constrained")
+    # Legends stand below, where they cover no curve, and take no height from the panels.
+    lines = len(analysis.families) * (1 if _many(analysis) else len(analysis.budgets))
+    height = 4.6 + _LEGEND * (1 + (lines + _many(analysis) * len(analysis.budgets)) // 2)
+    figure = matplotlib.figure.Figure((6.2 * panels, height), layout="constrained")
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
     _draw_curves(analysis, axes[0])
     if len(analysis.budgets) > 1:
@@ -25,8 +30,24 @@ def draw(analysis, path, further):
         _draw_speedups(analysis, axes[2], further)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
+        _legend_below(axis)
     # Without the library's version in it, so that the same numbers give the same file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _many(analysis):
+    """Whether families are more than styles, so that colours tell them apart instead."""
+    return len(analysis.families) > len(_STYLES)
+
+
+def _legend_below(axis):
+    """The legend of a panel, below the label of its axis however high the panel is."""
+    from matplotlib.transforms import ScaledTranslation
+
+    inches = axis.get_figure().dpi_scale_trans
+    below = axis.transAxes + ScaledTranslation(0, -0.5, inches)
+    options = dict(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=below)
+    axis.legend(fontsize="x-small", ncols=2, handlelength=3, **options)
 
 
 def _styles(analysis):
@@ -56,7 +77,7 @@ def _draw_curves(analysis, axis):
     shades = colormaps["viridis"](np.linspace(0.0, 0.85, len(analysis.budgets)))
     by_budget = dict(zip(analysis.budgets, zip(shades, itertools.cycle(_STYLES)), strict=False))
     styles, colours = _styles(analysis)
-    many = len(analysis.families) > len(_STYLES)
+    many = _many(analysis)
     for family, measured in analysis.families.items():
         fit = analysis.laws.get(family, analysis.parabolas[family])
         for budget in sorted({*measured.budgets}):
@@ -67,32 +88,48 @@ def _draw_curves(analysis, axis):
             axis.errorbar(
                 sizes, means, spreads, color=colour, linestyle="", marker=marker, capsize=2
             )
-            fine = np.geomspace(sizes.min(), sizes.max(), 40)
+            fitted = fit.measured.parameters[fit.measured.at(budget)]
+            fine = np.geomspace(fitted.min(), fitted.max(), 40)
             if family in analysis.laws:
                 losses = np.stack([fit.loss_at(budget, size) for size in fine])
                 _band(axis, fine, losses[:, 1:], colour)
                 losses = losses[:, 0]
             else:
-                x = np.log(sizes)
-                fitted = np.polyfit(x - x.mean(), means, 2, w=np.sqrt(measured.seeds[here]))
-                losses = np.polyval(fitted, np.log(fine) - x.mean())
-            label = f"{family}, {quantity(budget, 'FLOPs')}"
+                losses = fit.curve(budget, fine)
+            label = None if many else f"{family}, {quantity(budget, 'FLOPs')}"
             axis.plot(fine, losses, color=colour, linestyle=line, label=label)
             best, loss = fit.parameters[budget][0], fit.losses[budget][0]
             if fine[0] <= best <= fine[-1]:
                 axis.plot(best, loss, "*", color=colour, markersize=13, markeredgecolor="black")
+    if many:
+        for family, colour in colours.items():
+            axis.plot([], [], color=colour, label=family)
+        for budget, (_, (line, marker)) in by_budget.items():
+            label = quantity(budget, "FLOPs")
+            axis.plot([], [], color="black", linestyle=line, marker=marker, label=label)
     axis.set_xscale("log")
-    ticks = sorted({*next(iter(analysis.families.values())).parameters})
+    ticks = labelled_sizes(np.concatenate([of.parameters for of in analysis.families.values()]))
     axis.set_xticks(ticks, [quantity(tick) for tick in ticks])
     axis.minorticks_off()
     axis.set_xlabel("parameters")
     axis.set_ylabel("held-out loss (nats)")
     axis.set_title("each budget; stars: optima")
-    beside = dict(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2) if many else {}
-    axis.legend(fontsize="x-small", **beside)
 
 
-def _budgets(analysis, further):
+def labelled_sizes(parameters, most=_LABELS):
+    """Those of the sizes that have a label on a logarithmic axis, far enough from each other for
+    `most` labels; the least and the greatest are among them."""
+    sizes = sorted({float(size) for size in parameters})
+    apart = np.log(sizes[-1] / sizes[0]) / most
+    chosen = sizes[:1]
+    for size in sizes[1:]:
+        if np.log(size / chosen[-1]) >= apart:
+            chosen.append(size)
+    # The greatest in place of the last one, which may be too near to it.
+    return [*chosen[:-1], sizes[-1]]
+
+
+def smooth_budgets(analysis, further):
     """(budgets for a smooth curve, from the least measured to the furthest asked for; how many of
     them are within those measured)."""
     first, last = analysis.budgets[0], analysis.budgets[-1]
@@ -116,7 +153,7 @@ def _line(axis, budgets, inside, draws_XR, colour, label):
 def _draw_optima(analysis, axis, further):
     """The loss of the optimum over budgets, by the law, and the vertices of parabolas."""
     styles, colours = _styles(analysis)
-    budgets, inside = _budgets(analysis, further)
+    budgets, inside = smooth_budgets(analysis, further)
     for family, fit in analysis.parabolas.items():
         colour, marker = colours[family], styles[family][1]
         for budget, losses in fit.losses.items():
@@ -137,13 +174,12 @@ def _draw_optima(analysis, axis, further):
     axis.set_xlabel("training FLOPs")
     axis.set_ylabel("held-out loss of the optimum (nats)")
     axis.set_title("optima by the law; marks: by parabolas")
-    axis.legend(fontsize="small")
 
 
 def _draw_speedups(analysis, axis, further):
     """By the law: how many times the FLOPs the baseline needs."""
     _, colours = _styles(analysis)
-    (budgets, inside), base = _budgets(analysis, further), analysis.laws[analysis.base]
+    (budgets, inside), base = smooth_budgets(analysis, further), analysis.laws[analysis.base]
     axis.axhline(1.0, color=colours[analysis.base], label=analysis.base)
     highest = 1.5
     for family, fit in analysis.laws.items():
@@ -158,4 +194,3 @@ def _draw_speedups(analysis, axis, further):
     axis.set_xlabel("training FLOPs of the family")
     axis.set_ylabel(f"FLOPs of {analysis.base} / FLOPs of the family")
     axis.set_title("effective speedup at equal loss")
-    axis.legend(fontsize="small")

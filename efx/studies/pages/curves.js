@@ -37,6 +37,7 @@ efx.block("curves.js", (element, { axes, metrics, runs }) => {
     const axis = form.elements.axis.value
     const count = Number(form.elements.smooth.value) || 1
     const several = metric.columns.length > 1
+    element.querySelector(".widths").hidden = !several
     const traces = runs
       .filter((run) => !hidden.has(run))
       .flatMap((run) =>
@@ -62,23 +63,35 @@ efx.block("curves.js", (element, { axes, metrics, runs }) => {
   }
 
   const legend = element.querySelector(".legend")
+  const buttons = new Map()
+
+  // Shows those of the runs that are not in `off`.
+  function show(off) {
+    hidden.clear()
+    for (const run of off) hidden.add(run)
+    for (const [run, button] of buttons) button.setAttribute("aria-pressed", String(!hidden.has(run)))
+    draw()
+  }
+
   for (const run of runs) {
     const button = document.createElement("button")
     button.type = "button"
-    button.title = `${run.name}: show or hide`
+    button.title = run.about ? `${run.name}\n${run.about}` : run.name
     button.setAttribute("aria-pressed", "true")
     const line = document.createElement("span")
     line.className = "line"
     const style = { solid: "solid", dash: "dashed", dot: "dotted", dashdot: "double" }[run.dash]
     line.style.borderTop = `3px ${style} ${run.colour}`
-    button.append(line, run.name)
+    button.append(line, run.label)
     button.addEventListener("click", () => {
-      if (!hidden.delete(run)) hidden.add(run)
-      button.setAttribute("aria-pressed", String(!hidden.has(run)))
-      draw()
+      show(hidden.has(run) ? [...hidden].filter((one) => one !== run) : [...hidden, run])
     })
+    button.addEventListener("dblclick", () => show(runs.filter((one) => one !== run)))
+    buttons.set(run, button)
     legend.append(button)
   }
+  element.querySelector(".runs .all").addEventListener("click", () => show([]))
+  element.querySelector(".runs .none").addEventListener("click", () => show(runs))
   form.addEventListener("change", draw)
   form.addEventListener("submit", (event) => event.preventDefault())
   draw()

@@ -1,5 +1,10 @@
-// A click on a heading sorts by it, a second one the other way; empty cells stay at the end.
+// A click on a heading sorts by it, a second one the other way; empty cells stay at the end. A
+// switch, where there is one, shows the further columns.
 efx.block("table.js", (element) => {
+  const further = element.querySelector(".switch input")
+  further?.addEventListener("change", () => {
+    element.querySelector("table").classList.toggle("all", further.checked)
+  })
   const body = element.querySelector("tbody")
   const headings = [...element.querySelectorAll("th")]
   headings.forEach((heading, column) => {

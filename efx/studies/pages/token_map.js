@@ -148,16 +148,31 @@ efx.block("token_map.js", (element, data) => {
   for (let begin = 0; begin < length; begin += PART) heatmaps.push(make("div", undefined, "heatmap"))
   find(".cells").prepend(...heatmaps)
 
+  // A quantity whose rows are not compared with each other, each over its largest: of one scale
+  // for all, a row with large numbers would leave no colour to the others.
+  function onOwnScales(of) {
+    if (!of.by_row) return of
+    const over = (row) => {
+      const size = Math.max(...bounds([row]).map(Math.abs)) || 1
+      return row.map((x) => (x === null ? null : x / size))
+    }
+    return { ...of, numbers: of.values, values: of.values.map(over) }
+  }
+
   function drawGrid() {
-    const chosen = data.quantities[quantity.selectedIndex]
+    const chosen = onOwnScales(data.quantities[quantity.selectedIndex])
     const palette = paletteOf(chosen.kind, chosen.words, chosen.values)
     const blank = chosen.values.some((row) => row.includes(null))
     explain(find(".of-grid"), palette, blank)
     find(".of-grid").prepend(make("span", chosen.about))
+    if (chosen.by_row) find(".of-grid").append(make("span", "over the largest of each row"))
     const names = find(".names")
     names.replaceChildren(...chosen.names.map((name) => make("div", name)))
     names.style.paddingTop = `${top}px`
-    names.querySelectorAll("div").forEach((name) => (name.title = name.textContent))
+    names.querySelectorAll("div").forEach((name, row) => {
+      const [low, high] = bounds([(chosen.numbers ?? chosen.values)[row]])
+      name.title = chosen.by_row ? `${name.textContent}: ${number(low)} to ${number(high)}` : name.textContent
+    })
     return Promise.all(heatmaps.map((heatmap, i) => drawPart(heatmap, i * PART, chosen, palette)))
   }
 
