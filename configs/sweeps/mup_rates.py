@@ -5,14 +5,21 @@
 
 The question of Yang et al. 2022 (arXiv 2203.03466, figure 1), which holds for equally long runs: a
 dense decoder of 2 blocks, heads of 16, on the bytes of Python's standard library, 200 steps of 1024
-tokens at each width and learning rate; with muP, whose base is the narrowest, and without, from
-N(0, 0.02^2) at all widths. At equal FLOPs, where wide models take fewer steps:
+tokens at each width and learning rate; with muP, whose base is the narrowest, without, from
+N(0, 0.02^2) at all widths, and with muP but for the scale of attention, which heads of one width do
+not need, and an output layer that starts at 0. At equal FLOPs, where wide models take fewer steps:
 `configs/sweeps/isoflop_rates.py`. Some half an hour on 2 CPU cores.
 """
 
 WIDTHS = (32, 64, 128, 256)
 RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
-BASES = {"muP": WIDTHS[0], "standard": 0}
+MUP = {"model.mup.base_width": WIDTHS[0]}
+PARAMETRISATIONS = {
+    "muP": MUP,
+    "standard": {},
+    "muP, attention and head as without": MUP
+    | {"model.mup.attention": "sqrt", "model.mup.zero_head": False},
+}
 BASE = {
     "steps": 200,
     "data.seq_len": 64,
@@ -36,10 +43,10 @@ def get_sweep():
             | {
                 "model.width": width,
                 "model.attention.num_heads": width // 16,
-                "model.mup.base_width": base,
                 "optim.learning_rate": rate,
             }
-            for name, base in BASES.items()
+            | changes
+            for name, changes in PARAMETRISATIONS.items()
             for width in WIDTHS
             for rate in RATES
         },

@@ -541,6 +541,15 @@ class MuPConfig:
     # Width at which the learning rate was found: the rate of hidden matrices, their start, logits
     # and attention scores then follow the width. 0: off.
     base_width: Natural = 0
+    # "mup": / H, right whatever the heads of wider models are. "sqrt": / sqrt(H) as without muP,
+    # as right where heads are as wide at all widths, and better where they are narrow.
+    attention: Literal["mup", "sqrt"] = "mup"
+    zero_head: bool = True  # an output layer's own matrix starts at 0; no: as without muP
+
+    @property
+    def scales_attention(self):
+        """Whether attention scores are divided by H in place of sqrt(H)."""
+        return self.base_width > 0 and self.attention == "mup"
 
     def logit_scale(self, width):
         """Factor on the logits of a model so wide, and on what its routers start from."""

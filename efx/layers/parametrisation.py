@@ -6,7 +6,8 @@ small width serves a large one. Relative to `base_width`:
     hidden matrices      deviation * sqrt(base_width / width); rate * base_width / fan_in
     routers, gates       deviation * base_width / width; rate * base_width / fan_in
     output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
-    attention            scores / H in place of / sqrt(H)
+                         (`mup.zero_head`)
+    attention            scores / H in place of / sqrt(H), unless `mup.attention` says otherwise
     embeddings, vectors  as they are
 Routers and gates (of depth, of experts, of adapters; the last layer of a predictor) are output
 layers, whose outputs stay as few as they are: one number, or one for each expert. Decoupled weight
@@ -46,7 +47,7 @@ def deviations(initialisation, init_std, mup, width):
         hidden, table = (2 / (5 * width)) ** 0.5, (2 / (5 * (base or width))) ** 0.5
     else:
         hidden, table = init_std * (base / width if base else 1.0) ** 0.5, init_std
-    return Deviations(table, 0.0 if base else table, hidden)
+    return Deviations(table, 0.0 if base and mup.zero_head else table, hidden)
 
 
 def rate_factor(path, shape, base_width):

@@ -55,7 +55,7 @@ class DecoderConfig(ModelConfig):
             attention=self.attention.resolved(
                 self.width,
                 filled["positions"] == "rope",
-                self.mup.base_width > 0,
+                self.mup.scales_attention,
                 filled["use_bias"],
             ),
             mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),

@@ -33,6 +33,7 @@ def initial(changes):
             (2 / 320) ** 0.5,
             0.0,
         ),
+        ({"mup.base_width": 16, "mup.zero_head": False}, 0.02, 0.01, 0.02),
     ],
 )
 def test_how_weights_start(changes, table, hidden, head):
@@ -46,6 +47,26 @@ def test_how_weights_start(changes, table, hidden, head):
         elif "/out/" in path or "/down/" in path:
             expected = hidden / 4.0  # sqrt(2 * 8 blocks)
         assert value.std() == pytest.approx(expected, rel=0.06), path
+
+
+def test_at_its_base_width_mup_may_be_no_change():
+    """With the scale of attention and the start of the output layer as they are without muP, which
+    heads of one width allow; and elsewhere the width is in the logits."""
+    plain, base, wide = (
+        families.make(
+            {**SMALL, "tied": False, "mup.attention": "sqrt", "mup.zero_head": False}
+            | {"mup.base_width": width}
+        )
+        for width in (0, 64, 16)
+    )
+    drawn = [families.initial(model)["params"] for model in (plain, base)]
+    jax.tree.map(np.testing.assert_array_equal, *drawn)
+    logits = [
+        np.asarray(families.jit(model.apply)({"params": drawn[0]}, families.tokens()))
+        for model in (plain, base, wide)
+    ]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_allclose(logits[2], logits[0] / 4.0, atol=1e-6)
 
 
 def test_logits_and_scores_follow_the_width():

@@ -93,7 +93,7 @@ class EncoderDecoderConfig(ModelConfig):
             self,
             **filled,
             attention=self.attention.resolved(
-                self.width, rope, self.mup.base_width > 0, self.use_bias
+                self.width, rope, self.mup.scales_attention, self.use_bias
             ),
             mlp=self.mlp.resolved(max(self.depth, self.encoder_blocks), "gelu"),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),

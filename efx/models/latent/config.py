@@ -115,7 +115,7 @@ class LatentConfig(ModelConfig):
         _check_latents(self, bad)
         levels = len(self.latents)
         attention = self.attention.resolved(
-            self.width, self.positions in ROTARY, self.mup.base_width > 0, self.use_bias
+            self.width, self.positions in ROTARY, self.mup.scales_attention, self.use_bias
         )
         self.dropout.resolved(self.width, attention.num_heads)
         widths, heads = _widths(self, attention, levels, bad)
