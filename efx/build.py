@@ -403,7 +403,8 @@ def _member_runs(model_config):
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
     path = storage.folder(run) / runfolder.CONFIG_FILE
-    plain = run_settings.of_plain(runfolder.recorded_config(run), path)
+    plain = run_settings.completed(runfolder.recorded_config(run))
+    plain = run_settings.of_plain(plain, path)
     member = run_settings.check(plain, path)
     model_config = member.model
     if model_config.member_runs:
@@ -505,7 +506,8 @@ def on_devices_of(config, run, key):
       key: the flag or setting that names the run, for messages.
     """
     path = storage.folder(run) / runfolder.CONFIG_FILE
-    plain = run_settings.of_plain(runfolder.recorded_config(run), path)
+    plain = run_settings.completed(runfolder.recorded_config(run))
+    plain = run_settings.of_plain(plain, path)
     of = run_settings.check(plain, path)
     model_config = of.model
     if model_config.member_runs:

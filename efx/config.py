@@ -57,7 +57,8 @@ def override(config, changes, where):
 def config_of_run(workdir):
     """The checked config of a run folder; its lists, which were tuples, are tuples again."""
     path = storage.folder(workdir) / runfolder.CONFIG_FILE
-    config = run_settings.of_plain(_tuples(runfolder.recorded_config(workdir)), path)
+    plain = run_settings.completed(runfolder.recorded_config(workdir))
+    config = run_settings.of_plain(_tuples(plain), path)
     run_settings.check(config, path)
     return config
 

@@ -7,13 +7,16 @@ result; any setting can then be given on the command line, as `--config.model.de
 """
 
 import dataclasses
+import functools
+import json
+import logging
 
 from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
 from efx.models.adapters.config import AdapterConfig
 from efx.models.decoder_config import DecoderConfig
-from efx.models.families import check_family, config_class, config_of
+from efx.models.families import FAMILIES, check_family, config_class, config_of
 from efx.run_blocks import (
     CheckpointConfig,
     ClusterConfig,
@@ -29,8 +32,10 @@ from efx.run_blocks import (
     Seed,
     TrainConfig,
 )
-from efx.settings import Natural, NonNegative, block, defaults, make
+from efx.settings import Natural, NonNegative, as_dict, block, defaults, is_block, make, names_of
 from efx.sharding import DEFAULT_RULES
+
+_log = logging.getLogger(__name__)
 
 
 @block("config")
@@ -66,6 +71,44 @@ class Config:
 def known(family="decoder"):
     """The ConfigDict with every setting that there is for a model family, at its default."""
     return defaults(dataclasses.replace(Config(), model=config_class(family)()))
+
+
+def completed(plain):
+    """The plain config of a run, with the settings within its blocks that are younger than the run
+    at their defaults, which one line tells: what a setting does by default is what was done before
+    there was one. What is no config of efx, or lacks a block, stays as it is."""
+    model = plain.get("model") if isinstance(plain, dict) else None
+    family = model.get("family") if isinstance(model, dict) else None
+    if not isinstance(family, str) or family not in FAMILIES:
+        return plain
+    right, younger = dataclasses.replace(Config(), model=config_class(family)()), []
+    whole = {
+        name: _completed(value, getattr(right, name, None), f"config.{name}", younger)
+        for name, value in plain.items()
+    }
+    if younger:
+        _say_younger(", ".join(younger))
+    return whole
+
+
+def _completed(plain, block, name, younger):
+    if not is_block(block) or not isinstance(plain, dict):
+        return plain
+    whole = {
+        key: _completed(value, getattr(block, key, None), f"{name}.{key}", younger)
+        for key, value in plain.items()
+    }
+    for key in names_of(type(block)):
+        if key not in plain:
+            value = getattr(block, key)
+            whole[key] = json.loads(json.dumps(as_dict(value) if is_block(value) else value))
+            younger.append(f"{name}.{key}={whole[key]!r}")
+    return whole
+
+
+@functools.cache
+def _say_younger(settings):
+    _log.warning("the run is older than %s, as it was done before these could be set", settings)
 
 
 def of_plain(plain, where):

@@ -247,7 +247,7 @@ class OpenedRun:
         _write_sealed(self.path / RUN_FILE, {**earlier, "launches": launches, **entries})
 
 
-def open_run(workdir, config, *, command_line, may_differ=()):
+def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
     """Checks that a run folder is free, or that `config` may continue the run that is there.
 
     Args:
@@ -256,6 +256,7 @@ def open_run(workdir, config, *, command_line, may_differ=()):
       command_line: list of str, recorded in run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
         launch may change. A change is written to config.json and recorded in run.json.
+      completed: a recorded config -> it with the settings that came after it; None: there are none.
 
     Returns: OpenedRun, whose `commit` writes. Nothing is written here.
     Raises: UsageError naming the keys that differ with both values, or the file at fault.
@@ -268,7 +269,9 @@ def open_run(workdir, config, *, command_line, may_differ=()):
     if not is_new:
 
         def check():
-            changed.update(_check_same(workdir, recorded_config(workdir), config, may_differ))
+            stored = recorded_config(workdir)
+            stored = completed(stored) if completed else stored
+            changed.update(_check_same(workdir, stored, config, may_differ))
             run_record(workdir)  # or it would be found damaged when some files are written already
 
         on_primary(workdir, check)
@@ -444,10 +447,11 @@ def check_shared(workdir):
         )
 
 
-def check_config(workdir, config, may_differ=()):
-    """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`."""
+def check_config(workdir, config, may_differ, completed):
+    """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`. The other
+    arguments: see `open_run`."""
     config = json.loads(json.dumps(config, default=_plain))
-    _check_same(workdir, recorded_config(workdir), config, may_differ)
+    _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
 
 
 def run_record(workdir):

@@ -126,6 +126,7 @@ class _Launch:
             settings.as_dict(config),
             command_line=list(command_line),
             may_differ=MAY_DIFFER,
+            completed=run_settings.completed,
         )
 
     def _commit(self, origin, files):

@@ -33,6 +33,7 @@ def run(config, workdir, command_line=()):
             settings.as_dict(config),
             command_line=list(command_line),
             may_differ=[rf"(?!{FIXED}$).*"],
+            completed=run_settings.completed,
         )
         documents = SplitDocuments(config.data)
         folder = workdir / CLUSTERS

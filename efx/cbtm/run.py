@@ -118,7 +118,8 @@ def is_finished(job):
 
     if not job.steps or not runfolder.holds_result(job.folder):
         return False
-    runfolder.check_config(job.folder, settings.as_dict(job.config()), MAY_DIFFER)
+    config = settings.as_dict(job.config())
+    runfolder.check_config(job.folder, config, MAY_DIFFER, run_settings.completed)
     steps = files.finished_steps(files.as_root(job.folder / runfolder.CHECKPOINTS))
     return max(steps, default=0) >= job.steps
 

@@ -1,6 +1,7 @@
 """Blocks of settings: what a type says is allowed, and how it is told."""
 
 import dataclasses
+import json
 import math
 import typing
 from typing import Literal
@@ -122,3 +123,54 @@ def test_the_default_config_of_a_family(family, monkeypatch):
     monkeypatch.setattr(cls, "resolved", lambda self: calls.append(self) or resolved(self))
     models.build(made.model, vocab_size=50, context=32, dtype="float32", adapter=made.adapter)
     assert len(calls) == 1
+
+
+# ---- runs that are older than a setting ---------------------------------------------------------
+
+
+def plain_config(family):
+    config = run_settings.check(run_settings.known(family))
+    return json.loads(json.dumps(settings.as_dict(config)))
+
+
+def blocks_of(plain, right, path=()):
+    """(path, block) of all blocks within those of a whole config."""
+    for key, value in plain.items():
+        inner = getattr(right, key)
+        if settings.is_block(inner):
+            yield (*path, key), value
+            yield from blocks_of(value, inner, (*path, key))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_run_is_older_than_is_at_its_default(family, caplog):
+    """Every setting within a block in turn; what names the family stays."""
+    whole, right = plain_config(family), run_settings.check(run_settings.known(family))
+    assert run_settings.completed(whole) == whole and not caplog.records
+    for path, block_ in list(blocks_of(whole, right)):
+        for key in block_:
+            if (*path, key) == ("model", "family"):
+                continue
+            older = json.loads(json.dumps(whole))
+            inner = older
+            for part in path:
+                inner = inner[part]
+            del inner[key]
+            assert run_settings.completed(older) == whole, (path, key)
+    assert all("the run is older than config." in record.message for record in caplog.records)
+
+
+def test_what_lacks_a_block_or_is_no_config_stays_as_it_is():
+    whole = plain_config("decoder")
+    for plain in (
+        None,
+        [],
+        {},
+        {"model": 3},
+        {"model": {"family": "no"}},
+        {"model": {"family": []}},
+    ):
+        assert run_settings.completed(plain) == plain
+    del whole["optim"]
+    whole["losses"] = 3
+    assert run_settings.completed(whole) == whole

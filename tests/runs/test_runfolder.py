@@ -73,6 +73,24 @@ def test_permitted_changes_are_recorded(tmp_path):
     assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
 
 
+def test_a_run_that_is_older_than_a_setting_goes_on_at_its_default(tmp_path):
+    open_run(tmp_path)
+
+    def launch(new):
+        def completed(stored):
+            return {**stored, "model": {**stored["model"], "new": 1}}
+
+        config = changed(model__new=new)
+        runfolder.check_config(tmp_path, config, MAY_DIFFER, completed)
+        return runfolder.open_run(
+            tmp_path, config, command_line=[], may_differ=MAY_DIFFER, completed=completed
+        )
+
+    assert not launch(1).is_new
+    with pytest.raises(UsageError, match="config.model.new: 1 in the run, 2 here"):
+        launch(2)
+
+
 @pytest.mark.parametrize(
     "config,said",
     [
