@@ -18,6 +18,9 @@ from efx.errors import UsageError, nearest
 
 KINDS = ("bytes", "chars", "bpe", "hf")
 _SMALLEST_BPE = 257  # 256 bytes and the end of text
+# The largest vocabularies in use have a quarter of it. The library makes room for all ids before it
+# trains, and a process that asks for more memory than there is is ended by it, without an error.
+_LARGEST_BPE = 1_000_000
 _STRIDE = 1 << 22  # characters encoded at a time
 
 
@@ -176,19 +179,20 @@ def parse(spec):
     path).
 
     Raises:
-      UsageError: no such kind and no such file; no or too small a size for bpe.
+      UsageError: no such kind and no such file; no size for bpe, or one out of range.
     """
     spec = str(spec)
     if spec in ("bytes", "chars"):
         return spec, None
     kind, colon, size = spec.partition(":")
     if kind == "bpe":
-        if not size.isdecimal() or int(size) < _SMALLEST_BPE:
+        number = int(size) if size.isdecimal() and len(size) < 10 else 0  # int() has a limit
+        if not _SMALLEST_BPE <= number <= _LARGEST_BPE:
             raise UsageError(
-                f"config.data.tokenizer={spec!r} should give the number of ids, at least"
-                f" {_SMALLEST_BPE}, as in bpe:8192"
+                f"config.data.tokenizer={spec!r} should give the number of ids, from"
+                f" {_SMALLEST_BPE} to {_LARGEST_BPE}, as in bpe:8192"
             )
-        return "bpe", int(size)
+        return "bpe", number
     if kind == "hf" and size:
         return "hf", size
     path = Path(spec).expanduser()
