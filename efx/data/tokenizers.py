@@ -195,11 +195,13 @@ def parse(spec):
         return "bpe", number
     if kind == "hf" and size:
         return "hf", size
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.is_file():
-        return "file", path
+    path = storage.local_path(spec, "config.data.tokenizer")
+    file = path / "tokenizer.json" if spec and path.is_dir() else path
+    if file.is_file():
+        return "file", file
+    if spec and path.exists():
+        problem = "the folder holds no tokenizer.json" if path.is_dir() else "it is not a file"
+        raise UsageError(f"config.data.tokenizer={spec!r}: {problem}")
     if path.suffix == ".json" or os.sep in spec:
         raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
     raise UsageError(
