@@ -252,6 +252,8 @@ def experiment(config, workdir=None, splits=SPLITS):
     splits: those of the data to load, see `efx.data.load`.
     """
     config = run_settings.check(config)
+    if "train" in splits and not (workdir and runfolder.holds_result(workdir)):
+        _check_init(config.init)
     data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)
     model = _model(config, data.tokenizer, mesh, rules)
@@ -300,6 +302,17 @@ def without_text(config, vocab_size, devices=None):
 def _devices(config, devices=None):
     """(mesh, rules)"""
     return sharding.make_mesh(config.mesh, devices), sharding.check_rules(config.rules)
+
+
+def _check_init(init):
+    """UsageError for what says how to start from a run, and no run: a variant of a config that
+    trains a few parameters of a finished model would train those of one that knows nothing."""
+    for name in ("missing", "unexpected", "rename"):
+        if getattr(init, name) and not init.run:
+            raise UsageError(
+                f"config.init.run is empty: config.init.{name}={getattr(init, name)!r} needs there"
+                " the run folder whose parameters this run starts from"
+            )
 
 
 def _begin(config, workdir, splits):

@@ -85,6 +85,9 @@ SEEN = [
     ({"model.norm_eps": -1e-5}, "config.model.norm_eps=-1e-05: must be more than 0"),
     ({"model.init_std": -1.0}, "config.model.init_std=-1.0: must be at least 0"),
     ({"model.logit_softcap": -1.0}, "config.model.logit_softcap=-1.0: must be at least 0"),
+    ({"optim.eps": 0.0}, "config.optim.eps=0.0: must be more than 0"),
+    ({"losses.z_loss": -1000.0}, "config.losses.z_loss=-1000.0: must be at least 0"),
+    ({"init.missing": ".*"}, "config.init.run is empty: config.init.missing='.*' needs there"),
     ({"model.depth": 10**6}, "config.model.depth=1000000: must be at most 10000"),
     ({"model.depth_routing.every": 3}, "depth_routing.every=3: the stack has 2 blocks, so none"),
     ({"model.mlp.kind": "moe", "model.mlp.moe.every": 3}, "moe.every=3: the stack has 2 blocks"),
@@ -133,6 +136,9 @@ def test_seen_as_a_traceback_or_taken_without_a_word(
     ({"schedule": ["linear"]}, "config.losses.z_loss.schedule=['linear'] is none of constant"),
     ({"schedule": "constant", "value": "1"}, "config.losses.z_loss.value='1': expected float"),
     ({"schedule": "linear", "c_start": 0.0, "c_end": math.inf, "steps": 1}, "z_loss.c_end=inf"),
+    ({"schedule": "constant", "value": -1.0}, "config.losses.z_loss.value=-1.0: must be at least"),
+    ({"schedule": "exponential", "rate": -1.0, "c_min": 0, "c_max": 1}, "z_loss.rate=-1.0: must"),
+    ({"schedule": "exponential", "rate": 1.0, "c_min": 7, "c_max": 5}, "c_min=7.0: must be at mo"),
     ({"schedule": "cosine", "c_start": 0, "c_end": 1, "steps": -1}, "z_loss.steps=-1: must be at"),
 ])  # fmt: skip
 def test_schedules_of_losses_that_nothing_sows_were_not_looked_at(weight, words):
