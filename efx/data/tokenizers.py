@@ -7,6 +7,7 @@ a BPE file is in the format of the `tokenizers` library, so that other programs 
 
 import codecs
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import numpy as np
 from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
+
+log = logging.getLogger(__name__)
 
 KINDS = ("bytes", "chars", "bpe", "hf")
 _SMALLEST_BPE = 257  # 256 bytes and the end of text
@@ -115,6 +118,22 @@ class ByteTokenizer(Tokenizer):
         if isinstance(text, str):
             text = _utf8(text, "surrogateescape")  # as Python decodes file names and command lines
         return np.frombuffer(text, np.uint8).astype(np.int32)
+
+    def encode_documents(self, documents):
+        """Yields the ids of each document, whatever its bytes are; of those that are no text in
+        UTF-8, which another tokenizer would refuse, it says so once, at the end."""
+        first, count = None, 0
+        for name, data in documents:
+            if wrong := _not_utf8(data):
+                first, count = first or name, count + wrong
+            yield self.encode(data)
+        if count:
+            log.warning(
+                "%d bytes are not text in UTF-8, the first of them in %s: config.data.tokenizer="
+                "bytes takes them as they are; convert the files if they are meant to be text",
+                count,
+                first,
+            )
 
     def token_bytes(self):
         """256 single bytes and nothing for the end of a document."""
@@ -272,6 +291,16 @@ def load_tokenizer(path):
 
 def _line(error):
     return " ".join(str(error).split())
+
+
+def _not_utf8(data):
+    """How many of these bytes belong to no character."""
+    if data.isascii():
+        return 0
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    strides = (data[i : i + _STRIDE] for i in range(0, len(data), _STRIDE))
+    kept = sum(len(decoder.decode(stride).encode()) for stride in strides)
+    return len(data) - kept
 
 
 def _utf8(text, errors="strict"):
