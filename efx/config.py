@@ -87,6 +87,8 @@ def run_file(kind, source, folder=""):
     file_path, where = find_file(kind, path, folder), f"--{kind}={source}"
     try:
         spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
+        if spec is None:
+            raise UsageError("this is not a Python file, whose name ends in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, f"get_{kind}"):
