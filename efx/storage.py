@@ -38,7 +38,7 @@ def folder(address, setting="--workdir"):
     store that cannot be reached.
     """
     if not is_remote(address):
-        return local_path(address, setting)
+        return _checked_folder(address, setting)
     scheme = str(address).partition("://")[0]
     if scheme != _OF_RUNS:
         raise UsageError(
@@ -70,6 +70,17 @@ def local_folder(address, setting="--workdir"):
             f"{setting}={address}: this needs a folder on a disk; only runs of their own can live"
             " at gs://"
         )
+    return _checked_folder(address, setting)
+
+
+def _checked_folder(address, setting):
+    """`local_path` of a folder of runs, whose name is also written down and given to commands: it
+    has to be the same everywhere, so a ~ that no shell has replaced is refused."""
+    if pathlib.PurePath(address).parts[:1] == ("~",):
+        raise UsageError(
+            f"{setting}={address}: no shell has replaced the ~, which would be the name of a folder"
+            f" here; give the whole path, such as {os.path.expanduser(address)}"
+        )
     return local_path(address, setting)
 
 
@@ -81,13 +92,13 @@ def local_path(address, setting):
     have, and for what may not be looked at.
     """
     try:
-        path = pathlib.Path(address).expanduser()
+        path = pathlib.Path(os.path.expanduser(address))
         # Below a folder that is not there yet the system would say so only when it is made.
         if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
-    except (OSError, ValueError, RuntimeError) as error:  # of Python: \0, or no home of this user
+    except (OSError, ValueError) as error:  # Python's, of a \0
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{setting}={address} cannot be used: {reason}") from None
     return path

@@ -6,7 +6,6 @@ was once taken without a word, or ended in a traceback, each by itself.
 """
 
 import math
-import pathlib
 import subprocess
 import sys
 
@@ -242,13 +241,15 @@ def test_a_name_that_no_file_can_have_of_other_commands(name, tmp_path):
             call()
 
 
-def test_a_home_is_the_users(tmp_path, monkeypatch):
-    """Shells leave the ~ of --workdir=~/x to the program: it was a folder of this name."""
+def test_a_home_that_no_shell_has_put_in(tmp_path, monkeypatch):
+    """--workdir=~/x, of which shells leave the ~ as it is, made a folder of this name."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert storage.folder("~/x") == storage.local_folder("~/x") == tmp_path / "x"
-    assert storage.folder("x~/~") == pathlib.Path("x~/~")
-    with pytest.raises(UsageError, match="--workdir=~no.such.user/x cannot be used"):
-        storage.folder("~no.such.user/x")
+    monkeypatch.chdir(tmp_path)
+    for function in (storage.folder, storage.local_folder):
+        with pytest.raises(UsageError, match=f"--workdir=~/x: no shell .* such as {tmp_path}/x"):
+            function("~/x")
+        assert str(function("~x/~")) == "~x/~"
+    assert storage.local_path("~/x.json", "config.data.tokenizer") == tmp_path / "x.json"
 
 
 def test_distributed_without_a_cluster():
