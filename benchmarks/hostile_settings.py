@@ -27,7 +27,7 @@ HOSTILE = {
     int: ("many", 1.5, True, (), None, -1, 0, 2**31, 10**400, *NOT_FINITE),
     float: ("much", True, (), None, -1.0, 0.0, 1e39, 10**400, *NOT_FINITE),
     bool: (1, "yes", (), None),
-    str: (3, (), None, "", "nothing", "(", "\ud800", "\0"),
+    str: (3, (), None, "", "nothing", "(", "\ud800", "\0", "a" * 300),
 }
 HOSTILE[object] = (*(value for values in HOSTILE.values() for value in values), {})
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what a range without an end has

@@ -252,6 +252,8 @@ def experiment(config, workdir=None, splits=SPLITS):
     splits: those of the data to load, see `efx.data.load`.
     """
     config = run_settings.check(config)
+    if "train" in splits and not (workdir and runfolder.holds_result(workdir)):
+        _check_init(config.init)
     data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)
     model = _model(config, data.tokenizer, mesh, rules)
@@ -302,11 +304,22 @@ def _devices(config, devices=None):
     return sharding.make_mesh(config.mesh, devices), sharding.check_rules(config.rules)
 
 
+def _check_init(init):
+    """UsageError for what says how to start from a run, and no run: a variant of a config that
+    trains a few parameters of a finished model would train those of one that knows nothing."""
+    for name in ("missing", "unexpected", "rename"):
+        if getattr(init, name) and not init.run:
+            raise UsageError(
+                f"config.init.run is empty: config.init.{name}={getattr(init, name)!r} needs there"
+                " the run folder whose parameters this run starts from"
+            )
+
+
 def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
-    if config.init.run and not storage.folder(config.init.run, "config.init.run").is_dir():
-        raise UsageError(f"config.init.run={config.init.run}: there is no such run folder")
+    if config.init.run:
+        _check_run(config.init.run, "config.init.run")
     runs = _member_runs(config.model)
     first = runs[0][1] if runs else ""
     folders = [storage.folder(folder) for folder in (workdir, config.init.run, first) if folder]
@@ -395,16 +408,25 @@ def _same_everywhere(data):
 def _member_runs(model_config):
     """((key, run folder), ...) of the models that this one is made of."""
     for key, run in model_config.member_runs:
-        if not run or not storage.folder(run, f"config.model.{key}").is_dir():
-            raise UsageError(f"config.model.{key}={run!r}: there is no such run folder")
+        _check_run(run, f"config.model.{key}")
     return model_config.member_runs
+
+
+def _check_run(run, key):
+    """UsageError unless a setting names a run folder."""
+    if not run or not storage.folder(run, key).is_dir():
+        raise UsageError(f"{key}={run!r}: there is no such run folder")
+    if not (storage.folder(run, key) / runfolder.CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{key}={run!r}: this folder is not that of a run: it has no {runfolder.CONFIG_FILE}"
+        )
 
 
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
     path = storage.folder(run) / runfolder.CONFIG_FILE
-    plain = run_settings.completed(runfolder.recorded_config(run))
-    plain = run_settings.of_plain(plain, path)
+    recorded = runfolder.recorded_config(run, f"config.model.{key}")
+    plain = run_settings.of_plain(run_settings.completed(recorded), path)
     member = run_settings.check(plain, path)
     model_config = member.model
     if model_config.member_runs:
@@ -472,7 +494,7 @@ def _teacher(config, tokenizer=None, *, vocab_size=0, devices=None):
             f"config.losses.distill={config.losses.distill!r} needs config.train.teacher, the run"
             " folder of the model to follow; or set it to 0"
         )
-    if not runfolder.holds_result(run):
+    if not runfolder.holds_result(storage.folder(run, "config.train.teacher")):
         raise UsageError(f"{name}: there is no such run with a checkpoint")
     theirs = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if theirs.fingerprint != (tokenizer or theirs).fingerprint or (
@@ -506,8 +528,8 @@ def on_devices_of(config, run, key):
       key: the flag or setting that names the run, for messages.
     """
     path = storage.folder(run) / runfolder.CONFIG_FILE
-    plain = run_settings.completed(runfolder.recorded_config(run))
-    plain = run_settings.of_plain(plain, path)
+    recorded = runfolder.recorded_config(run, key)
+    plain = run_settings.of_plain(run_settings.completed(recorded), path)
     of = run_settings.check(plain, path)
     model_config = of.model
     if model_config.member_runs:

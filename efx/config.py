@@ -7,6 +7,7 @@ Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the s
 
 import importlib.util
 import inspect
+import os
 import pathlib
 
 from efx import configs, run_settings, runfolder, storage
@@ -35,7 +36,9 @@ def load_config(source, changes=None):
 
 def _is_run_folder(source):
     """Whether this is the path of a run folder; a name without a slash is that of a config."""
-    return "/" in source and (storage.folder(source) / runfolder.CONFIG_FILE).is_file()
+    if "/" not in source:
+        return False
+    return (storage.folder(source, "--config") / runfolder.CONFIG_FILE).is_file()
 
 
 def override(config, changes, where):
@@ -54,11 +57,12 @@ def override(config, changes, where):
             raise UsageError(f"{where}: config.{key}={value!r}: expected {expected}") from None
 
 
-def config_of_run(workdir):
-    """The checked config of a run folder; its lists, which were tuples, are tuples again."""
+def config_of_run(workdir, setting="--workdir"):
+    """The checked config of a run folder; its lists, which were tuples, are tuples again. setting:
+    the flag that names the folder, for messages."""
+    recorded = runfolder.recorded_config(workdir, setting)
     path = storage.folder(workdir) / runfolder.CONFIG_FILE
-    plain = run_settings.completed(runfolder.recorded_config(workdir))
-    config = run_settings.of_plain(_tuples(plain), path)
+    config = run_settings.of_plain(_tuples(run_settings.completed(recorded)), path)
     run_settings.check(config, path)
     return config
 
@@ -83,6 +87,8 @@ def run_file(kind, source, folder=""):
     file_path, where = find_file(kind, path, folder), f"--{kind}={source}"
     try:
         spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
+        if spec is None:
+            raise UsageError("this is not a Python file, whose name ends in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, f"get_{kind}"):
@@ -103,7 +109,7 @@ def run_file(kind, source, folder=""):
 def find_file(kind, path, folder=""):
     """pathlib.Path of a Python file, given by its path, or by its name without ".py" in the
     `folder` of `efx.configs`. A path `configs/...` that does not exist is looked up in efx."""
-    top, named = pathlib.Path(configs.__path__[0]), pathlib.Path(path)
+    top, named = pathlib.Path(configs.__path__[0]), storage.local_path(path, f"--{kind}")
     if named.suffix or named.parent != pathlib.Path():
         shipped = top.joinpath(*named.parts[1:]) if named.parts[0] == top.name else named
         candidates, known_names = [named, shipped], [*named.parent.glob("*.py")]
@@ -114,7 +120,7 @@ def find_file(kind, path, folder=""):
         known_names = [file.stem for file in (top / folder).glob("*.py") if file.stem != "__init__"]
         problem = f"there is no {kind} of this name, and a path ends in .py"
     for candidate in candidates:
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False of a name that is too long, too
             return candidate
     raise UsageError(f"--{kind}={path}: {problem}{nearest(path, known_names)}")
 

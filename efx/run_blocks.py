@@ -12,7 +12,6 @@ from efx.settings import (
     Fraction,
     Natural,
     NonNegative,
-    Number,
     Positive,
     Probability,
     Range,
@@ -26,6 +25,7 @@ from efx.settings import (
 Seed = Annotated[int, Range(least=0, below=2**32)]
 ProperFraction = Annotated[float, Range(above=0, below=1)]
 Devices = Annotated[int, Range(least=-1)]
+Words = Annotated[int, Range(least=2)]  # vectors of one word all have one direction
 
 
 @block("config.data")
@@ -164,7 +164,7 @@ def loss_weight(spec, where):
     if not isinstance(spec, Mapping) and not hasattr(spec, "items"):
         if isinstance(spec, bool) or not isinstance(spec, (int, float)):
             raise UsageError(f"{where}={spec!r} must be a number or a dict with a schedule")
-        return converted(Number, spec, where)
+        return converted(NonNegative, spec, where)
     spec = dict(spec.items())
     kind = spec.pop("schedule", None)
     if kind not in tuple(COEFFICIENTS):
@@ -182,10 +182,16 @@ def loss_weight(spec, where):
     for key in keys:
         if key not in spec:
             raise UsageError(f"{where}.{key} is missing: the schedule {kind!r} needs it")
+    # A negative weight rewards what a loss is there to lessen, without end.
     types = {"steps": Natural}
-    return {"schedule": kind} | {
-        key: converted(types.get(key, Number), spec[key], f"{where}.{key}") for key in keys
+    weight = {
+        key: converted(types.get(key, NonNegative), spec[key], f"{where}.{key}") for key in keys
     }
+    if kind == "exponential" and weight["c_min"] > weight["c_max"]:
+        raise UsageError(
+            f"{where}.c_min={weight['c_min']}: must be at most c_max={weight['c_max']}"
+        )
+    return {"schedule": kind} | weight
 
 
 @block("config.losses")
@@ -258,7 +264,7 @@ class OptimConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     b1: Probability = 0.9
     b2: Probability = 0.99
-    eps: NonNegative = 1e-8
+    eps: Positive = 1e-8  # with 0 a parameter whose gradient is 0 becomes 0 / 0
     momentum: Probability = 0.95  # muon, sgd
     weight_decay: NonNegative = 0.1
     decay: str = r".*(kernel|embedding)"  # regex (whole path) of the parameters that are decayed
@@ -371,7 +377,7 @@ class ClusterConfig:
 
     count: Count = 4
     method: Literal["balanced", "random"] = "balanced"  # clusters of one size; "random": control
-    features: Count = 50_000  # words of the tf-idf vectors: the most frequent
+    features: Words = 50_000  # words of the tf-idf vectors: the most frequent
     min_documents: Count = 2  # in which a word has to occur
     dimensions: Count = 100  # of the truncated SVD
     iterations: Count = 20  # of k-means, at most

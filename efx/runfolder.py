@@ -143,19 +143,20 @@ def write_atomic(path, text):
         atomic.write_text(path, text)
 
 
-def recorded_config(workdir):
+def recorded_config(workdir, setting="--workdir"):
     """The config of a run folder as a plain dict (tuples come back as lists).
 
+    setting: the flag or setting that names the folder, for messages.
     Raises UsageError if `workdir` is not a run folder, or its config.json cannot be read or is not
     as it was written.
     """
-    folder = storage.folder(workdir)
+    folder = storage.folder(workdir, setting)
     path = folder / CONFIG_FILE
     if not folder.is_dir():
-        raise UsageError(f"--workdir={workdir} is not a run folder: there is no such folder")
+        raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
     if not path.is_file():
         raise UsageError(
-            f"--workdir={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
+            f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
             " --mode=train made"
         )
     check_entries(folder)

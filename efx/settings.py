@@ -217,7 +217,7 @@ def _text(value, where):
     """A text, or a name that the system may have: one that is not UTF-8 has halves of surrogate
     pairs, of one kind, in Python."""
     if "\0" in value:
-        raise UsageError(f"{where}={value!r}: has a character \\0, which ends a name of the system")
+        raise UsageError(f"{where}={value!r}: has a character \\0, which ends texts for the system")
     check_encodes(value, where, "surrogateescape")
     return value
 

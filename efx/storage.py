@@ -6,7 +6,9 @@ folder there is written through a copy on this machine (`Mirror`); text there is
 """
 
 import contextlib
+import errno
 import functools
+import os
 import pathlib
 import re
 import shutil
@@ -21,6 +23,7 @@ from efx.errors import UsageError, extra
 _STORES = {"gs": "gcs", "s3": "s3"}
 _OF_RUNS = "gs"
 _UPLOAD_SECONDS = 60  # between two uploads of what a run logs
+_LONGEST_NAME = 255  # bytes, of all file systems in use
 
 
 def is_remote(address):
@@ -35,7 +38,7 @@ def folder(address, setting="--workdir"):
     store that cannot be reached.
     """
     if not is_remote(address):
-        return pathlib.Path(address)
+        return _checked_folder(address, setting)
     scheme = str(address).partition("://")[0]
     if scheme != _OF_RUNS:
         raise UsageError(
@@ -67,7 +70,38 @@ def local_folder(address, setting="--workdir"):
             f"{setting}={address}: this needs a folder on a disk; only runs of their own can live"
             " at gs://"
         )
-    return pathlib.Path(address)
+    return _checked_folder(address, setting)
+
+
+def _checked_folder(address, setting):
+    """`local_path` of a folder of runs, whose name is also written down and given to commands: it
+    has to be the same everywhere, so a ~ that no shell has replaced is refused."""
+    if pathlib.PurePath(address).parts[:1] == ("~",):
+        raise UsageError(
+            f"{setting}={address}: no shell has replaced the ~, which would be the name of a folder"
+            f" here; give the whole path, such as {os.path.expanduser(address)}"
+        )
+    return local_path(address, setting)
+
+
+def local_path(address, setting):
+    """The pathlib.Path of a file or folder on a disk, which need not exist; a `~` in front is the
+    home of the user, as it is for a shell.
+
+    setting: the one that the address comes from. Raises UsageError for a name that no file can
+    have, and for what may not be looked at.
+    """
+    try:
+        path = pathlib.Path(os.path.expanduser(address))
+        # Below a folder that is not there yet the system would say so only when it is made.
+        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (OSError, ValueError) as error:  # Python's, of a \0
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{setting}={address} cannot be used: {reason}") from None
+    return path
 
 
 def _store(address, named):

@@ -1,26 +1,35 @@
 """Using a finished (or running) run: evaluate it, or sample from it."""
 
 import io
+import json
+import re
 import sys
 
 import jax
 
-from efx import runfolder, sharding
+from efx import runfolder, settings, sharding
 from efx.build import finished
+from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe, scored
 from efx.metrics import quantity
 from efx.sample import TextSampler
+
+# Of config.model: how it is computed, not what.
+_SAME_MODEL = r"model\.(remat|scan_layers|vocab_multiple|attention\.(chunk|kernel))"
 
 
 def evaluate(config, workdir, step=None):
     """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
     `config.data.eval_source`."""
+    _check_tokenizer(config, workdir)
     e, step, params, variables = finished(config, workdir, step, splits=("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
+        if changed := _changed(e.config, workdir):
+            print(f"not the model that was trained, which had other settings: {changed}")
         c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
@@ -30,8 +39,32 @@ def evaluate(config, workdir, step=None):
     return metrics
 
 
+def _check_tokenizer(config, workdir):
+    """UsageError for another tokenizer than the run's: what its ids mean, its model has learnt."""
+    recorded = runfolder.recorded_setting(workdir, "data.tokenizer")
+    if config.data.tokenizer != recorded:
+        raise UsageError(
+            f"config.data.tokenizer={config.data.tokenizer!r}: the run was trained with"
+            f" {recorded!r}, and its model knows the ids of no other"
+        )
+
+
+def _changed(config, workdir):
+    """The settings that make another model of a run's parameters, or draw other numbers in it, and
+    what they were in the training; "" without any."""
+    recorded = runfolder.dotted(runfolder.recorded_config(workdir))
+    blocks = {name: settings.as_dict(config)[name] for name in ("model", "adapter", "seed")}
+    now = runfolder.dotted(json.loads(json.dumps(blocks)))  # lists for tuples, as recorded
+    return ", ".join(
+        f"config.{key}={value!r} ({recorded.get(key)!r})"
+        for key, value in now.items()
+        if value != recorded.get(key) and not re.fullmatch(_SAME_MODEL, key)
+    )
+
+
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
+    _check_tokenizer(config, workdir)
     e, step, params, variables = finished(config, workdir, step)
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)

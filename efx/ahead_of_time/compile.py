@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from efx import build, flops, run_settings, runfolder, settings, sharding
+from efx import build, flops, run_settings, runfolder, settings, sharding, signals
 from efx.ahead_of_time import hlo, topology
 from efx.ahead_of_time.report import Estimate, Memory, Report
 from efx.data import tokenizers
@@ -80,7 +80,7 @@ def compile_step(config, topology_name, vocab_size):
     with sharding.use(mesh, rules), asked:
         lowered = training.trace_step(model).lower()
         try:
-            compiled = lowered.compile()
+            compiled = _compiled(lowered)
         except jax.errors.JaxRuntimeError as error:
             report.memory = _refused(str(error), target.chip)
             return report
@@ -93,6 +93,11 @@ def compile_step(config, topology_name, vocab_size):
     peak = flops.device_peak(config.train.dtype, target.devices[0])
     report.estimate = _estimate(program, report, target, peak)
     return report
+
+
+def _compiled(lowered):
+    """`lowered.compile()`, for which Ctrl-C does not have to wait, see `efx.signals`."""
+    return signals.Beside(lowered.compile).result()
 
 
 def _memory(needs, chip):

@@ -165,6 +165,11 @@ def fit_clustering(texts, config, seed):
             f"config.cluster.min_documents={config.min_documents}: no word occurs in so many of"
             f" the {len(chosen)} documents"
         ) from error
+    if sparse.shape[1] < 2:
+        raise UsageError(
+            f"config.cluster.min_documents={config.min_documents}: one word alone occurs in so many"
+            f" of the {len(chosen)} documents, and clusters are told apart by two or more"
+        )
     # An SVD has no more dimensions than the smaller side of the matrix.
     dimensions = min(config.dimensions, *sparse.shape)
     svd = TruncatedSVD(dimensions, random_state=state).fit(sparse)

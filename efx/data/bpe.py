@@ -127,7 +127,9 @@ class LibraryTokenizer(Tokenizer):
                 try:
                     self.encode(text)
                 except UsageError as error:
-                    raise UsageError(f"{name}: {error}") from error
+                    raise UsageError(
+                        f"config.data.tokenizer, for the text {name}: {error}"
+                    ) from error
             raise
         for chunks_of_text in chunks:
             ids = _joined(pieces[start : start + len(chunks_of_text)])

@@ -5,9 +5,8 @@ so such a run can be on any machine that has the corpus (an expert of cBTM is su
 """
 
 import json
-from pathlib import Path
 
-from efx import reading
+from efx import reading, storage
 from efx.data.disk_cache import content_key
 from efx.data.sources import document_digest
 from efx.errors import UsageError
@@ -33,13 +32,14 @@ class Subset:
     def load(cls, path):
         """Raises UsageError if the file is missing or damaged."""
         setting = f"config.data.subset={str(path)!r}"
-        if not Path(path).is_file():
+        path = storage.local_path(path, "config.data.subset")
+        if not path.is_file():
             raise UsageError(
                 f"{setting}: there is no such file; --mode=cluster makes one for each cluster"
             )
         try:
             # A list of all documents of a large corpus is large.
-            stored = reading.parse_json(Path(path).read_text())
+            stored = reading.parse_json(path.read_text())
             subset = cls(stored["documents"])
             sound = subset.key == stored["sum"]
         except (ValueError, TypeError, KeyError):

@@ -7,6 +7,7 @@ a BPE file is in the format of the `tokenizers` library, so that other programs 
 
 import codecs
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -16,8 +17,13 @@ from efx import atomic, reading, storage
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
+log = logging.getLogger(__name__)
+
 KINDS = ("bytes", "chars", "bpe", "hf")
 _SMALLEST_BPE = 257  # 256 bytes and the end of text
+# The largest vocabularies in use have a quarter of it. The library makes room for all ids before it
+# trains, and a process that asks for more memory than there is is ended by it, without an error.
+_LARGEST_BPE = 1_000_000
 _STRIDE = 1 << 22  # characters encoded at a time
 
 
@@ -113,6 +119,22 @@ class ByteTokenizer(Tokenizer):
             text = _utf8(text, "surrogateescape")  # as Python decodes file names and command lines
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
+    def encode_documents(self, documents):
+        """Yields the ids of each document, whatever its bytes are; of those that are no text in
+        UTF-8, which another tokenizer would refuse, it says so once, at the end."""
+        first, count = None, 0
+        for name, data in documents:
+            if wrong := _not_utf8(data):
+                first, count = first or name, count + wrong
+            yield self.encode(data)
+        if count:
+            log.warning(
+                "%d bytes are not text in UTF-8, the first of them in %s: config.data.tokenizer="
+                "bytes takes them as they are; convert the files if they are meant to be text",
+                count,
+                first,
+            )
+
     def token_bytes(self):
         """256 single bytes and nothing for the end of a document."""
         return [bytes([i]) for i in range(256)] + [b""]
@@ -176,26 +198,29 @@ def parse(spec):
     path).
 
     Raises:
-      UsageError: no such kind and no such file; no or too small a size for bpe.
+      UsageError: no such kind and no such file; no size for bpe, or one out of range.
     """
     spec = str(spec)
     if spec in ("bytes", "chars"):
         return spec, None
     kind, colon, size = spec.partition(":")
     if kind == "bpe":
-        if not size.isdecimal() or int(size) < _SMALLEST_BPE:
+        number = int(size) if size.isdecimal() and len(size) < 10 else 0  # int() has a limit
+        if not _SMALLEST_BPE <= number <= _LARGEST_BPE:
             raise UsageError(
-                f"config.data.tokenizer={spec!r} should give the number of ids, at least"
-                f" {_SMALLEST_BPE}, as in bpe:8192"
+                f"config.data.tokenizer={spec!r} should give the number of ids, from"
+                f" {_SMALLEST_BPE} to {_LARGEST_BPE}, as in bpe:8192"
             )
-        return "bpe", int(size)
+        return "bpe", number
     if kind == "hf" and size:
         return "hf", size
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.is_file():
-        return "file", path
+    path = storage.local_path(spec, "config.data.tokenizer")
+    file = path / "tokenizer.json" if spec and path.is_dir() else path
+    if file.is_file():
+        return "file", file
+    if spec and path.exists():
+        problem = "the folder holds no tokenizer.json" if path.is_dir() else "it is not a file"
+        raise UsageError(f"config.data.tokenizer={spec!r}: {problem}")
     if path.suffix == ".json" or os.sep in spec:
         raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
     raise UsageError(
@@ -266,6 +291,16 @@ def load_tokenizer(path):
 
 def _line(error):
     return " ".join(str(error).split())
+
+
+def _not_utf8(data):
+    """How many of these bytes belong to no character."""
+    if data.isascii():
+        return 0
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    strides = (data[i : i + _STRIDE] for i in range(0, len(data), _STRIDE))
+    kept = sum(len(decoder.decode(stride).encode()) for stride in strides)
+    return len(data) - kept
 
 
 def _utf8(text, errors="strict"):

@@ -51,7 +51,7 @@ def config_for(folder, to, config=None):
         `configs/convert_mod.py` changes.
     Raises: UsageError for a parent that cannot be converted.
     """
-    parent = config_of_run(folder)
+    parent = config_of_run(folder, "--from")
     _check_parent(parent, folder, to)
     if config is None:
         config = run_settings.known()
@@ -88,7 +88,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Raises: UsageError, also for a workdir that holds a run; nothing is written then.
     """
     config, parent_path = run_settings.check(config), _whole_path(folder)
-    _check_config(config, config_of_run(folder), to)
+    _check_config(config, config_of_run(folder, "--from"), to)
     if config.adapter.kind != "none":  # whose base a run has to name
         config = settings.replaced(config, {"init.run": parent_path})
     runfolder.check_shared(workdir)

@@ -5,13 +5,11 @@ and checked before the run folder is made; it then holds config, tokenizer and a
 0, like the folder of a run that has just begun.
 """
 
-from pathlib import Path
-
 import jax
 import numpy as np
 from flax import linen as nn
 
-from efx import build, models, run_settings, runfolder, settings, sharding
+from efx import build, models, run_settings, runfolder, settings, sharding, storage
 from efx import step as step_lib
 from efx.checkpoint.params import fingerprint
 from efx.data.tokenizers import load_tokenizer
@@ -45,7 +43,7 @@ def config_for(folder, config=None):
         depth routing and what does not change what is computed. None: `RECIPE`.
     Raises: UsageError naming what efx cannot reproduce.
     """
-    folder = Path(folder)
+    folder = storage.local_path(folder, "--from")
     if not folder.is_dir():
         raise UsageError(f"--from={folder}: there is no such folder")
     changes = hf.settings_of(folder, hf.read_config(folder))
@@ -74,7 +72,7 @@ def import_run(config, folder, workdir, *, command_line=()):
     Raises: UsageError for a folder that is not whole, or not of the model that its config.json
       describes, or a workdir that holds a run; nothing is written then.
     """
-    folder, config = Path(folder), run_settings.check(config)
+    folder, config = storage.local_path(folder, "--from"), run_settings.check(config)
     hf_config = hf.read_config(folder)
     _check_config(config, hf.settings_of(folder, hf_config))
     tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)

@@ -126,7 +126,7 @@ def new_file(out, endings, example):
 
     endings: that it may have, such as (".html",); example: a name with one.
     """
-    path = pathlib.Path(out)
+    path = storage.local_path(out, "--out")
     if path.is_dir():
         raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {path / example}")
     if path.suffix.lower() not in endings:

@@ -21,7 +21,7 @@ import sys
 
 import numpy as np
 
-from efx import build, sharding
+from efx import build, runfolder, sharding
 from efx.cbtm import CLUSTERS
 from efx.config import config_of_run
 from efx.errors import UsageError, nearest
@@ -280,6 +280,7 @@ def main(argv=None):
 
 
 def run(arguments):
+    runfolder.recorded_config(arguments.workdir)  # which names the flag that is given
     out = _output(arguments.out or str(pathlib.Path(arguments.workdir) / "token_map.html"))
     if arguments.quantity is not None and out.suffix == ".html":
         raise UsageError("--quantity: a page has all quantities; give --out of a picture")

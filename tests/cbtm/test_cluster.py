@@ -130,6 +130,7 @@ def test_purity_by_hand():
         (dict(method="randm"), "did you mean 'random'"),
         (dict(seed_fraction=1.0), "config.cluster.seed_fraction=1.0"),
         (dict(dimensions=0), "config.cluster.dimensions=0"),
+        (dict(features=1), "config.cluster.features=1: must be at least 2"),
     ],
 )
 def test_bad_settings_are_one_line(changes, words):
@@ -141,6 +142,8 @@ def test_bad_settings_are_one_line(changes, words):
 def test_documents_without_a_word_in_common():
     with pytest.raises(UsageError, match="config.cluster.min_documents=2: no word occurs"):
         lib.fit_clustering(["apple", "pear", "plum", "quince"], settings(), seed=0)
+    with pytest.raises(UsageError, match="config.cluster.min_documents=2: one word alone occurs"):
+        lib.fit_clustering(["fruit pear", "fruit", "fruit plum", "fruit"], settings(), seed=0)
 
 
 def test_damage_is_noticed(tmp_path):

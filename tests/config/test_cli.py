@@ -101,6 +101,8 @@ def test_bad_settings(text, tmp_path, capsys, settings, words):
     [
         ([], "configs/mod.py", "--workdir is missing"),
         ([], None, "--config is missing"),
+        (["--workdir=x"], "/etc/passwd", "--config=/etc/passwd: this is not a Python file"),
+        (["--workdir=x", "--config.sample.prompt=\0"], "configs/mod.py", "ends texts for the sys"),
         (["--workdir=x", "--mode=trian"], "configs/mod.py", r"--mode=trian.*did you mean 'train'"),
         (["--workdir=x"], "configs/none.py", r"--config=configs/none\.py: there is no such file"),
         (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
@@ -162,7 +164,19 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "run.json"}
 
     assert call(f"--workdir={run}", "--mode=evaluate", config=None) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "bits per byte" in said and "other settings" not in said
+    # Another model of the same parameters was evaluated without a word.
+    changed = {"model.norm_eps": 0.5, "seed": 3, "model.attention.chunk": 8}
+    assert call(f"--workdir={run}", "--mode=evaluate", config=None, **changed) == 0
+    words = "which had other settings: config.model.norm_eps=0.5 (1e-05), config.seed=3 (0)\n"
+    assert words in capsys.readouterr().out
+    for mode in ("evaluate", "sample"):
+        other = {"data.tokenizer": "bytes"}
+        assert call(f"--workdir={run}", f"--mode={mode}", config=None, **other) == 2
+        assert "config.data.tokenizer='bytes': the run was trained with 'chars'" in error_line(
+            capsys
+        )
     assert (
         call(
             f"--workdir={run}",

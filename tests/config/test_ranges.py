@@ -17,10 +17,12 @@ from test_cli import one_of_eight  # noqa: F401 (a fixture)
 
 from benchmarks import hostile_settings
 from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
-from efx import memory, optim, run_settings, settings, train
+from efx import main, memory, optim, run_settings, settings, storage, train
+from efx.config import run_file
 from efx.errors import UsageError
 from efx.models.families import FAMILIES
 from efx.sharding import DEFAULT_RULES
+from efx.studies import report
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,9 @@ SEEN = [
     ({"model.norm_eps": -1e-5}, "config.model.norm_eps=-1e-05: must be more than 0"),
     ({"model.init_std": -1.0}, "config.model.init_std=-1.0: must be at least 0"),
     ({"model.logit_softcap": -1.0}, "config.model.logit_softcap=-1.0: must be at least 0"),
+    ({"optim.eps": 0.0}, "config.optim.eps=0.0: must be more than 0"),
+    ({"losses.z_loss": -1000.0}, "config.losses.z_loss=-1000.0: must be at least 0"),
+    ({"init.missing": ".*"}, "config.init.run is empty: config.init.missing='.*' needs there"),
     ({"model.depth": 10**6}, "config.model.depth=1000000: must be at most 10000"),
     ({"model.depth_routing.every": 3}, "depth_routing.every=3: the stack has 2 blocks, so none"),
     ({"model.mlp.kind": "moe", "model.mlp.moe.every": 3}, "moe.every=3: the stack has 2 blocks"),
@@ -130,6 +135,9 @@ def test_seen_as_a_traceback_or_taken_without_a_word(
     ({"schedule": ["linear"]}, "config.losses.z_loss.schedule=['linear'] is none of constant"),
     ({"schedule": "constant", "value": "1"}, "config.losses.z_loss.value='1': expected float"),
     ({"schedule": "linear", "c_start": 0.0, "c_end": math.inf, "steps": 1}, "z_loss.c_end=inf"),
+    ({"schedule": "constant", "value": -1.0}, "config.losses.z_loss.value=-1.0: must be at least"),
+    ({"schedule": "exponential", "rate": -1.0, "c_min": 0, "c_max": 1}, "z_loss.rate=-1.0: must"),
+    ({"schedule": "exponential", "rate": 1.0, "c_min": 7, "c_max": 5}, "c_min=7.0: must be at mo"),
     ({"schedule": "cosine", "c_start": 0, "c_end": 1, "steps": -1}, "z_loss.steps=-1: must be at"),
 ])  # fmt: skip
 def test_schedules_of_losses_that_nothing_sows_were_not_looked_at(weight, words):
@@ -157,6 +165,91 @@ def test_flags_that_cannot_be_so(flags, words, root, tmp_path, capsys, monkeypat
     assert test_cli.call(f"--workdir={tmp_path / 'run'}", *flags) == 2
     assert words in test_cli.error_line(capsys)
     assert not (tmp_path / "run").exists()
+
+
+# ---- names of files and folders ------------------------------------------------------------------
+
+BRIDGE = "--config=configs/calm.py:bridge"
+DOCUMENTS = ["--config.data.split=documents", "--config.data.document_bytes=64"]
+# What names a file or folder (NAME), with what goes with it, and how the message calls it.
+NAMED = [
+    (["--workdir=NAME"], "--workdir="),
+    (["--workdir=NAME", "--mode=evaluate", "--config="], "--workdir="),
+    (["--config=NAME"], "--config="),
+    (["--config=folder/NAME.py"], "--config="),
+    (["--mode=import", "--from=NAME"], "--from="),
+    (["--mode=convert", "--from=NAME", "--to=mod", "--config="], "--from="),
+    (["--config.data.tokenizer=NAME"], "config.data.tokenizer="),
+    (["--config.data.source=text:NAME"], "config.data.source="),
+    (["--config.data.subset=NAME", *DOCUMENTS], "config.data.subset="),
+    (["--config.init.run=NAME"], "config.init.run="),
+    (["--config.losses.distill=1.0", "--config.train.teacher=NAME"], "config.train.teacher="),
+    ([BRIDGE, "--config.model.anchor=NAME"], "config.model.anchor="),
+]  # fmt: skip
+
+
+def named_flags(arguments, workdir, text, name):
+    """A command line with `arguments`, in which NAME is `name`, and the others that it needs."""
+    given = [argument.replace("NAME", name) for argument in arguments]
+    flags = {argument.partition("=")[0] for argument in given}
+    rest = {"--config": "configs/mod.py", "--workdir": workdir, "--config.data.source": text}
+    rest |= {"--config.data.seq_len": 8}
+    given += [f"{flag}={value}" for flag, value in rest.items() if flag not in flags]
+    return [flag for flag in given if flag != "--config="]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"], ids=["long", "zero"])
+@pytest.mark.parametrize("arguments, words", NAMED)
+def test_a_name_that_no_file_can_have(
+    arguments, words, name, folder, root, tmp_path, capsys, monkeypatch
+):
+    """A traceback of the system's OSError, or of Python's ValueError."""
+    monkeypatch.chdir(root)
+    workdir = tmp_path / "run"
+    text = f"text:{folder / 'text.txt'}"
+    assert main.main(["efx", *named_flags(arguments, workdir, text, name)]) == 2
+    line = test_cli.error_line(capsys)
+    assert words in line and ascii(name)[1:-1] in line, line
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--config.init.run=NAME"], "config.init.run='NAME': this folder is not that of a run: it"),
+    ([BRIDGE, "--config.model.anchor=NAME"], "config.model.anchor='NAME': this folder is not"),
+    (["--mode=convert", "--from=NAME", "--to=mod", "--config="], "--from=NAME is not a run folder"),
+    (["--config.data.tokenizer=NAME"], "tokenizer='NAME': the folder holds no tokenizer.json"),
+    (["--config.data.tokenizer=/dev/null"], "tokenizer='/dev/null': it is not a file"),
+])  # fmt: skip
+def test_a_folder_of_another_kind(arguments, words, folder, root, tmp_path, capsys, monkeypatch):
+    """The message named --workdir, or said that there is no such file."""
+    monkeypatch.chdir(root)
+    workdir, text, name = tmp_path / "run", f"text:{folder / 'text.txt'}", str(tmp_path)
+    assert main.main(["efx", *named_flags(arguments, workdir, text, name)]) == 2
+    assert words.replace("NAME", name) in test_cli.error_line(capsys)
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"], ids=["long", "zero"])
+def test_a_name_that_no_file_can_have_of_other_commands(name, tmp_path):
+    for named, call in (
+        ("--sweep=", lambda: run_file("sweep", name, "sweeps")),
+        ("RUN=", lambda: report.collect([name])),
+        ("--workdir=", lambda: storage.folder(tmp_path / "not there" / name)),
+        ("--to=", lambda: storage.local_folder(name, "--to")),
+    ):
+        with pytest.raises(UsageError, match=named):
+            call()
+
+
+def test_a_home_that_no_shell_has_put_in(tmp_path, monkeypatch):
+    """--workdir=~/x, of which shells leave the ~ as it is, made a folder of this name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for function in (storage.folder, storage.local_folder):
+        with pytest.raises(UsageError, match=f"--workdir=~/x: no shell .* such as {tmp_path}/x"):
+            function("~/x")
+        assert str(function("~x/~")) == "~x/~"
+    assert storage.local_path("~/x.json", "config.data.tokenizer") == tmp_path / "x.json"
 
 
 def test_distributed_without_a_cluster():

@@ -273,7 +273,7 @@ def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
         (dict(source="text:/no/such/*.txt"), ["no file matches"]),
         (dict(source="arrayrecord:/no/such*"), ["no file matches"]),
         (dict(tokenizer="byte"), ["config.data.tokenizer='byte'", "did you mean 'bytes'"]),
-        (dict(tokenizer="bpe:12"), ["config.data.tokenizer='bpe:12'", "at least 257"]),
+        (dict(tokenizer="bpe:12"), ["config.data.tokenizer='bpe:12'", "from 257 to"]),
         (dict(split="tails"), ["config.data.split='tails'", "did you mean 'tail'"]),
         (dict(split="documents"), ["config.data.split='documents'", "at least 2 different"]),
         (dict(shuffle="window"), ["config.data.shuffle='window'", "did you mean 'windows'"]),

@@ -229,8 +229,23 @@ def test_a_vocabulary_without_a_token_for_unknown_words_is_one_clear_line(kind):
     with pytest.raises(UsageError, match=message):
         tokenizer.encode("the quick fox")
     documents = [("first", b"the fox"), ("second", b"a quick fox")]
-    with pytest.raises(UsageError, match=f"^second: {message}"):
+    with pytest.raises(UsageError, match=f"^config.data.tokenizer, for the text second: {message}"):
         list(tokenizer.encode_documents(documents))
+
+
+def test_bytes_that_are_no_text_are_told_once(caplog, monkeypatch):
+    """Text in another encoding was trained on without a word."""
+    monkeypatch.setattr(tokenizers, "_STRIDE", 3)  # which cuts characters
+    texts = ["Zürich, 東京".encode(), "Zürich, ü".encode("latin-1"), b"", b"plain", b"end \xe2\x82"]
+    documents = [(str(i), text) for i, text in enumerate(texts)]
+    tokenizer = tokenizers.ByteTokenizer()
+    encoded = [bytes(ids.tolist()) for ids in tokenizer.encode_documents(documents)]
+    assert encoded == texts
+    (record,) = caplog.records
+    assert record.message.startswith("4 bytes are not text in UTF-8, the first of them in 1: conf")
+    caplog.clear()
+    list(tokenizer.encode_documents(documents[:1]))
+    assert not caplog.records
 
 
 def test_bytes_written_as_characters_agree_with_the_library():
@@ -256,7 +271,10 @@ def test_ids_outside_the_vocabulary_are_refused(ids, bpe_280):
         ("bpe", "as in bpe:8192"),
         ("bpe:", "as in bpe:8192"),
         ("bpe:many", "as in bpe:8192"),
-        ("bpe:256", "at least 257"),
+        ("bpe:256", "from 257 to 1000000, as in bpe:8192"),
+        ("bpe:1000001", "from 257 to 1000000"),
+        ("bpe:4000000000", "from 257 to 1000000"),
+        ("bpe:" + 5000 * "9", "from 257 to 1000000"),
         ("bpee:512", "did you mean 'bpe'"),
         ("no/such.json", "no such file"),
     ],

@@ -252,7 +252,7 @@ def test_the_teacher_stays_the_same(parents, children, distilled, tmp_path, caps
 
 BAD = {
     "no parent": (dict(parent=""), r"--from is missing: the folder of a dense run"),
-    "no run": (dict(parent="nothing"), r"--workdir=nothing is not a run folder"),
+    "no run": (dict(parent="nothing"), r"--from=nothing is not a run folder"),
     "to nothing": (dict(to=""), r"--to is missing: mod, or layer_drop"),
     "to what is not": (dict(to="mode"), r"--to=mode: expected mod or layer_drop \(did you mean"),
     "a routed parent": (

@@ -79,6 +79,7 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
             r"config\.model\.width=16 does not divide by config\.model\.attention\.num_heads=3",
         ),
         ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
+        ({"encoder_local": 600}, r"encoder_local=600: the levels have \d+ blocks in all; at most"),
         ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
         ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
         ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),

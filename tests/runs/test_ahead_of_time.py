@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -415,6 +416,34 @@ def test_a_missing_compiler_names_its_extra(name, module, extra, monkeypatch):
         pytest.skip("JAX's plugin for GPUs is installed")
     with pytest.raises(UsageError, match=rf"--topology={name} needs .*the extra `{extra}`"):
         topology.describe(name)
+
+
+def test_ctrl_c_does_not_wait_for_the_compiler(root):
+    """It waited for minutes: the compiler does not return to Python, whose handler has to run."""
+    code = """
+import hashlib, sys
+from efx import main
+from efx.ahead_of_time import compile
+
+class Lowered:
+    def compile(self):
+        print("begun", flush=True)
+        hashlib.pbkdf2_hmac("sha1", b"", b"", 2**31 - 1)
+
+main.run = lambda argv: compile._compiled(Lowered())
+sys.exit(main.command())
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "efx: interrupted" in said
 
 
 def test_ids_of_tokenizers(root, monkeypatch, tmp_path):

@@ -372,6 +372,7 @@ def test_rows_of_a_picture_that_do_not_compare_have_own_scales():
         (["--text", "x" * 100], "100 tokens; the model takes 1 to 64"),
         (["--out", "{tmp}/no/x.png"], "there is no folder {tmp}/no"),
         (["--out", "{tmp}"], "--out={tmp} is a folder; give a file in it"),
+        (["--workdir", "{tmp}/none"], "--workdir={tmp}/none is not a run folder: there is no such"),
         (["--out", "{tmp}/map"], "the ending says what kind of file it is, e.g. {tmp}/map"),
         (["--out", "{tmp}/map.csv"], "the ending says what kind of file it is, e.g. {tmp}/map"),
         (["--out", "{tmp}/map.png", "--quantity", "gates"], "--quantity=gates: there are computed"),

@@ -22,6 +22,7 @@ from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
 COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
+_MOST_BLOCKS = 1000  # of all levels: each is traced by itself, so more take many minutes
 
 
 @block("config.model.latent_loss")
@@ -125,6 +126,9 @@ class LatentConfig(ModelConfig):
             counts[name] = value if isinstance(value, tuple) else (value,) * levels
             if len(counts[name]) != levels:
                 bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
+        most = max(COUNTS, key=lambda name: sum(counts[name]))
+        if (blocks := sum(map(sum, counts.values()))) > _MOST_BLOCKS:
+            bad(most, f"the levels have {blocks} blocks in all; at most {_MOST_BLOCKS} can be")
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
             bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
