@@ -12,7 +12,7 @@ call, and the next measurement is begun only if there is time for one like the l
 The parts:
     kernels     attention kernels against plain XLA: values and gradients, every kind of mask
     tests       tests of the suite on the device: decoding is the full pass, nothing looks ahead,
-                a killed run resumes bit for bit
+                a run that goes on is bit for bit one that never stopped
     matmul      products of square matrices: what part of the data sheet's peak is there at all
     dense       training steps at 124M and 350M with each kernel: MFU, tokens/s, memory
     mod         Mixture-of-Depths over its dense twin at 350M and 1.3B, beside the ratio of FLOPs

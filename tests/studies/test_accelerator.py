@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -189,6 +190,37 @@ def test_a_kernel_that_is_wrong_somewhere_is_found(refuses, call, monkeypatch):
         assert cells["says"].startswith("FAILED: 5 masks, the worst: window")
 
 
+FULL = (
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+    "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
+    "RESOURCE_EXHAUSTED: Failed to allocate request for 1.00GiB (1073741824B) on device ordinal 0",
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.90G of 15.75G hbm.",
+    "RESOURCE_EXHAUSTED: Attempting to allocate 2.00G. That was not possible. 1.20G are free.",
+)
+OF_A_KERNEL = (
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 262144, available: 232448",
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. It should not be possible to run "
+    "out of scoped vmem",
+    "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered",
+)
+
+
+def test_a_full_memory_is_told_from_what_a_kernel_lacks():
+    errors = [jax.errors.JaxRuntimeError(message) for message in (*FULL, *OF_A_KERNEL)]
+    found = list(map(accelerator_parts.memory_is_full, errors))
+    assert found == [True] * len(FULL) + [False] * len(OF_A_KERNEL)
+
+
+def test_the_tests_for_a_device_are_there(root):
+    paths, names = zip(*accelerator_parts.SUITE.values(), strict=True)
+    wanted = " or ".join(f"({name})" for name in names)
+    command = [sys.executable, "-m", "pytest", *sorted(set(paths)), "-k", wanted]
+    command += ["--collect-only", "-q", "-n", "0"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    for name in names:
+        assert name.split()[0] in done.stdout, done.stdout + done.stderr
+
+
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     tried = []
 
@@ -196,15 +228,14 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
         (config,) = configs.values()
         tried.append(config.data.batch_size)
         if config.data.batch_size > 4 or vocab == 0:
-            kind = "RESOURCE_EXHAUSTED" if vocab else "INTERNAL"
-            raise jax.errors.JaxRuntimeError(f"{kind}: no")
+            raise jax.errors.JaxRuntimeError(FULL[0] if vocab else OF_A_KERNEL[0])
         return {"": config.data.batch_size}
 
     monkeypatch.setattr(common, "training_steps", steps)
     config = mod.get_config()
     assert config.data.batch_size == 16
     assert accelerator_parts._fitting(config, 64, 1) == 4 and tried == [16, 8, 4]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory"):
         accelerator_parts._fitting(config, 0, 1)
     assert tried[3:] == [16]  # which no smaller batch would mend
 
