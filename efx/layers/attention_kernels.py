@@ -238,10 +238,12 @@ def _cudnn_refuses(case):
 
 
 def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
-    """cuDNN's fused attention by way of jax.nn; splits over batch and heads by itself."""
+    """cuDNN's fused attention by way of jax.nn; splits over batch and heads by itself, if heads of
+    keys and values lie as those of queries."""
     length = case.length + case.length % 2
-    k_BTKH, v_BTKH = _repeated(case.num_heads, k_BTKH, v_BTKH)
-    q_BTNH, k_BTKH, v_BTKH = _pad(length, q_BTNH, k_BTKH, v_BTKH)
+    arrays = (q_BTNH, *_repeated(case.num_heads, k_BTKH, v_BTKH))
+    arrays = (sharding.constrain(y, "batch", "length", "act_heads", None) for y in arrays)
+    q_BTNH, k_BTKH, v_BTKH = _pad(length, *arrays)
     out_BTNH = jax.nn.dot_product_attention(
         q_BTNH,
         k_BTKH,

@@ -300,6 +300,32 @@ def test_devices_that_share_few_keys_and_values_have_those_of_their_queries(kv_h
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5), got, wanted)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_of_keys_lie_as_cudnn_wants_them(kv_heads, monkeypatch):
+    """It refuses in the compiler what lies otherwise than the queries."""
+    found = {}
+
+    def plain(*arrays, scale, **_):
+        for name, y in zip("qkv", arrays, strict=True):
+
+            def note(layout, name=name, shape=y.shape):
+                found[name] = layout.shard_shape(shape)
+
+            jax.debug.inspect_array_sharding(y, callback=note)
+        return attend.attend(*arrays, scale=scale, kernel="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = [
+        ("batch", "data"), ("length", None), ("act_heads", "tensor"), ("act_kv_heads", "tensor"),
+    ]  # fmt: skip
+    q, k = np.zeros((2, 128, 8, 16), np.float32), np.zeros((2, 128, kv_heads, 16), np.float32)
+    case = Case(128, 8, kv_heads, 16, q.dtype)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        jax.jit(lambda q, k, v: KERNELS["cudnn"].run(case, q, k, v, None, 0.2))(q, k, k)
+    assert found == {"q": (1, 128, 2, 16), "k": (1, 128, 1, 16), "v": (1, 128, 1, 16)}
+
+
 def test_heads_that_do_not_divide_over_the_devices_are_in_plain_xla(monkeypatch):
     on(monkeypatch, "gpu")
     monkeypatch.setattr(sharding, "ways", lambda name: {"act_heads": 4}[name])
