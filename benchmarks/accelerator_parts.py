@@ -162,18 +162,25 @@ def kernels(setup):
 
 def _masked(setup, mask):
     """`attention` with this mask, and what it has to give."""
-    has = {word: word in mask for word in ("window", "softcap", "gaps", "documents", "grouped")}
-    function, arrays = attention(
-        length=40 if setup.smoke else LENGTH,
-        kv_heads=2 if has["grouped"] else 8,
-        head_dim=16 if setup.smoke else 64,
-        window=(7 if setup.smoke else 100) if has["window"] else 0,
-        softcap=2.0 if has["softcap"] else 0.0,
-        gaps=has["gaps"],
-        documents=has["documents"],
-    )
+    if setup.smoke:
+        function, arrays = with_mask(mask, length=40, head_dim=16, window=7)
+    else:
+        function, arrays = with_mask(mask, length=LENGTH, head_dim=64, window=100)
     with jax.default_matmul_precision("highest"):
         return function, arrays, function("xla", "float32", arrays)
+
+
+def with_mask(mask, *, length, head_dim, window):
+    """`attention` with one of MASKS."""
+    return attention(
+        length=length,
+        kv_heads=2 if "grouped" in mask else 8,
+        head_dim=head_dim,
+        window=window if "window" in mask else 0,
+        softcap=2.0 if "softcap" in mask else 0.0,
+        gaps="gaps" in mask,
+        documents="documents" in mask,
+    )
 
 
 def _kernel(masked, name):
