@@ -1,20 +1,28 @@
 """Everything that is claimed of accelerators, on the one at hand: is it right, and how fast is it.
 
-    python -m benchmarks.accelerator                      all parts, as far as 9 minutes go
+    python -m benchmarks.accelerator                      all parts, as far as 8 minutes go
     python -m benchmarks.accelerator --parts matmul,dense     some of them
     python -m benchmarks.accelerator --smoke              tiny sizes on a CPU: no measurement
 
-Called again it goes on where it ended: what results/accelerator-<device>.json has is not measured
-again, unless with `--again`. A part is a process of its own; `--minutes` are those of the whole
-call, and the next measurement is begun only if there is time for one like the longest before it.
+Called again it goes on where it ended: what the record, accelerator-<device>.json in --results, has
+is not measured again, unless with `--again`; what failed or was skipped is tried again, last of its
+part. A part is a process of its own, and goes on in a fresh one after an error of the device.
+`--minutes` are those of the whole call: the next measurement is begun only if there is time for one
+like the longest before it, and what still runs a minute and a half later has been ended.
 `python -m efx.studies.results` puts the numbers into docs/results.md.
 
+Needed on the machine: efx with the extra of the device (`cuda13`, `cuda12` or `tpu`); on an H100
+`mosaic`, with Python 3.12; `interop`, with a torch that has CUDA, for what decoding is compared
+with; `dev` for the part `tests`; and the text of tinyshakespeare (--text) for `characters`. Where
+its disk is lost afterwards, `--results` names a folder that lasts, which may have the record of
+earlier calls; a `--workdir` that lasts keeps the trained runs and the compiled programs too.
+
 The parts:
-    kernels     attention kernels against plain XLA: values and gradients, every kind of mask
-    tests       tests of the suite on the device: decoding is the full pass, nothing looks ahead,
-                a killed run resumes bit for bit
     matmul      products of square matrices: what part of the data sheet's peak is there at all
     dense       training steps at 124M and 350M with each kernel: MFU, tokens/s, memory
+    kernels     attention kernels against plain XLA: values and gradients, every kind of mask
+    tests       tests of the suite on the device: decoding is the full pass, nothing looks ahead,
+                a run that goes on is bit for bit one that never stopped
     mod         Mixture-of-Depths over its dense twin at 350M and 1.3B, beside the ratio of FLOPs
     moe         Mixtures of Experts over their dense twin
     latent      the grouped-latent transformer over a decoder at contexts 8192 and 32768
@@ -23,15 +31,17 @@ The parts:
                 (with its default and its static cache) where the extra `interop` is installed
     characters  nanoGPT's recipe for a GPU on tinyshakespeare (--text), dense, three seeds, and MoD:
                 the loss, and seconds of training until it; the dense curves go to
-                results/reference_curves.json, or are compared with those that are there
+                reference_curves.json in --results, or are compared with those that are there
     isoflop     dense and MoD at one budget, each at its best size
 
 A batch that does not fit into memory is halved until it does. MFU and ratios count nominal FLOPs,
 against the peak of `efx.flops.device_peak`. Exit status: 0 all is measured, 1 something failed, 2
-bad input, 3 the time was up: call again.
+bad input, 3 the time was up: call again, 4 all is measured but for what was skipped, as something
+that it needs is not there.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import re
@@ -39,64 +49,101 @@ import subprocess
 import sys
 import time
 
-from benchmarks import common
-from benchmarks.accelerator_parts import COLUMNS, PARTS, Setup, Skipped, Unfinished, failure
+from benchmarks import children, common
+from benchmarks.accelerator_parts import (
+    COLUMNS,
+    OF_PROGRAMS,
+    PARTS,
+    Setup,
+    Skipped,
+    Unfinished,
+    failure,
+    of_the_device,
+)
 from efx import tables
 from efx.errors import UsageError, nearest
 from efx.runfolder import git_revision
-from efx.studies import results
+from efx.studies import reference, results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FAILED, TIME_IS_UP = 1, 3
+FAILED, TIME_IS_UP, SKIPPED = 1, 3, 4
+GO_ON = 5  # of the process of a part: the rest in a fresh one
+OVERRUN, GRACE = 75, 15  # seconds until a part that does not end is asked to, and is killed
 
 
 @common.command
 def main(argv=None):
     begin = time.monotonic()
     args = _arguments(argv)
-    # PyTorch, and runs in processes of their own, need the memory that JAX would take ahead.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several GPUs one is measured
     deadline = begin + 60 * args.minutes
-    if len(args.parts) > 1:
-        return _parts_in_processes(args, deadline)
-    import jax
-
-    device = jax.devices()[0]
-    if device.platform == "cpu" and not args.smoke:
+    if args.tried is None:
+        return _in_processes(args, deadline)
+    (part,) = args.parts
+    platform, kind, count = _device(part)
+    if platform == "cpu" and not args.smoke:
         raise UsageError(
             "JAX finds no accelerator here, and only on one these times say anything; --smoke "
             "tries all of it on a CPU"
         )
-    name = "smoke" if args.smoke else re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower())
+    name = "smoke" if args.smoke else re.sub(r"[^a-z0-9]+", "-", kind.lower())
     folder = args.workdir / name
-    path = (folder if args.smoke else ROOT / "results") / f"accelerator-{name}.json"
-    machine = f"{jax.device_count()} x {device.device_kind}"
+    path = (folder if args.smoke else args.results) / f"accelerator-{name}.json"
+    machine = f"{count} x {kind}"
     record = Record(path, machine, args.smoke)
-    setup = Setup(args.smoke, folder.absolute(), args.text.absolute(), deadline)
-    (part,) = args.parts
+    curves = ROOT / reference.CURVES if args.smoke else args.results / "reference_curves.json"
+    setup = Setup(
+        args.smoke, folder.absolute(), args.text.absolute(), deadline, curves.absolute(), platform
+    )
     if args.again:
         record.forget(part)
         setup.forget_runs(part)
     smoke = "; SMOKE RUN, NO MEASUREMENT" if args.smoke else ""
     print(f"== {part}, {machine}{smoke}", flush=True)
-    status = _measure(part, setup, record)
+    status = _measure(part, setup, record, Tried(args.tried))
     print(f"-- {path}", flush=True)
     return status
 
 
-def _measure(part, setup, record):
-    """Does what the record of a part lacks, and returns the exit status."""
-    longest, failed = 0.0, False
-    for title, measure in PARTS[part](setup):
-        if title in record:
+_ASK = """
+import jax, json
+devices = jax.devices()
+print(json.dumps([devices[0].platform, devices[0].device_kind, len(devices)]))
+"""
+
+
+def _device(part):
+    """(platform, kind, number) of the devices. Where a part's own programs need them, a program
+    that ends says it: a TPU belongs to the process that has asked for it."""
+    if part not in OF_PROGRAMS:
+        import jax
+
+        devices = jax.devices()
+        return devices[0].platform, devices[0].device_kind, len(devices)
+    done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(f"JAX finds no device: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measure(part, setup, record, tried):
+    """Does what the record of a part lacks, what failed before last, and returns the exit
+    status."""
+    longest, failed, skipped = 0.0, False, []
+    measurements = sorted(PARTS[part](setup), key=lambda entry: record.failed(entry[0]))
+    for title, measure in measurements:
+        if title in tried and not record.has(title):
+            record.add(part, title, {"": {"says": "FAILED: the process ended within it"}})
+        if title in record or title in tried:
             record.show(title)
             failed |= record.failed(title)
+            skipped += [title] * record.skipped(title)
             continue
         begin = time.monotonic()
         if begin + longest >= setup.deadline:
             print(f"time is up before {title!r}; the same command goes on from here", flush=True)
             return TIME_IS_UP
+        tried.add(title)
         try:
             rows = measure()
         except Unfinished:
@@ -110,25 +157,78 @@ def _measure(part, setup, record):
         record.add(part, title, rows)
         record.show(title)
         failed |= record.failed(title)
-    return FAILED if failed else 0
+        skipped += [title] * record.skipped(title)
+        if any(map(of_the_device, rows.values())):
+            print("what follows is measured in a fresh process", flush=True)
+            return GO_ON
+    if skipped:
+        print(f"NOT MEASURED: {'; '.join(skipped)}", flush=True)
+    return FAILED if failed else SKIPPED if skipped else 0
 
 
-def _parts_in_processes(args, deadline):
+class Tried:
+    """Titles of what has been begun in this call, in a file: a process that goes on for another
+    tells by it what the other died of."""
+
+    def __init__(self, path):
+        self.path = path
+        self.titles = path.read_text().splitlines() if path.is_file() else []
+
+    def __contains__(self, title):
+        return title in self.titles
+
+    def add(self, title):
+        self.titles.append(title)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(f"{title}\n" for title in self.titles))
+
+
+def _in_processes(args, deadline):
     """One process a part, so that none has another's memory or dies of its errors."""
     statuses = []
     for part in args.parts:
-        minutes = max(0.0, deadline - time.monotonic()) / 60
-        if minutes == 0 and not args.again:  # which has to forget what all parts had
+        if time.monotonic() >= deadline and not args.again:  # which forgets what all parts had
             statuses.append(TIME_IS_UP)
             break
-        command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", part]
-        command += ["--minutes", f"{minutes:.3f}", "--workdir", args.workdir, "--text", args.text]
-        command += ["--smoke"] * args.smoke + ["--again"] * args.again
-        status = subprocess.run(command, check=False).returncode
-        if status == 2:
+        statuses.append(_part(part, args, deadline))
+        if statuses[-1] == 2:
             return 2
-        statuses.append(status if status in (0, TIME_IS_UP) else FAILED)
-    return next((status for status in (TIME_IS_UP, FAILED) if status in statuses), 0)
+    return next((one for one in (TIME_IS_UP, FAILED, SKIPPED) if one in statuses), 0)
+
+
+def _part(part, args, deadline):
+    """Exit status of one part, in as many processes as it takes."""
+    path = args.workdir / "tried.txt"
+    path.unlink(missing_ok=True)
+    compiled = str(args.workdir.absolute() / "compiled")
+    environment = {
+        # PyTorch, and runs in processes of their own, need the memory that JAX would take ahead.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "CUDA_VISIBLE_DEVICES": "0",  # of several GPUs one is measured
+        # What has been compiled is there in the next process and the next call.
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "EFX_COMPILE_CACHE": compiled,
+    } | os.environ
+    again = args.again
+    while True:
+        tried = Tried(path).titles
+        minutes = max(0.0, deadline - time.monotonic()) / 60
+        command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", part]
+        command += ["--minutes", f"{minutes:.3f}", "--tried", path, "--workdir", args.workdir]
+        command += ["--text", args.text, "--results", args.results]
+        command += ["--smoke"] * args.smoke + ["--again"] * again
+        try:
+            status = children.run(command, deadline + OVERRUN, GRACE, env=environment)
+        except children.Late:
+            title = (Tried(path).titles or ["its start"])[-1]
+            print(f"{part} was ended within {title!r}: give it more --minutes", flush=True)
+            return TIME_IS_UP
+        if status in (0, FAILED, 2, TIME_IS_UP, SKIPPED):
+            return status
+        again = False
+        if Tried(path).titles == tried:
+            print(f"{part} ended with status {status} before it measured anything", flush=True)
+            return FAILED
 
 
 class Record:
@@ -157,15 +257,23 @@ class Record:
             self.result = results.checked(path, fields)
 
     def __contains__(self, title):
-        """Whether this has been measured; what was skipped has not."""
-        rows = self._rows(title)
-        return bool(rows) and not rows[0]["cells"]["says"].startswith("skipped")
+        """Whether this has been measured; what was skipped or failed has not."""
+        return self.has(title) and not self.skipped(title) and not self.failed(title)
+
+    def has(self, title):
+        return bool(self._rows(title))
 
     def _rows(self, title):
         return [row for row in self.result["rows"] if row["measurement"] == title]
 
     def failed(self, title):
-        return any(row["cells"]["says"].startswith("FAILED") for row in self._rows(title))
+        return self._says(title, "FAILED")
+
+    def skipped(self, title):
+        return self._says(title, "skipped")
+
+    def _says(self, title, word):
+        return any(row["cells"]["says"].startswith(word) for row in self._rows(title))
 
     def show(self, title):
         for row in self._rows(title):
@@ -230,7 +338,7 @@ def _arguments(argv):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", action=_Parts, default=list(PARTS), help="names, with commas")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: 9)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")
     parser.add_argument("--again", action="store_true", help="measure what has been measured too")
     parser.add_argument(
         "--workdir",
@@ -238,6 +346,14 @@ def _arguments(argv):
         default=pathlib.Path("runs/accelerator"),
         help="for runs that are trained, and for what --smoke writes",
     )
+    parser.add_argument(
+        "--results",
+        type=pathlib.Path,
+        default=ROOT / "results",
+        help="of the record and the reference curves (default: results/ of the project)",
+    )
+    # Of the processes of parts: the file of what this call has begun.
+    parser.add_argument("--tried", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--text",
         type=pathlib.Path,

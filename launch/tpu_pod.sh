@@ -9,7 +9,8 @@
 #          run      start efx on every worker; goes on when this machine disconnects
 #          logs     follow the logs until training ends; exit status is training's
 #          stop     let efx save and end on every worker; the TPU stays
-#          delete   delete the TPU and its disks; not while efx runs or runs are on these disks
+#          delete   delete the TPU and its disks; not while efx runs or runs are on these disks.
+#                   Nothing else is looked for there: other files go with it
 #          all      create, copy, run, logs, and again when the TPU has been preempted; then delete,
 #                   if --delete-after is given. Started again, it goes on where it is
 #
@@ -387,6 +388,7 @@ delete() {
     [ -z "$held" ] || fail "runs on the TPU's own disks would be lost:$held; --save FOLDER copies" \
       "them here first, --discard deletes them too"
   fi
+  say "deletes TPU $name and all that is on its own disks, of which only runs of efx are looked for"
   gcloud_tpus queued-resources delete "$name" --force --quiet
 }
 

@@ -5,7 +5,7 @@ program compiled ahead of time for other devices has their kernel. Each says wha
 """
 
 import functools
-import importlib.util
+import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -94,11 +94,12 @@ def choose(name, case):
 
 
 def _refuses(kernel, case):
-    if case.split:
-        return "has no place for a sequence that devices share"
-    if case.probs:
-        return "has no place for dropout or masks of attention probabilities"
-    return kernel.refuses(case)
+    ways = sharding.ways("act_heads")
+    return _first(
+        (case.split, "has no place for a sequence that devices share"),
+        (case.probs, "has no place for dropout or masks of attention probabilities"),
+        (case.num_heads % ways, f"wants heads that divide over {ways} devices: {case.num_heads}"),
+    ) or kernel.refuses(case)
 
 
 @functools.cache
@@ -115,17 +116,26 @@ def _first(*conditions):
 
 def _over_devices(function, q_BTNH, k_BTKH, v_BTKH, documents_BT):
     """The function on each device's own rows and heads: what a compiler cannot split. Rows that do
-    not divide over the devices, such as the one of an initialisation, are computed by each."""
-    arrays = (q_BTNH, k_BTKH, v_BTKH)
+    not divide over the devices, such as the one of an initialisation, are computed by each. Keys
+    and values lie with the queries that read them."""
+    arrays = (q_BTNH, *_repeated(q_BTNH.shape[2], k_BTKH, v_BTKH))
     if documents_BT is not None:
         arrays += (documents_BT,)
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
     rows = "batch" if q_BTNH.shape[0] % sharding.ways("batch") == 0 else None
-    q_spec = nn.logical_to_mesh_axes((rows, None, "act_heads", None))
-    kv_spec = nn.logical_to_mesh_axes((rows, None, "act_kv_heads", None))
-    specs = (q_spec, kv_spec, kv_spec, PartitionSpec(q_spec[0], None))[: len(arrays)]
-    return jax.shard_map(function, in_specs=specs, out_specs=q_spec, check_vma=False)(*arrays)
+    spec = nn.logical_to_mesh_axes((rows, None, "act_heads", None))
+    specs = (spec, spec, spec, PartitionSpec(spec[0], None))[: len(arrays)]
+    return jax.shard_map(function, in_specs=specs, out_specs=spec, check_vma=False)(*arrays)
+
+
+def _repeated(num_heads, *arrays_BTKH):
+    """Keys and values, each head as often as it takes for them to divide over the devices that
+    share the queries' heads: over 4 devices the one of 8 queries is there 4 times."""
+    heads, ways = arrays_BTKH[0].shape[2], sharding.ways("act_heads")
+    enough = num_heads // heads  # then there is one for each head of queries, and these divide
+    times = next(n for n in range(1, enough + 1) if enough % n == 0 and heads * n % ways == 0)
+    return arrays_BTKH if times == 1 else tuple(jnp.repeat(y, times, axis=2) for y in arrays_BTKH)
 
 
 def _whole_lanes(length):
@@ -193,11 +203,32 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
 
 # ---- GPU ----------------------------------------------------------------------------------------
 
+# Compute capabilities: of an A100, of an H100, and of GPUs for graphics after it.
+_AMPERE, _HOPPER, _GRAPHICS = 8.0, 9.0, 12.0
+# Bytes that a block of threads may share on the smallest GPUs since Ampere, such as an L4.
+_LEAST_SHARED = 101_376
+_TRITON_BLOCK = 128  # queries, or keys, that a block of threads takes at a time
+
+
+def _capability():
+    """Of the device that kernels themselves ask, which may be one of a topology; 0: of no GPU."""
+    return float(getattr(get_default_device(), "compute_capability", 0))
+
+
+def _before_ampere():
+    capability = _capability()
+    wants = f"wants a GPU of compute capability 8.0 (A100) or newer, not {capability}"
+    return capability < _AMPERE, wants
+
+
+def _half(case):
+    return jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
+
 
 def _cudnn_refuses(case):
-    half = jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
     return _first(
-        (not half, f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
+        _before_ampere(),
+        (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
         (case.documents, "has packed documents only by a dense mask, which takes T x T memory"),
         (case.window and case.gaps, "has no window by position in a routed subsequence"),
         (case.softcap, "has no softcap"),
@@ -207,9 +238,12 @@ def _cudnn_refuses(case):
 
 
 def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
-    """cuDNN's fused attention by way of jax.nn; splits over batch and heads by itself."""
+    """cuDNN's fused attention by way of jax.nn; splits over batch and heads by itself, if heads of
+    keys and values lie as those of queries."""
     length = case.length + case.length % 2
-    q_BTNH, k_BTKH, v_BTKH = _pad(length, q_BTNH, k_BTKH, v_BTKH)
+    arrays = (q_BTNH, *_repeated(case.num_heads, k_BTKH, v_BTKH))
+    arrays = (sharding.constrain(y, "batch", "length", "act_heads", None) for y in arrays)
+    q_BTNH, k_BTKH, v_BTKH = _pad(length, *arrays)
     out_BTNH = jax.nn.dot_product_attention(
         q_BTNH,
         k_BTKH,
@@ -224,14 +258,33 @@ def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
 
 def _triton_refuses(case):
     power = case.head_dim & (case.head_dim - 1) == 0
+    needed, shared = _triton_shared(case), _shared_memory()
     return _first(
+        _before_ampere(),
         (case.window, "has no window"),
         (case.softcap, "has no softcap"),
         (
             not power or not 16 <= case.head_dim <= 128,
             f"wants a head width of 16, 32, 64 or 128, not {case.head_dim}",
         ),
+        (
+            needed > shared,
+            f"wants {needed} bytes of shared memory for a head width of {case.head_dim} in "
+            f"{jnp.dtype(case.dtype)}, and the GPU has {shared}",
+        ),
     )
+
+
+def _shared_memory():
+    """Bytes that a block of threads may share."""
+    return getattr(get_default_device(), "shared_memory_per_block_optin", _LEAST_SHARED)
+
+
+def _triton_shared(case):
+    """Bytes that a block of threads of the forward pass shares, which needs more than the backward
+    one: blocks of queries, keys and values, and on an H100 or B200 those that are read ahead."""
+    blocks = 4 + _half(case) if _HOPPER <= _capability() < _GRAPHICS else 3
+    return blocks * _TRITON_BLOCK * case.head_dim * jnp.dtype(case.dtype).itemsize
 
 
 def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False):
@@ -239,9 +292,9 @@ def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     from jax.experimental.pallas.ops.gpu import attention as lib
 
     length = _whole_lanes(case.length)
-    groups = case.num_heads // case.num_kv_heads
 
     def local(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None):
+        groups = q_BTNH.shape[2] // k_BTKH.shape[2]
         k_BTNH, v_BTNH = (jnp.repeat(y, groups, axis=2) for y in (k_BTKH, v_BTKH))
         return lib.mha(
             q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, sm_scale=scale, causal=True, interpret=interpret
@@ -251,19 +304,39 @@ def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     return _over_devices(local, *arrays)[:, : case.length]
 
 
-_HOPPER = 9.0  # the compute capability of an H100
+# The release of tokamax that has been tried with each of JAX: it calls what JAX does not promise.
+_TOKAMAX = {"0.10": "0.0.12", "0.11": "0.0.17"}
+
+
+@functools.cache
+def _tokamax():
+    """The version that is installed, or None."""
+    try:
+        return importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _mosaic_refuses(case):
-    if importlib.util.find_spec("tokamax") is None:
-        return f"is not installed: {extra('mosaic')}, with Python 3.12 or newer"
-    half = jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
-    # The device that the kernel itself asks, which may be one of a topology.
-    capability = float(getattr(get_default_device(), "compute_capability", 0))
+    installed, capability = _tokamax(), _capability()
+    tried = _TOKAMAX.get(jax.__version__.rpartition(".")[0])
+    wanted = f"tokamax {tried} (pip install tokamax=={tried})" if tried else "no tokamax"
     return _first(
-        (not half, f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
+        (
+            installed is None,
+            f"is not installed: {extra('mosaic')}, with Python 3.12 or newer",
+        ),
+        (
+            installed != tried,
+            f"is tried with {wanted} for jax {jax.__version__}, and {installed} is installed",
+        ),
+        (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
         (case.head_dim > 256, f"wants a head width of at most 256, not {case.head_dim}"),
-        (capability < _HOPPER, "wants a GPU of compute capability 9.0 (H100) or newer"),
+        (
+            not _HOPPER <= capability < 11,
+            "wants a GPU of compute capability 9.0 (H100) or newer, up to 10.x (B200), "
+            f"not {capability}",
+        ),
     )
 
 

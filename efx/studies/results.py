@@ -65,16 +65,17 @@ SECTIONS = (
 INTRODUCTIONS = {
     "Speed": """\
 On a GPU or TPU one program measures all that is claimed of accelerators: whether kernels, decoding
-and resuming are right there, and how fast training and decoding are. A call takes about 9 minutes
-(`--minutes`), and the same command goes on where it ended; `--help` says what each part is, and
-`--again` measures a part anew. It writes `results/accelerator-<device>.json`, of which
-`python -m efx.studies.results` makes a table here. On a CPU `--smoke` tries all of it at tiny
+and resuming are right there, and how fast training and decoding are. A call takes about 8 minutes
+(`--minutes`), and the same command goes on where it ended; `--help` says what each part is and what
+it needs, and `--again` measures a part anew. It writes `results/accelerator-<device>.json`, or into
+the folder `--results`, where the machine's own disk is lost afterwards;
+`python -m efx.studies.results` makes a table of it here. On a CPU `--smoke` tries all of it at tiny
 sizes, which measures nothing.
 
 ```bash
-python -m benchmarks.accelerator --parts kernels,tests  # is it right
 python -m benchmarks.accelerator --parts matmul         # the peak that there is
 python -m benchmarks.accelerator --parts dense          # training steps: MFU, tokens/s, memory
+python -m benchmarks.accelerator --parts kernels,tests  # is it right
 python -m benchmarks.accelerator --parts mod            # Mixture-of-Depths, 350M and 1.3B
 python -m benchmarks.accelerator --parts moe
 python -m benchmarks.accelerator --parts latent

@@ -324,6 +324,7 @@ def test_stop_delete_and_the_runs_on_own_disks(cloud, tmp_path):
     (cloud.folder / "nodes/pod/state").write_text("READY\n")
     saved = cloud.step("delete", "--save", tmp_path / "kept")
     assert saved.returncode == 0, saved.stderr
+    assert "deletes TPU pod and all that is on its own disks" in saved.stderr
     assert (tmp_path / f"kept/pod-1{run}/checkpoints/9/state").read_text() == "weights"
     assert not (cloud.folder / "nodes").exists()
 

@@ -1,7 +1,7 @@
 """Attention kernels for accelerators: against the one in plain XLA by interpretation, and which of
 them is chosen."""
 
-import importlib.util
+import re
 import types
 
 import families
@@ -36,10 +36,11 @@ def positions(segments):
 
 
 @pytest.mark.parametrize("name, case", CASES)
-def test_a_kernel_is_attention_in_plain_xla(name, case):
+def test_a_kernel_is_attention_in_plain_xla(name, case, monkeypatch):
     """Values and gradients of everything that is no padding."""
     options = dict(CASES[name, case])
     segments, kv_heads = options.pop("segments", None), options.pop("kv_heads", 2)
+    on(monkeypatch, "tpu" if name == "splash" else "gpu")
     rng, width = np.random.default_rng(0), 64 if name == "splash" else 16
     q, k, v = (
         jnp.asarray(rng.normal(size=(2, LENGTH, heads, width)), jnp.float32)
@@ -71,8 +72,18 @@ def test_a_kernel_is_attention_in_plain_xla(name, case):
     )
 
 
-def on(monkeypatch, platform):
+SHARED = {"7.5": 65_536, "8.0": 166_912, "8.9": 101_376, "9.0": 232_448, "12.0": 101_376}
+
+
+def on(monkeypatch, platform, capability="8.0", tokamax=None):
+    """As if kernels were chosen for a device of this kind, with this release of tokamax."""
+    device = types.SimpleNamespace()
+    if platform == "gpu":
+        device.compute_capability = capability
+        device.shared_memory_per_block_optin = SHARED.get(capability, 0)
     monkeypatch.setattr(sharding, "platform", lambda: platform)
+    monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
+    monkeypatch.setattr(attention_kernels, "_tokamax", lambda: tokamax)
 
 
 HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
@@ -102,28 +113,81 @@ def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case, capability, installed, refused",
+    "capability, case, expected",
     [
-        (HALF, 9.0, True, None),
-        (HALF._replace(documents=True, window=8, gaps=True, softcap=5.0), 9.0, True, None),
-        (HALF, 8.0, True, "compute capability 9.0"),
-        (HALF, 9.0, False, "is not installed: .*mosaic"),
-        (HALF._replace(dtype=jnp.float32), 9.0, True, "not float32"),
-        (HALF._replace(head_dim=512), 9.0, True, "at most 256"),
-        (HALF._replace(probs=True), 9.0, True, "no place for dropout"),
+        # The shape of configs/mod.py on the GPU that Colab has for nothing.
+        ("7.5", HALF._replace(dtype=jnp.float32, head_dim=32), None),
+        ("7.5", HALF._replace(dtype=jnp.float16), None),
+        ("8.0", HALF._replace(dtype=jnp.float32, head_dim=32), "triton"),
+        ("8.9", HALF._replace(dtype=jnp.float32), "triton"),
+        ("8.9", HALF._replace(head_dim=128, documents=True), "triton"),
+        ("9.0", HALF._replace(head_dim=128, documents=True), "triton"),
+        ("12.0", HALF._replace(head_dim=128, documents=True), "triton"),
+        # More shared memory than there is, by the compilers for these.
+        ("8.0", HALF._replace(dtype=jnp.float32, head_dim=128), None),
+        ("9.0", HALF._replace(dtype=jnp.float32, head_dim=128), None),
     ],
 )
-def test_mosaic_takes_every_interval(case, capability, installed, refused, monkeypatch):
-    on(monkeypatch, "gpu")
-    device = types.SimpleNamespace(compute_capability=str(capability))
-    monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+def test_a_gpu_gets_what_compiles_for_it(capability, case, expected, monkeypatch):
+    on(monkeypatch, "gpu", capability)
+    assert attention_kernels.choose("auto", case) == (expected and KERNELS[expected])
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("cudnn", r"wants a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
+        ("triton", r"wants a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
+    ],
+)
+def test_a_gpu_that_is_too_old_is_one_line(name, line, monkeypatch):
+    on(monkeypatch, "gpu", "7.5")
+    with pytest.raises(UsageError, match=line):
+        attention_kernels.choose(name, HALF)
+
+
+TRIED = "0.0.17"  # with jax 0.11
+
+
+@pytest.mark.parametrize(
+    "case, capability, jax_version, tokamax, refused",
+    [
+        (HALF, "9.0", "0.11.2", TRIED, None),
+        (HALF, "10.0", "0.11.2", TRIED, None),
+        (HALF, "9.0", "0.10.2", "0.0.12", None),
+        (
+            HALF._replace(documents=True, window=8, gaps=True, softcap=5.0),
+            *("9.0", "0.11.2", TRIED, None),
+        ),
+        (HALF, "8.0", "0.11.2", TRIED, "compute capability 9.0"),
+        (HALF, "12.0", "0.11.2", TRIED, "up to 10.x .B200., not 12.0"),
+        (HALF, "9.0", "0.11.2", None, "is not installed: .*mosaic"),
+        (HALF, "9.0", "0.11.2", "0.0.12", "tokamax 0.0.17 .*for jax 0.11.2, and 0.0.12 is"),
+        (HALF, "9.0", "0.10.2", TRIED, "tokamax 0.0.12 .*for jax 0.10.2, and 0.0.17 is"),
+        (HALF, "9.0", "0.12.0", TRIED, "with no tokamax for jax 0.12.0"),
+        (HALF._replace(dtype=jnp.float32), "9.0", "0.11.2", TRIED, "not float32"),
+        (HALF._replace(head_dim=512), "9.0", "0.11.2", TRIED, "at most 256"),
+        (HALF._replace(probs=True), "9.0", "0.11.2", TRIED, "no place for dropout"),
+    ],
+)
+def test_mosaic_takes_every_interval(case, capability, jax_version, tokamax, refused, monkeypatch):
+    on(monkeypatch, "gpu", capability, tokamax)
+    monkeypatch.setattr(jax, "__version__", jax_version)
     if refused:
         with pytest.raises(UsageError, match=f"kernel='mosaic': .*{refused}"):
             attention_kernels.choose("mosaic", case)
+        assert attention_kernels.choose("auto", case) != KERNELS["mosaic"]
     else:
         for name in ("auto", "mosaic"):
             assert attention_kernels.choose(name, case) == KERNELS["mosaic"]
+
+
+def test_the_extra_brings_what_goes_with_the_pinned_jax(root):
+    """For Python 3.12, of which the extra is."""
+    extra = re.search(r'mosaic = \["tokamax==([\d.]+);', (root / "pyproject.toml").read_text())[1]
+    pins = (root / "requirements.txt").read_text()
+    jax_version = re.search(r'^jax==(.+) ; python_version >= "3.12"$', pins, re.M)[1]
+    assert attention_kernels._TOKAMAX[jax_version.rpartition(".")[0]] == extra
 
 
 @pytest.mark.parametrize("window", [0, 33])
@@ -208,3 +272,64 @@ def test_rows_that_do_not_divide_are_on_every_device(rows, of_each_device):
         out = jax.jit(lambda x: attention_kernels._over_devices(local, x, x, x, None))(x)
     np.testing.assert_array_equal(out, 3 * x)
     assert seen == [of_each_device]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_devices_that_share_few_keys_and_values_have_those_of_their_queries(kv_heads, monkeypatch):
+    """4 devices with 2 heads of queries each; what they compute is in plain XLA here."""
+    from jax.experimental.pallas.ops.gpu import attention as lib
+
+    def plain(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, *, sm_scale, **_):
+        assert q_BTNH.shape == k_BTNH.shape == (1, 128, 2, 16)
+        return attend.attend(q_BTNH, k_BTNH, v_BTNH, scale=sm_scale, kernel="xla")
+
+    monkeypatch.setattr(lib, "mha", plain)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = [("batch", "data"), ("act_heads", "tensor"), ("act_kv_heads", "tensor")]
+    rng = np.random.default_rng(0)
+    q, k, v = (np.float32(rng.normal(size=(2, 128, n, 16))) for n in (8, kv_heads, kv_heads))
+    case = Case(128, 8, kv_heads, 16, q.dtype)
+
+    def loss(function):
+        value = jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(function(*qkv))), (0, 1, 2))
+        return jax.jit(value)(q, k, v)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        got = loss(lambda *qkv: KERNELS["triton"].run(case, *qkv, None, 0.2))
+    wanted = loss(lambda *qkv: attend.attend(*qkv, scale=0.2, kernel="xla"))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5), got, wanted)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_of_keys_lie_as_cudnn_wants_them(kv_heads, monkeypatch):
+    """It refuses in the compiler what lies otherwise than the queries."""
+    found = {}
+
+    def plain(*arrays, scale, **_):
+        for name, y in zip("qkv", arrays, strict=True):
+
+            def note(layout, name=name, shape=y.shape):
+                found[name] = layout.shard_shape(shape)
+
+            jax.debug.inspect_array_sharding(y, callback=note)
+        return attend.attend(*arrays, scale=scale, kernel="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rules = [
+        ("batch", "data"), ("length", None), ("act_heads", "tensor"), ("act_kv_heads", "tensor"),
+    ]  # fmt: skip
+    q, k = np.zeros((2, 128, 8, 16), np.float32), np.zeros((2, 128, kv_heads, 16), np.float32)
+    case = Case(128, 8, kv_heads, 16, q.dtype)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        jax.jit(lambda q, k, v: KERNELS["cudnn"].run(case, q, k, v, None, 0.2))(q, k, k)
+    assert found == {"q": (1, 128, 2, 16), "k": (1, 128, 1, 16), "v": (1, 128, 1, 16)}
+
+
+def test_heads_that_do_not_divide_over_the_devices_are_in_plain_xla(monkeypatch):
+    on(monkeypatch, "gpu")
+    monkeypatch.setattr(sharding, "ways", lambda name: {"act_heads": 4}[name])
+    case = HALF._replace(num_heads=6, num_kv_heads=6)
+    assert attention_kernels.choose("auto", case) is None
+    with pytest.raises(UsageError, match="wants heads that divide over 4 devices: 6"):
+        attention_kernels.choose("cudnn", case)

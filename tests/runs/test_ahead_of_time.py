@@ -526,3 +526,22 @@ def test_sampling_on_a_tpu_does_not_move_the_cache(root):
     used, keys = json.loads(done.stdout.splitlines()[-1])
     assert used.keys() == {"prefill_first", "prefill", "decode"}
     assert max(used.values()) < keys / 2, (used, keys)
+
+
+@pytest.mark.parametrize(
+    "modules, target, kernel",
+    [
+        (("libtpu",), "v5e", "splash"),
+        (("tokamax", "jax_cuda13_plugin"), "h100", "mosaic"),
+    ],
+)
+def test_a_kernel_compiles_with_the_libraries_that_are_here(modules, target, kernel, root):
+    """What of it a new release of JAX or of the kernel's own library breaks shows here."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "benchmarks.compiled_kernels"]
+    command += ["--targets", target, "--kernels", kernel, "--masks", "grouped"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{target} {kernel}: 2 of 4 compiled" in done.stdout  # others it refuses
