@@ -117,6 +117,7 @@ class _Launch:
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
         self.profiled_from = None  # the step at which the open window of the profiler began
+        self.fingerprints = self.remembered = {}  # of config.json and run.json: now, in checkpoint
         self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
@@ -172,9 +173,18 @@ class _Launch:
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         opened.commit(contents, **entries)
+        self._remember_files()
         self.writer.truncate_after(
             self.step if self.restored else -1, samples_of_step="sample" not in self.pending
         )
+
+    def _remember_files(self):
+        """Have the checkpoints know config.json and run.json, the one gone on from as well: it may
+        be of an efx that did not, or a file was edited on purpose since."""
+        if jax.process_index() == 0:  # which has written them, and whose meta counts
+            self.fingerprints = runfolder.fingerprints(self.workdir, MAY_DIFFER)
+        if self.restored and self.remembered != self.fingerprints:
+            self.checkpoints.amend(self.step, None, {"fingerprints": self.fingerprints})
 
     def _for_wandb(self):
         """Arguments of `wandb.init`, None without."""
@@ -281,6 +291,7 @@ class _Launch:
                 self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)
                 self.seconds = restored.meta["seconds"]
+                self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
                 if "pending" in restored.meta:
@@ -484,6 +495,7 @@ class _Launch:
                 "ending": self.ending,
                 "pending": self.pending,
                 "rows": self.written,
+                "fingerprints": self.fingerprints,
             }
             self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_files import move
+from run_files import edit, move
 
-from efx import build, main, runfolder, train, use
+from efx import build, main, run_settings, runfolder, settings, train, use
 from efx.checkpoint import Checkpointer, start_from
 from efx.configs import common
 from efx.errors import UsageError
@@ -221,6 +221,41 @@ def test_a_resume_that_fails_rewrites_the_folder(copy):
     (run / "tokenizer.json").unlink()
     config.log.wandb = ""
     refused(config, run, "tokenizer.json is missing")
+
+
+def test_a_lost_record_let_held_out_text_be_trained_on(copy):
+    """Property: what decides a run is known to its checkpoint: run.json and config.json can neither
+    be lost nor be those of another run, whoever reads them. A checkpoint that knows of none, of an
+    earlier efx, goes on, and its successor does know."""
+    text, run = copy / "a.txt", copy / "run"
+    config, record, config_file = tiny(text, **{"steps": 3}), run / "run.json", run / "config.json"
+    whole, whole_config = record.read_text(), config_file.read_text()
+    text.write_text(TEXT[::-1])  # what was held out would be trained on
+    record.unlink()
+    refused(config, run, f"{record} is missing, with which checkpoint 2 was saved", "restore")
+    for use_of_it in (use.evaluate, use.sample):
+        with pytest.raises(UsageError, match="run.json is missing"):
+            use_of_it(tiny(text), run)
+    for spoilt in ({}, {"launches": [5]}, {**json.loads(whole), "tokenizer": "another"}):
+        record.write_text(json.dumps({**spoilt}))
+        if "checksum" in spoilt:
+            edit(record, lambda contents: contents)
+        refused(config, run, str(record), "with which checkpoint 2 was saved")
+    record.write_text(whole)
+    refused(config, run, "is not the text that this run began with")
+    text.write_text(TEXT)
+    # A config.json that is whole, but that of another run.
+    other = settings.as_dict(run_settings.check(tiny(text, **{"seed": 5})))
+    runfolder.open_run(copy / "other", other, command_line=[]).commit({})
+    shutil.copy(copy / "other/config.json", config_file)
+    refused(tiny(text, **{"seed": 5}), run, f"{config_file} is not the config that checkpoint 2")
+    config_file.write_text(whole_config)
+    manifest = run / "checkpoints/2/efx_manifest.json"
+    contents = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**contents, "amended": {"fingerprints": {}}}))
+    train.train_and_evaluate(tiny(text), run)  # which has nothing to do but that
+    record.unlink()
+    refused(config, run, "run.json is missing")
 
 
 def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):
