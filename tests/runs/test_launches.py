@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_files import edit, move
+from run_files import edit, forget, move
 
 from efx import build, main, run_settings, runfolder, settings, train, use
 from efx.checkpoint import Checkpointer, start_from
@@ -250,9 +250,7 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     shutil.copy(copy / "other/config.json", config_file)
     refused(tiny(text, **{"seed": 5}), run, f"{config_file} is not the config that checkpoint 2")
     config_file.write_text(whole_config)
-    manifest = run / "checkpoints/2/efx_manifest.json"
-    contents = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**contents, "amended": {"fingerprints": {}}}))
+    forget(run)
     train.train_and_evaluate(tiny(text), run)  # which has nothing to do but that
     record.unlink()
     refused(config, run, "run.json is missing")
