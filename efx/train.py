@@ -17,10 +17,10 @@ from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.progress import is_primary
-from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
+from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
-from efx.signals import Beside, Interrupted, StopSignals
+from efx.signals import Beside, Interrupted, StopSignals, leave_work
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -93,6 +93,8 @@ class _Launch:
         self.workdir, config = storage.folder(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.opened = self._open_run(config, command_line)
+        if config.log.wandb:  # before the lock makes a folder of a launch that is refused
+            runfolder.on_primary(workdir, lambda: check_wandb(config.log.wandb))
         with self._timed("data and model"):
             self.experiment = build.experiment(config, workdir)
             self.training = build.Training(self.experiment)
@@ -237,7 +239,7 @@ class _Launch:
         with (
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
-            build.checkpointer(self.workdir, config.checkpoint) as self.checkpoints,
+            self._checkpointer() as self.checkpoints,
             contextlib.ExitStack() as files,
             Progress(e.steps, peak_flops_per_second=self.peak) as self.progress,
         ):
@@ -264,6 +266,17 @@ class _Launch:
             self._loop(iterator)
             self._end_profile()
             return self._finish()
+
+    @contextlib.contextmanager
+    def _checkpointer(self):
+        checkpoints = build.checkpointer(self.workdir, self.config.checkpoint)
+        try:
+            with checkpoints:
+                yield checkpoints
+        finally:
+            # A thread of orbax may wait for what has failed, by a clock that has jumped for years.
+            if checkpoints.has_failed:
+                leave_work()
 
     def _save_untrained(self, iterator):
         if self.checkpoints.latest_step() is None:
@@ -394,6 +407,7 @@ class _Launch:
             return None
 
     def _say_stopped(self):
+        self.checkpoints.wait()  # or it would be said of a save that fails yet
         self.progress.println(
             f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
             "the same command goes on from here"
@@ -582,8 +596,8 @@ class _Launch:
 
     def _finish(self):
         row, e = self.last_row, self.experiment
+        self.checkpoints.wait()  # what is said here is of a run that is saved
         if self.step == e.steps and self.ending:
-            self.checkpoints.wait()
             best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
             advice = "; a lower config.optim.learning_rate may help, in another --workdir"
             if best is not None and best != self.step:

@@ -3,11 +3,13 @@
 One tiny run is trained; the tests spoil copies of it.
 """
 
+import errno
 import json
 import math
 import shutil
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -16,8 +18,8 @@ import numpy as np
 import pytest
 from run_files import edit, forget, move
 
-from efx import build, main, run_settings, runfolder, settings, train, use
-from efx.checkpoint import Checkpointer, start_from
+from efx import build, main, run_settings, runfolder, settings, signals, train, use
+from efx.checkpoint import Checkpointer, files, start_from
 from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -185,6 +187,11 @@ def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
     lacking = {"init.run": str(trained / "run"), "model.norm": "layernorm", "model.use_bias": True}
     with pytest.raises(UsageError, match="lacks"):
         train.train_and_evaluate(tiny(trained / "a.txt", **lacking), tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)  # as if not installed
+        with pytest.raises(UsageError, match="needs the extra `wandb`"):
+            config = tiny(trained / "a.txt", **{"log.wandb": "a project"})
+            train.train_and_evaluate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # One that was killed later, with a tokenizer of another text: the next config takes its place.
     shutil.copytree(trained / "run", tmp_path / "run")
@@ -254,6 +261,22 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     train.train_and_evaluate(tiny(text), run)  # which has nothing to do but that
     record.unlink()
     refused(config, run, "run.json is missing")
+
+
+def test_a_run_was_finished_before_a_save_that_failed(copy, capsys, monkeypatch):
+    """Property: what is said of a run that is saved waits for the save. And a command does not wait
+    for the threads of one that has failed."""
+
+    def fail(*arguments):
+        time.sleep(0.3)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(signals, "_left", False)
+    monkeypatch.setattr(files, "write_manifest", fail)
+    refused_line = "checkpoint 3 could not be saved .*: the disk is full"
+    with pytest.raises(UsageError, match=refused_line):
+        train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), copy / "run")
+    assert "finished: " not in capsys.readouterr().out and signals.work_is_left()
 
 
 def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):
