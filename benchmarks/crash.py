@@ -32,6 +32,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
 from benchmarks.common import command, table
+from efx import programs
 from efx.checkpoint import files
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -83,7 +84,7 @@ if given["clock"] is not None:
         return real() + state["offset"]
     time.time, time.time_ns = jumping, lambda: int(jumping() * 1e9)
 from efx import main
-sys.exit(main.main())
+sys.exit(main.command())
 """
 
 
@@ -545,6 +546,7 @@ def main(argv=None):
         if getattr(options, name) < least:
             raise UsageError(f"--{name}={getattr(options, name)}: must be at least {least}")
     began, outcomes, notes = time.monotonic(), {}, []
+    code = programs.code_hash()
     with tempfile.TemporaryDirectory(prefix="efx_crash_") as scratch:
         bench = Bench(pathlib.Path(scratch), options.seed, options.steps)
         try:
@@ -555,6 +557,11 @@ def main(argv=None):
                 notes += said
         finally:
             bench.end()
+    if programs.code_hash() != code:
+        raise UsageError(
+            "the code of efx was edited meanwhile: launches of two versions are not compared; start"
+            " again in a checkout that rests"
+        )
     print(report(outcomes))
     minutes = (time.monotonic() - began) / 60
     notes.append(

@@ -189,6 +189,7 @@ class Training:
             if isinstance(value, int) and name.startswith(("config.model.", "config.adapter."))
         }
         numbers["config.data.batch_size"] = c.data.batch_size
+        numbers["config.data.seq_len"] = c.data.seq_len
         name = max(numbers, key=numbers.get)
         what = f"{name}={numbers[name]}, the largest number of the model and its batch: training"
         memory.check(what, parts, f"; the largest array is {memory.largest(state.params)}")
@@ -263,24 +264,17 @@ def experiment(config, workdir=None, splits=SPLITS):
     _check_batch(config, mesh, rules)
     # Who only evaluates needs none, and the run may have gone meanwhile.
     teacher = _teacher(config, data.tokenizer) if "train" in splits else None
-    stages = _capacity_stages(model, config.data.seq_len)
-    steps = _total_steps(config, stages, teacher)
-    if config.log.profile_at >= steps:
-        raise UsageError(
-            f"config.log.profile_at={config.log.profile_at}: the run has {steps} steps; give one"
-            " before the last, or 0 for no profile"
-        )
-    stages = tuple(Stage(round(start * steps), *stage) for start, *stage in stages)
+    steps, stages = _steps_and_stages(config, model, teacher)
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
-def without_text(config, vocab_size, devices=None):
+def without_text(config, vocab_size, devices=None, of_run=False):
     """An `Experiment` on no text, with so many token ids: what a step costs does not depend on it.
-
-    A config without `steps` counts as one of 1000.
 
     Args:
       devices: those of the mesh, which may be described ones that are not there; None: JAX's own.
+      of_run: True: with the steps and stages of a run, which they have to be right for; False: a
+        config without `steps` counts as one of 1000.
     """
     config = run_settings.check(config)
     mesh, rules = _devices(config, devices)
@@ -293,10 +287,35 @@ def without_text(config, vocab_size, devices=None):
     if config.data.packing:
         model.check_packing()
     _check_batch(config, mesh, rules)
-    stages = _capacity_stages(model, config.data.seq_len)
-    stages = tuple(Stage(0, *stage) for _, *stage in stages)
-    teacher, steps = _teacher(config, vocab_size=vocab_size, devices=devices), config.steps or 1000
+    teacher = _teacher(config, vocab_size=vocab_size, devices=devices)
+    if of_run:
+        _check_adapter(config)
+        steps, stages = _steps_and_stages(config, model, teacher)
+    else:
+        parts = _capacity_stages(model, config.data.seq_len)
+        steps, stages = config.steps or 1000, tuple(Stage(0, *stage) for _, *stage in parts)
     return Experiment(config, None, model, mesh, rules, None, steps, stages, teacher)
+
+
+def _steps_and_stages(config, model, teacher):
+    """(number of steps, stages) of a run."""
+    parts = _capacity_stages(model, config.data.seq_len)
+    steps = _total_steps(config, parts, teacher)
+    if config.log.profile_at >= steps:
+        raise UsageError(
+            f"config.log.profile_at={config.log.profile_at}: the run has {steps} steps; give one"
+            " before the last, or 0 for no profile"
+        )
+    return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
+
+
+def check_runs_named(config):
+    """UsageError unless there are the folders of the runs that a config starts from or is made
+    of."""
+    if config.init.run:
+        _check_run(config.init.run, "config.init.run")
+    for key, run in config.model.member_runs:
+        _check_run(run, f"config.model.{key}")
 
 
 def _devices(config, devices=None):
@@ -318,9 +337,8 @@ def _check_init(init):
 def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
-    if config.init.run:
-        _check_run(config.init.run, "config.init.run")
-    runs = _member_runs(config.model)
+    check_runs_named(config)
+    runs = config.model.member_runs
     first = runs[0][1] if runs else ""
     folders = [storage.folder(folder) for folder in (workdir, config.init.run, first) if folder]
     saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
@@ -354,15 +372,19 @@ def _module(config, of, vocab_size, mesh, rules, members=()):
 
 def _model(config, tokenizer, mesh, rules):
     members = [
-        _member(key, run, tokenizer, config, mesh, rules) for key, run in _member_runs(config.model)
+        _member(key, run, tokenizer, config, mesh, rules) for key, run in config.model.member_runs
     ]
     model = _module_of_run(config, tokenizer.vocab_size, mesh, rules, members)
+    _check_adapter(config)
+    return model
+
+
+def _check_adapter(config):
     if config.adapter.kind != "none" and not config.init.run:
         raise UsageError(
             f"config.init.run is empty: config.adapter.kind={config.adapter.kind!r} needs there the"
             " run folder of the base model that is adapted"
         )
-    return model
 
 
 def _module_of_run(config, vocab_size, mesh, rules, members=()):
@@ -403,13 +425,6 @@ def _same_everywhere(data):
             "config.data.source: the processes have different texts, held-out splits or"
             " tokenizers; give all of them the same files, and a --workdir that they share"
         )
-
-
-def _member_runs(model_config):
-    """((key, run folder), ...) of the models that this one is made of."""
-    for key, run in model_config.member_runs:
-        _check_run(run, f"config.model.{key}")
-    return model_config.member_runs
 
 
 def _check_run(run, key):

@@ -17,33 +17,25 @@ several.
 
 import gc
 import signal
-import threading
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
-# Ctrl-C ends a program that still imports: there is nothing to save, and Python's own way to handle
-# it, in the middle of an import, gives the traceback of that library, or a crash. A program that
-# ignores it, or is not in its main thread, is left alone.
-_ENDS = (
-    threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-)
-if _ENDS:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 # ruff: noqa: E402
+from efx import signals
+
+_ENDS = signals.end_at_ctrl_c()
+
 import importlib
 import logging as standard_logging
 import os
-import pathlib
 import sys
 from typing import Annotated
 
 from absl import logging
 
-from efx import hosts, runfolder, signals
+from efx import hosts, runfolder
 from efx.command_line import parse
 from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
@@ -193,13 +185,14 @@ def start_jax(values):
     """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
+    from efx import programs
+
     _check_processes(values)
     keep_freed_memory()
-    cache = os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
     if values.mode == "compile":  # for devices that are not there, on those that every machine has
         jax.config.update("jax_platforms", "cpu")
         return
-    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_compilation_cache_dir", programs.cache_folder())
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if values.cpu_devices:

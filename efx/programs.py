@@ -28,6 +28,11 @@ _TRACED = ("flax", "jax", "jaxlib", "numpy")
 _DIGEST = hashlib.sha256().digest_size
 
 
+def cache_folder():
+    """Where programs that an efx process keeps are."""
+    return os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
+
+
 def kept(function, of, shapes):
     """The `jax.export.Exported` of a function, from an earlier process if one kept it.
 
@@ -116,14 +121,18 @@ def _write(path, content):
                 part.write_bytes(hashlib.sha256(content).digest() + content)
 
 
+def code_hash():
+    """Of the code of efx as it is on the disk now."""
+    code = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return code.hexdigest()
+
+
 @functools.cache
 def _environment():
-    package = pathlib.Path(__file__).parent
-    code = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        code.update(path.read_bytes())
     versions = [f"{name} {importlib.metadata.version(name)}" for name in _TRACED]
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_"))]
     device = jax.devices()[0]
     kind = f"{device.platform} {device.device_kind} {jax.config.jax_default_matmul_precision}"
-    return "\n".join([code.hexdigest(), platform.python_version(), kind, *versions, *settings])
+    return "\n".join([code_hash(), platform.python_version(), kind, *versions, *settings])

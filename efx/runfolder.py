@@ -37,6 +37,7 @@ from efx.errors import UsageError
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+MANIFEST = "efx_manifest.json"  # of a checkpoint that is whole, see efx.checkpoint
 METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -67,6 +68,16 @@ _KEYS_OF_ENTRIES = {
     "converted": ("from", "to", "step", "parameters"),
     "teacher": ("run", "step", "parameters"),
     "text": ("source", "eval_source", "held_out"),
+}
+
+# Entries of run.json that decide what the run is, and the keys that may change: folders move, and a
+# text may be said to have grown (`config.data.on_change`).
+_DECISIVE = {
+    "text": ("source",),
+    "subset": (),
+    "tokenizer": (),
+    "origin": ("run",),
+    "teacher": ("run",),
 }
 
 _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
@@ -274,6 +285,7 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
             stored = completed(stored) if completed else stored
             changed.update(_check_same(workdir, stored, config, may_differ))
             run_record(workdir)  # or it would be found damaged when some files are written already
+            _check_config_of_checkpoint(folder, may_differ)
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
@@ -455,8 +467,103 @@ def check_config(workdir, config, may_differ, completed):
     _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
 
 
+def fingerprints(workdir, may_differ=None):
+    """What a checkpoint remembers of run.json, and of config.json unless `may_differ` is None: with
+    either lost, or that of another run, held-out text might be trained on.
+
+    Returns: {name of an entry of run.json, or "config": its fingerprint}, JSON-able.
+    """
+    folder = storage.folder(workdir)
+    found = _fingerprints_of_record(_read_sealed(folder / RUN_FILE))
+    if may_differ is not None:
+        found["config"] = _fingerprint_of_config(_read_sealed(folder / CONFIG_FILE), may_differ)
+    return found
+
+
+def _fingerprints_of_record(record):
+    found = {}
+    for name, may_change in _DECISIVE.items():
+        entry = record.get(name)
+        if isinstance(entry, dict):
+            entry = {key: value for key, value in entry.items() if key not in may_change}
+        if entry is not None:
+            found[name] = _seal(entry)
+    return found
+
+
+def _fingerprint_of_config(config, may_differ):
+    """Of the settings that no later launch may change. Which these are depends on the version of
+    efx, and only fingerprints "of" the same ones can be compared."""
+    kept = {
+        key: value
+        for key, value in dotted(config).items()
+        if not any(re.fullmatch(pattern, key) for pattern in may_differ)
+    }
+    # 1 and 1.0 are the same setting, of which a launch writes its own.
+    kept = json.loads(json.dumps(kept), parse_float=_shortest_number)
+    return {"of": _seal(list(may_differ)), "settings": _seal(kept)}
+
+
+def _shortest_number(text):
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _remembered(folder):
+    """(step, `fingerprints`) of the newest checkpoint that can be read; (None, {}) without one, and
+    no fingerprints where it was saved without."""
+    try:
+        steps = [int(path.name) for path in (folder / CHECKPOINTS).iterdir() if _is_step(path.name)]
+    except OSError:  # no such folder, or not one
+        steps = []
+    for step in sorted(steps, reverse=True):
+        path = folder / CHECKPOINTS / str(step)
+        # What is damaged, or not yet whole, is told of by who restores it.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            amended = reading.read_json(path / MANIFEST).get("amended", {})
+            meta = reading.read_json(path / "meta" / "metadata") | amended
+            found = meta.get("fingerprints", {})
+            return step, found if isinstance(found, dict) else {}
+    return None, {}
+
+
+def _is_step(name):
+    return name.isascii() and name.isdecimal() and len(name) < 19
+
+
+def _check_config_of_checkpoint(folder, may_differ):
+    """UsageError if config.json is that of another run, unless it was edited on purpose."""
+    path = folder / CONFIG_FILE
+    step, remembered = _remembered(folder)
+    before = remembered.get("config")
+    if not isinstance(before, dict) or _CHECKSUM not in _read_json(path):
+        return
+    now = _fingerprint_of_config(_read_sealed(path), may_differ)
+    if before.get("of") == now["of"] and before != now:
+        raise UsageError(
+            f"{path} is not the config that checkpoint {step} beside it was saved with; restore the"
+            f' file, or, if it was edited on purpose, delete its entry "{_CHECKSUM}"'
+        )
+
+
+def _check_record_of_checkpoint(folder, record):
+    """UsageError if run.json is lost, or lacks or changes what the newest checkpoint knows."""
+    step, remembered = _remembered(folder)
+    now = _fingerprints_of_record(record)
+    lost = [name for name in _DECISIVE if name in remembered and remembered[name] != now.get(name)]
+    if lost:
+        what = f"lacks {' and '.join(lost)} of the run, or has others," if record else "is missing,"
+        raise UsageError(
+            f"{folder / RUN_FILE} {what} with which checkpoint {step} was saved: they decide what"
+            " is held out and what the run began with; restore the file, or use another --workdir"
+        )
+
+
 def run_record(workdir):
-    """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one."""
+    """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one.
+
+    UsageError if it is not that of the checkpoint beside it.
+    """
     path = storage.folder(workdir) / RUN_FILE
     record = _read_sealed(path) if path.is_file() else {}
     for name, kind in _ENTRIES.items():
@@ -468,6 +575,7 @@ def run_record(workdir):
                 f"{path} is not the record of a run: {name!r} should be a {kind.__name__}"
                 f"{' with ' * bool(keys)}{', '.join(keys)}; restore the file"
             )
+    _check_record_of_checkpoint(path.parent, record)
     return record
 
 

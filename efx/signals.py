@@ -13,12 +13,29 @@ import threading
 import time
 
 # Windows has no SIGHUP.
-_STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 # A signal so soon after another one is the same: a closed terminal is told by the system and by the
 # shell, and timeout(1) tells the process and then its group.
 _SAME_SECONDS = 1.0
 
 _threads = []  # of every `Beside` that may not have ended
+_left = False  # whether a library's threads may do what nobody waits for
+
+
+def end_at_ctrl_c():
+    """Has Ctrl-C end a program that still imports; whether it will.
+
+    There is nothing to save, and Python's own way to handle it, in the middle of an import, gives
+    the traceback of that library, or a crash. A program that ignores it, or is not in its main
+    thread, is left alone.
+    """
+    ends = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ends:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return ends
 
 
 class Interrupted(Exception):
@@ -90,7 +107,7 @@ class StopSignals:
         """Begins to catch signals, unless it has begun already."""
         if self._previous_handlers:
             return
-        for number in _STOPPING:
+        for number in STOPPING:
             if number.name == "SIGTERM" and _several():
                 continue
             # Whoever starts a run with nohup wants it to go on without a terminal.
@@ -184,7 +201,7 @@ class SecondSignal:
         first = None
         while numbers := self._reader.recv(64):
             for number in numbers:
-                if number not in _STOPPING:
+                if number not in STOPPING:
                     continue
                 first = first or time.monotonic()
                 if time.monotonic() - first > _SAME_SECONDS:
@@ -194,9 +211,15 @@ class SecondSignal:
                     os._exit(128 + number)
 
 
+def leave_work():
+    """Says that threads of a library may still do what nobody waits for."""
+    global _left
+    _left = True
+
+
 def work_is_left():
     """Whether a thread still does what nobody waits for: Python would wait for it at its end."""
-    return any(thread.is_alive() for thread in _threads)
+    return _left or any(thread.is_alive() for thread in _threads)
 
 
 def _several():

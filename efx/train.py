@@ -17,10 +17,10 @@ from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
 from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
 from efx.metrics.progress import is_primary
-from efx.metrics.writer import WANDB_ID_FILE, WRITTEN
+from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
-from efx.signals import Beside, Interrupted, StopSignals
+from efx.signals import Beside, Interrupted, StopSignals, leave_work
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -93,6 +93,8 @@ class _Launch:
         self.workdir, config = storage.folder(workdir), run_settings.check(config)
         self.timings = {"imports": time.monotonic() - started}
         self.opened = self._open_run(config, command_line)
+        if config.log.wandb:  # before the lock makes a folder of a launch that is refused
+            runfolder.on_primary(workdir, lambda: check_wandb(config.log.wandb))
         with self._timed("data and model"):
             self.experiment = build.experiment(config, workdir)
             self.training = build.Training(self.experiment)
@@ -117,6 +119,7 @@ class _Launch:
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
         self.profiled_from = None  # the step at which the open window of the profiler began
+        self.fingerprints = self.remembered = {}  # of config.json and run.json: now, in checkpoint
         self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
@@ -173,9 +176,18 @@ class _Launch:
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         opened.commit(contents, **entries)
+        self._remember_files()
         self.writer.truncate_after(
             self.step if self.restored else -1, samples_of_step="sample" not in self.pending
         )
+
+    def _remember_files(self):
+        """Have the checkpoints know config.json and run.json, the one gone on from as well: it may
+        be of an efx that did not, or a file was edited on purpose since."""
+        if jax.process_index() == 0:  # which has written them, and whose meta counts
+            self.fingerprints = runfolder.fingerprints(self.workdir, MAY_DIFFER)
+        if self.restored and self.remembered != self.fingerprints:
+            self.checkpoints.amend(self.step, None, {"fingerprints": self.fingerprints})
 
     def _for_wandb(self):
         """Arguments of `wandb.init`, None without."""
@@ -228,7 +240,7 @@ class _Launch:
         with (
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
-            build.checkpointer(self.workdir, config.checkpoint) as self.checkpoints,
+            self._checkpointer() as self.checkpoints,
             contextlib.ExitStack() as files,
             Progress(e.steps, peak_flops_per_second=self.peak) as self.progress,
         ):
@@ -256,6 +268,17 @@ class _Launch:
             self._end_profile()
             return self._finish()
 
+    @contextlib.contextmanager
+    def _checkpointer(self):
+        checkpoints = build.checkpointer(self.workdir, self.config.checkpoint)
+        try:
+            with checkpoints:
+                yield checkpoints
+        finally:
+            # A thread of orbax may wait for what has failed, by a clock that has jumped for years.
+            if checkpoints.has_failed:
+                leave_work()
+
     def _save_untrained(self, iterator):
         if self.checkpoints.latest_step() is None:
             self._pause(["evaluate"], True, iterator.get_state())
@@ -282,6 +305,7 @@ class _Launch:
                 self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)
                 self.seconds = restored.meta["seconds"]
+                self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
                 if "pending" in restored.meta:
@@ -384,6 +408,7 @@ class _Launch:
             return None
 
     def _say_stopped(self):
+        self.checkpoints.wait()  # or it would be said of a save that fails yet
         self.progress.println(
             f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
             "the same command goes on from here"
@@ -485,6 +510,7 @@ class _Launch:
                 "ending": self.ending,
                 "pending": self.pending,
                 "rows": self.written,
+                "fingerprints": self.fingerprints,
             }
             self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
 
@@ -571,8 +597,8 @@ class _Launch:
 
     def _finish(self):
         row, e = self.last_row, self.experiment
+        self.checkpoints.wait()  # what is said here is of a run that is saved
         if self.step == e.steps and self.ending:
-            self.checkpoints.wait()
             best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
             advice = "; a lower config.optim.learning_rate may help, in another --workdir"
             if best is not None and best != self.step:

@@ -21,9 +21,8 @@ from flax.traverse_util import unflatten_dict
 
 from efx import atomic, reading, storage
 from efx.errors import UsageError
-from efx.runfolder import reason
+from efx.runfolder import MANIFEST, reason
 
-MANIFEST = "efx_manifest.json"
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
 # Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.

@@ -83,6 +83,9 @@ class Checkpointer:
       keep_best: and this many with the lowest `best_metric` (0: none).
       best_metric: key of `save`'s metrics; a step without it, or not finite, is never "best".
       asynchronous: `save` returns when the state is copied, and writes in the background.
+
+    Attributes:
+      has_failed: whether a save has, which an error has told.
     """
 
     def __init__(self, root, *, every, keep_last, keep_best, best_metric, asynchronous):
@@ -100,7 +103,7 @@ class Checkpointer:
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
         self._began = 0.0  # when it did
-        self._has_failed = False  # whether a save has, which an error has told
+        self.has_failed = False
         self._home = Home(self._root.parent)
         self._damaged = set()  # steps that `restore` skipped
         files.quieten()
@@ -207,14 +210,14 @@ class Checkpointer:
                     manager.close()
                 except Exception as error:
                     # Of a save that has failed, orbax may raise the error again here.
-                    if not self._has_failed:
+                    if not self.has_failed:
                         raise CheckpointError(
                             f"the checkpoints in {self._root} could not be closed: "
                             f"{files.explain(error)}"
                         ) from error
 
     def _save_failed(self, error):
-        step, self._saving, self._has_failed = self._saving[0], None, True
+        step, self._saving, self.has_failed = self._saving[0], None, True
         why = files.explain(error)
         # Orbax takes the time from a clock that may be set.
         waited = time.monotonic() - self._began

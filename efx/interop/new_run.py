@@ -29,6 +29,8 @@ def write(opened, lock, config, state, files, **entries):
         opened.commit(files, **entries)
         with build.checkpointer(opened.path, config.checkpoint) as checkpoints:
             meta = {"seconds": 0.0, "ending": ""}
+            if is_primary():  # which alone has written the files, and whose meta counts
+                meta["fingerprints"] = runfolder.fingerprints(opened.path)
             checkpoints.save(0, state, {"step": 0}, meta, force=True)
 
 

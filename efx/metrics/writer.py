@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import pathlib
+import sys
 
 from efx import storage
 from efx.errors import UsageError, extra
@@ -29,6 +31,16 @@ def read_metrics(workdir):
         return [row for row, _, _ in _rows(path)]
     except OSError as error:
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
+
+
+def check_wandb(project):
+    """UsageError unless there is the library that `config.log.wandb` needs. It is not imported,
+    which takes a second."""
+    name = "wandb"
+    if (sys.modules[name] if name in sys.modules else importlib.util.find_spec(name)) is None:
+        raise UsageError(
+            f'config.log.wandb={project!r} needs {extra("wandb")}, or config.log.wandb=""'
+        )
 
 
 def _rows(path):
@@ -243,12 +255,9 @@ class MetricsWriter:
 
     def _open_wandb(self, of_run, resume):
         project = of_run["project"]
-        try:
-            import wandb
-        except ImportError as error:
-            raise UsageError(
-                f'config.log.wandb={project!r} needs {extra("wandb")}, or config.log.wandb=""'
-            ) from error
+        check_wandb(project)
+        import wandb
+
         path = self._workdir / WANDB_ID_FILE
         has_identity = resume and path.is_file()
         identity = path.read_text(encoding="utf-8").strip() if has_identity else None

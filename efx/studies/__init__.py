@@ -1,1 +1,8 @@
 """Studies: launch sets of runs and turn run folders into tables and pictures. No model code."""
+
+import sys
+
+from efx import signals
+
+if sys.argv[:1] == ["-m"]:  # so Python calls a module that it is about to run
+    signals.end_at_ctrl_c()  # until `cli.Parser.run` handles it

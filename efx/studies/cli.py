@@ -1,13 +1,16 @@
 """The command line of a study."""
 
 import argparse
+import contextlib
 import pathlib
 import re
 import shlex
+import signal
 import sys
 
 from efx import storage
 from efx.errors import UsageError, nearest
+from efx.studies import jobs
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,9 +41,9 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--jobs", type=int, default=1, metavar="N", help=help)
 
     def run(self, study, argv=None):
-        """The exit status of `study(arguments)`: 0, 2 after the line of a UsageError, 130 when
-        interrupted. `arguments` also has the text `command`, the whole command line, and the list
-        `extra`, with `add_runs` the arguments after `--`."""
+        """The exit status of `study(arguments)`: 0, 2 after the line of a UsageError, 128 and the
+        number of a signal that stopped it. `arguments` also has the text `command`, the whole
+        command line, and the list `extra`, with `add_runs` the arguments after `--`."""
         argv = list(sys.argv[1:] if argv is None else argv)
         takes_extra = self.get_default("extra") is not None and "--" in argv
         end = argv.index("--") if takes_extra else len(argv)
@@ -52,13 +55,18 @@ class Parser(argparse.ArgumentParser):
                 storage.local_folder(arguments.workdir or "")
             if getattr(arguments, "jobs", 1) < 1:
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
-            study(arguments)
+            with jobs.Stoppable():
+                study(arguments)
         except UsageError as error:
             print(f"efx: error: {error}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
-            print("efx: interrupted; the same command goes on from here", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt as error:
+            number = getattr(error, "number", signal.SIGINT)
+            how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+            with contextlib.suppress(OSError):  # the terminal is gone
+                line = f"efx: {how}; the same command goes on from here"
+                print(line, file=sys.stderr, flush=True)
+            return 128 + number
         return 0
 
     def parse_args(self, argv=None):

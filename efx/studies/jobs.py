@@ -1,13 +1,83 @@
 """Runs in separate processes, one after another or several at a time on one machine."""
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
+
+from efx.signals import STOPPING
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal came, and the runs that it was passed on to have ended. number: of the signal."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+
+class Stoppable:
+    """Passes SIGINT, SIGTERM and SIGHUP on to the runs of a study, which save what they have; once
+    they have ended the study is Stopped, and without a run it is so at once. A run left behind
+    would keep its folder, and the same command would be refused there.
+
+    A context manager; outside of the main thread it does nothing.
+    """
+
+    def __enter__(self):
+        global _stopped_by
+        _stopped_by, self._previous_handlers = 0, {}
+        for number in STOPPING:
+            # Whoever starts a study with nohup, or in the background, wants it to go on.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                with contextlib.suppress(ValueError):  # not in the main thread
+                    self._previous_handlers[number] = signal.signal(number, _pass_on)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+
+_running = set()  # processes
+_stopped_by = 0  # the number of the signal that came
+
+
+def _pass_on(number, frame):
+    global _stopped_by
+    _stopped_by = signal.Signals(number)
+    running = tuple(_running)
+    for process in running:
+        process.send_signal(number)
+    if not running:
+        raise Stopped(_stopped_by)
+
+
+def _status_of(command, **streams):
+    """The exit status of a process; Stopped, when it has ended, if a signal came."""
+    if _stopped_by:
+        raise Stopped(_stopped_by)
+    process = subprocess.Popen(command, **streams)
+    _running.add(process)
+    try:
+        if _stopped_by:  # while it was started
+            process.send_signal(_stopped_by)
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        _running.discard(process)
+    if _stopped_by:
+        raise Stopped(_stopped_by)
+    return status
 
 
 def run_all(run, items, jobs=1):
@@ -60,13 +130,13 @@ def run_main(title, arguments, log, cpus=None):
     print(f"== {title}: python -m efx.main {shlex.join(arguments)}", flush=True)
     run = [sys.executable, "-m", "efx.main", *arguments]
     if cpus is None:
-        return subprocess.run(run, check=False).returncode, "its last line"
+        return _status_of(run), "its last line"
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)  # of this thread and the process it starts
     log = pathlib.Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
-        process = subprocess.run(run, check=False, stdout=file, stderr=subprocess.STDOUT)
+        status = _status_of(run, stdout=file, stderr=subprocess.STDOUT)
     last_lines = [line for line in log.read_text().splitlines() if line.startswith("finished")]
     print(f"-- {title}: {' '.join(last_lines[-1:])}", flush=True)
-    return process.returncode, str(log)
+    return status, str(log)

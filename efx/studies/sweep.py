@@ -24,11 +24,13 @@ import re
 import statistics
 import sys
 
-from efx import tables
+from efx import runfolder, tables
 from efx.config import run_file
 from efx.errors import UsageError, nearest
 from efx.metrics import portion, read_metrics
-from efx.studies import cli
+from efx.run_blocks import Seed
+from efx.settings import converted
+from efx.studies import cli, rehearsal
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
@@ -62,8 +64,10 @@ def load_file(path, kind, keys, optional=()):
 
 
 def check_seeds(path, contents):
-    """UsageError unless contents["seeds"] are seeds."""
+    """UsageError unless contents["seeds"] are seeds that `config.seed` may be."""
     check_numbers(path, contents, "seeds", lambda seed: type(seed) is int and seed >= 0, "(0, 1)")
+    for seed in contents["seeds"]:
+        converted(Seed, seed, f"{path}: seed")
 
 
 def check_numbers(path, contents, key, is_right, example):
@@ -179,8 +183,14 @@ def run_sweep(sweep, workdir, extra=(), jobs=1):
 def check_commands(sweep, workdir, extra):
     """UsageError, before anything trains, for a run whose command line `efx.main` would refuse."""
     cli.check_extra(extra)
+    seed, runs, first_name = sweep["seeds"][0], [], next(iter(sweep["runs"]))
     for name in sweep["runs"]:
-        cli.check_command(name, command(sweep, workdir, name, 0, {}, extra))
+        arguments = command(sweep, workdir, name, seed, {}, extra)
+        cli.check_command(name, arguments)
+        gets_flops = sweep["equal"] == "flops" and name != first_name
+        if not runfolder.holds_result(folder(workdir, name, seed)):  # which was checked then
+            runs.append((name, arguments, gets_flops))
+    rehearsal.check(runs)
 
 
 def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):

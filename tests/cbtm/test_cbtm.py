@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from data_helpers import same
-from run_files import edit, move
+from run_files import edit, forget, move
 
 from efx import main as main_lib
 from efx import run_settings, runfolder
@@ -364,6 +364,7 @@ def test_what_does_not_belong_together_is_one_line(copy, capsys):
     paths = [copy / f"expert_{j}/run.json" for j in range(2)]
     for path in paths:
         edit(path, lambda record: record)
+        forget(path.parent)
     records = [json.loads(path.read_text()) for path in paths]
 
     def record(j, **changes):

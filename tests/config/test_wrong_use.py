@@ -8,7 +8,6 @@ import importlib
 import itertools
 import json
 import re
-import subprocess
 import tomllib
 from types import SimpleNamespace
 
@@ -17,14 +16,14 @@ import numpy as np
 import pytest
 import test_layout
 
-from efx import build, command_line, hints, main, models
+from efx import build, command_line, hints, main, models, run_settings
 from efx.cbtm import run as cbtm
 from efx.cbtm import table as cbtm_table
 from efx.config import config_of_run, load_config
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
-from efx.studies import calm, coord_check, isoflop, phatgoose, sweep
+from efx.studies import calm, coord_check, isoflop, jobs, phatgoose, rehearsal, sweep
 
 CONFIGS = [path.stem for path in test_layout.CONFIGS]
 
@@ -220,7 +219,7 @@ def nothing_runs(monkeypatch):
     def start(*arguments, **options):
         raise AssertionError(f"a study started {arguments}")
 
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(jobs, "run_main", start)
 
 
 @pytest.mark.parametrize("runs, words", [
@@ -244,6 +243,54 @@ def test_rows_of_a_sweep_are_checked_before_the_first_trains(
     path.write_text(f"RUNS = {runs!r}\n{SWEEP}")
     assert sweep.main(["--sweep", str(path), "--workdir", str(tmp_path / "w")]) == 2
     assert words in error_line(capsys) and not (tmp_path / "w").exists()
+
+
+def test_a_model_that_cannot_be_is_told_before_the_first_run_trains(tmp_path, capsys, nothing_runs):
+    """Of a sweep and of a grid, by a process of its own, which takes no device that runs need."""
+    runs = {"a": {"steps": 9}, "b": {"steps": 9}, "c": {"optim.schedule.warmup_steps": 400}}
+    path, workdir = tmp_path / "sweep.py", tmp_path / "w"
+    path.write_text(f"RUNS = {runs!r}\n{SWEEP}")
+    assert sweep.main(["--sweep", str(path), "--workdir", str(workdir)]) == 2
+    # The steps that it would have had with the FLOPs of the first.
+    assert "the run 'c': config.optim.schedule.warmup_steps=400 is more" in error_line(capsys)
+    path.write_text("""
+def get_grid():
+    return dict(config="configs/mod.py:smoke", seeds=(0,), budgets=(1e10,), families={"d": {}},
+                sizes={"1": {}, "2": {"model.width": 33}, "3": {}, "4": {}})
+""")
+    assert isoflop.main(["--grid", str(path), "--workdir", str(workdir)]) == 2
+    assert "config.model.width=33 does not divide by" in error_line(capsys)
+    assert not workdir.exists()
+
+
+NO_MODELS = [
+    ({"model.width": 1_000_000}, "config.model.width=1000000, the largest number of the model"),
+    ({"model.depth_routing.every": 9}, "config.model.depth_routing.every=9: the stack has 4"),
+    ({"optim.frozen": "nosuch"}, "config.optim.frozen='nosuch' matches no parameter"),
+    ({"optim.decay": "nosuch"}, "config.optim.decay='nosuch' matches no parameter"),
+    ({"data.tokenizer": "/none"}, "config.data.tokenizer='/none': no such file"),
+    ({"init.run": "/none"}, "config.init.run=/none: there is no such run folder"),
+    ({"losses.distill": 1.0, "train.teacher": "/none"}, "config.train.teacher=/none: there is no"),
+    ({"adapter.kind": "lora"}, "config.init.run is empty: config.adapter.kind='lora'"),
+    ({"checkpoint.keep_best": 1, "checkpoint.best_metric": "x"}, "config.checkpoint.best_metric="),
+    ({"data.seq_len": 10**7}, "config.data.seq_len=10000000"),
+    ({"steps": 3}, "config.optim.schedule.warmup_steps=5 is more than config.steps=3"),
+    ({"train.accumulation": 3}, "config.data.batch_size=8 does not divide by"),
+]
+
+
+def test_what_only_a_model_shows_is_said_without_a_text(one_device):
+    def looked_at(changes, budget=0.0):
+        config = common.apply(load_config("configs/mod.py:smoke"), changes)
+        return rehearsal.flops_of(run_settings.check(config), 1, budget)
+
+    for changes, words in NO_MODELS:
+        refused(lambda changes=changes: looked_at(changes), words)
+    flops = looked_at({})
+    assert flops > 0 and looked_at({"steps": 9}, flops) == flops
+    # How many steps a run has may depend on its text: then nothing is said against them.
+    for unknown in ({"steps": 3}, {"steps": 3, "data.tokenizer": "chars"}):
+        assert looked_at(unknown, None) is None
 
 
 @pytest.mark.parametrize("change, words", [

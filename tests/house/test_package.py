@@ -35,7 +35,7 @@ assert main.main(["efx", "--config=mdo:smoke", "--workdir=w"]) == 2
 assert load_config("mod:smoke,dense") == load_config("configs/mod.py:smoke,dense")
 assert load_config(own).model.depth == 1
 for name in ("dropout_flops", "configs/sweeps/mod_table.py"):
-    sweep.check_commands(sweep.load_sweep(name), "w", ["--config.steps=9"])
+    sweep.check_commands(sweep.load_sweep(name), "w", ["--config.log.every=9"])
 isoflop.load_grid("isoflop")
 load = api.load_config
 api.load_config = lambda source, changes: load(source, {**changes, **tiny})

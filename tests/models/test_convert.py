@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_files import forget
 
 from efx import build, flops, main, models, optim, runfolder, sharding, use
 from efx.checkpoint import files
@@ -238,6 +239,7 @@ def test_the_teacher_stays_the_same(parents, children, distilled, tmp_path, caps
     record["teacher"]["parameters"] = "0" * 32
     del record["checksum"]
     (run_of / "run.json").write_text(json.dumps(record))
+    forget(run_of)
     words = r"config\.train\.teacher=.*other has other parameters at step 2 than the model that"
     refused(capsys, words, "--workdir", run_of, **teacher)
     words = r"config\.train\.teacher=/nowhere: there is no such run with a checkpoint"

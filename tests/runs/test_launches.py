@@ -3,21 +3,23 @@
 One tiny run is trained; the tests spoil copies of it.
 """
 
+import errno
 import json
 import math
 import shutil
 import subprocess
 import sys
+import time
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_files import move
+from run_files import edit, forget, move
 
-from efx import build, main, runfolder, train, use
-from efx.checkpoint import Checkpointer, start_from
+from efx import build, main, run_settings, runfolder, settings, signals, train, use
+from efx.checkpoint import Checkpointer, files, start_from
 from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -185,6 +187,11 @@ def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
     lacking = {"init.run": str(trained / "run"), "model.norm": "layernorm", "model.use_bias": True}
     with pytest.raises(UsageError, match="lacks"):
         train.train_and_evaluate(tiny(trained / "a.txt", **lacking), tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)  # as if not installed
+        with pytest.raises(UsageError, match="needs the extra `wandb`"):
+            config = tiny(trained / "a.txt", **{"log.wandb": "a project"})
+            train.train_and_evaluate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     # One that was killed later, with a tokenizer of another text: the next config takes its place.
     shutil.copytree(trained / "run", tmp_path / "run")
@@ -221,6 +228,55 @@ def test_a_resume_that_fails_rewrites_the_folder(copy):
     (run / "tokenizer.json").unlink()
     config.log.wandb = ""
     refused(config, run, "tokenizer.json is missing")
+
+
+def test_a_lost_record_let_held_out_text_be_trained_on(copy):
+    """Property: what decides a run is known to its checkpoint: run.json and config.json can neither
+    be lost nor be those of another run, whoever reads them. A checkpoint that knows of none, of an
+    earlier efx, goes on, and its successor does know."""
+    text, run = copy / "a.txt", copy / "run"
+    config, record, config_file = tiny(text, **{"steps": 3}), run / "run.json", run / "config.json"
+    whole, whole_config = record.read_text(), config_file.read_text()
+    text.write_text(TEXT[::-1])  # what was held out would be trained on
+    record.unlink()
+    refused(config, run, f"{record} is missing, with which checkpoint 2 was saved", "restore")
+    for use_of_it in (use.evaluate, use.sample):
+        with pytest.raises(UsageError, match="run.json is missing"):
+            use_of_it(tiny(text), run)
+    for spoilt in ({}, {"launches": [5]}, {**json.loads(whole), "tokenizer": "another"}):
+        record.write_text(json.dumps({**spoilt}))
+        if "checksum" in spoilt:
+            edit(record, lambda contents: contents)
+        refused(config, run, str(record), "with which checkpoint 2 was saved")
+    record.write_text(whole)
+    refused(config, run, "is not the text that this run began with")
+    text.write_text(TEXT)
+    # A config.json that is whole, but that of another run.
+    other = settings.as_dict(run_settings.check(tiny(text, **{"seed": 5})))
+    runfolder.open_run(copy / "other", other, command_line=[]).commit({})
+    shutil.copy(copy / "other/config.json", config_file)
+    refused(tiny(text, **{"seed": 5}), run, f"{config_file} is not the config that checkpoint 2")
+    config_file.write_text(whole_config)
+    forget(run)
+    train.train_and_evaluate(tiny(text), run)  # which has nothing to do but that
+    record.unlink()
+    refused(config, run, "run.json is missing")
+
+
+def test_a_run_was_finished_before_a_save_that_failed(copy, capsys, monkeypatch):
+    """Property: what is said of a run that is saved waits for the save. And a command does not wait
+    for the threads of one that has failed."""
+
+    def fail(*arguments):
+        time.sleep(0.3)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(signals, "_left", False)
+    monkeypatch.setattr(files, "write_manifest", fail)
+    refused_line = "checkpoint 3 could not be saved .*: the disk is full"
+    with pytest.raises(UsageError, match=refused_line):
+        train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), copy / "run")
+    assert "finished: " not in capsys.readouterr().out and signals.work_is_left()
 
 
 def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):

@@ -205,6 +205,11 @@ def test_ctrl_c_during_the_imports_ends_without_a_traceback(root):
     assert ended("") == (-signal.SIGINT, "")
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as shells do with &
     assert ended(ignoring) == (7, "")
+    # A study, which Python has not begun to run.
+    code = f"{IMPORTING.replace('from efx import main', '')}sys.argv[0] = '-m'\n"
+    code += "from efx.studies import sweep"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 # Hangs where no signal reaches Python, as in a compiler: in C, for a lock that is never free.

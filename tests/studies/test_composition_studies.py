@@ -1,11 +1,10 @@
 """The studies of composition apart from their runs: mixtures, tables, commands, bad input."""
 
 import json
-import subprocess
 
 import pytest
 
-from efx.studies import calm, composition, phatgoose
+from efx.studies import calm, composition, jobs, phatgoose
 
 
 def test_a_mixture_takes_turns_and_cuts_at_lines():
@@ -33,13 +32,13 @@ def ran(monkeypatch, study, tmp_path, *arguments, config):
     """The commands of a study's runs, none of which is started; evaluations are 1.0."""
     commands = []
 
-    def run(command, check):
-        commands.append(command[3:])
-        return subprocess.CompletedProcess(command, 0)
+    def run(title, arguments, log, cpus=None):
+        commands.append(arguments)
+        return 0, ""
 
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(jobs, "run_main", run)
     monkeypatch.setattr(composition.SeedStudy, "mixture", composition.Rehearsal.mixture)
     monkeypatch.setattr(
         composition.SeedStudy,

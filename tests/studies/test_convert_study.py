@@ -1,12 +1,11 @@
 """The study of conversions apart from its runs: commands, budgets, going on, table, bad input."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from efx.studies import convert
+from efx.studies import convert, jobs
 
 LOSS = {"parent": 1.5, "scratch": 1.25, "mod_5": 1.75, "drop_5": 2.0, "distilled_5": 1.625}
 
@@ -16,24 +15,23 @@ def study(monkeypatch, tmp_path):
     """(commands so far, function of flags that runs the study, none of whose runs is started)."""
     commands = []
 
-    def run(command, check):
-        arguments = command[3:]
+    def run(title, arguments, log, cpus=None):
         commands.append(arguments)
         flags = dict(word.split("=", 1) for word in arguments)
         folder = Path(flags["--workdir"])
         if "--mode" in flags:
             assert (Path(flags["--from"]) / "metrics.jsonl").is_file()
             (folder / "checkpoints/0").mkdir(parents=True)
-            return subprocess.CompletedProcess(command, 0)
+            return 0, ""
         folder.mkdir(parents=True, exist_ok=True)
         loss = LOSS[folder.name] + int(folder.parent.name[-1]) / 8
         row = {"step": 3, "flops": 4e9, "tokens": 7, "eval/loss": loss, "eval/split_fraction": 1.0}
         if folder.name == "mod_5":
             row["eval/router/flops_per_token"] = 12.0
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        return subprocess.CompletedProcess(command, 0)
+        return 0, ""
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(jobs, "run_main", run)
     known = {name: 20.0 for name in LOSS}, {name: 8 * loss for name, loss in LOSS.items()}
     monkeypatch.setattr(convert.Study, "_costs_and_speeds", lambda self: known)
     flags = [f"--workdir={tmp_path}", "--seeds=0,1", "--fractions=0.05"]

@@ -4,6 +4,7 @@ they look for."""
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,6 +52,16 @@ def test_rows_that_are_lost_are_counted(tmp_path):
         patch.setattr(crash, "leaves", lambda folder: {})
         Bench().compare(outcome, tmp_path)
     assert (outcome.doubled, outcome.missing, outcome.different, outcome.samples) == (1, 1, 2, 1)
+
+
+def test_launches_of_code_that_was_edited_are_not_compared(monkeypatch, capsys):
+    hashes = iter(["before", "after"])
+    monkeypatch.setattr(crash.programs, "code_hash", lambda: next(hashes))
+    monkeypatch.setattr(crash, "Bench", lambda *arguments: SimpleNamespace(end=lambda: None))
+    monkeypatch.setattr(crash, "FAULTS", {"two": lambda bench: ({}, [])})
+    assert crash.main(["--faults=two"]) == 2
+    said = capsys.readouterr()
+    assert "the code of efx was edited meanwhile" in said.err and "LOST" not in said.out
 
 
 # Those that compile nothing and start no run.

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +14,7 @@ import pytest
 from efx import tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import cli, jobs, sweep
+from efx.studies import cli, jobs, rehearsal, sweep
 
 SWEEP = """
 def get_sweep():
@@ -171,6 +174,7 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
         ((b"(0, 1, 2)", b"None"), "seeds=None: expected numbers"),
         ((b"(0, 1, 2)", b"'012'"), "seeds='012': expected numbers"),
         ((b"(0, 1, 2)", b"(0, -1)"), r"seeds=\(0, -1\): expected numbers"),
+        ((b"(0, 1, 2)", b"(0, 2**32)"), "seed=4294967296: must be in"),
         ((b"(0, 1, 2)", b"(0, 1.0)"), r"seeds=\(0, 1.0\): expected numbers"),
         ((b"runs={", b"runs={} and {"), "runs is empty"),
         ((b"runs={", b"runs=[] and {"), r"runs=\[\]: expected a dict"),
@@ -220,6 +224,7 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
             running.remove((name, seed))
 
     monkeypatch.setattr(sweep, "_run_one", run)
+    monkeypatch.setattr(rehearsal, "check", lambda runs: None)
     monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
     sweep.run_sweep(loaded, tmp_path, jobs=2)
     names = list(loaded["runs"])
@@ -233,11 +238,12 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
 
 
 def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
-    frozen = {"optim.frozen": "nothing/.*"}  # which only shows when the model is there
-    loaded = spec | {"equal": "", "runs": {name: frozen for name in spec["runs"]}}
+    (tmp_path / "short.txt").write_text("a")  # which only shows when the text is opened
+    short = {"data.source": f"text:{tmp_path / 'short.txt'}"}
+    loaded = spec | {"equal": "", "runs": {name: short for name in spec["runs"]}}
     with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
         sweep.run_sweep(loaded, tmp_path, jobs=2)
-    assert "config.optim.frozen" in next(tmp_path.glob("*.log")).read_text()
+    assert "short.txt" in next(tmp_path.glob("*.log")).read_text()
 
 
 def test_nothing_starts_after_a_failure():
@@ -253,3 +259,56 @@ def test_nothing_starts_after_a_failure():
         with pytest.raises(UsageError, match="the first"):
             jobs.run_all(run, range(50))
         assert started == [0]
+
+
+# In the place of Python: a run that says where it is, and saves for half a second when told to.
+RUN = """#!{python}
+import os, pathlib, signal, sys, time
+mark = pathlib.Path(__file__).parent / f"run_{{os.getpid()}}"
+def save(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(0.5)
+    mark.write_text(f"saved by {{signal.Signals(number).name}}")
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, save)
+mark.write_text("runs")
+time.sleep(60)
+"""
+STUDY = """
+import sys
+from efx.studies import cli, jobs
+sys.executable, at_a_time = sys.argv[1], int(sys.argv[2])
+def study(arguments):
+    def run(item, cpus):
+        jobs.run_main(f"run {item}", [], sys.argv[1] + ".log", cpus)
+    if not at_a_time:
+        run(0, None)
+    jobs.run_all(run, range(4), at_a_time or 1)
+sys.exit(cli.Parser("x", "").run(study, []))
+"""
+
+
+@pytest.mark.parametrize("number, at_a_time", [
+    (signal.SIGTERM, 0), (signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGHUP, 1),
+])  # fmt: skip
+def test_a_signal_to_a_study_left_its_run_behind(number, at_a_time, tmp_path, root):
+    """Property: the runs are told, save, and have ended when the study has; no other one starts."""
+    run = tmp_path / "run"
+    run.write_text(RUN.format(python=sys.executable))
+    run.chmod(0o755)
+    study = subprocess.Popen(
+        [sys.executable, "-c", STUDY, str(run), str(at_a_time)], cwd=root, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while [path.read_text() for path in tmp_path.glob("run_*")] != ["runs"] * (at_a_time or 1):
+        assert time.monotonic() < end and study.poll() is None
+        time.sleep(0.05)
+    study.send_signal(number)  # to the study alone, as `kill` and a batch system do
+    _, said = study.communicate(timeout=30)
+    saved = [path.read_text() for path in tmp_path.glob("run_*")]
+    assert saved == [f"saved by {number.name}"] * (at_a_time or 1)
+    assert study.returncode == 128 + number, said
+    how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert said == f"efx: {how}; the same command goes on from here\n"

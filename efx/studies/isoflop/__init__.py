@@ -51,11 +51,11 @@ import json
 import math
 import pathlib
 
-from efx import tables
+from efx import runfolder, tables
 from efx.errors import UsageError
 from efx.metrics import portion, quantity
 from efx.runfolder import write_atomic, writing
-from efx.studies import cli, job_list
+from efx.studies import cli, job_list, rehearsal
 from efx.studies import jobs as jobs_lib
 from efx.studies import sweep as sweep_lib
 from efx.studies.isoflop import grid as grid_lib
@@ -152,12 +152,7 @@ class Runs:
     def __init__(self, grid, workdir, extra, files):
         self.grid, self.workdir, self.extra = grid, workdir, extra
         self._expected = {}
-        first = {
-            (family, size): grid["learning_rates"][0] if grid["learning_rates"] else None
-            for family in grid["families"]
-            for size in grid["sizes"]
-        }
-        self.check([*grid_lib.rate_runs(grid), *grid_lib.runs_of(grid, first)])
+        self.check([*grid_lib.rate_runs(grid), *self._first_runs()])
         self._given = {}
         for path in files:
             self._take(path)
@@ -210,6 +205,30 @@ class Runs:
             return True
         return False
 
+    def rehearse(self):
+        """UsageError, before anything trains, for a run whose model cannot be or be trained so: of
+        each model and budget one of those that are missing, and have not begun, is looked at."""
+        runs = {}
+        for run in self.missing([*grid_lib.rate_runs(self.grid), *self._first_runs()]):
+            if not runfolder.holds_result(grid_lib.folder(self.workdir, run)):
+                runs.setdefault((run.family, run.size, run.budget), run)
+        rehearsal.check(
+            [
+                (run.name, grid_lib.command(self.grid, self.workdir, run, self.extra), False)
+                for run in runs.values()
+            ]
+        )
+
+    def _first_runs(self):
+        """The runs to fit, each with the first of the learning rates."""
+        rates = self.grid["learning_rates"]
+        first = {
+            (family, size): rates[0] if rates else None
+            for family in self.grid["families"]
+            for size in self.grid["sizes"]
+        }
+        return grid_lib.runs_of(self.grid, first)
+
     def train(self, runs, jobs):
         """Makes the runs, `jobs` at a time."""
 
@@ -259,6 +278,7 @@ def collect(runs, jobs):
     (0: none is made)."""
     rate_runs = grid_lib.rate_runs(runs.grid)
     if jobs:
+        runs.rehearse()
         runs.train(runs.missing(rate_runs), jobs)
     tried = [runs.point(run, False) for run in rate_runs]
     fitted_runs = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
