@@ -626,7 +626,7 @@ def _isoflop(setup):
         raise RuntimeError(f"the study in {folder} ended with status {status}")
     path = folder / "isoflop.json"
     study = json.loads(path.read_text())
-    analysis = isoflop.analysis_of(isoflop.points_of(study, path), study["draws"])
+    analysis = isoflop.analysis_of(isoflop.points_of(study, path), study)
     rows = {}
     for (budget, family), cells in report.optima_table(analysis).items():
         measured, best = cells["least measured"]["mean"], cells["loss at the best size"]
