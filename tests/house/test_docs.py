@@ -188,7 +188,7 @@ def program(module, argv):
     for text in re.findall(r"=text:(\S+)", " ".join(argv)):  # the reader's own
         Path(text).touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(Started()))
+        patch.setattr(subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(Started()))
         said = io.StringIO()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
             try:
