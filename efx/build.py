@@ -254,6 +254,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     """
     config = run_settings.check(config)
     if "train" in splits and not (workdir and runfolder.holds_result(workdir)):
+        _check_adapter(config)
         _check_init(config.init)
     data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)

@@ -77,8 +77,8 @@ def completed(plain):
     """The plain config of a run, with the settings within its blocks that are younger than the run
     at their defaults, which one line tells: what a setting does by default is what was done before
     there was one. What is no config of efx, or lacks a block, stays as it is."""
-    model = plain.get("model") if isinstance(plain, dict) else None
-    family = model.get("family") if isinstance(model, dict) else None
+    block_of_model = plain.get("model") if isinstance(plain, dict) else None
+    family = block_of_model.get("family") if isinstance(block_of_model, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
         return plain
     right, younger = dataclasses.replace(Config(), model=config_class(family)()), []

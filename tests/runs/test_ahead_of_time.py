@@ -421,7 +421,8 @@ def test_a_missing_compiler_names_its_extra(name, module, extra, monkeypatch):
 def test_ctrl_c_does_not_wait_for_the_compiler(root):
     """It waited for minutes: the compiler does not return to Python, whose handler has to run."""
     code = """
-import hashlib, sys
+import hashlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell with & has it ignored
 from efx import main
 from efx.ahead_of_time import compile
 

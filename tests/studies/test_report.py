@@ -187,7 +187,7 @@ def test_fits_of_an_isoflop_study(top, elements):
     study = report_fits.read(top / "isoflop.json")
     traces = graph_objects.Figure(report_fits.traces(study), {}).data
     stars = {trace.name: trace for trace in traces if trace.marker.symbol == "star"}
-    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), 20)
+    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), {"draws": 20})
     assert len(stars) == 5 and "short" in analysis.refusals
     for (budget, name), (family, fits) in itertools.product(
         ((1e10, "10.0 GFLOPs"),),
@@ -210,7 +210,7 @@ def test_all_tables_of_a_study_are_folded_below_its_fits(top, elements):
     """The cells are those of the study's own Markdown, in their order."""
     data = json.loads((top / "isoflop.json").read_text())
     points = isoflop_points.from_data(data, "x")
-    made = isoflop_report.details(isoflop.analysis_of(points, 20), points, data["further"])
+    made = isoflop_report.details(isoflop.analysis_of(points, data), points, data)
     lines = [line for text in made for line in text.splitlines() if line.startswith("|")]
     cells = [line[2:-2].split(" | ") for line in lines if not line.startswith("|---")]
     tags = [tag for tag, _ in elements.found]
@@ -246,7 +246,7 @@ def test_families_at_their_budgets_look_unlike(families, budgets):
 def test_the_optimum_over_budgets_is_that_of_the_law(top):
     study = report_fits.read(top / "isoflop.json")
     assert [one.family for one in study.optima] == ["dense", "MoD", "short"]
-    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), 20)
+    analysis = isoflop.analysis_of(isoflop_points.read_points(top / "isoflop.json"), {"draws": 20})
     dense, _, short = study.optima
     for place, budget in ((0, 1e10), (dense.measured - 1, 4e10)):
         loss = with_draws(analysis.laws["dense"].losses[budget])

@@ -276,7 +276,8 @@ mark.write_text("runs")
 time.sleep(60)
 """
 STUDY = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell with & has it ignored
 from efx.studies import cli, jobs
 sys.executable, at_a_time = sys.argv[1], int(sys.argv[2])
 def study(arguments):
