@@ -254,8 +254,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     """
     config = run_settings.check(config)
     if "train" in splits and not (workdir and runfolder.holds_result(workdir)):
-        _check_adapter(config)
-        _check_init(config.init)
+        _check_init(config)
     data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)
     model = _model(config, data.tokenizer, mesh, rules)
@@ -324,14 +323,18 @@ def _devices(config, devices=None):
     return sharding.make_mesh(config.mesh, devices), sharding.check_rules(config.rules)
 
 
-def _check_init(init):
+def _check_init(config):
     """UsageError for what says how to start from a run, and no run: a variant of a config that
-    trains a few parameters of a finished model would train those of one that knows nothing."""
+    trains a few parameters of a finished model would train those of one that knows nothing.
+
+    An adapter, which says so too, is refused with its model.
+    """
     for name in ("missing", "unexpected", "rename"):
-        if getattr(init, name) and not init.run:
+        value = getattr(config.init, name)
+        if value and not config.init.run and config.adapter.kind == "none":
             raise UsageError(
-                f"config.init.run is empty: config.init.{name}={getattr(init, name)!r} needs there"
-                " the run folder whose parameters this run starts from"
+                f"config.init.run is empty: config.init.{name}={value!r} needs there the run folder"
+                " whose parameters this run starts from"
             )
 
 
