@@ -4,8 +4,8 @@ An initialisation is one program in which every parameter has random numbers of 
 compiles the same ones anew for each layer: of a deep model that takes longer than its training
 step. Parameters of one shape differ in a number only, by which flax tells their keys apart. So what
 each output of an initialisation is made of is cut out of the traced program; pieces that are equal
-but for those numbers are one program that is called with each of them. Zeros and ones, a
-parameter's moments among them, need no program; what else draws nothing is one more.
+but for those numbers are one program that is called with each of them, and what draws nothing is
+one more.
 """
 
 import jax
@@ -15,8 +15,6 @@ from jax.extend import core
 # The primitive that makes a parameter's key of the model's, and the place of the parameter's number
 # among its arguments.
 _FOLD, _NUMBER = "random_fold_in", 1
-# The primitives that make arrays of one value out of a value.
-_SPREAD = ("broadcast_in_dim", "convert_element_type", "sharding_constraint")
 _programs = {}  # (form, shapes of the arguments, sharding): compiled for this process
 
 
@@ -33,12 +31,10 @@ def by_pieces(function, shardings, *arguments):
     shardings = jax.tree.leaves(jax.tree.broadcast(shardings, shapes))
     for place, sharding in enumerate(shardings):
         piece = _Piece(closed.jaxpr, [place])
-        if (value := piece.value) is not None:
-            results[place] = _full(closed.jaxpr.outvars[place].aval, value, sharding)
-        elif piece.numbers:
-            (results[place],) = piece.program(given, [sharding])(given, piece.numbers)
-        else:
+        if not piece.numbers:
             rest.append(place)
+            continue
+        (results[place],) = piece.program(given, [sharding])(given, piece.numbers)
     if rest:
         kept = [shardings[place] for place in rest]
         piece = _Piece(closed.jaxpr, rest)
@@ -47,21 +43,11 @@ def by_pieces(function, shardings, *arguments):
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _full(aval, value, sharding):
-    """The array of one value; each device gets its part, nothing is compiled."""
-
-    def part(index):
-        return np.full(sharding.shard_shape(aval.shape), value, aval.dtype)
-
-    return jax.make_array_from_callback(aval.shape, sharding, part)
-
-
 class _Piece:
     """What some outputs of a program need of it.
 
     Attributes:
       numbers: of its `_FOLD`s, where they are constants.
-      value: that of all elements of its one output, if this is known and the same; else None.
     """
 
     def __init__(self, jaxpr, places):
@@ -73,13 +59,6 @@ class _Piece:
                 needed.update(v for v in equation.invars if not isinstance(v, core.Literal))
         self._equations = equations[::-1]
         self.numbers = [np.asarray(e.invars[_NUMBER].val) for e in equations[::-1] if _numbered(e)]
-        self.value = self._value()
-
-    def _value(self):
-        if len(self._outputs) > 1 or any(e.primitive.name not in _SPREAD for e in self._equations):
-            return None
-        begins = self._equations[0].invars[0] if self._equations else self._outputs[0]
-        return begins.val if isinstance(begins, core.Literal) else None
 
     def program(self, given, shardings):
         """The compiled (given, numbers) -> outputs, from an equal piece if there was one."""
