@@ -107,6 +107,12 @@ def take_turns(runs, rounds, warmup=2):
     return {name: Times(*np.array(values).T) for name, values in records.items()}
 
 
+def time_steps(steppers, steps):
+    """{name: Times} of so many training steps of each Stepper, taking turns."""
+    calls = {name: lambda turn, stepper=stepper: stepper() for name, stepper in steppers.items()}
+    return take_turns(calls, steps)
+
+
 def step_times(folders, steps):
     """{name: (median milliseconds of a training step, sequences a second)} of runs in `folders`."""
     from efx.data import load_tokenizer
@@ -115,10 +121,7 @@ def step_times(folders, steps):
         name: Stepper(config_of_run(folder), load_tokenizer(folder / TOKENIZER_FILE).vocab_size)
         for name, folder in folders.items()
     }
-    turns = take_turns(
-        {name: lambda turn, stepper=stepper: stepper() for name, stepper in steppers.items()}, steps
-    )
     return {
         name: (1e3 * times.median, steppers[name].config.data.batch_size / times.median)
-        for name, times in turns.items()
+        for name, times in time_steps(steppers, steps).items()
     }

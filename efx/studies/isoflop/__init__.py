@@ -256,8 +256,7 @@ class Runs:
             for model, run in models.items()
             for config in grid_lib.configs(self.grid, self.workdir, [run], self.extra).values()
         }
-        calls = {model: lambda _, one=one: one() for model, one in steppers.items()}
-        times = step_time.take_turns(calls, steps)
+        times = step_time.time_steps(steppers, steps)
 
         def seconds(point):
             model = point.run.family, point.run.size
