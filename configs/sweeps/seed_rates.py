@@ -33,6 +33,6 @@ def get_grid(study="claims"):
             name: {key: value for key, value in changes.items() if key != "optim.learning_rate"}
             for name, changes in sizes.items()
         },
-        learning_rates=(2.5e-3, 5e-3, 1e-2),
+        learning_rates=(5e-3, 1e-2, 2e-2),
         timed_budgets=(),
     )

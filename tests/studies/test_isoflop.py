@@ -198,7 +198,8 @@ def test_budgets_with_some_of_the_sizes(tmp_path, trained, capsys):
 def test_what_follows_a_colon_is_the_argument_of_the_grid(tmp_path):
     def decoder(context):
         families = isoflop.load_grid(f"latent_context:{context}")["families"]
-        assert list(families) == [f"decoder, context {context}", f"latent, context {context}"]
+        kinds = "decoder", "latent", "latent, own group"
+        assert list(families) == [f"{kind}, context {context}" for kind in kinds]
         return families[f"decoder, context {context}"]
 
     assert decoder(256) == {"data.seq_len": 256, "data.batch_size": 16}
