@@ -15,6 +15,8 @@ from efx.layers.config import (
 )
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
+MOST_BLOCKS = 1000  # without `scan_layers` each is traced by itself, so more take many minutes
+
 
 @block("config.model")
 class ModelConfig:
@@ -61,6 +63,13 @@ class ModelConfig:
 
 def check_stack(c, *depths):
     """UsageError unless stacks of so many blocks can be as a family's config says."""
+    if sum(depths) > MOST_BLOCKS and not c.scan_layers:
+        key = "depth" if c.depth == max(depths) else "encoder_depth"
+        raise UsageError(
+            f"config.model.{key}={getattr(c, key)}: of {sum(depths)} blocks each would be compiled "
+            f"by itself; at most {MOST_BLOCKS} can be, or any number with "
+            "config.model.scan_layers=True"
+        )
     c.depth_routing.check_depth(*depths)
     c.soft_experts.check_depth(max(depths), c.mlp)
     c.dense_former.check_depth(max(depths), c.scan_layers)

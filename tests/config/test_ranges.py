@@ -88,6 +88,7 @@ SEEN = [
     ({"losses.z_loss": -1000.0}, "config.losses.z_loss=-1000.0: must be at least 0"),
     ({"init.missing": ".*"}, "config.init.run is empty: config.init.missing='.*' needs there"),
     ({"model.depth": 10**6}, "config.model.depth=1000000: must be at most 10000"),
+    ({"model.depth": 1001}, "config.model.depth=1001: of 1001 blocks each would be compiled by"),
     ({"model.depth_routing.every": 3}, "depth_routing.every=3: the stack has 2 blocks, so none"),
     ({"model.mlp.kind": "moe", "model.mlp.moe.every": 3}, "moe.every=3: the stack has 2 blocks"),
     ({"steps": 0, "train_flops": "inf"}, "config.train_flops=inf: must be finite and at least 0"),

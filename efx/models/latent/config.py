@@ -16,13 +16,12 @@ from efx.layers.config import (
     SoftExpertsConfig,
     with_soft_experts,
 )
-from efx.models.config import ModelConfig, check_stack
+from efx.models.config import MOST_BLOCKS, ModelConfig, check_stack
 from efx.models.latent import groups
 from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
 COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
-_MOST_BLOCKS = 1000  # of all levels: each is traced by itself, so more take many minutes
 
 
 @block("config.model.latent_loss")
@@ -127,8 +126,8 @@ class LatentConfig(ModelConfig):
             if len(counts[name]) != levels:
                 bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
         most = max(COUNTS, key=lambda name: sum(counts[name]))
-        if (blocks := sum(map(sum, counts.values()))) > _MOST_BLOCKS:
-            bad(most, f"the levels have {blocks} blocks in all; at most {_MOST_BLOCKS} can be")
+        if (blocks := sum(map(sum, counts.values()))) > MOST_BLOCKS:
+            bad(most, f"the levels have {blocks} blocks in all; at most {MOST_BLOCKS} can be")
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
             bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
