@@ -7,9 +7,10 @@ Contexts of 256, 1024 and 4096 tokens are a study each, 4096 tokens a step in al
 a colon it is 1024. Losses of different contexts are of the same text cut at other places, so that
 they do not compare. The promise of latents is long context, where attention costs most: hence the
 loss against FLOPs, and against seconds. Positions are absolute (the default), groups have 8 tokens,
-4 latents and then 2, of widths about that of the decoder. The second latent family upsamples by
-attention and joins its skip connections before the blocks of a decoder level, the two options that
-helped in `configs/sweeps/latent_table.py`. Text and tokenizer are those of
+4 latents and then 2, of widths about that of the decoder. Blocks across groups at the levels outside
+the stack, which the published form has, cost what attention over all tokens costs: the second
+latent family has none, rotary positions, and upsamples by attention to a state that its skip
+connections have joined, so that each token sees its own group. Text and tokenizer are those of
 `configs/sweeps/mod_evidence.py`. An hour and a half a study on 2 CPU cores.
 """
 
@@ -40,8 +41,14 @@ LATENT = {
     "model.attention.num_heads": by_size(lambda widths, heads, depth: heads[2]),
     "model.depth": by_size(lambda widths, heads, depth: depth),
 }
-# Tokens of a group's first places see their own group.
-OWN_GROUP = {"model.upsampling": "attention", "model.skip_joins": "before"}
+# Only the stack crosses groups; early places of a group see the group; no tables of positions.
+LOCAL_LEVELS = {
+    "model.encoder_global": 0,
+    "model.decoder_global": 0,
+    "model.upsampling": "attention",
+    "model.skip_joins": "before",
+    "model.positions": "rope",
+}
 
 
 def get_grid(context="1024"):
@@ -56,7 +63,7 @@ def get_grid(context="1024"):
         families={
             f"decoder, context {length}": rows,
             f"latent, context {length}": LATENT | rows,
-            f"latent, own group, context {length}": LATENT | OWN_GROUP | rows,
+            f"latent, local levels, context {length}": LATENT | LOCAL_LEVELS | rows,
         },
         sizes=SIZES,
         timed_budgets=(),  # what is in results/ was trained beside other work: --time-steps

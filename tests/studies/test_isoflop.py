@@ -198,7 +198,7 @@ def test_budgets_with_some_of_the_sizes(tmp_path, trained, capsys):
 def test_what_follows_a_colon_is_the_argument_of_the_grid(tmp_path):
     def decoder(context):
         families = isoflop.load_grid(f"latent_context:{context}")["families"]
-        kinds = "decoder", "latent", "latent, own group"
+        kinds = "decoder", "latent", "latent, local levels"
         assert list(families) == [f"{kind}, context {context}" for kind in kinds]
         return families[f"decoder, context {context}"]
 
