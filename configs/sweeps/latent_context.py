@@ -7,10 +7,10 @@ Contexts of 256, 1024 and 4096 tokens are a study each, 4096 tokens a step in al
 a colon it is 1024. Losses of different contexts are of the same text cut at other places, so that
 they do not compare. The promise of latents is long context, where attention costs most: hence the
 loss against FLOPs, and against seconds. Positions are absolute (the default), groups have 8 tokens,
-4 latents and then 2, of widths about that of the decoder. Blocks across groups at the levels outside
-the stack, which the published form has, cost what attention over all tokens costs: the second
-latent family has none, rotary positions, and upsamples by attention to a state that its skip
-connections have joined, so that each token sees its own group. Text and tokenizer are those of
+4 latents and then 2, of widths about that of the decoder. The published form has blocks across
+groups at the levels outside the stack too, where they cost what attention over all tokens costs.
+The second latent family has none, and rotary positions; it upsamples by attention to a state that
+its skip connections have joined, so that each token sees its own group. Text and tokenizer are of
 `configs/sweeps/mod_evidence.py`. An hour and a half a study on 2 CPU cores.
 """
 
