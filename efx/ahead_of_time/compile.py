@@ -134,9 +134,9 @@ def _estimate(program, report, target, peak):
     kernels = sum(call.runs * call.flops for call in known) / (0.5 * peak)
     if chip.kind == "tpu":
         cycles, missing = hlo.estimated_cycles(program)
-        compute, by = cycles / chip.clock, "the compiler's cycles"
+        times, by = [(step, c / chip.clock) for step, c in cycles], "the compiler's cycles"
     else:
-        compute, missing = hlo.roofline(program, peak, chip.bandwidth), {}
+        times, missing = hlo.roofline(program, peak, chip.bandwidth), {}
         by = "a roofline of each kernel that XLA makes"
     for call in report.kernels:
         if call.flops is None:
@@ -148,9 +148,10 @@ def _estimate(program, report, target, peak):
     speed = chip.network if target.hosts > 1 else chip.link
     return Estimate(
         by=by,
-        compute=compute,
+        compute=sum(seconds for _, seconds in times),
         kernels=kernels,
         communication=sent / speed,
         useful=report.ledger_flops / report.devices / peak,
         missing=missing,
+        operations=hlo.operations(times),
     )

@@ -107,6 +107,16 @@ def shapes_in(text):
     )
 
 
+def _shapes_text(shapes):
+    return ", ".join(f"{dtype}[{','.join(map(str, sizes))}]" for dtype, sizes in shapes)
+
+
+def _op_name(instruction):
+    """The operation of the model that an instruction belongs to; "" if XLA does not say."""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.text)
+    return found[1] if found else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """An instruction of a program and how often it runs.
@@ -282,9 +292,7 @@ def collectives(program):
             shapes = instruction.shapes[len(shapes) * started :]
         if kind == "all-reduce" and step.fused and _scatters(step):
             kind = "reduce-scatter"
-        op_name = re.search(r'op_name="([^"]*)"', instruction.text)
-        text = ", ".join(f"{dtype}[{','.join(map(str, sizes))}]" for dtype, sizes in shapes)
-        entry = found[kind, text, op_name[1] if op_name else ""]
+        entry = found[kind, _shapes_text(shapes), _op_name(instruction)]
         entry[0] += step.runs
         entry[1] += step.runs * int(sum(map(size_of, shapes)))
     listed = [Collective(*key, *value) for key, value in found.items()]
@@ -344,8 +352,7 @@ def kernels(program):
 
 def _kernel(target, instruction):
     """(name, FLOPs of a run or None)"""
-    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.text)
-    path = op_name[1] if op_name else ""
+    path = _op_name(instruction)
     layout = instruction.text.partition("operand_layout_constraints={")[2]
     operands = shapes_in(layout[: _closing(layout)])
     if target.startswith("__cudnn$fmha"):
@@ -397,17 +404,47 @@ def _closing(text):
 # ---- time ---------------------------------------------------------------------------------------
 
 
-def estimated_cycles(program):
-    """Cycles of a step by the TPU compiler's own estimate, and {opcode: runs} of what has none.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What takes time, summed over alike instructions.
 
-    Kernels and communication have none and are no part of either number.
+    Attributes:
+      kind: opcode. shapes: of its results, as XLA writes them. where: the operation of the model
+        that it belongs to; "" if XLA does not say.
+      runs: a step. time: of all runs, in the unit of what it was summed from.
     """
-    cycles, missing = 0, defaultdict(int)
+
+    kind: str
+    shapes: str
+    where: str
+    runs: int
+    time: float
+
+
+def operations(times):
+    """Every `Operation`, the slowest first. times: [(Step, time of all its runs)]."""
+    found = defaultdict(lambda: [0, 0.0])
+    for step, time in times:
+        instruction = step.instruction
+        key = instruction.opcode, _shapes_text(instruction.shapes), _op_name(instruction)
+        found[key][0] += step.runs
+        found[key][1] += time
+    listed = [Operation(*key, *value) for key, value in found.items()]
+    return sorted(listed, key=lambda o: -o.time)
+
+
+def estimated_cycles(program):
+    """[(Step, cycles of all its runs)] by the TPU compiler's own estimate, and {opcode: runs} of
+    what has none.
+
+    Kernels and communication have none and are in neither.
+    """
+    cycles, missing = [], defaultdict(int)
     for step in program.steps:
         if step.fused:
             continue
         if found := re.search(r'"estimated_cycles":"(\d+)"', step.instruction.text):
-            cycles += step.runs * int(found[1])
+            cycles.append((step, step.runs * int(found[1])))
         elif step.instruction.opcode in ("sort", "scatter", "gather", "dot", "convolution"):
             missing[step.instruction.opcode] += step.runs
         elif step.instruction.opcode == "fusion" and "kind=kCustom" in step.instruction.text:
@@ -420,9 +457,9 @@ def estimated_cycles(program):
 
 
 def roofline(program, peak, bandwidth):
-    """Seconds of a step if each instruction took as long as its FLOPs at `peak` or its memory at
-    `bandwidth`, whichever is longer; without kernels and communication."""
-    seconds = 0.0
+    """[(Step, seconds of all its runs)] if each instruction took as long as its FLOPs at `peak` or
+    its memory at `bandwidth`, whichever is longer; without kernels and communication."""
+    seconds = []
     for step in program.steps:
         instruction = step.instruction
         communicates = any(instruction.opcode.startswith(kind) for kind in COLLECTIVES)
@@ -431,7 +468,7 @@ def roofline(program, peak, bandwidth):
         if instruction.opcode == "custom-call" and "__cublas$" not in instruction.text:
             continue
         time = max(_flops(program, step) / peak, _memory(program, step) / bandwidth)
-        seconds += step.runs * time
+        seconds.append((step, step.runs * time))
     return seconds
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from efx.metrics import quantity
 
 _GIB = 2**30
-_SHOWN = 5  # of the largest exchanges
+_SHOWN = 5  # of the largest exchanges, the slowest operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Estimate:
         peak. communication: of all exchanges, if all links of a chip are busy and nothing else is.
       useful: of the ledger's FLOPs at the peak.
       missing: {what: runs} of what is in none of these.
+      operations: `hlo.Operation`s of `compute`, the slowest first.
     """
 
     by: str
@@ -69,6 +70,7 @@ class Estimate:
     communication: float
     useful: float
     missing: dict
+    operations: list = dataclasses.field(default_factory=list)
 
     @property
     def step(self):
@@ -170,6 +172,7 @@ class Report:
         if estimate.kernels:
             parts += f" + {_ms(estimate.kernels)} of kernels, by their FLOPs at half of the peak"
         lines.append(f"step, about   {parts}")
+        lines += self._slowest()
         lines.append(
             f"              communication {_ms(estimate.communication)} at the links' full speed,"
             " if nothing hides it"
@@ -188,6 +191,16 @@ class Report:
         lines.append("An estimate is a lower bound; nothing has run.")
         return "\n".join(lines)
 
+    def _slowest(self):
+        """Lines on the operations that take most of the time."""
+        compute, operations = self.estimate.compute, self.estimate.operations
+        if not operations:
+            return []
+        return [f"{'':13} the slowest:"] + [
+            f"{'':15} {o.time / compute:.0%} {o.kind} x {o.runs}: {_what(o)}".rstrip()
+            for o in operations[:_SHOWN]
+        ]
+
     def _communication(self):
         """Lines on what devices exchange."""
         if not self.collectives:
@@ -198,12 +211,16 @@ class Report:
             title = ""
         lines.append(f"{'':13} the largest:")
         for c in self.collectives[:_SHOWN]:
-            shapes = c.shapes if len(c.shapes) < 60 else f"{c.shapes[:57]}..."
-            where = c.where.rpartition("body/closed_call/")[2][-70:]
             lines.append(
-                f"{'':15} {c.kind} x {c.runs}, {c.bytes / 1e6:,.0f} MB: {shapes} {where}".rstrip()
+                f"{'':15} {c.kind} x {c.runs}, {c.bytes / 1e6:,.0f} MB: {_what(c)}".rstrip()
             )
         return lines
+
+
+def _what(c):
+    """The arrays and the place in the model of a `Collective` or an `Operation`."""
+    shapes = c.shapes if len(c.shapes) < 60 else f"{c.shapes[:57]}..."
+    return f"{shapes} {c.where.rpartition('body/closed_call/')[2][-70:]}"
 
 
 def _gib(count):
