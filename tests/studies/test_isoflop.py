@@ -215,11 +215,13 @@ def test_what_follows_a_colon_is_the_argument_of_the_grid(tmp_path):
 def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     path = tmp_path / "grid.py"
     half = '"half": {"model.width": {"2 blocks": 32, "4 blocks": 64, "8 blocks": 96}}, "MoD"'
-    text = GRID.replace("(0, 1)", '{"dense": (0, 1, 2), "half": (3,), "MoD": (0,)}')
+    several = '{"2 blocks": (0, 1), "4 blocks": (0,), "8 blocks": (0,)}'
+    text = GRID.replace("(0, 1)", f'{{"dense": (0, 1, 2), "half": (3,), "MoD": {several}}}')
     path.write_text(text.replace('"MoD": {}', f"{half}: {{}}"))
     grid = isoflop.load_grid(path)
     runs = grid_lib.runs_of(grid, {})
-    assert len(runs) == (3 + 1 + 1) * 6
+    assert len(runs) == (3 + 1) * 6 + (2 + 1 + 1) * 2
+    assert {run.size for run in runs if run.family == "MoD" and run.seed == 1} == {"2 blocks"}
     widths = {
         run.size: grid_lib.changes(grid, run)["model.width"]
         for run in runs
@@ -240,6 +242,7 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     ("return dict", "dict", "get_grid() gave None"),
     ("(0, 1)", '{"dense": (0,)}', "or numbers for each of the families dense, MoD"),
     ("(0, 1)", '{"dense": (0,), "MoD": ()}', "seeds is empty"),
+    ("(0, 1)", '{"dense": (0,), "MoD": {"2 blocks": (0,)}}', "for each of the sizes 2 blocks, 4 b"),
     ("(0, 1)", "(0, 0)", "has one of them twice"),
     ('"MoD": {}', '"MoD": {"model.width": {"2 blocks": 8}}', "or one for each of the sizes 2 bl"),
     ("seeds=", "rates_budget=1e9, seeds=", "without learning_rates to try there"),

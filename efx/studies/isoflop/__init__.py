@@ -26,15 +26,15 @@ A grid file is plain data: `get_grid()` returns
          sizes_at={1e12: ("4 blocks", ...)})     # perhaps: budgets with some of the sizes alone
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
-for each size: {"model.depth": {"4 blocks": 2, ...}}. With learning_rates the first seed of each
-family tries all of them at each size, at one budget, and all other runs of that size take the best;
-a table shows the best rate over the sizes, which muP (config.model.mup.base_width) should keep
-constant over widths. The best size grows with the budget: sizes far from it can be left out of a
-budget (sizes_at), three remaining. What is measured far from it bends parabolas and does not follow
-the law: with fit_within the sizes within that factor of the best measured one are fitted, and the
-others only shown. Runs beside other work take other times than they need: leave their budgets out
-of timed_budgets. `--time-steps N` times training steps of all families and sizes in turns, and
-takes the seconds of all runs from these.
+for each size: {"model.depth": {"4 blocks": 2, ...}}; so may its seeds. With learning_rates the
+first seed of each family tries all of them at each size, at one budget, and all other runs of that
+size take the best; a table shows the best rate over the sizes, which muP
+(config.model.mup.base_width) should keep constant over widths. The best size grows with the budget:
+sizes far from it can be left out of a budget (sizes_at), three remaining. What is measured far from
+it bends parabolas and does not follow the law: with fit_within the sizes within that factor of the
+best measured one are fitted, and the others only shown. Runs beside other work take other times
+than they need: leave their budgets out of timed_budgets. `--time-steps N` times training steps of
+all families and sizes in turns, and takes the seconds of all runs from these.
 
 Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study continues where it
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to

@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 def load_grid(path):
     """The dict of a grid file, checked: with all of KEYS and OPTIONAL, budgets ascending, and
-    `seeds` a dict, {family: its seeds}."""
+    `seeds` a dict, {family: {size: its seeds}}."""
     grid = OPTIONAL | sweep_lib.load_file(path, "grid", KEYS, optional=OPTIONAL)
     sweep_lib.check_numbers(path, grid, "budgets", _is_positive, "(1e12, 2e12)")
     for key in ("families", "sizes"):
@@ -57,8 +57,9 @@ def load_grid(path):
     grid |= _rates(path, grid)
     grid |= {"timed_budgets": _timed(path, grid), "sizes_at": _sizes_at(path, grid)}
     _check_fits(path, grid)
-    for seeds in grid["seeds"].values():
-        sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
+    for of_sizes in grid["seeds"].values():
+        for seeds in of_sizes.values():
+            sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
     names = dict.fromkeys(run.name for run in all_runs(grid))
     sweep_lib.check_folders(path, {"runs": names, "seeds": ()})
     return grid
@@ -78,7 +79,7 @@ def _is_positive(number):
 
 
 def _seeds(path, grid):
-    """{family: seeds} of a grid's `seeds`, which may be one tuple for all."""
+    """{family: {size: seeds}} of a grid's `seeds`, which may be the same for all of either."""
     seeds, families = grid["seeds"], grid["families"]
     if not isinstance(seeds, dict):
         seeds = dict.fromkeys(families, seeds)
@@ -87,9 +88,20 @@ def _seeds(path, grid):
             f"{path}: seeds={sweep_lib.shown(grid['seeds'])}: expected numbers, or numbers for each"
             f" of the families {', '.join(families)}"
         )
+    checked = {}
     for family in families:
-        sweep_lib.check_seeds(path, {"seeds": seeds[family]})
-    return {family: tuple(seeds[family]) for family in families}
+        of_sizes = seeds[family]
+        if not isinstance(of_sizes, dict):
+            of_sizes = dict.fromkeys(grid["sizes"], of_sizes)
+        if set(of_sizes) != set(grid["sizes"]):
+            raise UsageError(
+                f"{path}: seeds[{family!r}]={sweep_lib.shown(of_sizes)}: expected numbers, or "
+                f"numbers for each of the sizes {', '.join(grid['sizes'])}"
+            )
+        for own in of_sizes.values():
+            sweep_lib.check_seeds(path, {"seeds": own})
+        checked[family] = {size: tuple(of_sizes[size]) for size in grid["sizes"]}
+    return checked
 
 
 def _rates(path, grid):
@@ -188,7 +200,7 @@ def _family_changes(path, grid, family, size):
 def rate_runs(grid):
     """The runs that find the learning rate of each family at each size; none without rates."""
     return [
-        Run(family, size, grid["rates_budget"], grid["seeds"][family][0], rate)
+        Run(family, size, grid["rates_budget"], grid["seeds"][family][size][0], rate)
         for size in grid["sizes"]
         for family in grid["families"]
         for rate in grid["learning_rates"]
@@ -201,13 +213,14 @@ def runs_of(grid, best_rates):
 
     best_rates: {(family, size): rate}; {} for a grid without learning rates.
     """
-    most = max(map(len, grid["seeds"].values()))
+    seeds = grid["seeds"]
+    most = max(len(own) for of_sizes in seeds.values() for own in of_sizes.values())
     return [
-        Run(family, size, budget, grid["seeds"][family][number], best_rates.get((family, size)))
+        Run(family, size, budget, seeds[family][size][number], best_rates.get((family, size)))
         for budget, number, size, family in itertools.product(
             grid["budgets"], range(most), grid["sizes"], grid["families"]
         )
-        if number < len(grid["seeds"][family]) and size in grid["sizes_at"][budget]
+        if number < len(seeds[family][size]) and size in grid["sizes_at"][budget]
     ]
 
 

@@ -265,11 +265,11 @@ def rates_table(points):
     tried = [point for point in points if not point.fitted]
     if not tried:
         return ""
-    budget, seeds = tried[0].run.budget, {point.run.family: point.run.seed for point in tried}
-    losses = {}
+    budget, losses = tried[0].run.budget, {}
+    seeds = {(point.run.family, point.run.size): point.run.seed for point in tried}
     for point in points:
         run = point.run
-        if run.budget == budget and seeds.get(run.family) == run.seed:
+        if run.budget == budget and seeds.get((run.family, run.size)) == run.seed:
             losses.setdefault((run.family, run.size), {})[run.rate] = (
                 math.inf if point.loss is None else point.loss
             )
