@@ -5,7 +5,6 @@ halves cost nothing; `spans` is the one place that decides which keys those are.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.layers import attention_kernels
+from efx.layers.dropout import ProbsFn
 from efx.layers.linear import padding_of_rows
 
 MASKED = -1e30
@@ -111,7 +111,7 @@ def attend(
     segment_ids_BT=None,
     gaps=False,
     kernel="auto",
-    probs_fn: Callable | None = None,
+    probs_fn: ProbsFn | None = None,
 ):
     """Causal attention of T queries over the same T places of keys and values.
 
@@ -127,8 +127,7 @@ def attend(
       segment_ids_BT: documents, or None.
       gaps: whether positions skip some.
       kernel: see `attention_kernels.choose`.
-      probs_fn: applied to the probabilities of each chunk, in order: probs_fn(p_BKGTS, q_start,
-        k_start, allowed), the latter bool [B or 1, T, S].
+      probs_fn: changes the probabilities, a block of queries at a time.
     Returns: [B, T, N, H].
     """
     _, length, num_heads, head_dim = q_BTNH.shape
@@ -160,25 +159,7 @@ def attend(
     if probs_fn is None:
         out_BKGTH = _attend(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, 0)
     else:
-        # Left to automatic differentiation, which keeps the probabilities.
-        chunks = []
-        for span in static.spans:
-            for q0 in range(span.q_start, span.q_stop, span.block):
-                q1, k0 = q0 + span.block, _first_key(span, q0)
-                k1 = k0 + span.keys
-                allowed_BTS = _allowed(first_BT, q0, span.block, k0, span.keys)
-                chunks.append(
-                    _softmax_values(
-                        q_BKGTH[..., q0:q1, :],
-                        k_BKSH[..., k0:k1, :],
-                        v_BKSH[..., k0:k1, :],
-                        allowed_BTS,
-                        softcap,
-                        probs_fn,
-                        (q0, k0),
-                    )
-                )
-        out_BKGTH = jnp.concatenate(chunks, axis=3)
+        out_BKGTH = _attend_changed(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn)
     return _join_heads(out_BKGTH)
 
 
@@ -326,6 +307,41 @@ def _attend_backward(static, saved, d_out_BKGTH):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def _attend_changed(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn):
+    """`_attend` with a `ProbsFn`, left to automatic differentiation, which computes each block
+    again, so here too no T x T array outlives its block."""
+
+    def block(q_BKGTH, k_BKSH, v_BKSH, q0, span):
+        k0 = _first_key(span, q0)
+        allowed_BTS = _allowed(first_BT, q0, span.block, k0, span.keys)
+        q, k, v = (
+            _queries(q_BKGTH, q0, span.block),
+            _keys(k_BKSH, span, q0),
+            _keys(v_BKSH, span, q0),
+        )
+        return _softmax_values(q, k, v, allowed_BTS, static.softcap, probs_fn, (q0, k0))
+
+    results = []
+    for span in static.spans:
+        one = functools.partial(block, span=span)
+        if span.q_stop - span.q_start == span.block:
+            one = jax.checkpoint(functools.partial(one, q0=span.q_start))
+            out_BKGTH, seen = one(q_BKGTH, k_BKSH, v_BKSH)
+            seen = jax.tree.map(lambda y: y[None], seen)
+        else:
+            # A loop keeps its blocks apart by itself.
+            one = jax.checkpoint(one, prevent_cse=False)
+            _, (blocks, seen) = jax.lax.scan(
+                lambda _, q0, one=one: (None, one(q_BKGTH, k_BKSH, v_BKSH, q0)),
+                None,
+                _starts(span),
+            )
+            out_BKGTH = _in_a_row(blocks)
+        results.append(out_BKGTH)
+        probs_fn.seen.append(seen)
+    return jnp.concatenate(results, axis=3)
+
+
 def _starts(span):
     """The first query of each block."""
     return jnp.arange(span.q_start, span.q_stop, span.block, dtype=jnp.int32)
@@ -414,7 +430,7 @@ def attend_cache(
     scale,
     window=0,
     softcap=0.0,
-    probs_fn: Callable | None = None,
+    probs_fn: ProbsFn | None = None,
     used=None,
     newest=None,
     rows_B=None,
@@ -460,7 +476,7 @@ def attend_cache(
     size = slots if platform == "gpu" and queries == 1 else size
     in_blocks = used is not None and slots > size
     if probs_fn is not None or newest is None and not in_blocks:
-        out_BKGTH = _softmax_values(q_BKGTH, *read(0, slots), softcap, probs_fn)
+        out_BKGTH, _ = _softmax_values(q_BKGTH, *read(0, slots), softcap, probs_fn)
     else:
         running = _nothing_read(q_BKGTH)
         if newest is not None:
@@ -561,13 +577,16 @@ def attend_pairs(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, pro
     """Attention of T queries over S places, where a bool [B or 1, T, S] says who sees whom."""
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
-    out_BKGTH = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
+    out_BKGTH, seen = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
+    if probs_fn is not None:
+        probs_fn.seen.append(jax.tree.map(lambda y: y[None], seen))
     return _join_heads(out_BKGTH)
 
 
 def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, starts=(0, 0)):
+    """(values [B, K, G, T, H], what `probs_fn` returns beside the probabilities)"""
     scores_BKGTS = _cache_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap)
-    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    probs_BKGTS, seen = jax.nn.softmax(scores_BKGTS, axis=-1), None
     if probs_fn is not None:
-        probs_BKGTS = probs_fn(probs_BKGTS, *starts, allowed_BTS)
-    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH)
+        probs_BKGTS, seen = probs_fn(probs_BKGTS, *starts, allowed_BTS)
+    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH), seen

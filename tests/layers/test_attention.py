@@ -14,7 +14,7 @@ from efx import flops, sharding
 from efx.layers import attend, kv_cache
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig, RopeScalingConfig
-from efx.layers.dropout import StandardDropout
+from efx.layers.dropout import ProbsFn, StandardDropout
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.layers.positions import rope
@@ -263,32 +263,101 @@ def test_visited_pairs_are_what_is_multiplied(chunk, window, block, monkeypatch)
     assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
 
 
+class Factors(ProbsFn):
+    """Multiplies each probability by a number of its own, and returns what it was given."""
+
+    def __init__(self, factor_BNTS):
+        super().__init__()
+        self.factor_BNTS, self.blocks = factor_BNTS, []
+
+    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
+        queries, keys = probs_BKGTS.shape[3:]
+        self.blocks.append((q_start, queries, k_start))
+        starts, sizes = (0, 0, q_start, k_start), (B, N, queries, keys)
+        part = jax.lax.dynamic_slice(jnp.asarray(self.factor_BNTS), starts, sizes)
+        changed = probs_BKGTS * part.reshape(probs_BKGTS.shape)
+        return changed, (probs_BKGTS, jnp.broadcast_to(allowed_BTS, (B, queries, keys)))
+
+
 def test_probs_fn_sees_every_chunk():
-    """It gets [B, K, G, T, S] probabilities and the number of the first key."""
+    """It gets [B, K, G, T, S] probabilities and the numbers of the first query and key."""
     q, k, v = inputs()
     factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
-    asked, given = [], []
-
-    def probs_fn(probs_BKGTS, start, k_start, allowed_BTS):
-        assert start == sum(size for size, _ in asked)
-        queries, keys = probs_BKGTS.shape[3:]
-        asked.append((queries, k_start))
-        given.append((probs_BKGTS, allowed_BTS))
-        part = factor[:, :, start : start + queries, k_start : k_start + keys]
-        return probs_BKGTS * part.reshape(B, K, N // K, queries, keys)
+    probs_fn = Factors(factor)
 
     @families.jit
     def run(q, k, v, positions_BT):
         options = dict(scale=0.4, chunk=4, window=3, probs_fn=probs_fn)
-        return attend.attend(q, k, v, positions_BT=positions_BT, **options), given
+        return attend.attend(q, k, v, positions_BT=positions_BT, **options), probs_fn.seen
 
     out, chunks = jax.device_get(run(q, k, v, np.arange(T)[None]))
-    assert asked == [(4, 0), (4, 2), (3, 6)] and len(chunks) == 3
-    for probs_BKGTS, allowed_BTS in chunks:
-        assert np.all((probs_BKGTS > 0) == allowed_BTS[:, None, None])
-        np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
+    assert probs_fn.blocks == [(0, 4, 0), (4, 4, 2), (8, 3, 6)] and len(chunks) == 3
+    for probs_XBKGTS, allowed_XBTS in chunks:
+        assert np.all((probs_XBKGTS > 0) == allowed_XBTS[:, :, None, None])
+        np.testing.assert_allclose(probs_XBKGTS.sum(axis=-1), 1.0, rtol=1e-5)
     expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_probs_fn_in_blocks_that_take_turns(window, monkeypatch):
+    """Values, gradients and what is returned beside the probabilities, in loops over blocks."""
+    monkeypatch.setattr(attend, "_BLOCK", 2)
+    q, k, v = inputs()
+    factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
+    weights_BTNH = np.random.default_rng(2).normal(size=(B, T, N, H))
+
+    @families.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True)
+    def run(q, k, v, factor):
+        probs_fn = Factors(factor)
+        options = dict(scale=0.4, chunk=0 if window else 8, window=window, probs_fn=probs_fn)
+        out = attend.attend(q, k, v, positions_BT=jnp.arange(T)[None], **options)
+        return jnp.sum(out * weights_BTNH), (out, probs_fn.seen)
+
+    @families.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2, 3))
+    def expected(q, k, v, factor):
+        out = full(q, k, v, visible(window=window), 0.4, factor_BNTS=factor)
+        return jnp.sum(out * weights_BTNH)
+
+    (_, (out, seen)), gradients = jax.device_get(run(q, k, v, factor))
+    assert max(len(probs) for probs, _ in seen) > 1
+    assert sum(len(probs) * probs.shape[4] for probs, _ in seen) == T
+    np.testing.assert_allclose(
+        out, full(q, k, v, visible(window=window), 0.4, factor_BNTS=factor), atol=1e-5
+    )
+    for ours, theirs in zip(gradients, expected(q, k, v, factor), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_memory_of_changed_probabilities_is_linear():
+    """A step that drops probabilities keeps none of them for the backward pass."""
+    layer = Attention(
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=0.0, bias="none"),
+        std=0.2,
+        std_out=0.2,
+        norm_eps=1e-5,
+        probs_dropout=functools.partial(StandardDropout, 0.25),
+        dtype=jnp.float32,
+        width=8,
+    )
+
+    def temporaries(length):
+        x_BTD = jax.ShapeDtypeStruct((1, length, 8), np.float32)
+        info = CallInfo(Tokens(np.arange(length)[None])).replace(mode=Mode(train=True))
+        key = jax.random.key(0)
+        variables = jax.eval_shape(
+            lambda x: layer.init(dict(params=key, dropout=key), x, info), x_BTD
+        )
+
+        def loss(variables, x_BTD):
+            return layer.apply(variables, x_BTD, info, rngs={"dropout": key}).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(variables, x_BTD).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) < 3 * temporaries(4096)
 
 
 def test_dropout_of_probabilities():

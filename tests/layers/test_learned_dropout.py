@@ -472,7 +472,7 @@ def test_probabilities_are_masked_by_the_position_of_the_key():
         @families.jit
         def run(variables, probs, info, positions_BS):
             probs_fn = mask.bind(variables).probs_fn(info, positions_BS)
-            return probs_fn(probs, 0, k_start, allowed)
+            return probs_fn(probs, 0, k_start, allowed)[0]
 
         view = info(1, cache=CacheView(1))
         return np.asarray(run(variables, probs, view, positions_BS))[0, 0, 0, 0]

@@ -25,7 +25,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers.attend import attend
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
-from efx.layers.dropout import StandardDropout
+from efx.layers.dropout import ProbsFn, StandardDropout
 from efx.layers.kv_cache import attend_cached
 from efx.layers.mask_dropout.functions import (
     cosine_mask,
@@ -71,9 +71,13 @@ def _report(module, m_BTD, applied_BTD, info):
             sow_choice(module, "mask", jnp.mean(applied_BTD, axis=-1), info)
 
 
+def _masks_wanted(module):
+    return module.is_mutable_collection("masks") and not module.is_initializing()
+
+
 def _sow_mask(module, applied, counted):
     """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count."""
-    if module.is_mutable_collection("masks") and not module.is_initializing():
+    if _masks_wanted(module):
         rounded = jnp.where(counted, applied >= 0.5, -1)
         module.sow("masks", "dropout/changed", rounded.astype(jnp.int8))
 
@@ -132,16 +136,26 @@ class ElementwiseProbsMask(nn.Module):
     @nn.compact
     def probs_fn(self, info, k_positions_BS):
         a_S, b_S = _frequency_and_phase(self, self.config, ("position",), self.context)
-        return _ProbsFn(self.config, a_S, b_S, info, k_positions_BS)
+        wanted, masks = means.wanted(self), asked(self) or _masks_wanted(self)
+        return _ProbsFn(self.config, a_S, b_S, info, k_positions_BS, wanted, masks)
 
     @nn.nowrap
     def report(self, probs_fn):
-        _sow(self, jax.tree.map(lambda *parts: sum(parts), *probs_fn.sums))
-        for applied_BKGTS, counted_BKGTS in probs_fn.masks:
+        sums = [sums for sums, _ in probs_fn.seen if sums]
+        if sums:
+            sums = [jax.tree.map(lambda y: jnp.sum(y, axis=0), some) for some in sums]
+            _sow(self, jax.tree.map(lambda *parts: sum(parts), *sums))
+        masks = [
+            jax.tree.map(lambda y, i=i: y[i], some)
+            for _, some in probs_fn.seen
+            if some
+            for i in range(len(some[0]))
+        ]
+        for applied_BKGTS, counted_BKGTS in masks:
             _sow_mask(self, applied_BKGTS, counted_BKGTS)
-        if asked(self) and probs_fn.masks:
+        if asked(self) and masks:
             for name, of in (("kept", lambda applied: applied >= 0.5), ("mask", lambda m: m)):
-                shares = [_share(of(applied), counted) for applied, counted in probs_fn.masks]
+                shares = [_share(of(applied), counted) for applied, counted in masks]
                 sow_choice(self, name, jnp.concatenate(shares, axis=1), probs_fn.info)
 
 
@@ -152,26 +166,33 @@ def _share(values_BKGTS, counted_BKGTS):
     return total_BT / jnp.maximum(jnp.sum(counted_BKGTS, (1, 2, 4)), 1)
 
 
-class _ProbsFn:
-    """Masks one chunk of probabilities at a time and remembers what to report of each."""
+class _ProbsFn(ProbsFn):
+    """Masks probabilities. What it returns beside them is a pair: the sums of what is to be
+    reported, if `wanted`, and the masks themselves with what counts of them, if `masks`."""
 
-    def __init__(self, config, a_S, b_S, info, k_positions_BS):
+    def __init__(self, config, a_S, b_S, info, k_positions_BS, wanted, masks):
+        super().__init__()
         place_BS = jnp.clip(k_positions_BS, 0, a_S.shape[0] - 1)
-        self.a_BS, self.b_BS = a_S[place_BS], b_S[place_BS]
-        self.config, self.info, self.sums, self.masks = config, info, [], []
+        self.a_BS, self.b_BS, self.config, self.info = a_S[place_BS], b_S[place_BS], config, info
+        self.wanted, self.masks = wanted and not info.decode, masks and not info.decode
 
     def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
         batch, *_, queries, keys = probs_BKGTS.shape
         a, b = (
-            y_BS[:, None, None, None, k_start : k_start + keys] for y_BS in (self.a_BS, self.b_BS)
+            jax.lax.dynamic_slice_in_dim(y_BS, k_start, keys, axis=1)[:, None, None, None]
+            for y_BS in (self.a_BS, self.b_BS)
         )
         m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
-        if not self.info.decode:
-            valid_BT = self.info.tokens.valid(batch)[:, q_start : q_start + queries]
+        sums = masks = ()
+        if self.wanted or self.masks:
+            valid_BT = self.info.tokens.valid(batch)
+            valid_BT = jax.lax.dynamic_slice_in_dim(valid_BT, q_start, queries, axis=1)
             counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
-            self.sums.append(_sums(m_BKGTS, applied_BKGTS, counted_BKGTS))
-            self.masks.append((applied_BKGTS, counted_BKGTS))
-        return probs_BKGTS * applied_BKGTS
+            if self.wanted:
+                sums = _sums(m_BKGTS, applied_BKGTS, counted_BKGTS)
+            if self.masks:
+                masks = (applied_BKGTS, counted_BKGTS)
+        return probs_BKGTS * applied_BKGTS, (sums, masks)
 
 
 # ---- attention ---------------------------------------------------------------------------------
