@@ -9,7 +9,8 @@ bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 `configs/sweeps/isoflop_rates.py` shows that they can. The controls choose tokens without a look at
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
-another machine (`--from`), and a GPU takes the same command.
+another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is the part
+of the largest budget that decides whether MoD pays there, three families without the controls.
 """
 
 import importlib.util
@@ -60,13 +61,39 @@ def size_of(width, depth):
 
 
 SIZES = {name_of(*size): size_of(*size) for size in WIDTHS_AND_DEPTHS}
+SEVERAL = ("dense", "dense, half as deep", "MoD 12.5%")  # families with more than one seed
+LARGEST = 1.2e13
 
 
 def control(selection):
     return {"model.depth_routing.train_selection": selection}
 
 
-def get_grid():
+def get_grid(part="all"):
+    if part not in ("all", "largest"):
+        raise UsageError(f"part {part!r}: expected all or largest")
+    grid = _all()
+    return _largest(grid) if part == "largest" else grid
+
+
+def _largest(grid):
+    """The largest budget of the families that have several seeds, without the narrowest size."""
+    sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
+    narrowest, *others = sizes
+    half = grid["families"]["dense, half as deep"]["model.depth"]
+    families = {name: grid["families"][name] for name in SEVERAL}
+    families["dense, half as deep"] = DENSE | {"model.depth": {name: half[name] for name in sizes}}
+    return grid | dict(
+        seeds=dict.fromkeys(SEVERAL, {narrowest: (0,)} | dict.fromkeys(others, (0, 1))),
+        budgets=(LARGEST,),
+        timed_budgets=(),
+        families=families,
+        sizes=sizes,
+        sizes_at=None,
+    )
+
+
+def _all():
     sizes = SIZES | {name_of(*WIDEST): size_of(*WIDEST)}
     half = {name: size["model.depth"] // 2 for name, size in sizes.items()}
     families = {
@@ -85,11 +112,11 @@ def get_grid():
         "types of tokens": control("token_hash"),
         "rare types of tokens": control("token_frequency"),
     }
-    several, smaller = ("dense", "dense, half as deep", "MoD 12.5%"), tuple(SIZES)
+    smaller = tuple(SIZES)
     return dict(
         config="mod",
-        seeds={name: (0, 1, 2) if name in several else (0,) for name in families},
-        budgets=(7.5e11, 3e12, 1.2e13),
+        seeds={name: (0, 1, 2) if name in SEVERAL else (0,) for name in families},
+        budgets=(7.5e11, 3e12, LARGEST),
         # What is in results/ of larger budgets was trained beside other work.
         timed_budgets=(7.5e11,),
         families=families,
@@ -97,5 +124,5 @@ def get_grid():
         sizes=sizes,
         fit_within=5.0,
         # At the largest budget the two narrowest would read the text more than once.
-        sizes_at={7.5e11: smaller, 3e12: smaller, 1.2e13: tuple(sizes)[2:]},
+        sizes_at={7.5e11: smaller, 3e12: smaller, LARGEST: tuple(sizes)[2:]},
     )
