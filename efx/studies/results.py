@@ -259,7 +259,10 @@ def readme_part(results):
     paragraphs = [f"![{result['title']}](docs/{name}.png)" for name, result in drawn.items()]
     lines = ["| measured | held-out loss (nats) | against | its loss |", "|---|---|---|---|"]
     for result in results.values():
-        column, form = next(iter(result["columns"].items()))
+        if not result["headline"]:
+            continue
+        # The first column of numbers: before it isoFLOP studies have the size that they are of.
+        column, form = next(item for item in result["columns"].items() if item[1] != "text")
         cells = {row["name"]: tables.text(row["cells"][column], form) for row in result["rows"]}
         mark = " †" * bool(result["stale"])
         for name, baseline in result["headline"]:
