@@ -278,6 +278,7 @@ time.sleep(60)
 STUDY = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell with & has it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
 from efx.studies import cli, jobs
 sys.executable, at_a_time = sys.argv[1], int(sys.argv[2])
 def study(arguments):
