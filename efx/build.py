@@ -441,15 +441,20 @@ def _check_run(run, key):
         )
 
 
+def _config_of_one(run, key):
+    """The `Config` of a run of one model; UsageError, which names the setting `key`, for others."""
+    path = storage.folder(run) / runfolder.CONFIG_FILE
+    recorded = runfolder.recorded_config(run, key)
+    plain = run_settings.of_plain(run_settings.completed(recorded), path)
+    of = run_settings.check(plain, path)
+    if of.model.member_runs:
+        raise UsageError(f"{key}={run} is a model made of others itself")
+    return of
+
+
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
-    path = storage.folder(run) / runfolder.CONFIG_FILE
-    recorded = runfolder.recorded_config(run, f"config.model.{key}")
-    plain = run_settings.of_plain(run_settings.completed(recorded), path)
-    member = run_settings.check(plain, path)
-    model_config = member.model
-    if model_config.member_runs:
-        raise UsageError(f"config.model.{key}={run} is a model made of others itself")
+    member = _config_of_one(run, f"config.model.{key}")
     of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
@@ -546,16 +551,10 @@ def on_devices_of(config, run, key):
     Args:
       key: the flag or setting that names the run, for messages.
     """
-    path = storage.folder(run) / runfolder.CONFIG_FILE
-    recorded = runfolder.recorded_config(run, key)
-    plain = run_settings.of_plain(run_settings.completed(recorded), path)
-    of = run_settings.check(plain, path)
-    model_config = of.model
-    if model_config.member_runs:
-        raise UsageError(f"{key}={run} is a model made of others itself")
+    of = _config_of_one(run, key)
     changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
     changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
-    if all("vocab_multiple" in settings.names_of(type(c)) for c in (model_config, config.model)):
+    if all("vocab_multiple" in settings.names_of(type(c)) for c in (of.model, config.model)):
         changes["model.vocab_multiple"] = config.model.vocab_multiple
     return settings.replaced(of, changes)
 

@@ -331,10 +331,10 @@ def test_probs_fn_in_blocks_that_take_turns(window, monkeypatch):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_memory_of_changed_probabilities_is_linear():
-    """A step that drops probabilities keeps none of them for the backward pass."""
-    layer = Attention(
-        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=0.0, bias="none"),
+def layer_with_dropout():
+    """One head, which drops a quarter of its probabilities."""
+    return Attention(
+        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none"),
         std=0.2,
         std_out=0.2,
         norm_eps=1e-5,
@@ -342,6 +342,11 @@ def test_memory_of_changed_probabilities_is_linear():
         dtype=jnp.float32,
         width=8,
     )
+
+
+def test_memory_of_changed_probabilities_is_linear():
+    """A step that drops probabilities keeps none of them for the backward pass."""
+    layer = layer_with_dropout()
 
     def temporaries(length):
         x_BTD = jax.ShapeDtypeStruct((1, length, 8), np.float32)
@@ -357,20 +362,13 @@ def test_memory_of_changed_probabilities_is_linear():
         compiled = jax.jit(jax.grad(loss)).lower(variables, x_BTD).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(8192) < 3 * temporaries(4096)
+    # With all probabilities kept it is 3.0 times: a part does grow with the length alone.
+    assert temporaries(8192) < 2.3 * temporaries(4096)
 
 
 def test_dropout_of_probabilities():
     """In training a share of them is zero and the rest is scaled; in evaluation none is."""
-    layer = Attention(
-        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none"),
-        std=0.2,
-        std_out=0.2,
-        norm_eps=1e-5,
-        probs_dropout=functools.partial(StandardDropout, 0.25),
-        dtype=jnp.float32,
-        width=8,
-    )
+    layer = layer_with_dropout()
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(200, 1, 8)))
     info = CallInfo(Tokens(np.zeros((1, 1), int)))
     variables = families.jit(layer.init)(jax.random.key(0), x_BTD, info)
