@@ -446,10 +446,10 @@ def _config_of_one(run, key):
     path = storage.folder(run) / runfolder.CONFIG_FILE
     recorded = runfolder.recorded_config(run, key)
     plain = run_settings.of_plain(run_settings.completed(recorded), path)
-    of = run_settings.check(plain, path)
-    if of.model.member_runs:
+    config = run_settings.check(plain, path)
+    if config.model.member_runs:
         raise UsageError(f"{key}={run} is a model made of others itself")
-    return of
+    return config
 
 
 def _member(key, run, tokenizer, config, mesh, rules):
