@@ -80,6 +80,9 @@ _DECISIVE = {
     "teacher": ("run",),
 }
 
+# What a checkpoint remembers of the config.json that is about to replace the one it was saved with.
+NEXT_CONFIG = "next_config"
+
 _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
 # Packages whose versions decide what a run computes.
 _LIBRARIES = (
@@ -476,7 +479,7 @@ def fingerprints(workdir, may_differ=None):
     folder = storage.folder(workdir)
     found = _fingerprints_of_record(_read_sealed(folder / RUN_FILE))
     if may_differ is not None:
-        found["config"] = _fingerprint_of_config(_read_sealed(folder / CONFIG_FILE), may_differ)
+        found["config"] = fingerprint_of_config(_read_sealed(folder / CONFIG_FILE), may_differ)
     return found
 
 
@@ -491,7 +494,7 @@ def _fingerprints_of_record(record):
     return found
 
 
-def _fingerprint_of_config(config, may_differ):
+def fingerprint_of_config(config, may_differ):
     """Of the settings that no later launch may change. Which these are depends on the version of
     efx, and only fingerprints "of" the same ones can be compared."""
     kept = {
@@ -538,8 +541,8 @@ def _check_config_of_checkpoint(folder, may_differ):
     before = remembered.get("config")
     if not isinstance(before, dict) or _CHECKSUM not in _read_json(path):
         return
-    now = _fingerprint_of_config(_read_sealed(path), may_differ)
-    if before.get("of") == now["of"] and before != now:
+    now = fingerprint_of_config(_read_sealed(path), may_differ)
+    if before.get("of") == now["of"] and now not in (before, remembered.get(NEXT_CONFIG)):
         raise UsageError(
             f"{path} is not the config that checkpoint {step} beside it was saved with; restore the"
             f' file, or, if it was edited on purpose, delete its entry "{_CHECKSUM}"'

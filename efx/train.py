@@ -175,11 +175,23 @@ class _Launch:
         contents = {runfolder.HELD_OUT_FILE: held_out, runfolder.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
+        self._announce(opened.config)
         opened.commit(contents, **entries)
         self._remember_files()
         self.writer.truncate_after(
             self.step if self.restored else -1, samples_of_step="sample" not in self.pending
         )
+
+    def _announce(self, config):
+        """Have the checkpoint gone on from know the config.json that is to be written, which another
+        efx or an edit on purpose may have changed: killed between the two, a launch would leave
+        one that is taken for that of another run."""
+        if not self.restored or jax.process_index() != 0:
+            return
+        coming = runfolder.fingerprint_of_config(config, MAY_DIFFER)
+        if self.remembered.get("config", coming) != coming:
+            self.remembered = self.remembered | {runfolder.NEXT_CONFIG: coming}
+            self.checkpoints.amend(self.step, None, {"fingerprints": self.remembered})
 
     def _remember_files(self):
         """Have the checkpoints know config.json and run.json, the one gone on from as well: it may

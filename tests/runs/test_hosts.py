@@ -25,7 +25,9 @@ SHARED = {
     "evaluate.max_batches": 2, "checkpoint.every": 0, "checkpoint.asynchronous": False,
     "sample.max_new_tokens": 20, "mesh.data": 1,
 }  # fmt: skip
-# The run goes on from each to the next: two steps on four devices, two of either process.
+# One process begins the run; two go on from it, and from each of these to the next: two steps on
+# four devices, two of either process.
+ALONE = 2
 MESHES = (
     {"mesh.data": 2, "mesh.fsdp": 2, "sample.every": 2},
     {"mesh.tensor": 4, "sample.every": 2},
@@ -148,7 +150,7 @@ def hanging(tmp_path_factory, root):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, root):
-    """(run of two processes, its step at SIGTERM, what the processes said, last line and status of
+    """(run that one process began and two went on with, its step at SIGTERM, what the processes said, last line and status of
     one within 30 seconds of the death of the other, run of one process to two steps later)."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "text.txt").write_text(
@@ -157,9 +159,17 @@ def runs(tmp_path_factory, root):
     shared = SHARED | {
         "data.source": f"text:{folder / 'text.txt'}", "data.cache_dir": str(folder)
     }  # fmt: skip
-    launches = [shared | mesh | {"steps": 2 * i} for i, mesh in enumerate(MESHES, 1)]
+    launches = [shared | mesh | {"steps": ALONE + 2 * i} for i, mesh in enumerate(MESHES, 1)]
     launches += [shared | mesh | LONG for mesh in LONG_MESHES]
-    workdir, short = folder / "two", 2 * len(MESHES)
+    workdir, short = folder / "two", ALONE + 2 * len(MESHES)
+
+    def one_process(steps, run):
+        config = common.base()
+        changes = {"steps": steps, "mesh.data": -1, "sample.every": 2, "evaluate.every": 2}
+        common.apply(config, shared | changes)
+        train.train_and_evaluate(config, run)
+
+    one_process(ALONE, workdir)
     arguments = str(workdir), json.dumps(launches)
     with two_processes(PROCESS, arguments, root, folder) as (processes, outputs):
         watched = processes, outputs
@@ -175,10 +185,7 @@ def runs(tmp_path_factory, root):
         said = [output.read_text() for output in outputs]
     # One process goes on from what two have saved, on eight devices.
     for name in ("two", "one"):
-        config = common.base()
-        changes = {"steps": stopped + 2, "mesh.data": -1, "sample.every": 2, "evaluate.every": 2}
-        common.apply(config, shared | changes)
-        train.train_and_evaluate(config, folder / name)
+        one_process(stopped + 2, folder / name)
     return workdir, stopped, said, (last, status), folder / "one"
 
 
@@ -196,17 +203,18 @@ def test_two_processes_train_and_evaluate_as_one(runs, key):
     """Losses of every step and evaluation. Rows used to go by the number of the process: where both
     held the same part of a batch, each took other rows for it, and nothing said so."""
     two, one = rows(runs[0], key), rows(runs[-1], key)
-    assert two.keys() <= one.keys() and set(range(2, 2 * len(MESHES) + 1, 2)) <= two.keys()
+    short = ALONE + 2 * len(MESHES)
+    assert two.keys() <= one.keys() and set(range(2, short + 1, 2)) <= two.keys()
     for step, value in two.items():
-        mesh = (*MESHES, *LONG_MESHES)[min((step - 1) // 2, len(MESHES))]
+        mesh = (None, *MESHES, *LONG_MESHES)[min((step - 1) // 2, len(MESHES) + 1)]
         # Where thousands of steps add up what is rounded differently, a little more.
-        close = 2e-5 if step <= 2 * len(MESHES) else 1e-2
+        close = 2e-5 if step <= short else 1e-2
         assert value == pytest.approx(one[step], rel=close), f"{key} of step {step} on {mesh}"
 
 
 def test_two_processes_sample_as_one(runs):
     """Of parameters that are split over both."""
-    for step in (2, 4):
+    for step in (ALONE + 2, ALONE + 4):
         two, one = (
             (workdir / "samples" / f"step_{step}.txt").read_text()
             for workdir in (runs[0], runs[-1])
@@ -235,6 +243,12 @@ def test_a_notice_to_one_process_stops_both_at_one_step(runs):
     assert line in said[0]
     assert [text.count("read [") for text in said] == [len(MESHES) + 1] * 2
     assert f"resuming {workdir} at step {stopped}" in said[0]
+
+
+def test_two_processes_go_on_from_one(runs):
+    """Their first steps count on from those of a run that one process began."""
+    workdir, _, said, *_ = runs
+    assert f"resuming {workdir} at step {ALONE}" in said[0]
 
 
 def last_line(output, end):

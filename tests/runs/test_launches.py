@@ -263,6 +263,32 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     refused(config, run, "run.json is missing")
 
 
+def test_an_upgrade_that_is_killed_between_two_files(copy, monkeypatch):
+    """Property: a launch that writes another config.json than the checkpoint was saved with (of an
+    efx with more settings, or edited on purpose) can be killed after that file, and goes on."""
+    config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
+    path, write = run / "config.json", runfolder._write_sealed
+    older = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
+    del older["optim"]["momentum"]
+    write(path, older)
+
+    def killed(file, content):
+        if file != path:
+            raise KeyboardInterrupt
+        write(file, content)
+
+    with build.checkpointer(run, run_settings.check(config).checkpoint) as checkpoints:
+        known = runfolder.fingerprints(run, train.MAY_DIFFER)
+        checkpoints.amend(2, None, {"fingerprints": known})  # as that efx had saved it
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runfolder, "_write_sealed", killed)
+        train.train_and_evaluate(config, run)
+    assert "momentum" in json.loads(path.read_text())["optim"]
+    train.train_and_evaluate(config, run)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    assert runfolder._remembered(run)[1] == runfolder.fingerprints(run, train.MAY_DIFFER)
+
+
 def test_a_run_was_finished_before_a_save_that_failed(copy, capsys, monkeypatch):
     """Property: what is said of a run that is saved waits for the save. And a command does not wait
     for the threads of one that has failed."""
