@@ -268,22 +268,27 @@ def experiment(config, workdir=None, splits=SPLITS):
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
-def without_text(config, vocab_size, devices=None, of_run=False):
+def without_text(config, vocab_size, devices=None, of_run=False, made=None):
     """An `Experiment` on no text, with so many token ids: what a step costs does not depend on it.
 
     Args:
       devices: those of the mesh, which may be described ones that are not there; None: JAX's own.
       of_run: True: with the steps and stages of a run, which they have to be right for; False: a
         config without `steps` counts as one of 1000.
+      made: {run folder: its `Config`} of runs that are still to be made, of which or of finished
+        ones the model may be made; None: it may not be made of any.
     """
     config = run_settings.check(config)
     mesh, rules = _devices(config, devices)
-    if runs := config.model.member_runs:
+    runs = config.model.member_runs
+    if runs and made is None:
         raise UsageError(
             f"config.model.{runs[0][0]} names another run, and a model that is made of others"
             " cannot be built without their text"
         )
-    model = _module_of_run(config, vocab_size, mesh, rules)
+    configs = [made.get(run) or _config_of_one(run, f"config.model.{key}") for key, run in runs]
+    members = [_module(config, of, vocab_size, mesh, rules) for of in configs]
+    model = _module_of_run(config, vocab_size, mesh, rules, members)
     if config.data.packing:
         model.check_packing()
     _check_batch(config, mesh, rules)
@@ -309,13 +314,17 @@ def _steps_and_stages(config, model, teacher):
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
 
-def check_runs_named(config):
+def check_runs_named(config, made=()):
     """UsageError unless there are the folders of the runs that a config starts from or is made
-    of."""
-    if config.init.run:
-        _check_run(config.init.run, "config.init.run")
-    for key, run in config.model.member_runs:
-        _check_run(run, f"config.model.{key}")
+    of.
+
+    made: folders that are still to be made.
+    """
+    named = [("init.run", config.init.run)] if config.init.run else []
+    named += [(f"model.{key}", run) for key, run in config.model.member_runs]
+    for key, run in named:
+        if run not in made:
+            _check_run(run, f"config.{key}")
 
 
 def _devices(config, devices=None):

@@ -183,9 +183,9 @@ class _Launch:
         )
 
     def _announce(self, config):
-        """Have the checkpoint gone on from know the config.json that is to be written, which another
-        efx or an edit on purpose may have changed: killed between the two, a launch would leave
-        one that is taken for that of another run."""
+        """Have the checkpoint gone on from know the config.json that is to be written, which
+        another efx or an edit on purpose may have changed: killed between the two, a launch would
+        leave one that is taken for that of another run."""
         if not self.restored or jax.process_index() != 0:
             return
         coming = runfolder.fingerprint_of_config(config, MAY_DIFFER)

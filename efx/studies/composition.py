@@ -12,8 +12,8 @@ from efx import tables
 from efx.config import with_variants
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
-from efx.runfolder import write_atomic
-from efx.studies import cli, jobs
+from efx.runfolder import holds_result, write_atomic
+from efx.studies import cli, jobs, rehearsal
 from efx.tables import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -48,9 +48,9 @@ def main(name, description, run, argv=None):
 def _all_seeds(flags, run):
     domains, seeds = _domains(flags.domain), cli.numbers("--seeds", flags.seeds)
     cli.check_extra(flags.extra)
-    rehearsal = Rehearsal(flags, domains, seeds[0])
-    run(rehearsal)
-    rehearsal.check(flags.extra)
+    without_runs = Rehearsal(flags, domains, seeds[0])
+    run(without_runs)
+    without_runs.check(flags.extra)
     results, fractions = {}, []
     for seed in seeds:
         study = SeedStudy(flags, domains, seed)
@@ -186,17 +186,21 @@ class SeedStudy:
 
 
 class Rehearsal(SeedStudy):
-    """A study that starts no run: it checks the command line of every run, and all stages."""
+    """A study that starts no run: it checks the command line of every run, all stages, and that
+    the models can be."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.names = []
+        self.commands = {}  # {name of a run: arguments of `efx.main`}
+
+    @property
+    def names(self):
+        return list(self.commands)
 
     def run(self, name, *arguments, **changes):
         if name in self.names:
             raise UsageError(f"two runs of the study are called {name!r}: rename a --domain")
-        self.names.append(name)
-        command = self.command(name, *arguments, **changes)
+        command = self.commands[name] = self.command(name, *arguments, **changes)
         cli.check_command(name, command, made=[self.mixture({})])
         return str(self.path(name))
 
@@ -207,7 +211,7 @@ class Rehearsal(SeedStudy):
         return losses(dict.fromkeys(self.domains, 0.0))
 
     def check(self, extra):
-        """UsageError for an argument whose stage no run has."""
+        """UsageError for an argument whose stage no run has, and for a model that cannot be."""
         stages = [*self.names, *(name.partition("_")[0] for name in self.names)]
         for argument in extra:
             stage, colon, _ = argument.partition(":--")
@@ -215,6 +219,11 @@ class Rehearsal(SeedStudy):
                 raise UsageError(
                     f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
                 )
+        missing = [name for name in self.names if not holds_result(self.path(name))]
+        rehearsal.check(
+            [(name, self.commands[name], False) for name in missing],
+            made=[str(self.path(name)) for name in missing],
+        )
 
 
 def interleaved(texts, piece_bytes=_PIECE):

@@ -23,7 +23,7 @@ from efx import runfolder, tables
 from efx.config import with_variants
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
-from efx.studies import cli, sweep
+from efx.studies import cli, rehearsal, sweep
 from efx.studies import jobs as jobs_lib
 
 PARENT, SCRATCH = "dense parent", "MoD from scratch"
@@ -97,7 +97,8 @@ class Study:
         return command
 
     def check(self):
-        """UsageError, before anything trains, for a run whose command `efx.main` would refuse."""
+        """UsageError, before anything trains, for a run whose command `efx.main` would refuse, and
+        for a model that cannot be of those that no parent decides."""
         cli.check_extra(self.extra)
         stages = ("parent", "scratch", *CONVERSIONS)
         for argument in self.extra:
@@ -111,6 +112,12 @@ class Study:
             # The parent, which decides the model of a conversion, is still to be made.
             own = [a for a in command if not a.startswith(("--mode=", "--from=", "--to="))]
             cli.check_command(name, own)
+        alone = [
+            (name, self.command(name, self.seeds[0], 0), name == "scratch")
+            for name in ("parent", "scratch")
+            if not runfolder.holds_result(self.folder(name, self.seeds[0]))
+        ]
+        rehearsal.check(alone)
 
     def run_all(self):
         """All runs, `jobs` at a time: parents first, then what needs them, the longest first."""

@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 from efx.errors import UsageError
 
@@ -19,18 +20,25 @@ _ANY_VOCABULARY = 64  # ids that a tokenizer at least has which is made of the t
 _NO_END = 2**31 - 1  # steps of a run that may have any number
 
 
-def check(runs):
+def check(runs, made=()):
     """UsageError, which names the run, for the first of the runs that `efx.main` would refuse once
     it has built the model.
 
-    runs: [(name, arguments of `efx.main`, whether it gets the FLOPs of the run before it that does
-      not)].
+    Args:
+      runs: [(name, arguments of `efx.main`, whether it gets the FLOPs of the run before it that
+        does not)].
+      made: the folders of those of them that the study makes before it makes the ones that name
+        them.
     """
     if not runs:
         return
     command = [sys.executable, "-m", "efx.studies.rehearsal"]
     done = subprocess.run(
-        command, input=json.dumps(runs), stdout=subprocess.PIPE, text=True, check=False
+        command,
+        input=json.dumps([runs, list(made)]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode == 2 and done.stdout:
         raise UsageError(done.stdout.splitlines()[-1])
@@ -47,18 +55,20 @@ def main():
 
     parsed = []
     try:
-        for name, arguments, gets_flops in json.load(sys.stdin):
+        (runs, made), configs = json.load(sys.stdin), {}
+        for name, arguments, gets_flops in runs:
             values = command_line.parse(["efx", *arguments])
             config = run_settings.check(values.config)
+            configs[values.workdir] = config
             parsed.append((name, config, _device_count(config, values.cpu_devices), gets_flops))
         jax.config.update("jax_platforms", "cpu")
         if (most := max(count for _, _, count, _ in parsed)) > 1:
             jax.config.update("jax_num_cpu_devices", most)
         jax.config.update("jax_compilation_cache_dir", programs.cache_folder())
-        flops = None
+        flops, made = None, {folder: configs[folder] for folder in made}
         for name, config, count, gets_flops in parsed:
             try:
-                of_this = flops_of(config, count, flops if gets_flops else 0.0)
+                of_this = flops_of(config, count, flops if gets_flops else 0.0, made)
             except UsageError as error:
                 raise UsageError(f"the run {name!r}: {error}") from error
             flops = flops if gets_flops else of_this
@@ -77,11 +87,12 @@ def _device_count(config, cpu_devices):
     return cpu_devices or math.prod(size for size in sizes if size > 0)
 
 
-def flops_of(config, count, budget):
+def flops_of(config, count, budget, made=types.MappingProxyType({})):
     """Training FLOPs of a run that is as it should be; None where they depend on its text.
 
-    count: devices of its mesh. budget: FLOPs that the study gives to the run; 0: none, None: not
-    known.
+    Args:
+      count: devices of its mesh. budget: FLOPs that the study gives to the run; 0: none, None: not
+        known. made: {folder: `Config`} of runs that are still to be made.
     Raises: UsageError for a run that is not.
     """
     import jax
@@ -89,10 +100,8 @@ def flops_of(config, count, budget):
     from efx import build, settings, sharding
     from efx.evaluate import Evaluator
 
-    build.check_runs_named(config)
-    if config.model.member_runs:  # whose model is that of these runs
-        return None
-    vocab_size, is_known = _vocab_size(config)
+    build.check_runs_named(config, made)
+    vocab_size, is_known = _vocab_size(config, made)
     changes = {"mesh.dcn_data": 0}
     if has_accelerators():  # which the kernel may be for
         changes |= {
@@ -105,7 +114,7 @@ def flops_of(config, count, budget):
     elif budget != 0.0 or not (config.steps or is_known):
         changes |= {"steps": _NO_END, "train_flops": 0.0}
     config = settings.replaced(config, changes)
-    e = build.without_text(config, vocab_size, jax.devices()[:count], of_run=True)
+    e = build.without_text(config, vocab_size, jax.devices()[:count], of_run=True, made=made)
     training = build.Training(e)
     if count == jax.device_count() and not has_accelerators():
         training.check_memory()
@@ -122,13 +131,16 @@ def has_accelerators():
     return any(glob.glob(pattern) for pattern in _ACCELERATORS)
 
 
-def _vocab_size(config):
+def _vocab_size(config, made):
     """(number of token ids, at least; whether it is that) without the text."""
     from efx import runfolder
     from efx.data import load_tokenizer, tokenizers
 
-    c = config.data
-    if config.init.run and (saved := runfolder.saved_tokenizer(config.init.run)):
+    c, runs = config.data, [run for _, run in config.model.member_runs]
+    first = runs[0] if runs else config.init.run
+    if first in made:
+        return _ANY_VOCABULARY, False
+    if first and (saved := runfolder.saved_tokenizer(first)):
         return load_tokenizer(saved).vocab_size, True
     tokenizer = tokenizers.ready(c.tokenizer)
     of_tokens = any(source.startswith("tokens:") for source in (c.source, c.eval_source))

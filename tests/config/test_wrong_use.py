@@ -23,7 +23,7 @@ from efx.config import config_of_run, load_config
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
-from efx.studies import calm, coord_check, isoflop, jobs, phatgoose, rehearsal, sweep
+from efx.studies import calm, convert, coord_check, isoflop, jobs, phatgoose, rehearsal, sweep
 
 CONFIGS = [path.stem for path in test_layout.CONFIGS]
 
@@ -322,6 +322,24 @@ EXTRAS = [  # a study, its own arguments, what follows --, what is said
     (phatgoose, [], "--workdir=x", "--workdir=x: the study gives each of its runs its own"),
     (calm, [], "augmnt:--config.steps=3", "did you mean 'augment'"),
     (calm, [], "anchor:--config.seed=3", "anchor:--config.seed=3: the study gives each"),
+    (
+        phatgoose,
+        ["--config=phatgoose:smoke"],
+        "gate:--config.optim.frozen=nosuch",
+        "the run 'gate_prose': config.optim.frozen='nosuch' matches no parameter",
+    ),
+    (
+        calm,
+        ["--config=calm:smoke"],
+        "anchor:--config.model.depth=1",
+        "the run 'bridge': config.model.pairs=2: must be from 1 to 1, the layers of",
+    ),
+    (
+        convert,
+        [],
+        "scratch:--config.optim.schedule.warmup_steps=100000",
+        "the run 'scratch': config.optim.schedule.warmup_steps=100000 is more than",
+    ),
     (
         phatgoose,
         ["--domain=x=text:none", "--domain=y=stdlib"],

@@ -150,8 +150,9 @@ def hanging(tmp_path_factory, root):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, root):
-    """(run that one process began and two went on with, its step at SIGTERM, what the processes said, last line and status of
-    one within 30 seconds of the death of the other, run of one process to two steps later)."""
+    """(run that one process began and two went on with, its step at SIGTERM, what these said, last
+    line and status of one within 30 seconds of the death of the other, run of one process to two
+    steps later)."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "text.txt").write_text(
         "".join(np.random.default_rng(0).choice(list("abcdefgh "), 6000))

@@ -75,7 +75,9 @@ def test_every_command_of_a_study_is_one_that_efx_takes(
     from efx import main
 
     monkeypatch.chdir(root)
-    extra = ("--", "--config.log.every=7", f"{last}:--config.steps=2")
+    short = {"steps": 2, "optim.schedule.warmup_steps": 1}
+    extra = ("--", "--config.log.every=7")
+    extra += tuple(f"{last}:--config.{key}={value}" for key, value in short.items())
     commands = ran(monkeypatch, study, tmp_path, *extra, config=config)
     for command in commands:
         values = main.parse(["efx", *command])
