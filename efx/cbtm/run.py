@@ -20,7 +20,7 @@ from typing import NamedTuple
 from efx import command_line, run_settings, runfolder, settings
 from efx.cbtm import SEED, documents_file, expert_folder
 from efx.errors import UsageError
-from efx.studies import cli
+from efx.studies import cli, rehearsal
 from efx.studies import jobs as jobs_lib
 
 
@@ -144,6 +144,18 @@ def run_jobs(jobs, at_a_time=1):
     jobs_lib.run_all(run_job, [job for job in jobs if job not in finished_jobs], at_a_time)
 
 
+def check_models(first, experts):
+    """UsageError, before anything is computed, for a job whose model cannot be or be trained.
+
+    first: jobs that are done before those of the experts, whose seed model is among them.
+    """
+    first, experts = (
+        [job for job in jobs if not runfolder.holds_result(job.folder)] for jobs in (first, experts)
+    )
+    runs = [(job.title, job.arguments, False) for job in (*first, *experts)]
+    rehearsal.check(runs, made=[str(job.folder) for job in first])
+
+
 def main(argv=None):
     parser = cli.Parser("efx.cbtm.run", __doc__)
     parser.add_argument("--config", required=True, help="config file or name, such as cbtm")
@@ -159,6 +171,7 @@ def study(arguments):
     if arguments.commands:
         print("\n".join(f"# {job.title}\n{job.command()}" for job in stages.jobs()))
         return
+    check_models(stages.seed, stages.experts[:1])  # experts differ in their documents
     for stage in stages:
         run_jobs(stage, max(1, min(arguments.jobs, len(stage))))
 
