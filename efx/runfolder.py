@@ -558,7 +558,8 @@ def _check_record_of_checkpoint(folder, record):
         what = f"lacks {' and '.join(lost)} of the run, or has others," if record else "is missing,"
         raise UsageError(
             f"{folder / RUN_FILE} {what} with which checkpoint {step} was saved: they decide what"
-            " is held out and what the run began with; restore the file, or use another --workdir"
+            " is held out and what the run began with; restore the file, or start another run from"
+            " its parameters with --config.init.run"
         )
 
 
@@ -586,14 +587,20 @@ def saved_tokenizer(workdir):
     """Path of the tokenizer.json of the run in a folder; None without a run.
 
     Raises UsageError if it is not the one that the run recorded: its ids would mean something else
-    to the model.
+    to the model. With run.json lost, the newest checkpoint knows which one that is.
     """
-    path = storage.folder(workdir) / TOKENIZER_FILE
+    folder = storage.folder(workdir)
+    path = folder / TOKENIZER_FILE
     if not holds_result(workdir):
         return None
-    entry = run_record(workdir).get("tokenizer")
     text = _text(path)
-    if entry and checksum(text) != entry:
+    known = None if (folder / RUN_FILE).is_file() else _remembered(folder)[1].get("tokenizer")
+    if known:
+        is_another = _seal(checksum(text)) != known
+    else:
+        entry = run_record(workdir).get("tokenizer")
+        is_another = entry and checksum(text) != entry
+    if is_another:
         raise UsageError(
             f"{path} is missing or not the tokenizer of this run; restore the file, or use another"
             " --workdir"

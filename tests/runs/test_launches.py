@@ -240,9 +240,18 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     text.write_text(TEXT[::-1])  # what was held out would be trained on
     record.unlink()
     refused(config, run, f"{record} is missing, with which checkpoint 2 was saved", "restore")
-    for use_of_it in (use.evaluate, use.sample):
-        with pytest.raises(UsageError, match="run.json is missing"):
-            use_of_it(tiny(text), run)
+    with pytest.raises(UsageError, match="run.json is missing, .* with --config.init.run"):
+        use.evaluate(tiny(text), run)
+    # What needs nothing of it but the tokenizer, which the checkpoint knows, goes without.
+    assert use.sample(tiny(text), run)["tokens_per_second"] > 0
+    train.train_and_evaluate(tiny(text, **{"init.run": str(run), "steps": 1}), copy / "next")
+    tokenizer = run / "tokenizer.json"
+    its_own = tokenizer.read_text()
+    for wrong in (its_own + " ", None):
+        tokenizer.write_text(wrong) if wrong else tokenizer.unlink()
+        with pytest.raises(UsageError, match="is missing or not the tokenizer of this run"):
+            use.sample(tiny(text), run)
+    tokenizer.write_text(its_own)
     for spoilt in ({}, {"launches": [5]}, {**json.loads(whole), "tokenizer": "another"}):
         record.write_text(json.dumps({**spoilt}))
         if "checksum" in spoilt:
