@@ -224,6 +224,7 @@ def main(argv=None):
     logging.set_verbosity(logging.WARNING)
     _show_own_log()
     try:
+        signals.end_with_starter()
         with signals.SecondSignal():
             status = _status(list(sys.argv if argv is None else argv))
         if status == 0 and hosts.connected():

@@ -14,6 +14,8 @@ import time
 
 # Windows has no SIGHUP.
 STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+# The environment variable with the descriptor whose end is that of the process that started this.
+ENDS_WITH = "EFX_ENDS_WITH"
 # A signal so soon after another one is the same: a closed terminal is told by the system and by the
 # shell, and timeout(1) tells the process and then its group.
 _SAME_SECONDS = 1.0
@@ -71,6 +73,20 @@ class Beside:
         if error is not None:
             raise error
         return result
+
+
+def end_with_starter():
+    """Stops this process by SIGTERM, which saves what there is to save, once the one that started
+    it has ended: a study that is killed leaves no run that keeps its folder and its CPUs."""
+    if descriptor := os.environ.pop(ENDS_WITH, ""):
+        number = int(descriptor)
+
+        def watch():
+            with contextlib.suppress(OSError):  # not handed on
+                if not os.read(number, 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="efx-starter", daemon=True).start()
 
 
 class StopSignals:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 
-from efx.signals import STOPPING
+from efx.signals import ENDS_WITH, STOPPING
 
 
 class Stopped(KeyboardInterrupt):
@@ -45,6 +45,8 @@ class Stoppable:
             signal.signal(number, handler)
 
 
+# A pipe to which nothing is written: its end is that of this process, also by a kill -9.
+_alive = ()
 _running = set()  # processes
 _stopped_by = 0  # the number of the signal that came
 
@@ -63,7 +65,7 @@ def _status_of(command, **streams):
     """The exit status of a process; Stopped, when it has ended, if a signal came."""
     if _stopped_by:
         raise Stopped(_stopped_by)
-    process = subprocess.Popen(command, **streams)
+    process = subprocess.Popen(command, **streams, **_ends_with_this_process())
     _running.add(process)
     try:
         if _stopped_by:  # while it was started
@@ -78,6 +80,14 @@ def _status_of(command, **streams):
     if _stopped_by:
         raise Stopped(_stopped_by)
     return status
+
+
+def _ends_with_this_process():
+    """Arguments of `Popen` for a run that stops when this process is no more."""
+    global _alive
+    _alive = _alive or os.pipe()
+    environment = os.environ | {ENDS_WITH: str(_alive[0])}
+    return {"pass_fds": [_alive[0]], "env": environment}
 
 
 def run_all(run, items, jobs=1):

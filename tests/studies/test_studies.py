@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from efx import tables
+from efx import main, signals, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
 from efx.studies import cli, jobs, rehearsal, sweep
@@ -272,6 +272,9 @@ def save(number, frame):
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, save)
+sys.path.insert(0, os.getcwd())
+from efx.signals import end_with_starter
+end_with_starter()
 mark.write_text("runs")
 time.sleep(60)
 """
@@ -291,26 +294,70 @@ sys.exit(cli.Parser("x", "").run(study, []))
 """
 
 
+def marks(folder):
+    return [path.read_text() for path in folder.glob("run_*")]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def started_study(tmp_path, root):
+    """A function of how many runs it has at a time: (folder of their marks, a study with these)."""
+
+    def start(at_a_time):
+        run = tmp_path / "run"
+        run.write_text(RUN.format(python=sys.executable))
+        run.chmod(0o755)
+        study = subprocess.Popen(
+            [sys.executable, "-c", STUDY, str(run), str(at_a_time)], cwd=root, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        wait_until(
+            lambda: study.poll() is not None or marks(tmp_path) == ["runs"] * (at_a_time or 1)
+        )
+        assert study.poll() is None
+        return tmp_path, study
+
+    return start
+
+
 @pytest.mark.parametrize("number, at_a_time", [
     (signal.SIGTERM, 0), (signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGHUP, 1),
 ])  # fmt: skip
-def test_a_signal_to_a_study_left_its_run_behind(number, at_a_time, tmp_path, root):
+def test_a_signal_to_a_study_left_its_run_behind(number, at_a_time, started_study):
     """Property: the runs are told, save, and have ended when the study has; no other one starts."""
-    run = tmp_path / "run"
-    run.write_text(RUN.format(python=sys.executable))
-    run.chmod(0o755)
-    study = subprocess.Popen(
-        [sys.executable, "-c", STUDY, str(run), str(at_a_time)], cwd=root, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    end = time.monotonic() + 60
-    while [path.read_text() for path in tmp_path.glob("run_*")] != ["runs"] * (at_a_time or 1):
-        assert time.monotonic() < end and study.poll() is None
-        time.sleep(0.05)
+    folder, study = started_study(at_a_time)
     study.send_signal(number)  # to the study alone, as `kill` and a batch system do
     _, said = study.communicate(timeout=30)
-    saved = [path.read_text() for path in tmp_path.glob("run_*")]
-    assert saved == [f"saved by {number.name}"] * (at_a_time or 1)
+    assert marks(folder) == [f"saved by {number.name}"] * (at_a_time or 1)
     assert study.returncode == 128 + number, said
     how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     assert said == f"efx: {how}; the same command goes on from here\n"
+
+
+def test_a_study_that_is_killed_leaves_no_run_behind(started_study):
+    """Property: its runs save and end, so that the same command finds their folders free."""
+    folder, study = started_study(2)
+    study.kill()
+    study.wait()
+    wait_until(lambda: marks(folder) == ["saved by SIGTERM"] * 2)
+
+
+def test_a_run_looks_whether_the_study_is_there(monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setenv(signals.ENDS_WITH, str(reader))
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+    try:
+        assert main.main(["efx", "--help"]) == 0
+        assert signals.ENDS_WITH not in os.environ and not caught
+        os.close(writer)
+        wait_until(lambda: caught)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
