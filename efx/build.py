@@ -142,6 +142,11 @@ class Training:
             shapes = _state(e.teacher, _variables(e.teacher.model), optax.identity())
             self.teacher = {"params": shapes.params, **shapes.variables}
 
+    def advice(self):
+        """A line on a mesh that is slow on the devices that it is of; "" without any."""
+        is_tpu = self.experiment.mesh.devices.flat[0].platform == "tpu"
+        return sharding.torn_tiles(self.shapes.params) if is_tpu else ""
+
     def new_state(self, seed):
         """The `TrainState` of step 0."""
         init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)

@@ -5,6 +5,7 @@ Layers name logical axes only (the tables below). The config maps them to mesh a
 cannot mean "replicated".
 """
 
+import collections
 import contextlib
 import functools
 import math
@@ -72,6 +73,9 @@ DEFAULT_RULES = (
     ("act_mlp", "tensor"),
     ("act_vocab", "tensor"),
 )
+
+
+_TILE_ROWS = 8  # of the tiles in which a TPU keeps matrices
 
 
 def make_mesh(mesh_config, devices=None):
@@ -326,6 +330,34 @@ def tree_shardings(boxed, mesh, rules):
         return sharding
 
     return jax.tree_util.tree_map_with_path(check, shapes, shardings)
+
+
+def torn_tiles(shapes):
+    """A line on matrices that a mesh cuts into pieces of no whole tiles; "" where few are.
+
+    A TPU keeps matrices in tiles of 8 rows. What it gathers of pieces of whole tiles lies as it is
+    used; of others it is copied once more, each time that it is gathered, which may take more than
+    all products of a step (benchmarks/NOTES.md).
+
+    shapes: tree of arrays or shapes with shardings.
+    """
+    torn, everything = collections.Counter(), 0
+    for leaf in jax.tree.leaves(shapes):
+        everything += leaf.size
+        if len(leaf.shape) > 1:
+            pieces = leaf.sharding.shard_shape(leaf.shape)[-2:]
+            for size, piece in zip(leaf.shape[-2:], pieces, strict=True):
+                if piece < size and piece % _TILE_ROWS:
+                    torn[size, size // piece] += leaf.size
+    if not torn or max(torn.values()) < everything / 10:
+        return ""
+    (size, count), _ = torn.most_common(1)[0]
+    fewer = [n for n in range(2, count) if count % n == 0 and size // n % _TILE_ROWS == 0]
+    return (
+        f"config.mesh cuts {size} into {count} pieces of {size // count}, not of whole tiles of"
+        f" {_TILE_ROWS} rows, and a TPU copies what it gathers of them"
+        + (f"; {max(fewer)} pieces are of whole tiles, with config.mesh.data=-1" if fewer else "")
+    )
 
 
 def batch_sharding(mesh, rules):

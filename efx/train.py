@@ -99,6 +99,8 @@ class _Launch:
             self.experiment = build.experiment(config, workdir)
             self.training = build.Training(self.experiment)
             self.training.check_memory()
+        if advice := self.training.advice():
+            warn(advice)
         e = self.experiment
         self.config, self.data, self.model = config, e.data, e.model
         self.parameters = count_params(self.training.shapes.params)

@@ -30,6 +30,7 @@ LATENT = {
     "model.depth": 4,
 }
 ATTENTION = {"model.upsampling": "attention", "model.upsampling_norm": True}
+LOCAL = {"model.encoder_global": 0, "model.decoder_global": 0}
 SOFT = {"model.soft_experts.num": 4, "model.soft_experts.every": 4}
 RUNS = {
     "decoder": DECODER,
@@ -44,6 +45,12 @@ RUNS = {
     "latent: repeat, skip before the blocks": LATENT | {"model.skip_joins": "before"},
     "latent: repeat, transformer": LATENT | {"model.compression": "transformer"},
     "latent: attention, transformer": LATENT | ATTENTION | {"model.compression": "transformer"},
+    "latent: local levels": LATENT | LOCAL,
+    "latent: local levels, attention": LATENT | LOCAL | ATTENTION,
+    "latent: local levels, attention, skip before the blocks, rope": LATENT
+    | LOCAL
+    | ATTENTION
+    | {"model.skip_joins": "before", "model.positions": "rope"},
     "latent with 4 soft experts": LATENT | SOFT,
     "latent with 4 soft experts and 1 shared": LATENT | SOFT | {"model.soft_experts.shared": 1},
     "latent with DenseFormer averages": LATENT | {"model.dense_former.on": True},

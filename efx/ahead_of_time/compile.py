@@ -74,6 +74,7 @@ def compile_step(config, topology_name, vocab_size):
         + experiment.teacher_flops(),
         executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward
         + experiment.teacher_flops(nominal=False),
+        advice=training.advice(),
     )
     _log.info("compiling for %s, which may take minutes", topology_name)
     started = time.monotonic()

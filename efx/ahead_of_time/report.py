@@ -94,6 +94,7 @@ class Report:
     Attributes:
       tokens, ledger_flops, executed_flops: of a step on all devices together.
       collectives: `hlo.Collective`s, the largest first. kernels: `hlo.KernelCall`s.
+      advice: see `build.Training`.
       unknown_loops: loops of unknown length, counted as one trip.
     """
 
@@ -105,6 +106,7 @@ class Report:
     tokens: int
     ledger_flops: float
     executed_flops: float
+    advice: str = ""
     memory: Memory = None
     estimate: Estimate = None
     collectives: list = dataclasses.field(default_factory=list)
@@ -154,6 +156,8 @@ class Report:
             f" {per_token} a token",
             f"memory        {self.memory.verdict()}",
         ]
+        if self.advice:
+            lines.insert(1, f"{'':13} {self.advice}")
         if self.memory.refused:
             return "\n".join(lines)
         memory, estimate = self.memory, self.estimate

@@ -354,6 +354,7 @@ def test_the_report_says_all_of_it():
     assert slow.estimate.step == 0.2 and slow.estimate.mfu == pytest.approx(0.2)
     assert "2 loops of unknown length" in report(unknown_loops=2).text()
     assert "plain XLA, no kernel" in report(kernels=[]).text()
+    assert report(advice="cuts 24 into 8").text().splitlines()[1].strip() == "cuts 24 into 8"
 
 
 def test_what_does_not_fit():
@@ -490,7 +491,9 @@ def test_a_small_model_for_a_tpu(root):
     assert found["devices"] == 4 and found["mesh"] == {"fsdp": 4} and found["memory"]["fits"]
     assert found["memory"]["arguments"] > 12 * found["parameters"] / 4
     assert found["kernel_runs"] == {"splash_mha_fwd": 4, "splash_mha_dq": 4, "splash_mha_dkv": 4}
-    assert found["unknown_loops"] == 0 and found["estimate"]["compute"] > 0
+    assert (
+        found["advice"] == "" and found["unknown_loops"] == 0 and found["estimate"]["compute"] > 0
+    )
     assert found["collectives_by_kind"]["all-reduce"][0] > 0
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shlex
 import time
+from types import SimpleNamespace
 
 import families
 import jax
@@ -16,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from efx import flops, main, models, sharding
+from efx import build, flops, main, models, sharding
 from efx.errors import UsageError
 from efx.sharding import DEFAULT_RULES
 
@@ -283,6 +284,35 @@ def test_what_does_not_divide_is_named(changes, sizes, message):
     boxed = models.variable_shapes(model)["params"]
     with pytest.raises(UsageError, match=message):
         sharding.tree_shardings(boxed, mesh_of(**sizes), DEFAULT_RULES)
+
+
+def test_pieces_of_no_whole_tiles_are_told_of():
+    """What a TPU gathers of them it copies: more than half of a step of 32B parameters on 256."""
+    split = NamedSharding(mesh_of(fsdp=8), P("fsdp"))
+
+    def told(*shapes):
+        return sharding.torn_tiles(
+            [jax.ShapeDtypeStruct(shape, "float32", sharding=split) for shape in shapes]
+        )
+
+    assert told((96, 5)) == (
+        "config.mesh cuts 96 into 8 pieces of 12, not of whole tiles of 8 rows, and a TPU copies"
+        " what it gathers of them; 4 pieces are of whole tiles, with config.mesh.data=-1"
+    )
+    assert told((40, 5)).endswith("copies what it gathers of them")  # nor are 4 of 10, 2 of 20
+    assert told((64, 5)) == told((24,)) == told((24, 5, 5)) == ""
+    assert told((96, 5), (1024, 64)) == ""  # a small part of all
+
+
+def test_advice_on_tiles_is_for_tpus():
+    split = NamedSharding(mesh_of(fsdp=8), P("fsdp"))
+    shapes = SimpleNamespace(params=[jax.ShapeDtypeStruct((96, 5), "float32", sharding=split)])
+    for platform, is_told in (("tpu", True), ("gpu", False), ("cpu", False)):
+        training = build.Training.__new__(build.Training)
+        devices = np.array([SimpleNamespace(platform=platform)])
+        training.experiment = SimpleNamespace(mesh=SimpleNamespace(devices=devices))
+        training.shapes = shapes
+        assert bool(training.advice()) == is_told
 
 
 def test_the_documented_mesh_of_eight_fake_devices(root, monkeypatch):
