@@ -92,19 +92,22 @@ class Row(NamedTuple):
 
 
 def rows():
-    """All rows, the quick ones first."""
-    fsdp = (("data", 1), ("fsdp", -1))
+    """All rows, the quick ones first. No mesh of TPUs cuts widths into pieces of no whole tiles."""
+    fsdp, squares = (("data", 1), ("fsdp", -1)), (("data", 16), ("fsdp", 16))
+    # 6656 wide: 26 rows a piece for all 256 chips, 104 for 64.
+    whole_tiles = {"30B": (("data", 2), ("fsdp", 64), ("tensor", 2))}
     listed = []
-    for size, tpu_mesh in (("340M", fsdp), ("1.3B", (("data", 16), ("fsdp", 16)))):
+    for size in ("340M", "1.3B"):
         for length, tpu_batch, gpu_batch in ((2048, 512, 64), (8192, 256, 16), (32_768, 256, 8)):
             for kind in ("dense", "MoD"):
-                listed.append(Row(size, kind, "v5e:16x16", length, tpu_batch, tpu_mesh))
+                listed.append(Row(size, kind, "v5e:16x16", length, tpu_batch, squares))
                 if length == 32_768:  # one row a chip is too much with what "dots" keeps
                     listed.append(listed[-1]._replace(remat="full"))
                 listed.append(Row(size, kind, "h100:1x1x8", length, gpu_batch, fsdp))
     for size in ("7B", "30B"):
         for kind in ("dense", "MoD"):
-            listed.append(Row(size, kind, "v5e:16x16", 2048, 256, fsdp, "full"))
+            mesh = whole_tiles.get(size, fsdp)
+            listed.append(Row(size, kind, "v5e:16x16", 2048, 256, mesh, "full"))
             listed.append(Row(size, kind, "h100:1x32x8", 2048, 256, fsdp, "full"))
     return listed
 
