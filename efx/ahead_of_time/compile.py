@@ -88,7 +88,7 @@ def compile_step(config, topology_name, vocab_size):
     report.compile_seconds = time.monotonic() - started
     report.memory = _memory(compiled.memory_analysis(), target.chip)
     program = hlo.Program(compiled.as_text())
-    report.collectives = hlo.collectives(program)
+    report.collectives = hlo.collectives(program, target.hosts_of(mesh))
     report.kernels = hlo.kernels(program)
     report.unknown_loops = program.unknown_loops
     peak = flops.device_peak(config.train.dtype, target.devices[0])
@@ -144,14 +144,11 @@ def _estimate(program, report, target, peak):
             missing[f"kernel {call.name}"] = (
                 missing.setdefault(f"kernel {call.name}", 0) + call.runs
             )
-    # A sum of all devices' arrays is passed around twice, everything else once.
-    sent = sum((1 + (c.kind == "all-reduce")) * c.bytes for c in report.collectives)
-    speed = chip.network if target.hosts > 1 else chip.link
     return Estimate(
         by=by,
         compute=sum(seconds for _, seconds in times),
         kernels=kernels,
-        communication=sent / speed,
+        communication=sum(chip.seconds(c) for c in report.collectives),
         useful=report.ledger_flops / report.devices / peak,
         missing=missing,
         operations=hlo.operations(times),

@@ -9,7 +9,9 @@ import functools
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+
+import numpy as np
 
 from efx.flops import causal_pairs
 
@@ -267,6 +269,8 @@ class Collective:
     Attributes:
       kind: one of COLLECTIVES. shapes: of the arrays that are in one exchange, as XLA writes them.
       where: the operation of the model that it belongs to; "" if XLA does not say.
+      hosts: over which a group of devices that exchange is spread. members: of a group on one of
+        its hosts.
       runs: a step. bytes: a step and device, of the array before it is scattered or after it is
         gathered; of a permutation, what is sent.
     """
@@ -274,12 +278,17 @@ class Collective:
     kind: str
     shapes: str
     where: str
+    hosts: int
+    members: int
     runs: int
     bytes: int
 
 
-def collectives(program):
-    """Every `Collective` of a program, the largest first."""
+def collectives(program, host_of):
+    """Every `Collective` of a program, the largest first.
+
+    host_of: [the host of each device of the program, by its number].
+    """
     found = defaultdict(lambda: [0, 0])
     for step in program.steps:
         instruction = step.instruction
@@ -292,11 +301,58 @@ def collectives(program):
             shapes = instruction.shapes[len(shapes) * started :]
         if kind == "all-reduce" and step.fused and _scatters(step):
             kind = "reduce-scatter"
-        entry = found[kind, _shapes_text(shapes), _op_name(instruction)]
+        spread = _spread(instruction, host_of)
+        entry = found[kind, _shapes_text(shapes), _op_name(instruction), *spread]
         entry[0] += step.runs
         entry[1] += step.runs * int(sum(map(size_of, shapes)))
     listed = [Collective(*key, *value) for key, value in found.items()]
     return sorted(listed, key=lambda c: -c.bytes)
+
+
+def _spread(instruction, host_of):
+    """(hosts of a group of devices that exchange, its members on one of them), of the group that is
+    spread most."""
+    groups = _groups(instruction.text, len(host_of))
+    counts = [Counter(host_of[number] for number in group) for group in groups]
+    return max((len(count), min(count.values())) for count in counts)
+
+
+_SIZES = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # of an array of numbers, and how it is transposed
+_OF_A_MESH = re.compile(
+    rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_SIZES}\))? \{{([^}}]*)\}}"
+)
+_OF_NUMBERS = re.compile(rf"replica_groups=\[([\d,]+)\]<={_SIZES}")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+
+
+def _groups(text, devices):
+    """The groups of devices among which an instruction exchanges, from its attributes. XLA writes
+    them one by one, as rows of an array of numbers, or as axes of a mesh; without any, all."""
+    if listed := _LISTED.search(text):
+        return [[*map(int, group.split(","))] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    if of_numbers := _OF_NUMBERS.search(text):
+        shape, *order = of_numbers.groups()
+        return _numbered(devices, *order).reshape(_ints(shape)).tolist()
+    if of_a_mesh := _OF_A_MESH.search(text):
+        mesh, *order, axes = of_a_mesh.groups()
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        along = re.findall(r"'(\w+)'", axes)
+        if sizes.keys() >= set(along) and ":" not in axes:
+            numbers = _numbered(devices, *order).reshape([int(size) for size in sizes.values()])
+            last = [list(sizes).index(name) for name in along]
+            numbers = np.moveaxis(numbers, last, range(-len(last), 0))
+            return numbers.reshape(-1, math.prod(int(sizes[name]) for name in along)).tolist()
+    return [range(devices)]
+
+
+def _numbered(devices, sizes, order):
+    """0, 1, ... as an array of these sizes, transposed in this order, both as XLA writes them."""
+    numbers = np.arange(devices).reshape(_ints(sizes) if sizes else devices)
+    return numbers.transpose(_ints(order)) if order else numbers
+
+
+def _ints(text):
+    return [*map(int, text.split(","))]
 
 
 def _continues(step):

@@ -58,7 +58,7 @@ class Estimate:
 
     Attributes:
       by: what `compute` is estimated by. kernels: of attention, from their FLOPs at half of the
-        peak. communication: of all exchanges, if all links of a chip are busy and nothing else is.
+        peak. communication: of all exchanges, one after the other, at the full speed of all links.
       useful: of the ledger's FLOPs at the peak.
       missing: {what: runs} of what is in none of these.
       operations: `hlo.Operation`s of `compute`, the slowest first.
@@ -216,7 +216,8 @@ class Report:
         lines.append(f"{'':13} the largest:")
         for c in self.collectives[:_SHOWN]:
             lines.append(
-                f"{'':15} {c.kind} x {c.runs}, {c.bytes / 1e6:,.0f} MB: {_what(c)}".rstrip()
+                f"{'':15} {c.kind} x {c.runs}, {c.bytes / 1e6:,.0f} MB"
+                f"{f' among {c.hosts} hosts' * (c.hosts > 1)}: {_what(c)}".rstrip()
             )
         return lines
 

@@ -40,6 +40,18 @@ class Chip:
     network: float = 0.0
     clock: float = 0.0
 
+    def seconds(self, collective):
+        """Of an `hlo.Collective` in a step, with all links at their full speed."""
+        # A sum of all devices' arrays is passed around twice, everything else once.
+        sent = (1 + (collective.kind == "all-reduce")) * collective.bytes
+        if collective.hosts == 1:
+            return sent / self.link
+        # What all members on a host need comes to it once, over the networks of all of them; what
+        # each sends to another alone, over its own.
+        alike = collective.kind in ("all-gather", "all-reduce", "reduce-scatter")
+        ways = collective.members if alike else 1
+        return max(sent / ways / self.network, sent / self.link)
+
 
 CHIPS = {
     "v5e": Chip("tpu", 15.75 * GIB, 819e9, 200e9, clock=1.5e9),
@@ -105,6 +117,13 @@ class Topology:
     chip: Chip
     devices: tuple
     hosts: int
+
+    def hosts_of(self, mesh):
+        """[the host of each device of a mesh of these devices, in its order], 0 for all TPUs,
+        whose links do not know of hosts."""
+        number = {device: i for i, device in enumerate(self.devices)}
+        on_one = len(self.devices) // max(self.hosts, 1)
+        return [number[device] // on_one for device in mesh.devices.flat]
 
 
 def parse(name):

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -97,12 +98,15 @@ def program(body, *computations):
     return hlo.Program("HloModule jit_step\n\n" + "\n\n".join(blocks) + "\n")
 
 
+ONE_HOST, TWO_HOSTS = [0] * 8, [0] * 4 + [1] * 4
+
+
 def test_what_is_in_a_loop_runs_as_often_as_the_loop():
     """The bound less the start, times that of the loop around it."""
     step = hlo.Program(LOOPS)
     assert step.unknown_loops == 0
-    assert hlo.collectives(step) == [
-        hlo.Collective("all-reduce", "f32[8]", "jit(step)/mlp", 15, 480)
+    assert hlo.collectives(step, ONE_HOST) == [
+        hlo.Collective("all-reduce", "f32[8]", "jit(step)/mlp", 1, 8, 15, 480)
     ]
     cycles, missing = hlo.estimated_cycles(step)
     assert missing == {"sort": 1}
@@ -122,13 +126,13 @@ def test_a_loop_of_unknown_length_counts_once_and_is_told(known, unknown):
     text = LOOPS.replace("%n = s32[] parameter(1)", "%n = s32[] parameter(1)\n" + PAIR)
     step = hlo.Program(text.replace(known, unknown))
     assert step.unknown_loops == 1
-    assert hlo.collectives(step)[0].runs == 5
+    assert hlo.collectives(step, ONE_HOST)[0].runs == 5
 
 
 def test_xlas_own_trip_count_is_believed():
     note = ', backend_config={"known_trip_count":{"n":"11"}}'
     text = LOOPS.replace("body=%outer_body", f"body=%outer_body{note}")
-    assert hlo.collectives(hlo.Program(text))[0].runs == 55
+    assert hlo.collectives(hlo.Program(text), ONE_HOST)[0].runs == 55
 
 
 @pytest.mark.parametrize("scanned", [6, 1])
@@ -147,7 +151,8 @@ def test_a_program_of_this_jax(scanned):
 
     w = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=split)
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=split)
-    found = hlo.collectives(hlo.Program(jax.jit(step).lower(w, x).compile().as_text()))
+    program = hlo.Program(jax.jit(step).lower(w, x).compile().as_text())
+    found = hlo.collectives(program, ONE_HOST)
     kinds = {c.kind: c for c in found}
     assert kinds["all-gather"].runs == 1 and kinds["all-gather"].bytes == 4 * 16 * 16
     assert kinds["all-reduce"].runs in (1, scanned)
@@ -167,7 +172,7 @@ def test_loops_of_this_jax():
         check_vma=False,
     )  # fmt: skip
     text = jax.jit(step).lower(jnp.zeros((8, 32))).compile().as_text()
-    (found,) = hlo.collectives(hlo.Program(text))
+    (found,) = hlo.collectives(hlo.Program(text), ONE_HOST)
     assert (found.kind, found.runs, found.bytes) == ("all-reduce", 6, 6 * 4 * 32)
 
 
@@ -212,7 +217,7 @@ def test_each_exchange_counts_once():
         SCATTER,
     )
     found = {}
-    for c in hlo.collectives(step):
+    for c in hlo.collectives(step, ONE_HOST):
         found.setdefault(c.kind, []).append((c.runs, c.bytes))
     assert found == {
         "all-gather": [(2, 2 * 2 * 4 * 64)],  # the asynchronous one and the one with a start
@@ -220,6 +225,60 @@ def test_each_exchange_counts_once():
         "reduce-scatter": [(1, 4 * 8 * 16)],
         "collective-permute": [(1, 2 * 64)],
     }
+
+
+@pytest.mark.parametrize("attributes, groups", [
+    ("channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", "0123 4567"),
+    ("replica_groups=[4,2]<=[8], use_global_device_ids=true", "01 23 45 67"),
+    ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", "04 15 26 37"),
+    ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", "04 26 15 37"),
+    ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, to_apply=%sum", "01234567"),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", "0246 1357"),
+    ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", "0123 4567"),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}, metadata={x}", "0415 2637"),
+    ("source_target_pairs={{0,4},{4,0},{1,2}}", "04 40 12"),
+    ("replica_groups={}, to_apply=%sum", "01234567"),
+    ("replica_groups=mesh['a'=8] {'a':(2)4}, to_apply=%sum", "01234567"),  # all, if not known
+])  # fmt: skip
+def test_groups_of_devices_as_xla_writes_them(attributes, groups):
+    found = ["".join(map(str, group)) for group in hlo._groups(f", {attributes}", 8)]
+    assert found == groups.split()
+
+
+@pytest.mark.parametrize("axes, spread", [
+    ("a", (2, 1)), ("b", (1, 2)), ("c", (1, 2)), ("ab", (2, 2)), ("bc", (1, 4)), ("abc", (2, 4)),
+])  # fmt: skip
+def test_over_how_many_hosts_devices_exchange(axes, spread):
+    """Of what this JAX compiles: a gather along axes of a mesh whose first one is that of hosts."""
+    mesh = jax.make_mesh((2, 2, 2), tuple("abc"), axis_types=(AxisType.Auto,) * 3)
+    split = NamedSharding(mesh, PartitionSpec(tuple(axes)))
+    gather = jax.jit(
+        lambda x: x + 1, in_shardings=split, out_shardings=NamedSharding(mesh, PartitionSpec())
+    )
+    program = hlo.Program(gather.lower(jnp.zeros((64, 8))).compile().as_text())
+    found = [c for c in hlo.collectives(program, TWO_HOSTS) if c.kind == "all-gather"]
+    assert [(c.hosts, c.members) for c in found] == [spread]
+
+
+def test_seconds_of_an_exchange():
+    """By the links of a host where it stays there; else by the networks of all that are members
+    there, unless the links take longer."""
+    chip = topology.Chip("cuda", GIB, 1.0, link=100.0, network=10.0)
+
+    def seconds(kind, hosts, members):
+        return chip.seconds(hlo.Collective(kind, "", "", hosts, members, 1, 1000))
+
+    assert seconds("all-gather", 1, 8) == 10 and seconds("all-reduce", 1, 8) == 20
+    assert seconds("all-gather", 4, 1) == 100 and seconds("all-gather", 4, 8) == 1000 / 80
+    assert seconds("reduce-scatter", 2, 20) == 10 and seconds("all-reduce", 4, 2) == 100
+    assert seconds("collective-permute", 2, 1) == seconds("all-to-all", 2, 8) == 100
+
+
+def test_hosts_of_a_mesh():
+    devices = tuple(jax.devices())
+    mesh = jax.sharding.Mesh(np.array(devices[::-1]).reshape(2, 4), ("a", "b"))
+    gpus, tpus = (topology.Topology("", None, devices, hosts) for hosts in (4, 0))
+    assert gpus.hosts_of(mesh) == [3, 3, 2, 2, 1, 1, 0, 0] and tpus.hosts_of(mesh) == [0] * 8
 
 
 SPLASH = """  %m = s8[1,4,4]{{2,1,0}} parameter(0)
@@ -316,10 +375,10 @@ def report(**changes):
     estimate = Estimate("the compiler's cycles", 0.08, 0.02, 0.05, 0.04, {"sort": 12}, [slow])
     moved = [
         hlo.Collective(
-            "all-gather", "bf16[8,8]", "jit(f)/while/body/closed_call/mlp/up", 24, 48_000_000
+            "all-gather", "bf16[8,8]", "jit(f)/while/body/closed_call/mlp/up", 1, 4, 24, 48_000_000
         ),
-        hlo.Collective("all-gather", "bf16[4,8]", "", 24, 2_000_000),
-        hlo.Collective("all-reduce", "f32[]", "loss", 1, 4),
+        hlo.Collective("all-gather", "bf16[4,8]", "", 2, 2, 24, 2_000_000),
+        hlo.Collective("all-reduce", "f32[]", "loss", 1, 4, 1, 4),
     ]
     kernels = [hlo.KernelCall("splash_mha_fwd", 24, 1e9), hlo.KernelCall("splash_mha_fwd", 2, 1e9)]
     fields = dict(
@@ -340,6 +399,7 @@ def test_the_report_says_all_of_it():
         "all-gather x 48, 50 MB a chip",
         "all-reduce x 1, 0 MB a chip",
         "all-gather x 24, 48 MB: bf16[8,8] mlp/up",
+        "all-gather x 24, 2 MB among 2 hosts: bf16[4,8]",
         "80.0 ms by the compiler's cycles + 20.0 ms of kernels",
         "75% fusion x 24: bf16[8,8] mlp/up",
         "communication 50.0 ms",
