@@ -45,7 +45,7 @@ ABOUT = (
     " a vocabulary of 32,000, scanned layers, recomputation `dots` (7B and 30B: `full`). Every"
     " second block of MoD routes 12.5% of the tokens, by a threshold. Memory is what a chip needs"
     " of 15.75 (v5e) or 79.1 GiB (H100); exchanged is all communication at the links' full speed,"
-    " between hosts that of the network alone."
+    " between hosts that of the network of each GPU."
 )
 ABOUT_MISSING = " Some rows of the benchmark are not compiled yet."
 
