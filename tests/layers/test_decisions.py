@@ -83,8 +83,8 @@ def test_devices_exchange_counts_and_no_scores():
     kinds = r"\b(all-gather|all-to-all|collective-permute|sort)\("
     assert not re.search(kinds, compiled.as_text())
     sizes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-reduce\(", compiled.as_text())
-    assert sizes and max(math.prod(map(int, filter(None, s.split(",")))) for s in sizes) == 255
-    # The count, four times those above, the next score, and how many are equal.
+    assert sizes and max(math.prod(map(int, filter(None, s.split(",")))) for s in sizes) == 256
+    # The count, four times those with each byte, the next score, and how many are equal.
     assert len(sizes) <= 4 and "while(" in compiled.as_text()
     result = compiled(jax.device_put(scores_BT, by_row))
     assert result == sorted_quantile(scores_BT.ravel(), 0.875)

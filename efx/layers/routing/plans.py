@@ -15,8 +15,6 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
-from efx import sharding
-
 
 @struct.dataclass
 class Plan:
@@ -363,12 +361,9 @@ def quantile(scores_BT, fraction, valid_BT=None):
     of n. 0 where nothing is valid.
 
     Nothing is sorted: on a mesh that would gather the scores of the whole batch on every device.
-    The score is found by its bits, some at a time, from how many scores are at least as large,
-    sums of which the devices exchange: with eight at a time half as often as with four, for eight
-    times the comparisons.
+    The score is found by its bits, a byte at a time, from how many scores have which byte, sums of
+    which the devices exchange. They are exact for up to 2**24 scores.
     """
-    is_split = sharding.ways("batch") * sharding.ways("length") > 1
-    width = 8 if is_split else 4
     valid_BT = jnp.ones_like(scores_BT, bool) if valid_BT is None else valid_BT
     count = jnp.sum(valid_BT)
     above = jnp.clip(jnp.floor((1.0 - fraction) * count + 1e-3), 1, jnp.maximum(count - 1, 1))
@@ -376,15 +371,22 @@ def quantile(scores_BT, fraction, valid_BT=None):
     # Numbers whose order is that of the scores: of negative ones all bits are turned, of the others
     # the sign.
     order_BT = jnp.where(bits_BT >> 31 == 1, ~bits_BT, bits_BT | _SIGN)
-    digits = jnp.arange(1, 1 << width, dtype=jnp.uint32)
 
-    def add_digit(i, prefix):
-        shift = (32 - width * (i + 1)).astype(jnp.uint32)
-        reached = order_BT[..., None] >= prefix + (digits << shift)[None, None]
-        counts = jnp.sum(reached & valid_BT[..., None], axis=(0, 1))
-        return prefix + (jnp.sum(counts >= above).astype(jnp.uint32) << shift)
+    def add_byte(i, carry):
+        prefix, larger = carry  # how many scores are larger than all that begin so
+        shift = (24 - 8 * i).astype(jnp.uint32)
+        begins_BT = valid_BT & ((order_BT ^ prefix) >> shift < 256)
+        byte_BT = order_BT >> shift & 255
+        # How many have each byte is a product of the two halves of the byte, one-hot: of 32
+        # comparisons in place of 256.
+        high_BTH = jax.nn.one_hot(byte_BT >> 4, 16) * begins_BT[..., None]
+        low_BTL = jax.nn.one_hot(byte_BT & 15, 16)
+        number_N = jnp.einsum("bth,btl->hl", high_BTH, low_BTL).ravel()
+        at_least_N = larger + jnp.cumsum(number_N[::-1])[::-1]
+        byte = jnp.maximum(jnp.sum(at_least_N >= above) - 1, 0)
+        return prefix | byte.astype(jnp.uint32) << shift, at_least_N[byte] - number_N[byte]
 
-    order = jax.lax.fori_loop(0, 32 // width, add_digit, jnp.uint32(0))
+    order, _ = jax.lax.fori_loop(0, 4, add_byte, (jnp.uint32(0), jnp.float32(0)))
     bits = jnp.where(order >> 31 == 1, order ^ _SIGN, ~order)
     upper = jax.lax.bitcast_convert_type(bits, jnp.float32)
     lower = jnp.max(jnp.where(valid_BT & (order_BT < order), scores_BT, -jnp.inf))
