@@ -379,12 +379,12 @@ def quantile(scores_BT, fraction, valid_BT=None):
         byte_BT = order_BT >> shift & 255
         # How many have each byte is a product of the two halves of the byte, one-hot: of 32
         # comparisons in place of 256.
-        high_BTH = jax.nn.one_hot(byte_BT >> 4, 16) * begins_BT[..., None]
-        low_BTL = jax.nn.one_hot(byte_BT & 15, 16)
-        number_N = jnp.einsum("bth,btl->hl", high_BTH, low_BTL).ravel()
-        at_least_N = larger + jnp.cumsum(number_N[::-1])[::-1]
-        byte = jnp.maximum(jnp.sum(at_least_N >= above) - 1, 0)
-        return prefix | byte.astype(jnp.uint32) << shift, at_least_N[byte] - number_N[byte]
+        high = jax.nn.one_hot(byte_BT >> 4, 16) * begins_BT[..., None]
+        low = jax.nn.one_hot(byte_BT & 15, 16)
+        number = jnp.tensordot(high, low, axes=((0, 1), (0, 1))).ravel()
+        at_least = larger + jnp.cumsum(number[::-1])[::-1]
+        byte = jnp.maximum(jnp.sum(at_least >= above) - 1, 0)
+        return prefix | byte.astype(jnp.uint32) << shift, at_least[byte] - number[byte]
 
     order, _ = jax.lax.fori_loop(0, 4, add_byte, (jnp.uint32(0), jnp.float32(0)))
     bits = jnp.where(order >> 31 == 1, order ^ _SIGN, ~order)
