@@ -144,16 +144,10 @@ def run_jobs(jobs, at_a_time=1):
     jobs_lib.run_all(run_job, [job for job in jobs if job not in finished_jobs], at_a_time)
 
 
-def check_models(first, experts):
-    """UsageError, before anything is computed, for a job whose model cannot be or be trained.
-
-    first: jobs that are done before those of the experts, whose seed model is among them.
-    """
-    first, experts = (
-        [job for job in jobs if not runfolder.holds_result(job.folder)] for jobs in (first, experts)
-    )
-    runs = [(job.title, job.arguments, False) for job in (*first, *experts)]
-    rehearsal.check(runs, made=[str(job.folder) for job in first])
+def check_models(jobs):
+    """UsageError, before anything is computed, for a job whose model cannot be or be trained."""
+    left = [job for job in jobs if not runfolder.holds_result(job.folder)]
+    rehearsal.check([(job.title, job.arguments, False) for job in left], in_order=True)
 
 
 def main(argv=None):
@@ -171,7 +165,7 @@ def study(arguments):
     if arguments.commands:
         print("\n".join(f"# {job.title}\n{job.command()}" for job in stages.jobs()))
         return
-    check_models(stages.seed, stages.experts[:1])  # experts differ in their documents
+    check_models([*stages.seed, *stages.experts[:1]])  # experts differ in their documents
     for stage in stages:
         run_jobs(stage, max(1, min(arguments.jobs, len(stage))))
 

@@ -146,9 +146,8 @@ def study(arguments):
     cli.check_extra(arguments.extra)
     plans = [jobs_of_seed(arguments, arguments.extra, seed) for seed in arguments.seeds]
     dense, seed_job, ensembles = plans[0]  # seeds differ in nothing else, nor do experts
-    cbtm.check_models(
-        [dense, seed_job], [job for stages in ensembles.values() for job in stages.experts[:1]]
-    )
+    experts = [stages.experts[0] for stages in ensembles.values()]
+    cbtm.check_models([dense, seed_job, *experts])
     run_plans(plans, arguments.jobs)
     table, fractions = evaluate_plans(plans)
     text = markdown(table, arguments.seeds, arguments.command, portion(fractions))

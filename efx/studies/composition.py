@@ -220,10 +220,7 @@ class Rehearsal(SeedStudy):
                     f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
                 )
         missing = [name for name in self.names if not holds_result(self.path(name))]
-        rehearsal.check(
-            [(name, self.commands[name], False) for name in missing],
-            made=[str(self.path(name)) for name in missing],
-        )
+        rehearsal.check([(name, self.commands[name], False) for name in missing], in_order=True)
 
 
 def interleaved(texts, piece_bytes=_PIECE):

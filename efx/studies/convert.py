@@ -107,13 +107,13 @@ class Study:
                 raise UsageError(
                     f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
                 )
-        for name in self.titles:
-            command = self.command(name, self.seeds[0], 0)
+        commands = {name: self.command(name, self.seeds[0], 0) for name in self.titles}
+        for name, command in commands.items():
             # The parent, which decides the model of a conversion, is still to be made.
             own = [a for a in command if not a.startswith(("--mode=", "--from=", "--to="))]
             cli.check_command(name, own)
         alone = [
-            (name, self.command(name, self.seeds[0], 0), name == "scratch")
+            (name, commands[name], name == "scratch")
             for name in ("parent", "scratch")
             if not runfolder.holds_result(self.folder(name, self.seeds[0]))
         ]

@@ -10,7 +10,6 @@ import json
 import math
 import subprocess
 import sys
-import types
 
 from efx.errors import UsageError
 
@@ -20,22 +19,21 @@ _ANY_VOCABULARY = 64  # ids that a tokenizer at least has which is made of the t
 _NO_END = 2**31 - 1  # steps of a run that may have any number
 
 
-def check(runs, made=()):
+def check(runs, in_order=False):
     """UsageError, which names the run, for the first of the runs that `efx.main` would refuse once
     it has built the model.
 
     Args:
       runs: [(name, arguments of `efx.main`, whether it gets the FLOPs of the run before it that
         does not)].
-      made: the folders of those of them that the study makes before it makes the ones that name
-        them.
+      in_order: whether the study makes each of them before it makes those that name it.
     """
     if not runs:
         return
     command = [sys.executable, "-m", "efx.studies.rehearsal"]
     done = subprocess.run(
         command,
-        input=json.dumps([runs, list(made)]),
+        input=json.dumps([runs, in_order]),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -55,7 +53,7 @@ def main():
 
     parsed = []
     try:
-        (runs, made), configs = json.load(sys.stdin), {}
+        (runs, in_order), configs = json.load(sys.stdin), {}
         for name, arguments, gets_flops in runs:
             values = command_line.parse(["efx", *arguments])
             config = run_settings.check(values.config)
@@ -65,7 +63,7 @@ def main():
         if (most := max(count for _, _, count, _ in parsed)) > 1:
             jax.config.update("jax_num_cpu_devices", most)
         jax.config.update("jax_compilation_cache_dir", programs.cache_folder())
-        flops, made = None, {folder: configs[folder] for folder in made}
+        flops, made = None, configs if in_order else {}
         for name, config, count, gets_flops in parsed:
             try:
                 of_this = flops_of(config, count, flops if gets_flops else 0.0, made)
@@ -87,7 +85,7 @@ def _device_count(config, cpu_devices):
     return cpu_devices or math.prod(size for size in sizes if size > 0)
 
 
-def flops_of(config, count, budget, made=types.MappingProxyType({})):
+def flops_of(config, count, budget, made):
     """Training FLOPs of a run that is as it should be; None where they depend on its text.
 
     Args:

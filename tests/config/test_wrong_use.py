@@ -282,7 +282,7 @@ NO_MODELS = [
 def test_what_only_a_model_shows_is_said_without_a_text(one_device):
     def looked_at(changes, budget=0.0):
         config = common.apply(load_config("configs/mod.py:smoke"), changes)
-        return rehearsal.flops_of(run_settings.check(config), 1, budget)
+        return rehearsal.flops_of(run_settings.check(config), 1, budget, {})
 
     for changes, words in NO_MODELS:
         refused(lambda changes=changes: looked_at(changes), words)
