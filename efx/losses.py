@@ -111,6 +111,7 @@ def chunked_cross_entropy(
     z_loss=0.0,
     vocab_size=None,
     groups=1,
+    sum_groups=None,
     teacher=None,
     distill=0.0,
 ):
@@ -136,6 +137,8 @@ def chunked_cross_entropy(
         [groups, ...] of the head parameters. Set it to the number of shards of the batch axis:
         the accumulators then stay on their devices and are summed over devices once at the end, not
         once every slice. It must divide B.
+      sum_groups: function of the tree of these accumulators that gives their sums over the groups;
+        None: the plain sums.
       teacher: `Teacher` of the same rows, or None; its logits are those of a slice, too, and it
         gets no gradient. distill: as in `cross_entropy`.
 
@@ -151,7 +154,9 @@ def chunked_cross_entropy(
     def split(a):
         return a.reshape(groups, batch // groups, *a.shape[1:])
 
-    static = _Static(head_fn, min(chunk, length), vocab_size, teacher and teacher.head_fn)
+    chunk = min(chunk, length)
+    sum_groups = sum_groups or _over_groups
+    static = _Static(head_fn, chunk, vocab_size, teacher and teacher.head_fn, sum_groups)
     rows = targets_BT, weights_BT.astype(jnp.float32), teacher and teacher.x_BTD
     rates = jnp.asarray(z_loss, jnp.float32), jnp.asarray(distill, jnp.float32)
     fixed = teacher and teacher.head_params, *rates
@@ -163,6 +168,7 @@ class _Static(NamedTuple):
     chunk: int
     vocab_size: int | None
     teacher_head_fn: Callable | None
+    sum_groups: Callable
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -217,7 +223,7 @@ def _chunked_forward(static, head_params, x, rows, fixed):
     sums, d_head, d_x = jax.vmap(one_group)(x, rows)
     # An empty slice of each parameter carries its dtype to the backward pass.
     dtypes = jax.tree.map(lambda p: jnp.zeros((0,), p.dtype), head_params)
-    return _over_groups(sums), (_over_groups(d_head), d_x, dtypes)
+    return _over_groups(sums), (static.sum_groups(d_head), d_x, dtypes)
 
 
 def _chunked_backward(static, residuals, cotangent):

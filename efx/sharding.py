@@ -8,10 +8,12 @@ cannot mean "replicated".
 import collections
 import contextlib
 import functools
+import itertools
 import math
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.experimental import mesh_utils
@@ -75,6 +77,7 @@ DEFAULT_RULES = (
 )
 
 
+_NO_MESH = types.SimpleNamespace(size=1)
 _TILE_ROWS = 8  # of the tiles in which a TPU keeps matrices
 
 
@@ -244,6 +247,68 @@ def _used_as_backward(stored, used, _, gradient):
 
 
 used_as.defvjp(_used_as_forward, _used_as_backward)
+
+
+def each_shard(function, *arrays):
+    """[shards, ...]: what function gives of the part of a batch that each of its shards holds.
+
+    Args:
+      arrays: [B, T, ...], split by rows and by places of a sequence.
+    Returns:
+      As many entries as there are shards, on their devices, or one if the batch does not divide.
+    """
+    mesh, by_row, by_place = _shards()
+    if (
+        mesh.size == 1
+        or len(arrays[0]) % _ways(mesh, by_row)
+        or arrays[0].shape[1] % _ways(mesh, by_place)
+    ):
+        return function(*arrays)[None]
+    specs = PartitionSpec(by_row, by_place), PartitionSpec(by_row + by_place)
+    return jax.shard_map(
+        lambda *arrays: function(*arrays)[None], in_specs=specs[0], out_specs=specs[1],
+        check_vma=False,
+    )(*arrays)  # fmt: skip
+
+
+def summed_over_shards(x, stored):
+    """The sum over the first axis of x, which has an entry for each shard of a batch.
+
+    Each device keeps its part of the sum: where mesh axes that split the batch split a dimension of
+    the sum, devices exchange sums of their parts alone. Of a sum with a constraint the compiler for
+    TPUs makes one of everything on every device.
+
+    Args:
+      x: [shards, ...], as `each_shard` gives it; of other numbers of entries the sum is a plain one.
+      stored: logical axes by which the sum will lie.
+    """
+    mesh, by_row, by_place = _shards()
+    if mesh.size == 1:
+        return jnp.sum(x, axis=0)
+    summed, axes = by_row + by_place, _axes_of_dimensions(stored)
+    kept = [tuple(itertools.takewhile(lambda axis: axis not in summed, a)) for a in axes]
+    added = [a[len(before) :] for before, a in zip(kept, axes, strict=True)]
+    scattered = sum(added, ())
+    if not set(scattered) <= set(summed) or len(x) != _ways(mesh, summed):
+        return constrain(jnp.sum(x, axis=0), *stored)
+
+    def own_part(x):
+        x = x[0]
+        for dimension, axes in enumerate(added):
+            if axes:
+                x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+        return jax.lax.psum(x, tuple(axis for axis in summed if axis not in scattered))
+
+    specs = dict(in_specs=PartitionSpec(summed, *kept), out_specs=PartitionSpec(*axes))
+    return jax.shard_map(own_part, **specs, check_vma=False)(x)
+
+
+def _shards():
+    """The mesh that is traced for, and its axes that split a batch by rows and by places."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _NO_MESH, (), ()
+    return mesh, *_axes_of_dimensions(("batch", "length"))
 
 
 def exchange(x, before, after):

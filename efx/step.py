@@ -273,9 +273,9 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, teacher=None
     if chunk and chunk < x_BTD.shape[1]:
         # Devices that share a sequence go over their own part of it, as if it were a row.
         parts = sharding.ways("length")
-        rows = [_as_rows(y, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
+        rows = [_as_rows(y, groups, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
         if teacher is not None:
-            teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, parts))
+            teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, groups, parts))
         return losses.chunked_cross_entropy(
             model.head_fn,
             head,
@@ -283,6 +283,7 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, teacher=None
             chunk=chunk,
             z_loss=z_loss,
             groups=groups * parts,
+            sum_groups=model.sum_head_gradients,
             teacher=teacher,
             distill=distill,
         )
@@ -310,9 +311,12 @@ def logits_bytes(model, config, mesh, rules, rows):
     return 4 * rows * positions * model.vocab_size // split
 
 
-def _as_rows(x_BT, parts):
-    """[B, T, ...] -> [B * parts, T / parts, ...]"""
-    return x_BT.reshape(x_BT.shape[0] * parts, x_BT.shape[1] // parts, *x_BT.shape[2:])
+def _as_rows(x_BT, groups, parts):
+    """[B, T, ...] -> [B * parts, T / parts, ...]: for each of the groups of rows one part of all
+    its rows after the other, as devices hold them."""
+    batch, length, *rest = x_BT.shape
+    x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
 
 
 def evaluation_keys(seed, index):

@@ -10,7 +10,7 @@ bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
 another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is the part
-of the largest budget that decides whether MoD pays there, three families without the controls.
+of the largest budget that decides whether MoD pays there, four families without the controls.
 """
 
 import importlib.util
@@ -77,14 +77,15 @@ def get_grid(part="all"):
 
 
 def _largest(grid):
-    """The largest budget of the families that have several seeds, without the narrowest size."""
+    """The largest budget without the narrowest size: what has several seeds, and staged MoDE."""
     sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
     narrowest, *others = sizes
     half = grid["families"]["dense, half as deep"]["model.depth"]
-    families = {name: grid["families"][name] for name in SEVERAL}
+    families = {name: grid["families"][name] for name in (*SEVERAL, "staged MoDE")}
     families["dense, half as deep"] = DENSE | {"model.depth": {name: half[name] for name in sizes}}
+    several = {narrowest: (0,)} | dict.fromkeys(others, (0, 1, 2))
     return grid | dict(
-        seeds=dict.fromkeys(SEVERAL, {narrowest: (0,)} | dict.fromkeys(others, (0, 1))),
+        seeds=dict.fromkeys(SEVERAL, several) | {"staged MoDE": (0,)},
         budgets=(LARGEST,),
         timed_budgets=(),
         families=families,

@@ -1,5 +1,6 @@
 """The one matrix multiplication and the one embedding table that every layer uses."""
 
+import functools
 import math
 
 import jax
@@ -81,6 +82,38 @@ class Linear(nn.Module):
         return _unflattened(y, x)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(table_VD, tokens_BT, dtype, axes):
+    """Rows [B, T, D] of a table, which lies by `axes`, in `dtype`.
+
+    The gradient of the table adds up what all places of a token say of it in float32, whatever
+    `dtype` is: a token that is frequent would add little to its sum in bfloat16.
+    """
+    return jnp.take(table_VD.astype(dtype), tokens_BT, axis=0)
+
+
+def _rows_forward(table_VD, tokens_BT, dtype, axes):
+    # An empty slice carries the table's dtype to the backward pass, its shape what it is of.
+    return _rows(table_VD, tokens_BT, dtype, axes), (table_VD[:, :0], tokens_BT)
+
+
+def _rows_backward(dtype, axes, residuals, gradient_BTD):
+    like, tokens_BT = residuals
+    table = jax.ShapeDtypeStruct((len(like), gradient_BTD.shape[-1]), jnp.float32)
+
+    def of_shard(tokens_BT, gradient_BTD):
+        taken = functools.partial(jnp.take, indices=tokens_BT, axis=0)
+        return jax.linear_transpose(taken, table)(gradient_BTD.astype(jnp.float32))[0]
+
+    # A sum of each shard of the batch, so that devices exchange sums of their parts alone.
+    gradient_SVD = sharding.each_shard(of_shard, tokens_BT, gradient_BTD)
+    gradient_VD = sharding.summed_over_shards(gradient_SVD, axes)
+    return gradient_VD.astype(like.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
 class Embedding(nn.Module):
     """Token table [V, D], usable as the tied output layer by `attend`.
 
@@ -101,7 +134,7 @@ class Embedding(nn.Module):
         self.embedding = parameter(self, "embedding", init, shape, self.axes)
 
     def __call__(self, tokens_BT):
-        return jnp.take(self.embedding.astype(self.dtype), tokens_BT, axis=0)
+        return _rows(self.embedding, tokens_BT, self.dtype, self.axes)
 
     def attend(self, x):
         """Logits [..., V] in float32 of x [..., D]."""

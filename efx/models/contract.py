@@ -89,6 +89,10 @@ class Model(Protocol):
     def head_params(self, params):
         """The part of the parameters that `head_fn` needs, gathered off the batch's mesh axes."""
 
+    def sum_head_gradients(self, gradients):
+        """Sums over the first axis of gradients in `head_params`, of which each shard of the batch
+        has an entry; they lie as the parameters do."""
+
     def head_fn(self, head_params, x_ND):
         """Pure output layer, for a loss in slices: (parameters, [N, D]) -> logits [N, V]."""
 

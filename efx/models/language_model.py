@@ -15,7 +15,7 @@ from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
 from efx.models.contract import Stage
-from efx.sharding import used_as
+from efx.sharding import summed_over_shards, used_as
 
 # Logical axes of the token embedding and of an output layer of its own.
 TABLE_AXES, HEAD_AXES = ("vocab", "table"), ("table", "vocab")
@@ -127,12 +127,21 @@ class LanguageModel(nn.Module):
     def head_params(self, params):
         # A loss that goes over slices of the sequence would otherwise gather it in every slice; in
         # the dtype that it is used in, which is less to send.
+        module, name, stored, used = self._head()
+        return {module: {name: used_as(params[module][name].astype(self.dtype), stored, used)}}
+
+    @nn.nowrap
+    def sum_head_gradients(self, gradients):
+        module, name, stored, _ = self._head()
+        return {module: {name: summed_over_shards(gradients[module][name], stored)}}
+
+    @nn.nowrap
+    def _head(self):
+        """Module and name of the matrix of the output layer, and its logical axes as a parameter
+        and as it is used."""
         if self.config.tied:
-            table_VD = params["embed"]["embedding"].astype(self.dtype)
-            table_VD = used_as(table_VD, TABLE_AXES, ("act_vocab", "act_embed"))
-            return {"embed": {"embedding": table_VD}}
-        kernel_DV = params["head"]["kernel"].astype(self.dtype)
-        return {"head": {"kernel": used_as(kernel_DV, HEAD_AXES, ("act_embed", "act_vocab"))}}
+            return "embed", "embedding", TABLE_AXES, ("act_vocab", "act_embed")
+        return "head", "kernel", HEAD_AXES, ("act_embed", "act_vocab")
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):

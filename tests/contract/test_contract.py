@@ -32,8 +32,8 @@ def test_a_family_keeps_it(name):
     model = bridged(*case) if name == "bridged" else families.build(name)
     assert isinstance(model.config, Settings) and isinstance(model, Model)
     assert model.config.family in models.FAMILIES
-    for method in ("__call__", "features", "logits", "head_params", "head_fn", "specs", "blocks",
-                   "ledger", "check_packing"):  # fmt: skip
+    for method in ("__call__", "features", "logits", "head_params", "head_fn",
+                   "sum_head_gradients", "specs", "blocks", "ledger", "check_packing"):  # fmt: skip
         wanted = inspect.signature(getattr(Model, method)).parameters
         given = inspect.signature(getattr(type(model), method)).parameters
         kinds = {parameter.kind for parameter in given.values()}

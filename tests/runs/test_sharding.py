@@ -17,8 +17,9 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from efx import build, flops, main, models, sharding
+from efx import build, flops, losses, main, models, sharding, step
 from efx.errors import UsageError
+from efx.layers import linear
 from efx.sharding import DEFAULT_RULES
 
 ONE = dict.fromkeys(sharding.MESH_AXES, 1)
@@ -218,6 +219,77 @@ def test_the_gradient_of_the_output_layer_lies_as_it_does(tied):
     )
     assert used == {"tensor", None}
     assert gradient == {("tensor", "fsdp", "expert"), None}
+
+
+@pytest.mark.parametrize(
+    "sizes, rows",
+    [
+        (dict(data=2, fsdp=4), 8),
+        (dict(data=2, fsdp=2, tensor=2), 8),
+        (dict(fsdp=2, tensor=2, expert=2), 8),
+        (dict(data=2, fsdp=2, sequence=2), 8),
+        (dict(data=2, fsdp=4), 3),  # which do not divide over the batch's shards
+    ],
+)
+def test_gradients_of_the_table_are_sums_of_parts(sizes, rows):
+    """Those of the lookup and of the output layer: the numbers of one device, and each device gets
+    the sum of its part, where a sum with a constraint made one of all on every device."""
+    model, mesh = families.make({"vocab_multiple": 16}), mesh_of(**sizes)
+    params = nn.unbox(families.random_params(model))
+    vocab = len(params["embed"]["embedding"])
+    batch = {
+        "inputs": jax.random.randint(jax.random.key(1), (rows, 8), 0, 45),
+        "targets": jax.random.randint(jax.random.key(2), (rows, 8), 0, 45),
+        "weights": jnp.ones((rows, 8)),
+    }
+
+    def gradients(groups):
+        chunk, parts = 3, sharding.ways("length")
+
+        def total(params, batch):
+            x_BTD = model.apply({"params": params}, batch["inputs"], method="features")
+            return losses.chunked_cross_entropy(
+                model.head_fn,
+                model.head_params(params),
+                *(step._as_rows(x, groups, parts) for x in (x_BTD, *list(batch.values())[1:])),
+                chunk=chunk,
+                groups=groups * parts,
+                sum_groups=model.sum_head_gradients,
+            ).total
+
+        return jax.grad(total)
+
+    wanted, boxed = gradients(1)(params, batch), models.variable_shapes(model)["params"]
+    layout = sharding.tree_shardings(boxed, mesh, DEFAULT_RULES)
+    with sharding.use(mesh, DEFAULT_RULES):
+        shards = sharding.batch_shards(mesh, DEFAULT_RULES)
+        divides = rows % shards == 0
+        by_row = sharding.batch_sharding(mesh, DEFAULT_RULES) if divides else None
+        compiled = (
+            jax.jit(
+                gradients(shards if divides else 1),
+                in_shardings=(layout, by_row),
+                out_shardings=layout,
+            )
+            .lower(params, batch)
+            .compile()
+        )
+        placed = jax.device_put(batch, by_row) if divides else batch
+        got = compiled(jax.device_put(params, layout), placed)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+    whole = rf"f32\[(1,)?{vocab // sizes.get('tensor', 1)},32\]"
+    summed = re.findall(rf"= .*{whole}.* all-reduce\(", compiled.as_text())
+    assert not divides or not summed, summed
+
+
+def test_many_places_of_a_token_count_in_bfloat16_too():
+    """A running sum in bfloat16 stops at 256."""
+    table = linear.Embedding(4, 2, 1.0, jnp.bfloat16)
+    tokens = jnp.zeros((8, 128), jnp.int32)
+    params = table.init(jax.random.key(0), tokens)
+    gradient = jax.grad(lambda params: jnp.sum(table.apply(params, tokens)))(params)
+    assert nn.unbox(gradient)["params"]["embedding"].tolist() == [[1024, 1024]] + [[0, 0]] * 3
 
 
 def test_scanned_parameters_name_the_layer_axis():

@@ -142,6 +142,10 @@ class Bridged(LanguageModel):
         return self.anchor_model.head_params(params["anchor_model"])
 
     @nn.nowrap
+    def sum_head_gradients(self, gradients):
+        return self.anchor_model.sum_head_gradients(gradients)
+
+    @nn.nowrap
     def head_fn(self, head_params, x_ND):
         return self.anchor_model.head_fn(head_params, x_ND)
 
