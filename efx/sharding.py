@@ -279,7 +279,7 @@ def summed_over_shards(x, stored):
     TPUs makes one of everything on every device.
 
     Args:
-      x: [shards, ...], as `each_shard` gives it; of other numbers of entries the sum is a plain one.
+      x: [shards, ...], as `each_shard` gives it; of other numbers of entries it is a plain sum.
       stored: logical axes by which the sum will lie.
     """
     mesh, by_row, by_place = _shards()

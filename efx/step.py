@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx import losses, means, models, optim, sharding
+from efx.layers.routing import quantiles
 from efx.layers.stack import label
 from efx.settings import as_dict
 
@@ -100,9 +101,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     count, unless a router does), and to a forward pass without the output layer for a loss that is
     not linear in means (`load_balance`). Logged statistics are those of the whole batch, too.
 
-    Three things differ from a step without accumulation. Random numbers (dropout, stochastic masks)
-    are drawn for each micro-batch. The running quantile of a routing threshold moves by the mean of
-    the micro-batches' quantiles. Negatives of the latent loss come from the same micro-batch if
+    Two things differ from a step without accumulation. Random numbers (dropout, stochastic masks)
+    are drawn for each micro-batch. Negatives of the latent loss come from the same micro-batch if
     `config.model.latent_loss` has candidates="batch".
 
     A step whose loss or gradient is not finite changes neither parameters nor optimiser state, and
@@ -142,7 +142,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
         reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
         extra = weighted(losses.collect_sown(reports["losses"], totals), step)
         averages = {name: mutated[name] for name in variables}
-        return sums.total / total_weight + extra, (averages, sums, reports)
+        scores = mutated.get(quantiles.COLLECTION, {})
+        return sums.total / total_weight + extra, ((averages, sums, reports), scores)
 
     gradient = jax.grad(micro_loss, has_aux=True)
 
@@ -165,7 +166,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
                 totals,
                 teacher_variables,
             )
-            return grads, *aux
+            added, scores = aux
+            return (grads, *added), scores
 
         def needed_means(batch, index):
             _, mutated = forward(state.params, state.variables, batch, keys(index))
@@ -173,15 +175,20 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             return jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
 
         if accumulation == 1:
-            grads, variables, sums, reports = micro_gradients(batch, 0)
+            (grads, variables, sums, reports), scores = micro_gradients(batch, 0)
         else:
             batches = _micro_batches(batch, accumulation)
-            totals = _over_micro_batches(needed_means, batches)
-            grads, variables, sums, reports = _over_micro_batches(
+            totals, _ = _over_micro_batches(
+                lambda batch, index: (needed_means(batch, index), None), batches
+            )
+            (grads, variables, sums, reports), scores = _over_micro_batches(
                 lambda batch, index: micro_gradients(batch, index, totals), batches
             )
             # Every micro-batch starts from the same running averages.
             variables = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), variables)
+        if scores:
+            averages = quantiles.followed(variables["state"], state.variables["state"], scores)
+            variables = {**variables, "state": averages}
         sown, stats = (losses.collect_sown(reports[name]) for name in ("losses", "stats"))
         metrics = {
             "train/objective": sums.total / total_weight + weighted(sown, state.step),
@@ -232,21 +239,24 @@ def _micro_batches(batch, count):
 
 
 def _over_micro_batches(function, batches):
-    """The sum over micro-batches of one(batch, index), with a scan."""
+    """With a scan over micro-batches, of function(batch, index) = (to add, to keep): the sum of the
+    former, and the latter of all of them along one more axis, the last."""
     count = len(jax.tree.leaves(batches)[0])
     first = jax.tree.map(lambda x: x[0], batches)
     # The shapes of its result and the body of the scan are one trace of it, which is kept here.
     function = jax.jit(function, inline=True)
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(function, first, jnp.zeros((), jnp.int32)),
+        jax.eval_shape(function, first, jnp.zeros((), jnp.int32))[0],
     )
 
     def body(totals, item):
         index, batch = item
-        return jax.tree.map(jnp.add, totals, function(batch, index)), None
+        added, kept = function(batch, index)
+        return jax.tree.map(jnp.add, totals, added), kept
 
-    return jax.lax.scan(body, zeros, (jnp.arange(count), batches))[0]
+    totals, kept = jax.lax.scan(body, zeros, (jnp.arange(count), batches))
+    return totals, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), kept)
 
 
 def _features(model, params, variables, batch, keys, *, train):
@@ -259,7 +269,7 @@ def _features(model, params, variables, batch, keys, *, train):
         train=train,
         method="features",
         rngs=keys,
-        mutable=("losses", "stats", "state", means.COLLECTION),
+        mutable=("losses", "stats", "state", means.COLLECTION, quantiles.COLLECTION),
     )
 
 

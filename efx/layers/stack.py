@@ -13,6 +13,7 @@ from efx.layers import attention_kernels
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
+from efx.layers.routing import quantiles
 from efx.layers.routing.depth import DepthRouted
 from efx.layers.routing.soft_experts import SoftBlock
 from efx.sharding import constrain
@@ -217,6 +218,7 @@ class Stack(nn.Module):
                     "means": 0,
                     "masks": 0,
                     "state": 0,
+                    quantiles.COLLECTION: 0,
                 },
                 split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},

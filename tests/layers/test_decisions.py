@@ -27,7 +27,7 @@ from test_train import TINY, batch_of, setup
 
 from efx.configs import common
 from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import decisions, plans
+from efx.layers.routing import decisions, plans, quantiles
 
 
 def sigmoid(x):
@@ -37,7 +37,8 @@ def sigmoid(x):
 # ---- quantiles and documents by hand -----------------------------------------------------------
 
 
-quantile = jax.jit(plans.quantile)
+def quantile(scores_BT, fraction, *valid_BT):
+    return jax.jit(quantiles.of_batch)(scores_BT, 1.0 - fraction, *valid_BT)
 
 
 def test_quantile_by_hand():
@@ -76,7 +77,7 @@ def test_devices_exchange_counts_and_no_scores():
     mesh = jax.make_mesh((8,), ("data",))
     by_row = NamedSharding(mesh, PartitionSpec("data"))
     scores_BT = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-    quantile = jax.jit(lambda scores: plans.quantile(scores, 0.875), in_shardings=by_row)
+    quantile = jax.jit(lambda scores: quantiles.of_batch(scores, 0.125), in_shardings=by_row)
     compiled = quantile.lower(scores_BT).compile()
     kinds = r"\b(all-gather|all-to-all|collective-permute|sort)\("
     assert not re.search(kinds, compiled.as_text())
@@ -86,6 +87,65 @@ def test_devices_exchange_counts_and_no_scores():
     assert len(sizes) <= 4 and "while(" in compiled.as_text()
     result = compiled(jax.device_put(scores_BT, by_row))
     assert result == sorted_quantile(scores_BT.ravel(), 0.875)
+
+
+def test_what_devices_exchange_does_not_grow_with_the_layers():
+    """Quantiles of all routed layers are moved together: one loop with one sum, where each layer
+    had a loop of its own."""
+    sums = []
+    for depth in (2, 6):
+        changes = {"depth": depth, "depth_routing.kind": "mod", "depth_routing.causal": "threshold"}
+        model = families.make(changes | {"depth_routing.capacity": 0.5})
+        state = families.random_state(model)["state"]
+        mesh = jax.make_mesh((8,), ("data",))
+        scores = {
+            "layers": {
+                name: {"quantile": (quantiles.Scores(np.zeros((8, 16), np.float32), None, s, 0.9),)}
+                for name, s in zip(state["layers"], (0.5, 0.25, 0.125), strict=False)
+            }
+        }
+        followed = jax.jit(
+            lambda state, scores: quantiles.followed(state, state, scores),
+            in_shardings=(None, NamedSharding(mesh, PartitionSpec("data"))),
+        )
+        text = followed.lower(state, scores).compile().as_text()
+        sums.append(len(re.findall(r" all-reduce\(", text)))
+        assert len(state["layers"]) == depth // 2
+    assert sums[0] == sums[1] <= 4
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_quantiles_of_layers_that_are_moved_together_are_those_of_each(accumulated):
+    """Scanned or not, of several lengths, of tokens of which all count or some; in parts or not."""
+    rng = np.random.default_rng(0)
+
+    def scores(*shape, share, valid):
+        values = rng.normal(size=shape).astype(np.float32)
+        return quantiles.Scores(values, rng.random(shape) < 0.6 if valid else None, share, 0.5)
+
+    parts = (3,) if accumulated else ()
+    sown = {
+        "one": {"quantile": (scores(2, 8, *parts, share=0.5, valid=False),)},
+        "two": {"quantile": (scores(2, 8, *parts, share=0.25, valid=True),)},
+        "short": {"quantile": (scores(2, 4, *parts, share=0.25, valid=False),)},
+        "scanned": {"quantile": (scores(3, 2, 8, *parts, share=0.125, valid=False),)},
+    }
+    state = {name: {"quantile": np.float32(2), "quantile_steps": np.int32(1)} for name in sown}
+    state["two"] |= {"quantile_steps": np.int32(0), "seed": np.int32(7)}
+    state["scanned"] = {"quantile": np.float32([1, 2, 3]), "quantile_steps": np.int32([1, 1, 0])}
+    got = jax.device_get(jax.jit(quantiles.followed)(state, state, sown))
+
+    def new(name, layer=...):
+        (x,) = sown[name]["quantile"]
+        counted = True if x.valid_BT is None else x.valid_BT[layer]
+        return sorted_quantile(x.score_BT[layer][counted].ravel(), 1 - x.share)
+
+    assert got["two"] == {"quantile": new("two"), "quantile_steps": 1, "seed": 7}
+    for name in ("one", "short"):
+        assert got[name]["quantile"] == np.float32(0.5) * (2 + new(name))
+    expected = [0.5 * (1 + new("scanned", 0)), 0.5 * (2 + new("scanned", 1)), new("scanned", 2)]
+    np.testing.assert_allclose(got["scanned"]["quantile"], expected, rtol=1e-6)
+    assert got["scanned"]["quantile_steps"].tolist() == [2, 2, 1]
 
 
 def by_document(fraction, segments_BT):
@@ -221,8 +281,11 @@ def test_several_decisions_are_trained_and_any_can_decide():
 
 
 def train(module, variables, x_BTD):
+    """(out, state after the step)."""
     info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(train=True, selection="train"))
-    return module.apply(variables, x_BTD, info, mutable=["losses", "stats", "state"])
+    out_BTD, sown = module.apply(variables, x_BTD, info, mutable=[quantiles.COLLECTION])
+    state = variables["state"]
+    return out_BTD, quantiles.followed(state, state, sown[quantiles.COLLECTION])
 
 
 def test_threshold_follows_the_quantile_and_then_decides():
@@ -248,22 +311,21 @@ def test_threshold_follows_the_quantile_and_then_decides():
         if i >= 2:  # after the warm-up, by the threshold as it was before this step
             passing_BT = score_BT > followed
             routed_BT = passing_BT & (np.cumsum(passing_BT, axis=1) <= LENGTH // 2)
-        out_BTD, sown = step(state, x_BTD)
+        out_BTD, state = step(state, x_BTD)
         np.testing.assert_array_equal(np.any(np.asarray(out_BTD) != x_BTD, -1), routed_BT)
         followed = now if followed is None else 0.5 * followed + 0.5 * now
-        state = sown["state"]
         np.testing.assert_allclose(state["quantile"], followed, rtol=1e-5)
         assert state["quantile_steps"] == i + 1
     # Evaluation leaves it alone.
     info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
-    evaluated = families.jit(functools.partial(module.apply, mutable=["state", "losses"]))
+    evaluated = families.jit(functools.partial(module.apply, mutable=True))
     sown = evaluated({"params": p, "state": state}, x_BTD, info)[1]
+    assert "stats" in sown and quantiles.COLLECTION not in sown
     assert jax.device_get(sown["state"]) == jax.device_get(state)
 
 
 def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
-    """With accumulation it takes the mean over the micro-batches; every one starts from the same
-    threshold, so what is routed, and with it the step, is that of the big batch."""
+    """Every micro-batch starts from the same threshold, and it moves by the quantile of all."""
     changes = {
         "data.source": "text:none",
         "optim.name": "sgd",
@@ -276,18 +338,12 @@ def test_running_quantile_moves_once_a_step_however_the_batch_is_split():
     state, big = setup(common.apply(common.base(), {**TINY, **changes}))
     config = common.apply(common.base(), {**TINY, **changes, "train.accumulation": 2})
     batch = batch_of(config)
-    quantiles = [
-        setup(common.apply(common.base(), {**TINY, **changes, "data.batch_size": 4}))[1](
-            state, jax.tree.map(lambda x, i=i: x[i::2], batch), np.uint32(0)
-        )[0].variables["state"]["layers"]["block_1"]["quantile"]
-        for i in range(2)
-    ]
     whole, _ = big(state, batch, np.uint32(0))
     parts, _ = setup(config)[1](state, batch, np.uint32(0))
-    moved = jax.device_get(parts.variables["state"]["layers"]["block_1"])
-    quantiles = jax.device_get(quantiles)
-    np.testing.assert_allclose(moved["quantile"], np.mean(quantiles), rtol=1e-5)
-    assert quantiles[0] != quantiles[1] and moved["quantile_steps"] == 1
+    whole, parts = jax.device_get((whole, parts))
+    moved = parts.variables["state"]["layers"]["block_1"]
+    assert moved["quantile"] != 0 and moved["quantile_steps"] == 1
+    families.assert_trees_close(parts.variables, whole.variables, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 

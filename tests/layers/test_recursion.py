@@ -15,7 +15,7 @@ from efx import flops, models
 from efx.errors import UsageError
 from efx.layers import blocks, stack
 from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import plans
+from efx.layers.routing import plans, quantiles
 from efx.layers.routing.depth import DepthRouted
 
 LENGTH = families.LENGTH
@@ -241,10 +241,11 @@ def test_threshold_follows_the_survivors():
     }
     train = families.jit(
         lambda p, s, t: model.apply(
-            {"params": p, "state": s}, t, train=True, mutable=["losses", "stats", "state"]
+            {"params": p, "state": s}, t, train=True, mutable=["stats", quantiles.COLLECTION]
         )[1]
     )
-    state = train(params, state, families.tokens())["state"]
+    sown = train(params, state, families.tokens())[quantiles.COLLECTION]
+    state = quantiles.followed(state, state, sown)
     stats = train(params, state, families.tokens())["stats"]["layers"]
     for name, share in (("recursion_1", 0.6), ("recursion_2", 0.3)):
         got = float(stats[name]["router/decided_fraction"][0])

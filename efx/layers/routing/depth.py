@@ -15,7 +15,7 @@ from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
 from efx.layers.report import asked, sow_choice
-from efx.layers.routing import controls, decisions, plans
+from efx.layers.routing import controls, decisions, plans, quantiles
 from efx.layers.routing.moe import ROUTER_STD
 from efx.parameter import parameter
 
@@ -33,7 +33,8 @@ class DepthRouted(nn.Module):
 
     Sows the losses of its decisions (`router_bce`, `predictor_bce`) and, into `stats`, how well
     each decision agrees with top-k and how many tokens it routes. Where "threshold" is trained,
-    the collection `state` holds the running quantile; of a control that is drawn once, its seed.
+    the collection `state` holds the running quantile, which the training step moves by what is sown
+    into `quantiles.COLLECTION`; of a control that is drawn once, it holds the seed.
 
     Attributes:
       make_block: constructor of the block, a module (x, info, context=None) -> increment.
@@ -141,7 +142,7 @@ class DepthRouted(nn.Module):
         else:
             plan, budget = top, plans.Budget(self.capacity, length, documents)
         if "threshold" in c.trained and info.mode.train and not self.is_initializing():
-            self._follow_quantile(jax.lax.stop_gradient(score_BT), valid_BT)
+            self._say_scores(jax.lax.stop_gradient(score_BT), valid_BT)
         return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
 
     def _deciding(self, info):
@@ -163,14 +164,11 @@ class DepthRouted(nn.Module):
             return score_BT - self.quantile.value
         return score_BT
 
-    def _follow_quantile(self, score_BT, valid_BT):
+    def _say_scores(self, score_BT, valid_BT):
         # Of those that may be routed: together they are routed as often as the capacity says.
-        new = plans.quantile(score_BT, 1.0 - self.capacity / self.survivors, valid_BT)
-        steps = self.quantile_steps.value
-        # The first value is taken as it is: an average that starts at 0 would have to forget it.
-        decay = jnp.where(steps == 0, 0.0, self.config.threshold_decay)
-        self.quantile.value = decay * self.quantile.value + (1.0 - decay) * new
-        self.quantile_steps.value = steps + 1
+        share, decay = self.capacity / self.survivors, self.config.threshold_decay
+        scores = quantiles.Scores(score_BT, valid_BT, share, decay)
+        self.sow(quantiles.COLLECTION, "quantile", scores)
 
     # ---- applying ----
 

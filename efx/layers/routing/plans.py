@@ -11,7 +11,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import struct
 
@@ -352,48 +351,3 @@ def in_rounds(module, selected_BT, size, start, body, carries=False):
 
     start = (jnp.int32(0), start)
     return nn.while_loop(any_left, round_of, module, start, carry_variables=carries)[1]
-
-
-def quantile(scores_BT, fraction, valid_BT=None):
-    """The value that the share 1 - `fraction` of the valid scores of the batch exceed; a scalar.
-
-    Half-way between the two neighbouring scores, so that it is exceeded by floor((1 - fraction) n)
-    of n. 0 where nothing is valid.
-
-    Nothing is sorted: on a mesh that would gather the scores of the whole batch on every device.
-    The score is found by its bits, a byte at a time, from how many scores have which byte, sums of
-    which the devices exchange. They are exact for up to 2**24 scores.
-    """
-    valid_BT = jnp.ones_like(scores_BT, bool) if valid_BT is None else valid_BT
-    count = jnp.sum(valid_BT)
-    above = jnp.clip(jnp.floor((1.0 - fraction) * count + 1e-3), 1, jnp.maximum(count - 1, 1))
-    bits_BT = jax.lax.bitcast_convert_type(scores_BT.astype(jnp.float32), jnp.uint32)
-    # Numbers whose order is that of the scores: of negative ones all bits are turned, of the others
-    # the sign.
-    order_BT = jnp.where(bits_BT >> 31 == 1, ~bits_BT, bits_BT | _SIGN)
-
-    def add_byte(i, carry):
-        prefix, larger = carry  # how many scores are larger than all that begin so
-        shift = (24 - 8 * i).astype(jnp.uint32)
-        begins_BT = valid_BT & ((order_BT ^ prefix) >> shift < 256)
-        byte_BT = order_BT >> shift & 255
-        # How many have each byte is a product of the two halves of the byte, one-hot: of 32
-        # comparisons in place of 256.
-        high = jax.nn.one_hot(byte_BT >> 4, 16) * begins_BT[..., None]
-        low = jax.nn.one_hot(byte_BT & 15, 16)
-        number = jnp.tensordot(high, low, axes=((0, 1), (0, 1))).ravel()
-        at_least = larger + jnp.cumsum(number[::-1])[::-1]
-        byte = jnp.maximum(jnp.sum(at_least >= above) - 1, 0)
-        return prefix | byte.astype(jnp.uint32) << shift, at_least[byte] - number[byte]
-
-    order, _ = jax.lax.fori_loop(0, 4, add_byte, (jnp.uint32(0), jnp.float32(0)))
-    bits = jnp.where(order >> 31 == 1, order ^ _SIGN, ~order)
-    upper = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    lower = jnp.max(jnp.where(valid_BT & (order_BT < order), scores_BT, -jnp.inf))
-    # The next is the same where so many scores are equal, or where there is no other.
-    equal = jnp.sum(valid_BT & (order_BT >= order)) > above
-    middle = 0.5 * (upper + jnp.where(equal | ~jnp.isfinite(lower), upper, lower))
-    return jnp.where((count > 0) & jnp.isfinite(middle), middle, 0.0)
-
-
-_SIGN = np.uint32(1 << 31)
