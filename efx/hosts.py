@@ -24,6 +24,8 @@ ADVICE = (
     "see the output of the others; the same command on all of them goes on from the newest"
     " checkpoint"
 )
+# The exit status of a process that has lost another: the same command goes on (EX_TEMPFAIL).
+LOST = 75
 # What the errors of JAX's runtime say when the other end of a connection is gone.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset by peer")
 
@@ -105,6 +107,7 @@ def fail(error, status=1):
 
     if is_loss(error):
         print(f"efx: stopped: another process of the run is lost; {ADVICE}", file=sys.stderr)
+        status = LOST
     elif error is not None:
         traceback.print_exception(error)
     sys.stdout.flush()

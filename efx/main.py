@@ -192,7 +192,6 @@ def start_jax(values):
     if values.mode == "compile":  # for devices that are not there, on those that every machine has
         jax.config.update("jax_platforms", "cpu")
         return
-    jax.config.update("jax_compilation_cache_dir", programs.cache_folder())
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if values.cpu_devices:
@@ -206,6 +205,7 @@ def start_jax(values):
         )
     elif values.distributed:
         hosts.connect(preemption=values.mode == "train")
+    programs.keep_compiled()
 
 
 def _show_own_log():
@@ -219,7 +219,7 @@ def _show_own_log():
 
 def main(argv=None):
     """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input, 3 the run came
-    to its end with a loss that is not finite."""
+    to its end with a loss that is not finite, 75 another process of the run is lost."""
     # Libraries' INFO lines are not for users of efx; its own say what takes so long.
     logging.set_verbosity(logging.WARNING)
     _show_own_log()

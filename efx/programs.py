@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -21,8 +22,10 @@ from flax import linen as nn
 from flax import traverse_util
 from jax import export
 
-from efx import atomic
+from efx import atomic, hosts, runfolder
+from efx.errors import UsageError
 
+_log = logging.getLogger(__name__)
 # Packages whose code is part of a traced program.
 _TRACED = ("flax", "jax", "jaxlib", "numpy")
 _DIGEST = hashlib.sha256().digest_size
@@ -31,6 +34,23 @@ _DIGEST = hashlib.sha256().digest_size
 def cache_folder():
     """Where programs that an efx process keeps are."""
     return os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
+
+
+def keep_compiled():
+    """Has JAX keep compiled programs in `cache_folder()`, unless several processes on GPUs do not
+    share it.
+
+    Their compilers try kernels together, each a part, and wait for the parts of the others; process
+    0 alone writes. A process that read there what the others lack would leave these waiting.
+    """
+    if hosts.connected() and jax.process_count() > 1 and jax.default_backend() == "gpu":
+        try:
+            runfolder.check_shared(cache_folder(), "EFX_COMPILE_CACHE")
+        except UsageError as error:
+            if jax.process_index() == 0:
+                _log.warning("compiled programs are not kept: %s", error)
+            return
+    jax.config.update("jax_compilation_cache_dir", cache_folder())
 
 
 def kept(function, of, shapes):

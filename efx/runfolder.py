@@ -421,8 +421,8 @@ class Lock:
         )
 
 
-def check_shared(workdir):
-    """Raises UsageError, on all processes, unless all of them see the same run folder.
+def check_shared(workdir, setting="--workdir"):
+    """Raises UsageError, on all processes, unless all of them see the same folder.
 
     Process 0 makes a file there for a moment, and the folder if it is absent.
     """
@@ -457,7 +457,7 @@ def check_shared(workdir):
             path.rmdir()
     if not np.all(seen):
         raise UsageError(
-            f"--workdir={workdir} is not one folder for all processes: process"
+            f"{setting}={workdir} is not one folder for all processes: process"
             f" {int(np.argmin(seen))} does not see what process 0 writes there; give a folder that"
             " they share, on a network file system or at gs://BUCKET/FOLDER"
         )

@@ -290,24 +290,19 @@ class _Program:
 
 @functools.cache
 def _compiled(program, shapes, is_split):
-    """(prefill of first tokens, a function that gives the prefill of others, decode, what they work
-    on at first: room for the cache, not empty yet, and for the features of each row's last token).
-    Equal programs share them.
+    """(prefill of first tokens, a function that gives the prefill of others, decode, shapes of what
+    they work on: the cache, and the features of each row's last token). Equal programs share them.
 
     Args:
       shapes: of the variables, as (leaves, structure).
       is_split: whether these are split over devices, for which traced programs are not kept.
     """
     options = dict(donate_argnums=(1, 2), out_shardings=PartitionSpec())
-
-    def empty(shapes):
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-
     if is_split:
         first = program.prefill_first if program.two_prefills else program.prefill
         functions = first, program.prefill, program.decode
         first, prefill, decode = (jax.jit(function, **options) for function in functions)
-        return first, lambda: prefill, decode, empty(program.room())
+        return first, lambda: prefill, decode, program.room()
 
     variables = jax.tree.unflatten(shapes[1], shapes[0])
 
@@ -326,7 +321,7 @@ def _compiled(program, shapes, is_split):
     arguments, _ = jax.tree.unflatten(decode.in_tree, decode.in_avals)
     # One with kernels is not kept: JAX does not write down those of all libraries.
     first = jax.jit(program.prefill_first, **options) if program.two_prefills else prefill()
-    return first, prefill, call(decode), empty(arguments[1:3])
+    return first, prefill, call(decode), arguments[1:3]
 
 
 @functools.cache
@@ -372,10 +367,18 @@ class _Run:
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
         with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            self.prefill_first, self.prefill, self.decode_loop, room = self._call(
+            self.prefill_first, self.prefill, self.decode_loop, shapes = self._call(
                 _compiled, self.program, _shapes(self.variables), self.is_split
             )
-            self.cache, self.last_BD = jax.device_put(room, sharding.replicated(self.mesh))
+            # Room for what they work on, not empty yet. To put zeros of the host on devices of
+            # several processes would be to compare them first, which gathers those of all.
+            everywhere = sharding.replicated(self.mesh)
+            self.cache, self.last_BD = jax.tree.map(
+                lambda x: jax.make_array_from_callback(
+                    x.shape, everywhere, lambda _: np.zeros(x.shape, x.dtype)
+                ),
+                shapes,
+            )
             self.read({})
             self.decode(np.ones(sampler.batch_size, bool), 0, 0)
 

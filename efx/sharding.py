@@ -120,13 +120,14 @@ def _laid_out(sizes, groups, devices):
         # In the order of processes: the later axes lie within a host. Nothing is known of GPUs and
         # CPUs that would tell of a better one.
         return np.array(devices).reshape(tuple(sizes.values()))
-    slices = 1
-    if devices[0].platform == "tpu":  # devices of a single slice may have no number of it
-        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # Devices of a single slice may have no number of it. Of GPUs, the slices are the machines,
+    # whether each has one process or one for each of its devices.
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
     hosts = len({device.process_index for device in devices})
     groups = groups or slices
     if groups not in ({slices} if slices > 1 else {1, hosts}):
-        joined = f"{slices} slices" if slices > 1 else f"{hosts} hosts"
+        kind = "slices" if devices[0].platform == "tpu" else "machines"
+        joined = f"{slices} {kind}" if slices > 1 else f"{hosts} hosts"
         raise UsageError(
             f"config.mesh.dcn_data={groups}, but there are {joined} of devices; 0 is always right"
         )

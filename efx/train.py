@@ -15,7 +15,15 @@ from efx.checkpoint.params import fingerprint
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
-from efx.metrics import MetricsBuffer, MetricsWriter, Progress, duration, mean_of, quantity
+from efx.metrics import (
+    MetricsBuffer,
+    MetricsWriter,
+    Progress,
+    duration,
+    mean_of,
+    quantity,
+    read_metrics,
+)
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.runfolder import METRICS_FILE
@@ -85,6 +93,28 @@ def compose(config, workdir, *, command_line=(), started=None):
         return launch.train(untrained=True)
 
 
+class _Stopwatch:
+    """Seconds for which it has run. It may be started once and stopped for a while."""
+
+    def __init__(self):
+        self._seconds, self._since = 0.0, None
+
+    def start(self):
+        self._since = time.monotonic()
+
+    def seconds(self):
+        running = 0.0 if self._since is None else time.monotonic() - self._since
+        return self._seconds + running
+
+    @contextlib.contextmanager
+    def stopped(self):
+        self._seconds, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self.start()
+
+
 class _Launch:
     """One launch of a run."""
 
@@ -111,7 +141,9 @@ class _Launch:
             e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
         )
         self._check_subset()
-        self.seconds = 0.0
+        self.before = 0.0  # seconds of training of earlier launches
+        self.watch = _Stopwatch()
+        self.row_at = 0.0  # what it said at the last row
         self.window = []
         self.buffer = MetricsBuffer()
         self.last_row = {}
@@ -265,6 +297,13 @@ class _Launch:
             if not untrained:
                 self._compile_ahead()
             iterator, origin = self._restore()
+            if self.step > e.steps and not self.pending:
+                # Nothing is trained with this config, so it is not that of the run.
+                self.progress.println(
+                    f"finished already: {self.workdir} is at step {self.step}, and stays what it is"
+                    f" with config.steps={e.steps}"
+                )
+                return self._finish(already=True)
             self._commit(origin, files)
             self.progress.println(self._banner())
             if e.data.origin["of"] != e.data.origin["source"]:  # split by an earlier text
@@ -277,7 +316,7 @@ class _Launch:
                 self.progress.println(
                     f"finished already: {self.workdir} is at step {self.step} of {e.steps}"
                 )
-                return self._finish()
+                return self._finish(already=True)
             self._loop(iterator)
             self._end_profile()
             return self._finish()
@@ -318,7 +357,7 @@ class _Launch:
                 )
                 self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)
-                self.seconds = restored.meta["seconds"]
+                self.before = restored.meta["seconds"]
                 self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
@@ -370,20 +409,20 @@ class _Launch:
         e, config = self.experiment, self.config
         position = iterator.get_state()
         batch = self._next(iterator)
-        stage, clock = None, time.monotonic()
-        is_first = True
+        stage, is_first = None, True
+        self.watch.start()
         while self.step < e.steps:
             self._profile()
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
+                self._log(self.buffer.pop_all())
                 try:
-                    compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
+                    with self.watch.stopped():
+                        compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
                 except Interrupted:
-                    self._log(self.buffer.pop_all(), clock)
                     self._pause([], True, position)
                     self._say_stopped()
                     return
-                clock = time.monotonic()
             self.signals.listen()
             self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
             self.step += 1
@@ -397,7 +436,7 @@ class _Launch:
                 jax.block_until_ready(metrics)
                 self._report_start()
                 is_first = False
-            clock = self._log(self.buffer.pop_ready(), clock)
+            self._log(self.buffer.pop_ready())
             stop = self.signals.stop_requested() or self.step == e.steps
             due = [
                 name
@@ -405,9 +444,9 @@ class _Launch:
                 if (interval := getattr(config, name).every) and self.step % interval == 0
             ]
             if stop or due:
-                clock = self._log(self.buffer.pop_all(), clock)
-                self._pause(due, stop, position)
-                clock = time.monotonic()
+                self._log(self.buffer.pop_all())
+                with self.watch.stopped():
+                    self._pause(due, stop, position)
             if self.pending or (stop and self.step < e.steps):
                 self._say_stopped()
                 return
@@ -459,7 +498,11 @@ class _Launch:
     def _compile(self, stage):
         return self.training.trace_step(stage.model).lower().compile()
 
-    def _log(self, rows, clock):
+    def seconds(self):
+        """Of training so far: without compiling, evaluating, sampling and saving."""
+        return self.before + self.watch.seconds()
+
+    def _log(self, rows):
         """Take finished steps; write a row at each multiple of `log.every` and at the last step."""
         config, e = self.config, self.experiment
         for step, row in rows:
@@ -467,10 +510,9 @@ class _Launch:
             self._check_finite(step, row)
             if step % config.log.every and step != e.steps:
                 continue
-            now = time.monotonic()
-            elapsed, steps = now - clock, len(self.window)
-            self.seconds += elapsed
-            clock = now
+            now = self.watch.seconds()
+            elapsed, steps = now - self.row_at, len(self.window)
+            self.row_at = now
             tokens = step * e.tokens_per_step
             rate = steps / max(elapsed, 1e-9)
             flops = e.flops(step)
@@ -478,7 +520,7 @@ class _Launch:
                 "tokens": tokens,
                 "flops": flops,
                 "flops_realised": e.flops(step, nominal=False),
-                "seconds": self.seconds,
+                "seconds": self.before + now,
                 "tokens_per_second": rate * e.tokens_per_step,
                 "flops_per_second": rate * (flops - e.flops(step - 1)),
             }
@@ -497,7 +539,6 @@ class _Launch:
                 flops_per_second=row["flops_per_second"],
             )
             self.window = []
-        return clock
 
     def _check_finite(self, step, row):
         limit = self.config.train.max_nonfinite
@@ -520,7 +561,7 @@ class _Launch:
             before = self.step if "evaluate" in self.pending else math.inf
             self.written = self.writer.written(before)
             meta = {
-                "seconds": self.seconds,
+                "seconds": self.seconds(),
                 "ending": self.ending,
                 "pending": self.pending,
                 "rows": self.written,
@@ -609,7 +650,7 @@ class _Launch:
         row = {"startup_seconds": total, "parameters": self.parameters}
         self.writer.write(self.step, row)
 
-    def _finish(self):
+    def _finish(self, already=False):
         row, e = self.last_row, self.experiment
         self.checkpoints.wait()  # what is said here is of a run that is saved
         if self.step == e.steps and self.ending:
@@ -622,13 +663,16 @@ class _Launch:
             self.progress.println(
                 f"finished: {self.step} steps, "
                 f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
-                f"{quantity(e.flops(self.step), 'FLOPs')} in {duration(self.seconds)} of training, "
-                f"held-out loss {row['eval/loss']:.4f} nats "
+                f"{quantity(e.flops(self.step), 'FLOPs')} in {duration(self.seconds())} of training"
+                f", held-out loss {row['eval/loss']:.4f} nats "
                 f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
             )
         self.progress.println(
             "\n".join(hints.after(self.workdir, self.config, self.data, self.model.context))
         )
+        if already:  # by another launch, whose metrics may be gone
+            with contextlib.suppress(UsageError):
+                row.update(*read_metrics(self.workdir)[-1:])
         return row
 
 

@@ -156,11 +156,17 @@ def verify(folder):
 
     Each process reads its share of the files, and all of them raise or none does.
     """
-    files = read_manifest(folder)["files"]
+    files, damage = {}, None
+    try:
+        files = read_manifest(folder)["files"]
+        for name in files:
+            if not reading.stays_below(name):
+                raise Damage(f"file {MANIFEST} names {name!r}, which is not in the checkpoint")
+    except Damage as error:
+        damage = error
+    if not minimum_over_processes(int(damage is None)):
+        raise damage or Damage(f"another process cannot read the file {MANIFEST}")
     file_names = sorted(files)
-    for name in file_names:
-        if not reading.stays_below(name):
-            raise Damage(f"file {MANIFEST} names {name!r}, which is not in the checkpoint")
 
     def problem(index):
         name = file_names[index]

@@ -29,6 +29,7 @@ from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 from efx.errors import UsageError
 from efx.runfolder import Home
+from efx.signals import Beside
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
 _WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are read in parallel
@@ -51,25 +52,47 @@ def _of_one_device(leaf):
     return leaf.addressable_data(0) if copies and leaf.nbytes < _WORTH_CUTTING else leaf
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's own, which leaves the notice of a preemption alone.
+
+    JAX counts the calls of all who ask for it in one place, and orbax asks by the number of the
+    step: of a run that was gone on from, the processes would agree to stop as many calls later.
+    """
+
+    def reached_preemption(self, step):
+        return False
+
+
 class _StateHandler(ocp.StandardCheckpointHandler):
-    """Orbax's own; each process then hashes what it has written, before process 0 goes on."""
+    """Orbax's own; each process then hashes what it has written, before process 0 goes on.
+
+    failed: called in the background with the error of a write that fails.
+    """
+
+    def __init__(self, failed):
+        super().__init__()
+        self._failed = failed
 
     async def async_save(self, directory, *arguments, **options):
         futures = await super().async_save(directory, *arguments, **options)
-        return [_OwnDigests(directory, futures or [])]
+        return [_OwnDigests(directory, futures or [], self._failed)]
 
 
 class _OwnDigests:
     """The future of a save: orbax asks for its result in the background, in every process."""
 
-    def __init__(self, directory, futures):
-        self._directory, self._futures = directory, futures
+    def __init__(self, directory, futures, failed):
+        self._directory, self._futures, self._failed = directory, futures, failed
 
     def result(self, timeout=None):
-        for future in self._futures:
-            future.result(timeout)
-        is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
-        files.write_own_digests(self._directory if is_path else self._directory.path, "state")
+        try:
+            for future in self._futures:
+                future.result(timeout)
+            is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
+            files.write_own_digests(self._directory if is_path else self._directory.path, "state")
+        except Exception as error:
+            self._failed(error)
+            raise
 
 
 class Checkpointer:
@@ -103,6 +126,7 @@ class Checkpointer:
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
         self._began = 0.0  # when it did
+        self._failure = None  # the error of a write that this process has met in the background
         self.has_failed = False
         self._home = Home(self._root.parent)
         self._damaged = set()  # steps that `restore` skipped
@@ -124,8 +148,9 @@ class Checkpointer:
         return [s for s in files.finished_steps(self._root) if s not in self._damaged]
 
     def latest_step(self):
-        """The newest finished step, or None."""
-        return max(self.steps(), default=None)
+        """The newest finished step that process 0 sees, or None."""
+        step = files.from_primary(max(self.steps(), default=-1))
+        return None if step < 0 else step
 
     def best_step(self):
         """The finished step with the lowest finite `best_metric`, or None."""
@@ -186,7 +211,9 @@ class Checkpointer:
         Costs microseconds: call it at every step, or a full disk is only noticed at the next
         save.
         """
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._saving is None:
+            return
+        if self._failure is not None or not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self):
@@ -194,10 +221,22 @@ class Checkpointer:
         if self._saving is None:
             return
         try:
-            self._manager.wait_until_finished()
+            if jax.process_count() == 1:
+                self._manager.wait_until_finished()
+            else:
+                self._wait_unless_failed()
         except Exception as error:
             raise self._save_failed(error) from error
         self._saving = None
+
+    def _wait_unless_failed(self):
+        """As orbax waits; but a process whose own write has failed has no need to wait until the
+        others, for whose writes orbax waits then, have waited for it in vain."""
+        waiting = Beside(self._manager.wait_until_finished)
+        while not waiting.wait(0.1):
+            if self._failure is not None:
+                raise self._failure
+        waiting.result()
 
     def close(self):
         """Waits, then frees orbax's threads. The object can be used again afterwards."""
@@ -205,7 +244,8 @@ class Checkpointer:
             self.wait()
         finally:
             manager, self._manager = self._manager, None
-            if manager is not None:
+            # Of several processes one that has failed ends; orbax's threads may wait for others.
+            if manager is not None and not (self.has_failed and jax.process_count() > 1):
                 try:
                     manager.close()
                 except Exception as error:
@@ -218,6 +258,7 @@ class Checkpointer:
 
     def _save_failed(self, error):
         step, self._saving, self.has_failed = self._saving[0], None, True
+        self._failure = None
         why = files.explain(error)
         # Orbax takes the time from a clock that may be set.
         waited = time.monotonic() - self._began
@@ -228,16 +269,19 @@ class Checkpointer:
             " put that right and start the same command again, which goes on from the one before"
         )
 
+    def _note_failure(self, error):
+        self._failure = error
+
     def _check_home(self):
         if not storage.is_remote(self._root):
             self._home.check()
 
     def _open(self):
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.StandardSave, _StateHandler())
+        handlers.add("state", ocp.args.StandardSave, _StateHandler(self._note_failure))
         for item in ("data", "meta"):
             handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-        return ocp.CheckpointManager(
+        return _Manager(
             self._root,
             handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
@@ -275,6 +319,13 @@ class Checkpointer:
 
     def _write_manifest(self):
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
+        try:
+            self._write_manifest_now()
+        except Exception as error:
+            self._note_failure(error)
+            raise
+
+    def _write_manifest_now(self):
         self._check_home()
         step, metrics = self._saving
         names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
@@ -352,7 +403,7 @@ class Checkpointer:
                     raise CheckpointError(f"{line}; {self._advice(older, by_number)}") from damage
                 self._damaged.add(step)
                 warn(f"{line}; going back to checkpoint {older[-1]}")
-                step = older[-1]
+                step = files.from_primary(older[-1])
 
     def _advice(self, older, by_number):
         """What a user can do about a damaged step; `older`: the finished steps before it."""

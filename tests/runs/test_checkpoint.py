@@ -1,11 +1,15 @@
 """Checkpoints on real files: exact round trips, retention, partial loading."""
 
+import errno
 import math
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from checkpoint_helpers import (
     abstract,
@@ -17,6 +21,7 @@ from checkpoint_helpers import (
     one_line,
     saved,
 )
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.checkpoint import CheckpointError, files, restore_params
@@ -179,6 +184,63 @@ def test_synchronous_save_is_on_disk_at_once(tmp_path):
     checkpointer.save(5, {"x": jnp.ones(3)}, {}, {})
     assert (tmp_path / "5" / MANIFEST).exists() and checkpointer.latest_step() == 5
     checkpointer.close()
+
+
+def test_saving_leaves_the_notice_of_a_preemption_alone(tmp_path, monkeypatch):
+    """JAX counts all who ask in one place. Orbax asked by the number of the step, so that the
+    processes of a run that was gone on from stopped as many steps late as it had."""
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with make(tmp_path) as checkpointer:
+        checkpointer.save(4, make_state(), {}, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [4] and not asked
+        ocp.CheckpointManager.reached_preemption(checkpointer._manager, 4)
+        assert asked == [4]
+
+
+def test_a_process_whose_write_failed_waits_for_no_other(tmp_path, monkeypatch):
+    """Orbax waits for the others, whose saves wait for this one: it took an hour to be told."""
+    full, ended = OSError(errno.ENOSPC, "No space left on device"), threading.Event()
+    monkeypatch.setattr(files, "write_own_digests", raising(full))
+    finalize = ocp.CheckpointManager._finalize
+
+    def waits_for_others(self, *arguments):
+        try:
+            finalize(self, *arguments)
+        except BaseException:
+            ended.wait(60)
+            raise
+
+    monkeypatch.setattr(ocp.CheckpointManager, "_finalize", waits_for_others)
+    checkpointer = make(tmp_path)
+    checkpointer.save(1, make_state(), {}, {})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(CheckpointError, match="checkpoint 1 .* the disk is full"):
+            while True:
+                checkpointer.check()
+        checkpointer.close()
+        assert time.monotonic() - begun < 30
+    finally:
+        ended.set()
+
+
+def raising(error):
+    def function(*arguments):
+        raise error
+
+    return function
+
+
+def test_what_one_process_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
+    """One went back to an older step by itself, and trained on with parameters of two."""
+    saved(tmp_path)
+    with make(tmp_path) as checkpointer:
+        monkeypatch.setattr(files, "minimum_over_processes", lambda value: 0)
+        with pytest.raises(CheckpointError, match="another process cannot read"):
+            checkpointer.restore(abstract(make_state()))
 
 
 def test_keeps_the_last_and_the_best(tmp_path):

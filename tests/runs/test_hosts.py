@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from efx import sharding, train
+from efx import hosts, sharding, train
 from efx.configs import common
 from efx.metrics import read_metrics
 
@@ -265,7 +265,7 @@ def test_the_death_of_a_process_is_told_by_the_other(runs):
     """It took 72 seconds, and ended in a stack trace. As a rule it is an exception; where the
     other device of the process waits for that one, JAX's runtime aborts the process."""
     last, status = runs[3]
-    if status == 1:
+    if status == hosts.LOST:
         assert last.startswith("efx: stopped: another process of the run is lost; see the output")
         assert "Traceback" not in runs[2][0] and "Check failure" not in runs[2][0]
     else:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import programs
+from efx import hosts, programs, runfolder
+from efx.errors import UsageError
 
 
 @pytest.fixture
@@ -98,3 +99,27 @@ def test_a_number_is_made_out_once(folder):
 
     assert [programs.kept_number(number, of) for of in "aab"] == [2**70 + 1] * 3
     assert len(made) == 2
+
+
+def test_a_cache_that_processes_on_gpus_do_not_share_is_not_used(tmp_path, monkeypatch, caplog):
+    """JAX writes it from process 0 alone, and where only some find a program there, the compilers
+    of the others wait a day for what these do not say."""
+    asked, update = [], {}
+    monkeypatch.setenv("EFX_COMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax.config, "update", update.__setitem__)
+
+    def refuse(folder, setting):
+        asked.append((folder, setting))
+        raise UsageError("is not one folder for all processes")
+
+    monkeypatch.setattr(runfolder, "check_shared", refuse)
+    for connected, count, backend in ((False, 1, "gpu"), (True, 1, "gpu"), (True, 2, "cpu")):
+        monkeypatch.setattr(hosts, "connected", lambda connected=connected: connected)
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        programs.keep_compiled()
+        assert update.pop("jax_compilation_cache_dir") == str(tmp_path) and not asked
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    programs.keep_compiled()
+    assert not update and asked == [(str(tmp_path), "EFX_COMPILE_CACHE")]
+    assert "compiled programs are not kept: is not one folder" in caplog.text

@@ -126,6 +126,33 @@ def test_groups_of_devices_are_hosts_or_slices():
         mesh_of(data=8, dcn_data=2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What a mesh is laid out by, of a GPU with a process of its own, eight to a machine."""
+
+    id: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+
+    @property
+    def process_index(self):
+        return self.id
+
+    @property
+    def slice_index(self):
+        return self.id // 8
+
+
+def test_groups_of_gpus_are_machines_however_many_processes_these_have():
+    gpus = [Gpu(i) for i in range(16)]
+    laid_out = sharding.make_mesh(ONE | dict(data=2, fsdp=8, dcn_data=2), gpus).devices
+    assert [{gpu.slice_index for gpu in row.flat} for row in laid_out] == [{0}, {1}]
+    # Unless it is said that the network between them is slow, any axis may go over it.
+    assert sharding.make_mesh(ONE | dict(fsdp=16), gpus).devices.shape == (1, 16, 1, 1, 1)
+    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=16, but there are 2 machines"):
+        sharding.make_mesh(ONE | dict(data=16, dcn_data=16), gpus)
+
+
 # ---- rules -------------------------------------------------------------------------------------
 
 

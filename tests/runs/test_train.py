@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import devices
@@ -19,6 +20,7 @@ from efx import build, models, optim, sharding, train
 from efx import step as step_lib
 from efx.configs import common
 from efx.errors import UsageError
+from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
 
 TINY = {
@@ -244,6 +246,56 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, family, count):
     assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "broken")
     assert straight[0] == 6 and straight[2]  # there are thresholds
     close(straight, resumed, 0)
+
+
+def test_seconds_are_those_of_all_steps_whenever_it_pauses(text, tmp_path, monkeypatch):
+    """After an evaluation or a save between two rows, the row that followed had the time of the
+    steps since, and the tokens of all."""
+    read_next, evaluator = train._Launch._next, Evaluator.__call__
+
+    def slowly(wait, function):
+        def call(*arguments):
+            time.sleep(wait)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(train._Launch, "_next", slowly(0.1, read_next))
+    monkeypatch.setattr(Evaluator, "__call__", slowly(0.5, evaluator))
+    changes = {"steps": 8, "log.every": 3, "evaluate.every": 2, "checkpoint.every": 4}
+    with devices.only(1):
+        train.train_and_evaluate(tiny(text, **changes), tmp_path)
+    logged = [row for row in read_metrics(tmp_path) if "train/loss" in row]
+    assert [row["step"] for row in logged] == [3, 6, 8]
+    # The batch of the first step is there before, and nothing is read in the last.
+    assert 0.7 <= logged[-1]["seconds"] < 1.2
+    for before, row in zip([{"step": 0, "seconds": 0}, *logged], logged, strict=False):
+        steps, seconds = row["step"] - before["step"], row["seconds"] - before["seconds"]
+        # What is read for the next step may count to this one.
+        assert seconds >= 0.1 * (steps - 1)
+        tokens = row["tokens"] / row["step"]
+        np.testing.assert_allclose(row["tokens_per_second"], steps * tokens / seconds)
+    meta = json.loads((tmp_path / "checkpoints/4/meta/metadata").read_text())
+    assert 0.4 <= meta["seconds"] < logged[1]["seconds"]
+
+
+def test_a_run_that_is_further_stays_what_it_is(text, tmp_path, capsys):
+    """A command with fewer steps wrote them into config.json, whence the report took them."""
+    with devices.only(1):
+        last = train.train_and_evaluate(tiny(text, steps=3), tmp_path)
+    before = (tmp_path / "config.json").read_bytes(), (tmp_path / "run.json").read_bytes()
+    capsys.readouterr()
+    with devices.only(1):
+        again = train.train_and_evaluate(tiny(text, steps=2), tmp_path)
+    assert f"finished already: {tmp_path} is at step 3, and stays" in capsys.readouterr().out
+    assert before == (
+        (tmp_path / "config.json").read_bytes(),
+        (tmp_path / "run.json").read_bytes(),
+    )
+    # What is returned is the last row, as it was to the launch that trained.
+    assert again.items() >= {k: last[k] for k in ("step", "train/loss", "eval/loss")}.items()
+    with devices.only(1):
+        assert train.train_and_evaluate(tiny(text, steps=3), tmp_path).items() >= again.items()
 
 
 def test_ctrl_c_saves_and_exits_cleanly(text, tmp_path, root, monkeypatch):
