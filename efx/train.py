@@ -550,31 +550,48 @@ class _Launch:
             )
 
     def _pause(self, due, stop, position):
-        """Evaluate, sample and save if due; at the end of a run all three. What a signal leaves
-        undone is saved as pending, and the launch after this one begins with it."""
+        """Save, evaluate and sample if due; at the end of a run all three. What a signal leaves
+        undone is saved as pending, and the launch after this one begins with it.
+
+        What is due is pending in the checkpoint until it is done: a process that ends in it, as one
+        does that has no memory for it, has lost no step.
+        """
         if self.step == self.experiment.steps:
             due, stop = {*due, "evaluate", *(["sample"] if self.config.sample.every else [])}, True
-        metrics = self._work([name for name in ("evaluate", "sample") if name in due])
-        if stop or self.pending or "checkpoint" in due:
-            self.mirror.upload()  # before the checkpoint, which the rows then reach up to
-            # The row of this step is still to be extended by an evaluation that is pending.
-            before = self.step if "evaluate" in self.pending else math.inf
-            self.written = self.writer.written(before)
-            meta = {
-                "seconds": self.seconds(),
-                "ending": self.ending,
-                "pending": self.pending,
-                "rows": self.written,
-                "fingerprints": self.fingerprints,
-            }
-            self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
+        work = [name for name in ("evaluate", "sample") if name in due]
+        saves = stop or "checkpoint" in due
+        if saves:
+            self._save(position, work)
+        if work:
+            metrics = self._work(work)
+            if saves:
+                self._amend(metrics)
+            elif self.pending:
+                self._save(position, self.pending, metrics)
+
+    def _save(self, position, pending, metrics=None):
+        self.mirror.upload()  # before the checkpoint, which the rows then reach up to
+        # The row of this step is still to be extended by an evaluation that is pending.
+        self.written = self.writer.written(self.step if "evaluate" in pending else math.inf)
+        meta = {
+            "seconds": self.seconds(),
+            "ending": self.ending,
+            "pending": pending,
+            "rows": self.written,
+            "fingerprints": self.fingerprints,
+        }
+        self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
+
+    def _amend(self, metrics):
+        """Have the checkpoint of this step know what was done since, and what is still pending."""
+        self.mirror.upload()
+        rows = self.writer.written(self.step if "evaluate" in self.pending else math.inf)
+        meta = {"ending": self.ending, "pending": self.pending, "rows": rows}
+        self.checkpoints.amend(self.step, metrics, meta)
 
     def _make_up(self):
         """Do what the last launch was kept from, at the step that it had reached."""
-        metrics = self._work(self.pending)
-        self.mirror.upload()
-        meta = {"ending": self.ending, "pending": [], "rows": self.writer.written()}
-        self.checkpoints.amend(self.step, metrics, meta)
+        self._amend(self._work(self.pending))
 
     def _work(self, due):
         """Evaluate and sample, in this order, if due; what is not done then is `pending`.

@@ -126,6 +126,7 @@ class Checkpointer:
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
         self._saving = None  # (step, metrics) of the save under way
         self._began = 0.0  # when it did
+        self._amendments = []  # what it is to be told once it is on disk
         self._failure = None  # the error of a write that this process has met in the background
         self.has_failed = False
         self._home = Home(self._root.parent)
@@ -200,10 +201,14 @@ class Checkpointer:
 
     def amend(self, step, metrics, meta):
         """Adds what was found out about a saved step since: `metrics`, {name: number} or None, and
-        entries of its `meta`, in the place of those that it has."""
-        self.wait()
-        if jax.process_index() == 0:
-            files.amend_manifest(self._root / str(step), metrics or {}, meta)
+        entries of its `meta`, in the place of those that it has. Of a step that is being saved,
+        once it is on disk, which this does not wait for."""
+        amendment = self._root / str(step), metrics or {}, meta
+        if self._saving is not None and self._saving[0] == step:
+            self._amendments.append(amendment)
+            self.check()
+        elif jax.process_index() == 0:
+            files.amend_manifest(*amendment)
 
     def check(self):
         """Raises CheckpointError if the save in the background has failed; never waits.
@@ -227,7 +232,10 @@ class Checkpointer:
                 self._wait_unless_failed()
         except Exception as error:
             raise self._save_failed(error) from error
-        self._saving = None
+        self._saving, amendments, self._amendments = None, self._amendments, []
+        if jax.process_index() == 0:
+            for amendment in amendments:
+                files.amend_manifest(*amendment)
 
     def _wait_unless_failed(self):
         """As orbax waits; but a process whose own write has failed has no need to wait until the
@@ -258,7 +266,7 @@ class Checkpointer:
 
     def _save_failed(self, error):
         step, self._saving, self.has_failed = self._saving[0], None, True
-        self._failure = None
+        self._failure, self._amendments = None, []
         why = files.explain(error)
         # Orbax takes the time from a clock that may be set.
         waited = time.monotonic() - self._began

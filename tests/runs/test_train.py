@@ -22,6 +22,7 @@ from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
+from efx.sample import TextSampler
 
 TINY = {
     "steps": 6,
@@ -277,6 +278,38 @@ def test_seconds_are_those_of_all_steps_whenever_it_pauses(text, tmp_path, monke
         np.testing.assert_allclose(row["tokens_per_second"], steps * tokens / seconds)
     meta = json.loads((tmp_path / "checkpoints/4/meta/metadata").read_text())
     assert 0.4 <= meta["seconds"] < logged[1]["seconds"]
+
+
+def test_an_evaluation_that_ends_the_process_costs_no_step(text, tmp_path, monkeypatch):
+    """For want of memory, say: what was due at the same step was saved after it, and each launch
+    came to the same end without a checkpoint."""
+    config = tiny(text, **{"evaluate.every": 3, "sample.every": 3, "sample.max_new_tokens": 4})
+    folders = straight, broken = tmp_path / "straight", tmp_path / "broken"
+    with devices.only(1):
+        train.train_and_evaluate(config, straight)
+        for owner in (Evaluator, TextSampler):
+            name = "__call__" if owner is Evaluator else "texts"
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(owner, name, out_of_memory)
+                train.train_and_evaluate(config, broken)
+            assert [path.name for path in (broken / "checkpoints").iterdir()] == ["3"]
+        train.train_and_evaluate(config, broken)
+    of_each = [[{k: row.get(k) for k in KEYS} for row in read_metrics(f)] for f in folders]
+    assert of_each[0] == of_each[1] and of_each[0][2]["eval/loss"]
+    scores = []
+    for folder in folders:
+        with build.checkpointer(folder, build.run_settings.check(config).checkpoint) as found:
+            scores.append([found._score(step) for step in found.steps()])
+        made = sorted(path.name for path in (folder / "samples").iterdir())
+        assert made == ["step_3.txt", "step_6.txt"]
+    assert scores[0] == scores[1] and None not in scores[0]
+
+
+KEYS = "step", "train/loss", "eval/loss", "tokens"
+
+
+def out_of_memory(*arguments, **options):
+    raise MemoryError
 
 
 def test_a_run_that_is_further_stays_what_it_is(text, tmp_path, capsys):
