@@ -30,7 +30,7 @@ from efx.errors import UsageError, nearest
 from efx.metrics import portion, read_metrics
 from efx.run_blocks import Seed
 from efx.settings import converted
-from efx.studies import cli, rehearsal
+from efx.studies import cli, logged, rehearsal
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
@@ -212,26 +212,8 @@ def run_one(title, arguments, run, cpus=None):
 
 
 def final_row(run):
-    """The last value of every metric of a run; "min:<metric>" is the least value and
-    "mean:<metric>" the mean, both over finite values.
-
-    None for a last value that was not finite, and for the others if no value was."""
-    return last_values(read_metrics(run))
-
-
-def last_values(rows):
-    """`final_row` of rows of metrics."""
-    last, finite = {}, {}
-    for row in rows:
-        for name, value in row.items():
-            last[name] = value
-            if value is not None:
-                finite.setdefault(name, []).append(value)
-    for name in list(last):
-        values = finite.get(name)
-        last[f"min:{name}"] = min(values) if values else None
-        last[f"mean:{name}"] = statistics.fmean(values) if values else None
-    return last
+    """`logged.last_values` of a run."""
+    return logged.last_values(read_metrics(run))
 
 
 def measure_step_times(sweep, workdir, steps):
