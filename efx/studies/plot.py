@@ -3,9 +3,13 @@
     python -m efx.studies.plot runs/mod runs/dense --x flops --y eval/loss --out curves.png
 
 --y and --x name columns of metrics.jsonl: eval/loss, train/loss, eval/bits_per_byte, mfu, ... over
-step, tokens, flops, flops_realised or seconds. A run is called by its folder and by the settings in
-which the runs differ. Prints the last point of each; the same points, in a CSV file beside the
-picture. --smooth N draws means of N points.
+step, tokens, flops, flops_realised or seconds; evaluations between two logged rows lie between
+them. A run is called by its folder and by the settings in which the runs differ. Prints the last
+point of each; the same points, in a CSV file beside the picture. --smooth N draws means of N
+points.
+
+Losses and accuracies count by tokens, and are refused for runs of different tokenizers or held-out
+text; eval/bits_per_byte over flops can be drawn, and what differs is printed.
 """
 
 import csv
@@ -17,45 +21,50 @@ import numpy as np
 
 from efx import runfolder, tables
 from efx.errors import UsageError, nearest
-from efx.metrics import read_metrics
-from efx.studies import cli
-
-# Where a run writes and on what it is computed: what a reader of curves does not ask for.
-_UNASKED = ("log.", "checkpoint.", "sample.", "evaluate.", "mesh.", "rules.", "losses.distill")
+from efx.studies import cli, logged
 
 
-def curve(workdir, x, y):
-    """[2, N]: the points of a run at which both columns have a finite number."""
-    rows = read_metrics(workdir)
-    points = [(row[x], row[y]) for row in rows if None not in (row.get(x), row.get(y))]
+def curve(run, x, y):
+    """([2, N], count): the points of a run at which both columns have a finite number, and how many
+    values of y are left out because they come after the last row with x."""
+    known = sorted({name for row in run.rows for name in row})
     for name in (x, y):
-        names = sorted({key for row in rows for key in row})
-        if name not in names:
-            raise UsageError(f"{workdir} has no column {name!r}{nearest(name, names)}")
+        if name not in known:
+            raise UsageError(f"{run.path} has no column {name!r}{nearest(name, known)}")
+    places, values = logged.axis_values(run, x), [row.get(y) for row in run.rows]
+    points = [pair for pair in zip(places, values, strict=True) if None not in pair]
     if not points:
-        raise UsageError(f"{workdir} has no row with both {x} and {y}; try --x=step")
-    return np.array(points, float).T
+        raise UsageError(f"{run.path} has no row with both {x} and {y}; try --x=step")
+    left_out = sum(value is not None for value in values) - len(points)
+    return np.array(points, float).T, left_out if x in logged.COUNTED else 0
 
 
-def labels(workdirs):
-    """A name for each run: its folder's, and the settings that are not the same in all of them."""
-    try:
-        configs = [runfolder.recorded_config(workdir) for workdir in workdirs]
-    except UsageError as error:
-        raise UsageError(str(error).removeprefix("--workdir=")) from error
-    return names(workdirs, differing(configs))
-
-
-def differing(configs):
-    """[{dotted key: value}] of the settings of each run that are not the same in all of them."""
-    runs = [runfolder.dotted(config) for config in configs]
-    keys = [
-        key
-        for key in dict.fromkeys(key for settings in runs for key in settings)
-        if not key.startswith(_UNASKED)
-        and any(settings.get(key) != runs[0].get(key) for settings in runs)
-    ]
-    return [{key: settings[key] for key in keys if key in settings} for settings in runs]
+def unlike(runs, x, y):
+    """Lines on what a reader must know to compare the curves of runs; UsageError if they are of a
+    column that cannot be compared."""
+    differences = logged.differences(runs)
+    for column in (y, x):
+        # The held-out text says nothing of how a run did in training.
+        of_column = [
+            words
+            for what, words in differences.items()
+            if what == logged.TOKENIZERS or column.startswith("eval/")
+        ]
+        if column.startswith(logged.BY_TOKEN) and of_column:
+            raise UsageError(
+                f"{of_column[0]}: their {column} cannot be compared; give fewer runs, or"
+                " --y=eval/bits_per_byte --x=flops, which can be"
+            )
+    said = []
+    if "tokens" in (x, y) and logged.TOKENIZERS in differences:
+        words = "their tokens are different amounts of text; --x=flops is an axis that they share"
+        said.append(f"{differences[logged.TOKENIZERS]}: {words}")
+    if "eval/bits_per_byte" in (x, y) and logged.HELD_OUT in differences:
+        said.append(f"{differences[logged.HELD_OUT]}. {logged.BYTES_OF_TEXTS}")
+    by_token = [column for column in (x, y) if column.startswith(logged.BY_TOKEN)]
+    if any(column.startswith("train/") for column in by_token) and not logged.trained_alike(runs):
+        said.append(logged.TRAINED_UNLIKE)
+    return said
 
 
 def names(workdirs, settings):
@@ -106,10 +115,15 @@ def plot(arguments):
     if arguments.smooth < 1:
         raise UsageError(f"--smooth={arguments.smooth}: must be at least 1")
     out = cli.picture(arguments.out)
-    curves = {
-        name: curve(run, arguments.x, arguments.y)
-        for name, run in zip(labels(arguments.runs), arguments.runs, strict=True)
-    }
+    runs = [logged.read_run(run) for run in arguments.runs]
+    said = unlike(runs, arguments.x, arguments.y)
+    called = names(arguments.runs, logged.differing([run.config for run in runs]))
+    curves = {}
+    for name, run in zip(called, runs, strict=True):
+        curves[name], count = curve(run, arguments.x, arguments.y)
+        if count:
+            what = f"{count} of {arguments.y} after its last {arguments.x}"
+            said.append(f"left out of {name}: {what}")
     drawn = {name: smoothed(points, arguments.smooth) for name, points in curves.items()}
     with runfolder.writing(out):
         draw(drawn, arguments.x, arguments.y, out, arguments.log_x)
@@ -118,6 +132,8 @@ def plot(arguments):
             writer.writerow(["run", arguments.x, arguments.y])
             for name, points in curves.items():
                 writer.writerows(zip(itertools.repeat(name), *points.tolist(), strict=False))
+    for words in said:
+        print(words)
     last = [(name, *(f"{value:.6g}" for value in points[:, -1])) for name, points in curves.items()]
     print(tables.markdown(["run", arguments.x, arguments.y], last))
     print(f"written: {out}, {out.with_suffix('.csv')}")

@@ -14,11 +14,8 @@ refused; --bits-per-byte has them compared by their bits per byte, and the page 
 Runs below a folder that cannot be read yet are left out, and the page names them.
 """
 
-import dataclasses
-import functools
 import itertools
 import math
-import pathlib
 import sys
 
 import numpy as np
@@ -26,9 +23,9 @@ import numpy as np
 from efx import reading, runfolder, storage, tables
 from efx.cbtm import CLUSTERS
 from efx.errors import UsageError, nearest
-from efx.metrics import portion, read_metrics
+from efx.metrics import portion
 from efx.metrics.writer import SAMPLES
-from efx.studies import cli, page, plot, report_fits, sweep
+from efx.studies import cli, logged, page, plot, report_fits
 
 # {column of metrics.jsonl: title} of what the curves may be drawn over.
 AXES = {
@@ -49,9 +46,6 @@ CURVES = {
     "tokens/s": ("tokens_per_second",),
     "MFU": ("mfu",),
 }
-# Beginnings of the columns that count by tokens: of other tokens or text they are other numbers.
-_BY_TOKEN = ("train/loss", "train/objective", "train/accuracy", "eval/loss", "eval/accuracy")
-_LOGGED = ("train/loss", "eval/loss", "eval/bits_per_byte")  # one of them, or nothing is to be seen
 _MOST_POINTS = 1500  # of a curve on the page; of more, means of successive ones are shown
 _MOST_SAMPLES = 20  # of a run, the last ones
 _LONGEST_SAMPLE = 20_000  # characters
@@ -61,75 +55,11 @@ _LONGEST_NAME = 48  # characters of a run's name; more where that keeps two apar
 _SETTINGS = 8  # columns of the table; a switch shows the others
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run folder says.
-
-    Attributes:
-      path: as it was given or found.
-      config: the recorded config.
-      record: run.json, {} without one.
-      rows: of metrics.jsonl, finite numbers or None.
-    """
-
-    path: pathlib.Path
-    config: dict
-    record: dict
-    rows: list
-
-    @functools.cached_property
-    def last(self):
-        """The last value of each metric, and the least as "min:<metric>"."""
-        return sweep.last_values(self.rows)
-
-    def curve(self, column):
-        """(numbers of the rows, values) where a row has the column; a value may be None."""
-        found = [(i, row[column]) for i, row in enumerate(self.rows) if column in row]
-        return [i for i, _ in found], [value for _, value in found]
-
-    def median(self, column):
-        values = [value for value in self.curve(column)[1] if value is not None]
-        return float(np.median(values)) if values else None
-
-
-def read_run(path):
-    """The Run in a folder; UsageError if it has nothing to show."""
-    try:
-        config, record = runfolder.recorded_config(path), runfolder.run_record(path)
-    except UsageError as error:
-        raise UsageError(str(error).removeprefix("--workdir=")) from error
-    if not (storage.folder(path) / runfolder.METRICS_FILE).is_file():
-        raise UsageError(f"{path} has no {runfolder.METRICS_FILE}: nothing was logged there yet")
-    rows = [
-        {name: _number(value) for name, value in row.items() if _is_number(value)}
-        for row in read_metrics(path)
-    ]
-    if not any(name in row for row in rows for name in _LOGGED):
-        raise UsageError(
-            f"{path}/{runfolder.METRICS_FILE} has no row with one of {', '.join(_LOGGED)}: no step"
-            " was logged there yet"
-        )
-    return Run(path, config, record, rows)
-
-
-def _is_number(value):
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _number(value):
-    """A float of what a file says, with as many digits as can be seen; None if it is not finite."""
-    try:
-        value = float(f"{float(value):.8g}")
-    except (OverflowError, TypeError):
-        return None
-    return value if math.isfinite(value) else None
-
-
 # ---- what is given -----------------------------------------------------------------------------
 
 
 def collect(arguments):
-    """([Run], {name: report_fits.Study}, [what was left out and why]) of paths as given."""
+    """([logged.Run], {name: report_fits.Study}, [what was left out and why]) of paths as given."""
     runs, studies, left_out = {}, {}, []
     for given in arguments:
         path = storage.folder(given, "RUN")
@@ -146,12 +76,12 @@ def collect(arguments):
         if (path / report_fits.FILE).is_file():
             studies[str(path)] = report_fits.read(path / report_fits.FILE)
         elif not found or _is_run(path):
-            runs[str(path)] = read_run(path)
+            runs[str(path)] = logged.read_run(path)
             continue
         refused = []
         for folder in found:
             try:
-                runs[str(folder)] = read_run(folder)
+                runs[str(folder)] = logged.read_run(folder)
             except UsageError as error:
                 refused.append(str(error))
         if refused and len(refused) == len(found) and str(path) not in studies:
@@ -181,65 +111,6 @@ def _run_folders(path, depth=0):
                 yield from _run_folders(child, depth + 1)
 
 
-# ---- which runs can be compared ----------------------------------------------------------------
-
-
-def differences(runs):
-    """What keeps the losses of runs from being compared, each in a few words; [] if nothing."""
-    said = []
-    for what, identity, keys in (
-        ("tokenizers", _tokenizer, ("tokenizer",)),
-        ("held-out text", _held_out, ("source", "eval_source", "max_bytes", "eval_fraction")),
-    ):
-        first = runs[0]
-        other = next((run for run in runs if not _same(identity, first, run)), None)
-        if other is not None:
-            settings = plot.differing([_block(run) for run in (first, other)])
-            named = [
-                f"config.data.{key}={settings[0].get(key)!r} and {settings[1].get(key)!r}"
-                for key in keys
-                if key in settings[0] or key in settings[1]
-            ]
-            because = ", ".join(named) or "the same settings, of other text"
-            said.append(f"{first.path} and {other.path} have different {what} ({because})")
-    return said
-
-
-def _same(identity, a, b):
-    """By their hashes if both runs recorded them, by their settings otherwise."""
-    (recorded_a, set_a), (recorded_b, set_b) = identity(a), identity(b)
-    if recorded_a is None or recorded_b is None:
-        return set_a == set_b
-    return recorded_a == recorded_b
-
-
-def _block(run):
-    """The settings of a run's data; {} if it recorded none."""
-    data = run.config["data"] if "data" in run.config else {}
-    return data if isinstance(data, dict) else {}
-
-
-def _tokenizer(run):
-    """(the hash that the run recorded or None, the setting)"""
-    settings = _block(run)
-    return run.record.get("tokenizer"), settings.get("tokenizer")
-
-
-def _held_out(run):
-    text, settings = run.record.get("text"), _block(run)
-    of_setting = [
-        settings.get(key)
-        for key in ("source", "eval_source", "max_bytes", "eval_fraction", "split")
-    ]
-    return text and (text["eval_source"] or text["held_out"]), of_setting
-
-
-def _trained_on(run):
-    text, settings = run.record.get("text"), _block(run)
-    recorded = text and (text["source"], run.record.get("subset"))
-    return recorded, [settings.get(key) for key in ("source", "max_bytes", "subset")]
-
-
 # ---- curves ------------------------------------------------------------------------------------
 
 
@@ -249,7 +120,7 @@ def choices(runs, metrics, by_byte):
     for name in metrics:
         if name not in known:
             raise UsageError(f"--metrics: no run has the column {name!r}{nearest(name, known)}")
-        if by_byte and name.startswith(_BY_TOKEN):
+        if by_byte and name.startswith(logged.BY_TOKEN):
             raise UsageError(
                 f"--metrics: {name} counts by tokens, which --bits-per-byte leaves out"
             )
@@ -258,25 +129,8 @@ def choices(runs, metrics, by_byte):
         title: columns
         for title, columns in offered.items()
         if all(column in known for column in columns)
-        and not (by_byte and columns[0].startswith(_BY_TOKEN))
+        and not (by_byte and columns[0].startswith(logged.BY_TOKEN))
     }
-
-
-def axis_values(run, axis):
-    """[rows] where each row of a run lies on an axis; None where that is not known.
-
-    Rows of an evaluation have a step alone, and lie between those that have the rest; all axes
-    begin at 0.
-    """
-    steps = [row["step"] for row in run.rows]
-    if axis == "step":
-        return steps
-    known = [(row["step"], row[axis]) for row in run.rows if row.get(axis) is not None]
-    if not known:
-        return [None] * len(steps)
-    x, y = np.array([(0.0, 0.0), *known]).T
-    values = np.interp(steps, x, y, right=np.nan)
-    return [_number(value) for value in values]
 
 
 def thinned(rows, values):
@@ -286,12 +140,17 @@ def thinned(rows, values):
         return rows, values
     parts = [values[i : i + count] for i in range(0, len(values), count)]
     finite = [[value for value in part if value is not None] for part in parts]
-    means = [_number(math.fsum(part) / len(part)) if part else None for part in finite]
+    means = [logged.number(math.fsum(part) / len(part)) if part else None for part in finite]
     last = [min(i + count, len(rows)) - 1 for i in range(0, len(rows), count)]
     return [rows[i] for i in last], means
 
 
-def curves_block(runs, names, styles, offered, settings):
+def _short(values):
+    """With as many digits as can be seen on a page."""
+    return [None if value is None else float(f"{value:.8g}") for value in values]
+
+
+def curves_block(runs, names, styles, offered, settings, by_byte):
     """The curves with their switches. settings: of each run, what a reader may ask for."""
     columns = list(dict.fromkeys(column for group in offered.values() for column in group))
     axes = [axis for axis in AXES if any(axis in row for run in runs for row in run.rows)]
@@ -301,7 +160,7 @@ def curves_block(runs, names, styles, offered, settings):
         for column in columns:
             rows, values = thinned(*run.curve(column))
             if rows:
-                of_columns[column] = {"rows": rows, "values": values}
+                of_columns[column] = {"rows": rows, "values": _short(values)}
         # The page has where the points lie, not where all that was logged does.
         used = sorted({row for of_column in of_columns.values() for row in of_column["rows"]})
         places = {row: place for place, row in enumerate(used)}
@@ -309,8 +168,8 @@ def curves_block(runs, names, styles, offered, settings):
             of_column["rows"] = [places[row] for row in of_column["rows"]]
         of_axes = {}
         for axis in axes:
-            values = axis_values(run, axis)
-            of_axes[axis] = [values[row] for row in used]
+            values = logged.axis_values(run, axis)
+            of_axes[axis] = _short([values[row] for row in used])
         about = ", ".join(f"{key.removeprefix('model.')}={value}" for key, value in of.items())
         words = {"name": name, "label": label, "about": runfolder.shortened(about, 1000)}
         drawn.append(words | style | {"axes": of_axes, "columns": of_columns})
@@ -319,9 +178,9 @@ def curves_block(runs, names, styles, offered, settings):
         "metrics": [{"title": title, "columns": group} for title, group in offered.items()],
         "runs": drawn,
     }
-    # Tokens of different tokenizers are different amounts of text, and FLOPs are FLOPs.
-    alike = all(_same(_tokenizer, runs[0], run) for run in runs)
-    wanted = "tokens" if alike else "flops"
+    # Bits per byte are asked for of runs that are unlike: of different tokenizers, tokens are
+    # different amounts of text, and of models of different cost, FLOPs are what is fair.
+    wanted = "flops" if by_byte else "tokens"
     values = {"axes": data["axes"], "metrics": list(offered)}
     values["chosen"] = wanted if wanted in axes else axes[0]
     return page.Block("curves.html", values, script="curves.js", data=data)
@@ -347,8 +206,8 @@ def runs_table(runs, names, settings, styles, by_byte):
     }
     if losses["least held-out loss"] == losses["held-out loss"]:
         del losses["least held-out loss"]
-    columns = {} if by_byte else losses
-    columns |= {
+    measured = {} if by_byte else losses
+    measured |= {
         "bits per byte": [_last(run, "eval/bits_per_byte", ".4f") for run in runs],
         "training FLOPs": [_last(run, "flops", "FLOPs") for run in runs],
         "tokens": [_last(run, "tokens", "quantity") for run in runs],
@@ -358,15 +217,21 @@ def runs_table(runs, names, settings, styles, by_byte):
         "MFU": [_cell(run.median("mfu"), ".1%") for run in runs],
         "parameters": [_last(run, "parameters", "quantity") for run in runs],
     }
+    machine = {"machine": [_machine(run) for run in runs]}
+
+    def heading(key):
+        """Of a setting: `steps` is also what was trained, and may be 0 where FLOPs end a run."""
+        return f"config.{key}" if key in measured | machine else key
+
     of_settings = {
-        key: [_setting(of[key]) if key in of else None for of in settings]
+        heading(key): [_setting(of[key]) if key in of else None for of in settings]
         for key in dict.fromkeys(key for of in settings for key in of)
     }
     # What says what kind of model it is comes first.
     shared = [key for key, cells in of_settings.items() if None not in cells]
     shared.sort(key=lambda key: not key.endswith(("kind", "family")))
     first = {key: of_settings.pop(key) for key in shared[:_SETTINGS]}
-    columns |= first | {"machine": [_machine(run) for run in runs]}
+    columns = measured | first | machine
     # What no run has said is no column.
     shown = {title: cells for title, cells in columns.items() if any(cells)} | of_settings
     cut = zip(page.cut_names(names, _LONGEST_NAME), names, strict=True)
@@ -511,18 +376,14 @@ def notes(runs, unlike, by_byte):
     blocks = []
     if by_byte and unlike:
         text = "Losses in nats a token are left out, since they cannot be compared here: "
-        text += "; ".join(unlike) + "."
-        if any("held-out text" in words for words in unlike):
-            text += (
-                " Bits per byte of different texts differ by the texts too: compare the courses of"
-                " the curves, not their levels."
-            )
+        text += "; ".join(unlike.values()) + ". "
+        if logged.HELD_OUT in unlike:
+            text += logged.BYTES_OF_TEXTS
         else:
-            text += " Bits per byte of the same text can be compared."
+            text += "Bits per byte of the same text can be compared."
         blocks.append(page.paragraph(text, "warning"))
-    if runs and not all(_same(_trained_on, runs[0], run) for run in runs):
-        text = "The runs were trained on different texts: training losses cannot be compared."
-        blocks.append(page.paragraph(text, "warning"))
+    if not logged.trained_alike(runs):
+        blocks.append(page.paragraph(logged.TRAINED_UNLIKE, "warning"))
     silent = [str(run.path) for run in runs if "eval/loss" not in run.last]
     if silent:
         blocks.append(page.paragraph(f"Without an evaluation: {', '.join(silent)}.", "note"))
@@ -535,15 +396,15 @@ def notes(runs, unlike, by_byte):
 
 def sections_of(runs, metrics, by_byte):
     """The sections that show runs."""
-    unlike = differences(runs)
+    unlike = logged.differences(runs)
     if unlike and not by_byte:
         raise UsageError(
-            f"{unlike[0]}: their losses in nats a token cannot be compared; give fewer runs, or"
-            " --bits-per-byte, which can be"
+            f"{next(iter(unlike.values()))}: their losses in nats a token cannot be compared; give"
+            " fewer runs, or --bits-per-byte, which can be"
         )
     if by_byte and not any("eval/bits_per_byte" in run.last for run in runs):
         raise UsageError("--bits-per-byte: no run has the column eval/bits_per_byte")
-    settings = plot.differing([run.config for run in runs])
+    settings = logged.differing([run.config for run in runs])
     settings = [
         without_blocks_that_are_off(of, run.config) for of, run in zip(settings, runs, strict=True)
     ]
@@ -552,7 +413,10 @@ def sections_of(runs, metrics, by_byte):
     return [
         page.Section(
             "Curves",
-            [*notes(runs, unlike, by_byte), curves_block(runs, names, styles, offered, settings)],
+            [
+                *notes(runs, unlike, by_byte),
+                curves_block(runs, names, styles, offered, settings, by_byte),
+            ],
         ),
         page.Section("Runs", [runs_table(runs, names, settings, styles, by_byte)]),
         page.Section("Samples", [samples_block(runs, names, styles)]),

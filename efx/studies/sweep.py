@@ -30,7 +30,7 @@ from efx.errors import UsageError, nearest
 from efx.metrics import portion, read_metrics
 from efx.run_blocks import Seed
 from efx.settings import converted
-from efx.studies import cli, rehearsal
+from efx.studies import cli, logged, rehearsal
 from efx.studies import jobs as jobs_lib
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
@@ -115,6 +115,12 @@ def load_sweep(path):
         isinstance(text, str) for item in columns.items() for text in item
     ):
         raise UsageError(f"{path}: columns={shown(columns)}: expected a dict, {{title: metric}}")
+    for title, metric in columns.items():
+        if not all(metric.split("|")) or metric.split() != [metric]:
+            raise UsageError(
+                f"{path}: columns[{title!r}]={metric!r}: expected names of metrics with | between"
+                " them and no spaces, e.g. 'eval/loss_topk|eval/loss'"
+            )
     check_folders(path, sweep)
     return sweep
 
@@ -212,26 +218,8 @@ def run_one(title, arguments, run, cpus=None):
 
 
 def final_row(run):
-    """The last value of every metric of a run; "min:<metric>" is the least value and
-    "mean:<metric>" the mean, both over finite values.
-
-    None for a last value that was not finite, and for the others if no value was."""
-    return last_values(read_metrics(run))
-
-
-def last_values(rows):
-    """`final_row` of rows of metrics."""
-    last, finite = {}, {}
-    for row in rows:
-        for name, value in row.items():
-            last[name] = value
-            if value is not None:
-                finite.setdefault(name, []).append(value)
-    for name in list(last):
-        values = finite.get(name)
-        last[f"min:{name}"] = min(values) if values else None
-        last[f"mean:{name}"] = statistics.fmean(values) if values else None
-    return last
+    """`logged.last_values` of a run."""
+    return logged.last_values(read_metrics(run))
 
 
 def measure_step_times(sweep, workdir, steps):
@@ -245,6 +233,20 @@ def measure_step_times(sweep, workdir, steps):
     first_seed = sweep["seeds"][0]
     folders = {name: folder(workdir, name, first_seed) for name in sweep["runs"]}
     return step_times(folders, steps)
+
+
+def check_columns(path, sweep, workdir):
+    """UsageError for a column that no finished run can fill: before the runs nobody knows which
+    metrics they will have, and after them an empty column would look like a result."""
+    runs = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
+    known = sorted({metric for run in runs for metric in final_row(run)})
+    for title, metric in sweep["columns"].items():
+        if not any(name in known for name in metric.split("|")):
+            hint = next(filter(None, (nearest(name, known) for name in metric.split("|"))), "")
+            raise UsageError(
+                f"{path}: columns[{title!r}]={metric!r}: no run has such a metric{hint}; correct it"
+                " or leave it out, and --table-only makes the table of the runs that are there"
+            )
 
 
 def collect_table(sweep, workdir, times):
@@ -313,10 +315,11 @@ def markdown(sweep, table, command, split):
     ]
     equal = f"every run with the {sweep['equal']} of the first; " if sweep["equal"] else ""
     seeds = ", ".join(str(seed) for seed in sweep["seeds"])
+    timed = "Step times: medians of alternating steps. " if STEP_TIME in titles else ""
     return (
         f"{tables.markdown(['run', *titles], rows)}\n\n"
         f"`{sweep['config']}`; {equal}seeds {seeds}: mean ± standard deviation; {split}. "
-        f"Step times: medians of alternating steps. Command: `{command}`\n"
+        f"{timed}Command: `{command}`\n"
     )
 
 
@@ -340,6 +343,7 @@ def study(arguments):
     sweep, workdir = load_sweep(arguments.sweep), arguments.workdir
     if not arguments.table_only:
         run_sweep(sweep, workdir, arguments.extra, arguments.jobs)
+    check_columns(arguments.sweep, sweep, workdir)
     times = arguments.time_steps and measure_step_times(sweep, workdir, arguments.time_steps)
     table = collect_table(sweep, workdir, times)
     text = markdown(sweep, table, arguments.command, scored_text(sweep, workdir))

@@ -8,20 +8,25 @@ import pytest
 
 from efx import runfolder
 from efx.metrics import MetricsWriter
-from efx.studies import plot
+from efx.studies import logged, plot
 
 
-def make_run(folder, **changes):
+def make_run(folder, tokenizer="bytes", source="s", held_out="h", **changes):
     config = {"seed": 0, "model": {"width": 32, "depth": 2}, "log": {"every": 5}}
+    config["data"] = {"tokenizer": tokenizer}
     for key, value in changes.items():
         block = config["model"] if key in config["model"] else config
         block[key] = value
     folder.mkdir(parents=True)
-    runfolder.open_run(folder, config, command_line=[]).commit({}, text={})
+    text = {"source": source, "eval_source": None, "held_out": held_out}
+    opened = runfolder.open_run(folder, config, command_line=[])
+    opened.commit({}, text=text, tokenizer=f"hash of {tokenizer}")
     with MetricsWriter(folder, tensorboard=False) as writer:
         for step in range(1, 7):
-            row = {"tokens": 10 * step, "train/loss": 3.0 / step}
-            writer.write(step, row | ({"eval/loss": float(step)} if step % 3 == 0 else {}))
+            row = {"tokens": 10 * step, "flops": 1e6 * step, "train/loss": 3.0 / step}
+            if step % 3 == 0:
+                row |= {"eval/loss": float(step), "eval/bits_per_byte": 2.0 * step}
+            writer.write(step, row)
     return folder
 
 
@@ -47,8 +52,63 @@ def test_a_picture_its_points_and_a_table(runs, tmp_path, capsys):
     assert f"| {narrow} | 60 | 6 |" in printed and "written: " in printed
 
 
+def test_evaluations_between_logged_rows_were_left_out(tmp_path, capsys):
+    """Every 3 steps, where every 2 are logged; what counts from 0 on is known in between."""
+    run = make_run(tmp_path / "run")
+    rows = [{"step": 1, "parameters": 1e3}, {"step": 2, "tokens": 20, "flops": 4e9 + 2}]
+    rows += [{"step": 3, "eval/loss": 3.0}, {"step": 4, "tokens": 40, "flops": 8e9 + 4}]
+    rows += [{"step": 5, "eval/loss": None}, {"step": 6, "tokens": 60, "eval/loss": 2.0}]
+    rows += [{"step": 9, "eval/loss": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    call = [str(run), f"--out={tmp_path / 'a.png'}"]
+    for x, points in (
+        ("tokens", ["30.0,3.0", "60.0,2.0"]),
+        ("flops", ["6000000003.0,3.0"]),
+        ("step", ["3.0,3.0", "6.0,2.0", "9.0,1.0"]),
+    ):
+        assert plot.main([*call, f"--x={x}"]) == 0
+        said = (tmp_path / "a.csv").read_text().split()
+        assert said == [f"run,{x},eval/loss", *(f"run,{point}" for point in points)]
+        printed = capsys.readouterr().out
+        left_out = f"left out of run: {3 - len(points)} of eval/loss after its last {x}\n"
+        assert (left_out in printed) == (len(points) < 3) == ("left out" in printed)
+    # What does not count from 0 on has no value in between.
+    assert plot.main([*call, "--x=parameters"]) == 2
+    assert "no row with both parameters and eval/loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other, y, words", [
+    ({"tokenizer": "bpe"}, "eval/loss", "different tokenizers (config.data.tokenizer='bytes' and"
+     " 'bpe'): their eval/loss cannot be compared; give fewer runs, or --y=eval/bits_per_byte"),
+    ({"tokenizer": "bpe"}, "train/loss", "different tokenizers"),
+    ({"held_out": "k"}, "eval/loss", "different held-out text (the same settings, of other text):"),
+])  # fmt: skip
+def test_losses_of_unlike_runs_were_drawn_without_a_word(other, y, words, tmp_path, capsys):
+    runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", **other))]
+    out = tmp_path / "a.png"
+    assert plot.main([*runs, f"--y={y}", f"--out={out}"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not out.exists()
+    assert plot.main([runs[0], f"--y={y}", f"--out={out}"]) == 0
+
+
+@pytest.mark.parametrize("other, x, y, words", [
+    ({"tokenizer": "bpe"}, "flops", "eval/bits_per_byte", ""),
+    ({"tokenizer": "bpe"}, "tokens", "eval/bits_per_byte", "their tokens are different amounts"),
+    ({"held_out": "k"}, "tokens", "eval/bits_per_byte", "compare the courses of the curves"),
+    ({"held_out": "k"}, "tokens", "train/loss", ""),
+    ({"source": "t"}, "tokens", "train/loss", "training losses cannot be compared"),
+    ({"source": "t"}, "tokens", "eval/loss", ""),
+])  # fmt: skip
+def test_what_is_known_of_unlike_runs_is_printed(other, x, y, words, tmp_path, capsys):
+    runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", **other))]
+    assert plot.main([*runs, f"--x={x}", f"--y={y}", f"--out={tmp_path / 'a.png'}"]) == 0
+    before, _, _ = capsys.readouterr().out.partition("| run |")
+    assert words in before and bool(words) == bool(before)
+
+
 def test_means_of_successive_points(runs):
-    points = plot.curve(runs[0], "step", "train/loss")
+    points, _ = plot.curve(logged.read_run(runs[0]), "step", "train/loss")
     np.testing.assert_array_equal(points, [range(1, 7), [3.0 / step for step in range(1, 7)]])
     drawn = plot.smoothed(points, 2)
     np.testing.assert_allclose(drawn[:, 0], [1.5, 2.25])

@@ -12,7 +12,7 @@ import pytest
 from efx import runfolder, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import isoflop, page, report, report_fits
+from efx.studies import isoflop, logged, page, report, report_fits
 from efx.studies.isoflop import grid, law
 from efx.studies.isoflop import points as isoflop_points
 from efx.studies.isoflop import report as isoflop_report
@@ -278,9 +278,9 @@ def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys)
 def test_rows_of_an_evaluation_alone_lie_between_the_others():
     rows = [{"step": 0, "eval/loss": 5.0}, {"step": 4, "tokens": 400.0}, {"step": 6}]
     rows += [{"step": 8, "tokens": 800.0}, {"step": 9}]
-    run = report.Run("r", {}, {}, rows)
-    assert report.axis_values(run, "tokens") == [0, 400, 600, 800, None]
-    assert report.axis_values(run, "flops") == [None] * 5
+    run = logged.Run("r", {}, {}, rows)
+    assert logged.axis_values(run, "tokens") == [0, 400, 600, 800, None]
+    assert logged.axis_values(run, "flops") == [None] * 5
     count = 4 * report._MOST_POINTS
     rows, means = report.thinned(list(range(count)), [1.0, 2.0, 3.0, None] * (count // 4))
     assert len(rows) == report._MOST_POINTS and rows[:2] == [3, 7] and set(means) == {2.0}
@@ -292,7 +292,7 @@ def test_numbers_that_a_stranger_wrote(tmp_path):
         digits = "9" * 400
         file.write('{"step": 44, "train/loss": "<b>", "mfu": NaN, "tokens": true,')
         file.write(f' "seconds": Infinity, "flops": {digits}, "eval/loss": null}}\n')
-    row = report.read_run(run).rows[-1]
+    row = logged.read_run(run).rows[-1]
     assert row == {"step": 44, "mfu": None, "seconds": None, "flops": None, "eval/loss": None}
     assert report.main([str(run), f"--out={tmp_path / 'a.html'}"]) == 0
     assert "not finite" in Elements((tmp_path / "a.html").read_text()).cells
@@ -313,9 +313,11 @@ def test_runs_below_a_folder_that_cannot_be_read_are_named(top, capsys):
     assert titles[0] == "held-out bits per byte" and not any("nats" in title for title in titles)
 
 
-def test_the_axis_of_unlike_tokenizers_is_flops(top, written):
+@pytest.mark.parametrize("other", ["bpe", "other_text"])
+def test_the_axis_of_bits_per_byte_is_flops(other, top, written):
+    """Of other tokenizers, and of one tokenizer with another held-out text."""
     out = top / "unlike.html"
-    runs = [str(top / "study"), str(top / "bpe")]
+    runs = [str(top / "study"), str(top / other)]
     assert report.main([*runs, f"--out={out}", "--bits-per-byte"]) == 0
     checked = [
         attributes["value"]
@@ -348,7 +350,7 @@ def test_settings_of_blocks_that_are_off_are_left_out():
 
 def test_the_table_begins_with_results_and_hides_what_some_runs_lack():
     rows = [{"step": 4, "train/loss": 2.0, "eval/loss": 2.1, "flops": 1e9, "tokens": 100.0}]
-    runs = [report.Run(name, {}, {}, rows) for name in "ab"]
+    runs = [logged.Run(name, {}, {}, rows) for name in "ab"]
     settings = [{f"s{i}": i + j for i in range(12)} | {"model.mlp.kind": "x"} for j in range(2)]
     settings[1]["model.only.b"] = 3
     styles = report.styles_of(2)
@@ -365,6 +367,21 @@ def test_the_table_begins_with_results_and_hides_what_some_runs_lack():
     assert titles[6:14] == ["model.mlp.kind", *(f"s{i}" for i in range(7))]
     assert titles[14:] == [*(f"s{i}" for i in range(7, 12)), "model.only.b"]
     assert values["further"] == 6 and values["what"] == "settings that differ"
+
+
+def test_the_column_of_steps_was_the_setting_where_runs_differ_in_it():
+    """With equal FLOPs all runs but the first have config.steps=0; also of what a few runs have."""
+    rows = [{"step": 40, "train/loss": 2.0, "tokens": 100.0}]
+    runs = [logged.Run(name, {}, {}, rows) for name in "ab"]
+    settings = [{"steps": 40}, {"steps": 0, "tokens": 7}]
+    values = report.runs_table(runs, ["a", "b"], settings, report.styles_of(2), False).values
+    titles = [title for title, _ in values["columns"]]
+    cells = [dict(zip(titles, [text for text, _ in row], strict=True)) for row, _ in values["rows"]]
+    assert [of["steps"] for of in cells] == ["40", "40"]
+    assert [of["tokens"] for of in cells] == ["100", "100"]
+    assert [of["config.steps"] for of in cells] == ["40", "0"]
+    assert cells[1]["config.tokens"] == "7"
+    assert titles.index("steps") < titles.index("config.steps") < titles.index("config.tokens")
 
 
 def test_long_names_are_cut_where_they_are_alike():
@@ -387,9 +404,9 @@ def test_a_long_run_has_the_places_of_its_points_alone():
         for step in range(1, 40_001)
     ]
     rows[-1]["eval/loss"] = 2.0
-    run = report.Run("r", {}, {}, rows)
+    run = logged.Run("r", {}, {}, rows)
     offered = report.choices([run], [], False)
-    block = report.curves_block([run], ["r"], report.styles_of(1), offered, [{}])
+    block = report.curves_block([run], ["r"], report.styles_of(1), offered, [{}], False)
     (drawn,) = block.data["runs"]
     assert {*map(len, drawn["axes"].values())} == {len(drawn["columns"]["train/loss"]["rows"])}
     assert len(drawn["axes"]["tokens"]) <= report._MOST_POINTS

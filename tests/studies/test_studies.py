@@ -87,6 +87,32 @@ def test_table(spec, tmp_path, capsys):
     assert titles.endswith(f"| ms a step | sequences/s | {sweep.STEP_TIME} |")
     dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
     assert dense.endswith("| 30 | 533.3 | 1.50 |")
+    # How times were taken is said of a table that has some.
+    said = "Step times: medians of alternating steps."
+    assert said in timed and said not in text and text.count("split. Command: `python") == 1
+
+
+def test_a_misspelt_column_was_an_empty_one(tmp_path, capsys, monkeypatch):
+    """Before steps are timed and before the tables of an earlier call are written over."""
+    path = tmp_path / "sweep.py"
+    path.write_text(SWEEP.replace("eval/router/accuracy", "none|eval/router/acuracy"))
+    loaded = sweep.load_sweep(path)
+    for name in loaded["runs"]:
+        for seed in loaded["seeds"]:
+            fake_run(loaded, tmp_path, name, seed, 1.0, 0.9 if name == "dense twin" else None)
+    for ending in ("md", "json"):
+        (tmp_path / f"table.{ending}").write_text("of an earlier call")
+    monkeypatch.setattr(sweep, "measure_step_times", lambda *_: pytest.fail("timed"))
+    call = ["--sweep", str(path), "--workdir", str(tmp_path), "--table-only", "--time-steps=2"]
+    assert sweep.main(call) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "columns['decision accuracy']=" in said
+    assert "no run has such a metric (did you mean 'eval/router/accuracy'?)" in said
+    for ending in ("md", "json"):
+        assert (tmp_path / f"table.{ending}").read_text() == "of an earlier call"
+    # One of several names, in one of the runs, is enough.
+    path.write_text(SWEEP.replace("eval/router/accuracy", "none|eval/router/accuracy"))
+    assert sweep.main(call[:-1]) == 0 and "0.9000" in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +128,7 @@ def test_a_table_said_whole_split_of_one_that_max_batches_had_cut(
 ):
     for name in spec["runs"]:
         for seed, fraction in enumerate(fractions):
-            fake_run(spec, tmp_path, name, seed, 1.0, fraction=fraction)
+            fake_run(spec, tmp_path, name, seed, 1.0, accuracy=0.9, fraction=fraction)
     given = ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
     assert sweep.main(given) == 0
     assert words in capsys.readouterr().out
@@ -186,6 +212,9 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
         ((b'"MoD, 12.5%": {}', b"7: {}"), r"runs\[7\]=\{\}: expected a name"),
         ((b"columns={", b"columns=None and {"), "columns=None: expected a dict"),
         ((b'"eval/router/accuracy"', b"3"), "columns=.*: expected a dict"),
+        ((b"eval/router/accuracy", b""), "columns.'decision accuracy'.='': expected names of"),
+        ((b"eval/router/accuracy", b"a|"), r"='a\|': expected names of metrics with | between"),
+        ((b"eval/router/accuracy", b"a | b"), r"='a \| b': expected names of metrics with"),
     ],
 )
 def test_bad_sweeps(tmp_path, capsys, change, words):

@@ -25,7 +25,7 @@ import pathlib
 from efx import runfolder, storage, tables
 from efx.errors import UsageError, extra
 from efx.runfolder import writing
-from efx.studies import cli, plot
+from efx.studies import cli, logged
 from efx.studies.router_probe import analysis, picture, report
 from efx.studies.router_probe.report import combined
 
@@ -78,7 +78,7 @@ def run(arguments):
 def check_seeds(workdirs):
     """UsageError for runs that are not seeds of one config."""
     configs = [runfolder.recorded_config(workdir) for workdir in workdirs]
-    for workdir, config, settings in zip(workdirs, configs, plot.differing(configs), strict=True):
+    for workdir, config, settings in zip(workdirs, configs, logged.differing(configs), strict=True):
         others = {key for key in settings if key not in _OF_A_SEED}
         if others:
             key = min(others)
