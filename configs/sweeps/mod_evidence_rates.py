@@ -26,5 +26,5 @@ def get_sweep():
             for name, (width, depth, changes) in BEST.items()
             for rate in RATES
         },
-        columns={"training FLOPs": "flops"},
+        columns={},
     )
