@@ -1,14 +1,16 @@
 """Everything that is claimed of accelerators, on the one at hand: is it right, and how fast is it.
 
-    python -m benchmarks.accelerator                      all parts, as far as 8 minutes go
+    python -m benchmarks.accelerator                      all parts, as far as 9 minutes go
     python -m benchmarks.accelerator --parts matmul,dense     some of them
     python -m benchmarks.accelerator --smoke              tiny sizes on a CPU: no measurement
 
 Called again it goes on where it ended: what the record, accelerator-<device>.json in --results, has
 is not measured again, unless with `--again`; what failed or was skipped is tried again, last of its
-part. A part is a process of its own, and goes on in a fresh one after an error of the device.
-`--minutes` are those of the whole call: the next measurement is begun only if there is time for one
-like the longest before it, and what still runs a minute and a half later has been ended.
+part. A kernel that is not installed, or cannot do what is asked of it, is `refused` with its
+reason: that is an answer, which only `--again` asks for anew. A part is a process of its own, and
+goes on in a fresh one after an error of the device. No call lasts longer than its `--minutes`: the
+next measurement is begun only if there is time for one like the longest before it, and the last 100
+seconds are for ending what still runs then.
 `python -m efx.studies.results` puts the numbers into docs/results.md.
 
 Needed on the machine: efx with the extra of the device (`cuda13`, `cuda12` or `tpu`); on an H100
@@ -68,17 +70,20 @@ from efx.studies import reference, results
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FAILED, TIME_IS_UP, SKIPPED = 1, 3, 4
 GO_ON = 5  # of the process of a part: the rest in a fresh one
-OVERRUN, GRACE = 75, 15  # seconds until a part that does not end is asked to, and is killed
+# Seconds from when nothing more is begun until a part that has not ended, of whose runs each has a
+# minute to save, is asked to; until it is killed; and those in which a call starts and ends itself.
+OVERRUN, GRACE, OWN = 75, 15, 10
+RESERVE = OVERRUN + GRACE + OWN
 
 
 @common.command
 def main(argv=None):
     begin = time.monotonic()
     args = _arguments(argv)
-    deadline = begin + 60 * args.minutes
+    deadline = begin + 60 * args.minutes - RESERVE
     if args.tried is None:
         return _in_processes(args, deadline)
-    (part,) = args.parts
+    part = args.parts[0]
     platform, kind, count = _device(part)
     if platform == "cpu" and not args.smoke:
         raise UsageError(
@@ -95,8 +100,9 @@ def main(argv=None):
         args.smoke, folder.absolute(), args.text.absolute(), deadline, curves.absolute(), platform
     )
     if args.again:
-        record.forget(part)
-        setup.forget_runs(part)
+        for forgotten in args.parts:
+            record.forget(forgotten)
+            setup.forget_runs(forgotten)
     smoke = "; SMOKE RUN, NO MEASUREMENT" if args.smoke else ""
     print(f"== {part}, {machine}{smoke}", flush=True)
     status = _measure(part, setup, record, Tried(args.tried))
@@ -186,18 +192,20 @@ class Tried:
 def _in_processes(args, deadline):
     """One process a part, so that none has another's memory or dies of its errors."""
     statuses = []
-    for part in args.parts:
-        if time.monotonic() >= deadline and not args.again:  # which forgets what all parts had
+    for i in range(len(args.parts)):
+        if time.monotonic() >= deadline:
             statuses.append(TIME_IS_UP)
             break
-        statuses.append(_part(part, args, deadline))
+        statuses.append(_part(args.parts[i:], args, deadline))
         if statuses[-1] == 2:
             return 2
     return next((one for one in (TIME_IS_UP, FAILED, SKIPPED) if one in statuses), 0)
 
 
-def _part(part, args, deadline):
-    """Exit status of one part, in as many processes as it takes."""
+def _part(parts, args, deadline):
+    """Exit status of the first of these parts, in as many processes as it takes. With `--again` the
+    first process forgets what all of them had: the others may get no time in this call."""
+    part = parts[0]
     path = args.workdir / "tried.txt"
     path.unlink(missing_ok=True)
     compiled = str(args.workdir.absolute() / "compiled")
@@ -212,8 +220,9 @@ def _part(part, args, deadline):
     again = args.again
     while True:
         tried = Tried(path).titles
-        minutes = max(0.0, deadline - time.monotonic()) / 60
-        command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", part]
+        minutes = (deadline + RESERVE - time.monotonic()) / 60
+        command = [sys.executable, "-m", "benchmarks.accelerator"]
+        command += ["--parts", ",".join(parts) if again else part]
         command += ["--minutes", f"{minutes:.3f}", "--tried", path, "--workdir", args.workdir]
         command += ["--text", args.text, "--results", args.results]
         command += ["--smoke"] * args.smoke + ["--again"] * again
@@ -338,7 +347,9 @@ def _arguments(argv):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", action=_Parts, default=list(PARTS), help="names, with commas")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="that this call may last (default: 9)"
+    )
     parser.add_argument("--again", action="store_true", help="measure what has been measured too")
     parser.add_argument(
         "--workdir",
@@ -352,7 +363,8 @@ def _arguments(argv):
         default=ROOT / "results",
         help="of the record and the reference curves (default: results/ of the project)",
     )
-    # Of the processes of parts: the file of what this call has begun.
+    # Of the processes of parts: the file of what this call has begun. Such a process measures the
+    # first of its --parts.
     parser.add_argument("--tried", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--text",
@@ -362,8 +374,11 @@ def _arguments(argv):
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too")
     args = parser.parse_args(argv)
-    if not args.minutes >= 0:
-        raise UsageError(f"--minutes={args.minutes}: must be 0 or more")
+    if args.tried is None and not 60 * args.minutes > RESERVE:
+        raise UsageError(
+            f"--minutes={args.minutes}: must be more than {RESERVE / 60:.2f}, the {RESERVE} seconds"
+            " in which a call ends what still runs"
+        )
     return args
 
 

@@ -26,9 +26,8 @@ from efx import flops, tables
 from efx.config import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
-from efx.errors import UsageError
 from efx.layers import attend
-from efx.layers.attention_kernels import KERNELS
+from efx.layers.attention_kernels import KERNELS, Refused
 from efx.metrics import quantity, read_metrics
 from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report
@@ -77,8 +76,16 @@ class Unfinished(Exception):
 
 
 def failure(error):
-    """The cells of what raised an exception: out of memory, say, or a kernel that cannot be."""
+    """The cells of what raised an exception: out of memory, say. A kernel that was asked for and
+    says that it cannot has not failed."""
+    if isinstance(error, Refused):
+        return refusal(error.reason)
     return {"says": f"FAILED: {type(error).__name__}: {_first_line(error)}"}
+
+
+def refusal(*reasons):
+    """The cells of a kernel that refuses."""
+    return {"says": f"refused: {'; '.join(dict.fromkeys(reasons))}"}
 
 
 def of_the_device(cells):
@@ -190,8 +197,8 @@ def _kernel(masked, name):
         try:
             got = function(name, dtype, arrays)
             error = max(map(relative_error, got, wanted))
-        except UsageError as error:
-            refused[dtype] = str(error).partition(": ")[2].partition(";")[0]
+        except Refused as error:
+            refused[dtype] = error.reason
             continue
         except Exception as error:
             rows[f", {dtype}"] = failure(error)
@@ -199,8 +206,8 @@ def _kernel(masked, name):
         says = "right" if error <= tolerance else f"FAILED: more than {tolerance} off"
         rows[f", {dtype}"] = {"error": error, "says": says}
     if not rows:
-        return {"": {"says": "; ".join(dict.fromkeys(refused.values()))}}
-    return rows | {f", {dtype}": {"says": reason} for dtype, reason in refused.items()}
+        return {"": refusal(*refused.values())}
+    return rows | {f", {dtype}": refusal(reason) for dtype, reason in refused.items()}
 
 
 def attention(*, length, kv_heads, head_dim, window, softcap, gaps, documents):

@@ -10,8 +10,10 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import shutil
 import tempfile
+import threading
 import urllib.parse
 import zlib
 from pathlib import Path
@@ -25,6 +27,9 @@ MANIFEST = "manifest.json"
 _BLOCK = 4 << 20
 # A file of up to 64 blocks (256 MiB) is checked whole; of a larger one, 64 evenly spaced blocks.
 _CHECKED_BLOCKS = 64
+# So many of an entry's (1 GiB) are read again whenever a process opens it.
+_CHECKED_AGAIN = 256
+_COPIES = 8  # files that are copied out of an object store at a time
 # Hashing a smaller file again takes less time than it is worth saving.
 _REMEMBER_FROM = 64 << 20
 
@@ -44,17 +49,65 @@ def fetched(named, address, root):
     """The folder in the cache that has copies of the files at an address of an object store.
 
     They are copied again when one of them has changed. A file of a folder below has the name of its
-    path, quoted as in an address. named: the setting and its value.
+    path, quoted as in an address. named: the setting and its value. Raises UsageError if the disk
+    of the cache has no room for them, before any is copied.
     """
     listed, fetch = storage.remote_files(address, named)
 
     def build(folder):
+        _check_room(named, sum(size for _, (size, _) in listed), len(listed), folder)
         top = os.path.commonpath([os.path.dirname(remote) for remote, _ in listed])
+        copies = []
         for remote, _ in listed:
             name = urllib.parse.quote(os.path.relpath(remote, top), safe="")
-            fetch(remote, folder / (name if name != MANIFEST else f"%6D{name[1:]}"))
+            copies.append((remote, folder / (name if name != MANIFEST else f"%6D{name[1:]}")))
+        _some_at_a_time(fetch, copies)
 
     return cached_folder(root, "fetched", content_key(address, listed), build)
+
+
+def _check_room(named, size, count, folder):
+    """Says what is about to be copied into a folder, or raises UsageError where it has no room."""
+    from efx import memory  # imports JAX, which reading data in a notebook does not need
+
+    free = shutil.disk_usage(folder).free
+    what, place = memory.in_words(size), folder.parent
+    if size > free:
+        raise UsageError(
+            f"{named}: {what} would be copied to {place}, whose disk has {memory.in_words(free)}"
+            " free; name another folder by config.data.cache_dir or EFX_CACHE, or mount the bucket"
+            " and give the path there"
+        )
+    log.info("copying %s: %s in %d files, to %s", named, what, count, place)
+
+
+def _some_at_a_time(work, calls):
+    """`work(*call)` for each of the calls, `_COPIES` at a time, or the first error of one."""
+    waiting, ended, stop = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
+    for call in calls:
+        waiting.put(call)
+
+    def run():
+        with contextlib.suppress(queue.Empty):
+            while not stop.is_set():
+                call = waiting.get_nowait()
+                try:
+                    work(*call)
+                except BaseException as error:
+                    ended.put(error)
+                else:
+                    ended.put(None)
+
+    # A process that is interrupted, or has the error of one, does not wait for the copies of others
+    # to end, as it would for the threads of an executor.
+    for _ in range(min(_COPIES, len(calls))):
+        threading.Thread(target=run, name="efx-copy", daemon=True).start()
+    try:
+        for _ in calls:
+            if (error := ended.get()) is not None:
+                raise error
+    finally:
+        stop.set()
 
 
 def cached_folder(root, kind, key, build):
@@ -128,15 +181,25 @@ def locked(path, wait=True):
 def checksums(path):
     """[size of a file, checksum of each of its blocks, or of some evenly spaced ones]"""
     size = path.stat().st_size
-    blocks = -(-size // _BLOCK)
-    count = min(blocks, _CHECKED_BLOCKS)
-    sums = []
+    return [size, *(_checksum(path, start) for start in _checked(size))]
+
+
+def _checked(size):
+    """First bytes of the blocks of a file of this size that have a checksum."""
+    return [i * _BLOCK for i in _spread(-(-size // _BLOCK), _CHECKED_BLOCKS)]
+
+
+def _spread(count, most):
+    """Of the numbers 0..count-1 at most so many, evenly spaced, the first and the last included."""
+    taken = min(count, most)
+    return [i * (count - 1) // max(taken - 1, 1) for i in range(taken)]
+
+
+def _checksum(path, start):
+    """Of one block of a file."""
     with open(path, "rb") as file:
-        for i in range(count):
-            # First and last block are always among them.
-            file.seek((i * (blocks - 1) // max(count - 1, 1)) * _BLOCK)
-            sums.append(zlib.crc32(file.read(_BLOCK)))
-    return [size, *sums]
+        file.seek(start)
+        return zlib.crc32(file.read(_BLOCK))
 
 
 def _seal(folder):
@@ -145,9 +208,18 @@ def _seal(folder):
 
 
 def _intact(folder):
+    """Whether all files have the sizes of the manifest, and at most `_CHECKED_AGAIN` blocks, spread
+    evenly over them, its checksums."""
     try:
         files = reading.read_json(folder / MANIFEST)
-        return bool(files) and all(checksums(folder / n) == sums for n, sums in files.items())
+        blocks = []
+        for name, (size, *sums) in files.items():
+            path = folder / name
+            if path.stat().st_size != size:
+                return False
+            blocks += [(path, *block) for block in zip(_checked(size), sums, strict=True)]
+        again = (blocks[i] for i in _spread(len(blocks), _CHECKED_AGAIN))
+        return bool(files) and all(_checksum(path, start) == crc for path, start, crc in again)
     except (OSError, ValueError, AttributeError, TypeError):
         return False
 

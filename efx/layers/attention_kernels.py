@@ -47,6 +47,20 @@ class Case(NamedTuple):
     probs: bool = False
 
 
+class Refused(UsageError):
+    """A kernel that was chosen by name cannot be.
+
+    Attributes:
+      reason: why, to be read after the kernel's name.
+    """
+
+    def __init__(self, name, reason):
+        super().__init__(
+            f"config.model.attention.kernel={name!r}: {reason}; 'auto' takes what is possible"
+        )
+        self.reason = reason
+
+
 class Kernel(NamedTuple):
     """A kernel for one platform.
 
@@ -64,7 +78,7 @@ class Kernel(NamedTuple):
 
 
 def choose(name, case):
-    """The `Kernel` for a case, or None for plain XLA; UsageError for a choice that cannot be.
+    """The `Kernel` for a case, or None for plain XLA; `Refused` for a choice that cannot be.
 
     Args:
       name: `config.model.attention.kernel`.
@@ -78,18 +92,19 @@ def choose(name, case):
         if kernel.platform != here:
             reason = f"runs on a {kernel.platform} only, and the devices here are of kind {here!r}"
         if reason:
-            raise UsageError(
-                f"config.model.attention.kernel={name!r}: {reason}; 'auto' takes what is possible"
-            )
+            raise Refused(name, reason)
         return kernel
     reasons = {}
     for candidate, kernel in KERNELS.items():
         if kernel.platform == here:
             reasons[candidate] = _refuses(kernel, case)
             if reasons[candidate] is None:
+                # JAX for GPUs brings cuDNN: that another kernel takes its place is no choice.
+                if reasons.get("cudnn") and reasons["cudnn"] == _without_cudnn():
+                    _say_why(f"by {candidate}", (("cudnn", reasons["cudnn"]),))
                 return kernel
     if reasons:
-        _say_why(tuple(reasons.items()))
+        _say_why("in plain XLA", tuple(reasons.items()))
     return None
 
 
@@ -103,10 +118,9 @@ def _refuses(kernel, case):
 
 
 @functools.cache
-def _say_why(reasons):
-    logging.getLogger(__name__).warning(
-        "attention in plain XLA: %s", "; ".join(f"{name} {reason}" for name, reason in reasons)
-    )
+def _say_why(how, reasons):
+    listed = "; ".join(f"{name} {reason}" for name, reason in reasons)
+    logging.getLogger(__name__).warning("attention %s: %s", how, listed)
 
 
 def _first(*conditions):
@@ -226,7 +240,7 @@ def _half(case):
 
 
 def _cudnn_refuses(case):
-    return _first(
+    reason = _first(
         _before_ampere(),
         (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
         (case.documents, "has packed documents only by a dense mask, which takes T x T memory"),
@@ -235,6 +249,25 @@ def _cudnn_refuses(case):
         (case.head_dim % 8, f"wants a head width that is a multiple of 8, not {case.head_dim}"),
         (case.head_dim > 128, f"wants a head width of at most 128, not {case.head_dim}"),
     )
+    return reason or _without_cudnn()
+
+
+@functools.cache
+def _without_cudnn():
+    """Why JAX cannot call cuDNN here, or None.
+
+    JAX looks for the library where such an attention is traced, and raises RuntimeError without it,
+    so a small one is traced. That takes no GPU: what is compiled ahead of time for one that is only
+    described has cuDNN wherever the library is.
+    """
+    shape_BTNH = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(attention, shape_BTNH, shape_BTNH, shape_BTNH)
+    except RuntimeError as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        return f"cannot be called by JAX ({said}): it comes with {extra('cuda13')}, or `cuda12`"
+    return None
 
 
 def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):

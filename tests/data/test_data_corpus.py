@@ -256,6 +256,35 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
         assert (disk_cache.checksums(path) != whole) == seen
 
 
+def test_of_an_entry_with_many_files_some_blocks_are_read(tmp_path, monkeypatch):
+    """However many they are; the sizes of all are looked at."""
+    monkeypatch.setattr(disk_cache, "_BLOCK", 4)
+    monkeypatch.setattr(disk_cache, "_CHECKED_AGAIN", 5)
+
+    def build(folder):
+        for i in range(9):
+            (folder / f"{i}.bin").write_bytes(bytes(range(8)))
+
+    folder = disk_cache.cached_folder(tmp_path, "kind", "key", build)
+    read, checksum = [], disk_cache._checksum
+    monkeypatch.setattr(
+        disk_cache,
+        "_checksum",
+        lambda path, start: read.append((path.name, start)) or checksum(path, start),
+    )
+    assert disk_cache._intact(folder)
+    assert read == [("0.bin", 0), ("2.bin", 0), ("4.bin", 0), ("6.bin", 0), ("8.bin", 4)]
+    for name, byte, seen in (("0.bin", 0, True), ("8.bin", 7, True), ("3.bin", 1, False)):
+        data = bytearray(range(8))
+        data[byte] ^= 1
+        (folder / name).write_bytes(data)
+        assert disk_cache._intact(folder) != seen
+        (folder / name).write_bytes(bytes(range(8)))
+    assert disk_cache._intact(folder)
+    (folder / "3.bin").write_bytes(bytes(range(7)))
+    assert not disk_cache._intact(folder)
+
+
 def _load_in_a_process(values, queue):
     data = efx.data.load(ConfigDict(values), seed=0)
     queue.put((data.fingerprint, data.train_tokens, data.tokenizer.fingerprint))

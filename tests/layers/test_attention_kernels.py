@@ -75,8 +75,12 @@ def test_a_kernel_is_attention_in_plain_xla(name, case, monkeypatch):
 SHARED = {"7.5": 65_536, "8.0": 166_912, "8.9": 101_376, "9.0": 232_448, "12.0": 101_376}
 
 
-def on(monkeypatch, platform, capability="8.0", tokamax=None):
-    """As if kernels were chosen for a device of this kind, with this release of tokamax."""
+NO_CUDNN = "cannot be called by JAX (cuDNN not found)"
+
+
+def on(monkeypatch, platform, capability="8.0", tokamax=None, without_cudnn=None):
+    """As if kernels were chosen for a device of this kind, with this release of tokamax, and with
+    cuDNN unless there is a reason why not."""
     device = types.SimpleNamespace()
     if platform == "gpu":
         device.compute_capability = capability
@@ -84,6 +88,8 @@ def on(monkeypatch, platform, capability="8.0", tokamax=None):
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
     monkeypatch.setattr(attention_kernels, "_tokamax", lambda: tokamax)
+    monkeypatch.setattr(attention_kernels, "_without_cudnn", lambda: without_cudnn)
+    attention_kernels._say_why.cache_clear()
 
 
 HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
@@ -227,11 +233,62 @@ def test_a_kernel_of_intervals_gets_the_first_key_of_each_query(window, document
 
 def test_falling_back_is_said_once(monkeypatch, caplog):
     on(monkeypatch, "tpu")
-    attention_kernels._say_why.cache_clear()
     for _ in range(3):
         attention_kernels.choose("auto", HALF._replace(head_dim=40))
     (record,) = caplog.records
     assert "splash wants a head width that is a multiple of 64, not 40" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "case, expected, said",
+    [
+        (HALF, "triton", f"attention by triton: cudnn {NO_CUDNN}"),
+        (
+            HALF._replace(head_dim=40),
+            None,
+            f"attention in plain XLA: mosaic .*; cudnn {re.escape(NO_CUDNN)}; triton wants",
+        ),
+        # What cuDNN would not have taken either is not its absence.
+        (HALF._replace(documents=True), "triton", None),
+    ],
+)
+def test_without_cudnn_the_next_is_taken_and_it_is_said_once(
+    case, expected, said, monkeypatch, caplog
+):
+    on(monkeypatch, "gpu", without_cudnn=NO_CUDNN)
+    for _ in range(2):
+        chosen = attention_kernels.choose("auto", case)
+        assert chosen == (expected and KERNELS[expected])
+    records = [record.getMessage() for record in caplog.records]
+    assert len(records) == (said is not None)
+    if said:
+        assert records[0].startswith(said) or re.match(said, records[0])
+        with pytest.raises(attention_kernels.Refused, match=re.escape(NO_CUDNN)) as error:
+            attention_kernels.choose("cudnn", case)
+        assert error.value.reason == NO_CUDNN and "\n" not in str(error.value)
+
+
+def test_jax_is_asked_once_whether_there_is_cudnn(monkeypatch):
+    """Where an attention is traced, which is what JAX promises to raise at."""
+    asked, found = [], [RuntimeError("cuDNN not found."), None]
+
+    def attention(*arrays, implementation):
+        asked.append((implementation, *(y.shape for y in arrays)))
+        if found[0]:
+            raise found[0]
+        return arrays[0]
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    try:
+        for said in ("cannot be called by JAX (cuDNN not found): it comes with the extra", None):
+            attention_kernels._without_cudnn.cache_clear()
+            reasons = {attention_kernels._without_cudnn() for _ in range(3)}
+            assert len(reasons) == 1
+            assert reasons == {None} if said is None else reasons.pop().startswith(said)
+            found.pop(0)
+    finally:
+        attention_kernels._without_cudnn.cache_clear()
+    assert asked == 2 * [("cudnn", *3 * [(1, 128, 1, 64)])]
 
 
 @pytest.mark.parametrize(

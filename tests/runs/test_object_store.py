@@ -2,6 +2,8 @@
 
 import io
 import os
+import threading
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from efx import main, storage, train, use
 from efx.configs import common
-from efx.data import load, write_token_shards
+from efx.data import disk_cache, load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -169,6 +171,72 @@ def test_data_in_a_bucket(objects, tmp_path):
     np.testing.assert_array_equal(there, here)
     with pytest.raises(UsageError, match=r"config.data.source='text:gs://texts/no': no such file"):
         first_inputs(tmp_path, "text:gs://texts/no")
+
+
+def test_data_that_has_no_room_is_not_copied(objects, tmp_path, monkeypatch):
+    for i in range(3):
+        object_store.put(f"texts/large/{i}.txt", TEXT.encode())
+    usage = SimpleNamespace(free=2 * len(TEXT))
+    monkeypatch.setattr(disk_cache.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(object_store.Store, "get_file", lambda *_: pytest.fail("it is copied"))
+    with pytest.raises(UsageError) as error:
+        first_inputs(tmp_path, "text:gs://texts/large")
+    assert str(error.value) == (
+        f"config.data.source='text:gs://texts/large': 17.6 KiB would be copied to {tmp_path}/cache/"
+        "fetched, whose disk has 11.7 KiB free; name another folder by config.data.cache_dir or"
+        " EFX_CACHE, or mount the bucket and give the path there"
+    )
+    assert [path for path in (tmp_path / "cache/fetched").iterdir() if path.is_dir()] == []
+
+
+def test_several_files_are_copied_at_a_time(objects, tmp_path, monkeypatch, caplog):
+    """All that may be at once, and not more; what is copied is said, once."""
+    count = 3 * disk_cache._COPIES
+    for i in range(count):
+        object_store.put(f"texts/many/{i:02}.txt", TEXT[i : i + 1000].encode())
+    together = threading.Barrier(disk_cache._COPIES)
+    copied, copying, most = object_store.Store.get_file, [], []
+
+    def get_file(self, address, path):
+        copying.append(address)
+        together.wait(timeout=60)
+        most.append(len(copying))
+        copied(self, address, path)
+        copying.remove(address)
+
+    monkeypatch.setattr(object_store.Store, "get_file", get_file)
+    with caplog.at_level("INFO", logger="efx"):
+        for _ in range(2):
+            _, data = first_inputs(tmp_path, "text:gs://texts/many")
+    assert len(most) == count and max(most) == disk_cache._COPIES
+    assert data.train_tokens > 0.8 * count * 1000
+    said = [record.getMessage() for record in caplog.records if "copying" in record.getMessage()]
+    assert said == [
+        "copying config.data.source='text:gs://texts/many': 23.4 KiB in 24 files, to"
+        f" {tmp_path}/cache/fetched"
+    ]
+
+
+def test_a_copy_that_fails_ends_the_others(objects, tmp_path, monkeypatch):
+    for i in range(3 * disk_cache._COPIES):
+        object_store.put(f"texts/broken/{i:02}.txt", TEXT.encode())
+    begun, release = [], threading.Event()
+
+    def get_file(self, address, path):
+        begun.append(address)
+        if address.endswith("03.txt"):
+            raise PermissionError("not this one")
+        release.wait(60)
+
+    monkeypatch.setattr(object_store.Store, "get_file", get_file)
+    with pytest.raises(UsageError, match="cannot be reached: PermissionError: not this one"):
+        first_inputs(tmp_path, "text:gs://texts/broken")
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "efx-copy":
+            thread.join(60)
+    assert len(begun) <= disk_cache._COPIES + 1
+    assert [path for path in (tmp_path / "cache/fetched").iterdir() if path.is_dir()] == []
 
 
 def test_an_upload_that_fails(objects, monkeypatch, capsys):

@@ -18,7 +18,8 @@ from test_reference import CURVE, make_run, shifted
 from benchmarks import accelerator, accelerator_parts, children, common
 from benchmarks.accelerator_parts import Setup, Skipped, Unfinished
 from efx.configs import mod
-from efx.layers import attend
+from efx.errors import UsageError
+from efx.layers import attend, attention_kernels
 from efx.layers.attention_kernels import KERNELS, Kernel
 from efx.studies import reference, results
 
@@ -201,12 +202,12 @@ def test_each_part_has_a_process_of_its_own(call, parts, monkeypatch):
     def ran(*argv, ends):
         statuses[:], commands[:] = ends, []
         status, said = call(*argv, apart=True)
-        parts_of = [command[command.index("--parts") + 1] for command in commands]
+        parts_of = [command[command.index("--parts") + 1].split(",")[0] for command in commands]
         return status, parts_of, said
 
     assert ran("--again", ends=[1, 3])[:2] == (3, ["one", "two"])  # there is more: that counts most
     assert all({"--smoke", "--again"} <= set(command) for command in commands)
-    assert 7 < float(commands[1][commands[1].index("--minutes") + 1]) <= 8
+    assert 8 < float(commands[1][commands[1].index("--minutes") + 1]) <= 9
     assert ran(ends=[0, 1])[:2] == (1, ["one", "two"])
     assert ran(ends=[4, 0])[:2] == (4, ["one", "two"])
     # One that dies, or goes on in a fresh process, does not forget again.
@@ -214,10 +215,42 @@ def test_each_part_has_a_process_of_its_own(call, parts, monkeypatch):
     assert ["--again" in command for command in commands] == [True, False, False, True]
     status, parts_of, said = ran("--parts=two", ends=["late"])
     assert (status, parts_of) == (3, ["two"]) and "two was ended within 'title" in said
-    assert ran("--minutes=0", ends=[])[:2] == (3, [])
     # Of one that measures nothing there is no end.
     monkeypatch.setattr(accelerator.Tried, "add", lambda self, title: None)
     assert ran("--parts=one", ends=[-6])[:2] == (1, ["one"])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_call_is_over_after_nine_minutes(again, call, parts, monkeypatch):
+    """Of a part that is late, and needs all the grace to end, after one that took its time."""
+    clock, forgets = SimpleNamespace(now=100.0), []
+    monkeypatch.setattr(accelerator, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def run(command, deadline, grace, env):
+        forgets.append(command[command.index("--parts") + 1] if "--again" in command else "")
+        minutes = float(command[command.index("--minutes") + 1])
+        # The clock of the process itself, which begins what it may and is late with it.
+        assert clock.now + 60 * minutes == pytest.approx(100 + 9 * 60, abs=0.1)
+        if len(forgets) == 1:
+            accelerator.Tried(command[command.index("--tried") + 1]).add("1st")
+            clock.now = deadline - 1
+            return accelerator.GO_ON
+        clock.now = max(clock.now + 1, deadline) + grace + 1
+        raise children.Late
+
+    monkeypatch.setattr(accelerator.children, "run", run)
+    status, said = call(*["--again"] * again, apart=True)
+    assert status == 3 and "one was ended within '1st'" in said
+    assert clock.now < 100 + 9 * 60
+    # The part that got no time is measured anew too, by the next call.
+    assert forgets == (["one,two", ""] if again else ["", ""])
+
+
+def test_the_first_process_forgets_for_all(call, parts):
+    assert call("--parts=one")[0] == call("--parts=two")[0] == 0
+    parts.behave["2nd"] = Unfinished()
+    assert call("--parts=one,two", "--again")[0] == 3
+    assert list(rows(call)) == ["1st, a", "1st, b"]
 
 
 def test_the_whole_call(tmp_path, capfd):
@@ -232,11 +265,13 @@ def test_the_whole_call(tmp_path, capfd):
     [
         (["--parts=matmull"], "--parts=matmull: 'matmull' is no part; they are matmul, dense,"),
         (["--parts=matmul"], "JAX finds no accelerator here"),
-        (["--minutes=-1"], "--minutes=-1.0: must be 0 or more"),
+        (["--minutes=1"], "--minutes=1.0: must be more than 1.67, the 100 seconds in which"),
+        (["--minutes=nan"], "--minutes=nan: must be more than 1.67"),
     ],
 )
 def test_bad_input_is_one_line(argv, line, call):
-    status, said = call(*argv, smoke=False)
+    # A process of a part takes the minutes that are left, however few.
+    status, said = call(*argv, smoke=False, apart="--minutes" in argv[0])
     assert status == 2 and said.startswith(f"efx: error: {line}") and said.count("\n") == 1
 
 
@@ -282,12 +317,49 @@ def test_a_kernel_that_is_wrong_somewhere_is_found(call, monkeypatch):
     assert triton["causal"][", float32"]["says"] == "right"
     assert triton["window"][", float32"]["error"] > 0.05
     assert triton["window"][", float32"]["says"].startswith("FAILED: more than")
-    assert triton["softcap"] == {"": {"says": "has no softcap"}}
-    assert triton["gaps"][", float32"] == {"says": "takes no float32"}
+    assert triton["softcap"] == {"": {"says": "refused: has no softcap"}}
+    assert triton["gaps"][", float32"] == {"says": "refused: takes no float32"}
     assert references == list(accelerator_parts.MASKS)  # once a mask
     masked = partial(own, setup, "documents")
     rows = accelerator_parts._kernel(masked, "triton")
     assert rows == {", bfloat16": {"says": "FAILED: JaxRuntimeError: CUDA_ERROR"}}
+
+
+def test_a_kernel_that_refuses_has_not_failed(call, monkeypatch):
+    """In training steps as in attention alone: else a call has status 1 wherever one of the kernels
+    is not installed."""
+    refusing = Kernel("cpu", lambda case: "is not installed: the extra", None)
+    monkeypatch.setattr(accelerator_parts, "KERNELS", {"mosaic": refusing})
+    monkeypatch.setitem(KERNELS, "mosaic", refusing)
+    rows_of_8 = accelerator_parts.SIZES["smoke"] | {"batch": 8}  # for the devices of the tests
+    monkeypatch.setitem(accelerator_parts.SIZES, "smoke", rows_of_8)
+
+    def dense(setup):
+        entries = list(accelerator_parts.dense(setup))
+        assert len(entries) == 5
+        return (entry for entry in entries if "mosaic" in entry[0])
+
+    monkeypatch.setattr(accelerator, "PARTS", {"dense": dense})
+    status, said = call("--parts=dense")
+    assert status == 0, said
+    says = {"says": "refused: is not installed: the extra"}
+    assert rows(call) == {"dense 124M (GPT-2), mosaic": says, "dense 350M, mosaic": says}
+    # Also of one model among several.
+    refused = attention_kernels.Refused("mosaic", "has no softcap")
+
+    def fitting(config, vocab, rounds):
+        if config == "MoD":
+            raise refused
+        return SimpleNamespace(
+            batch=1, times=SimpleNamespace(median=1.0), memory=1, tokens_per_second=1.0, nominal=1.0
+        )
+
+    monkeypatch.setattr(accelerator_parts, "_fitting", fitting)
+    configs = {name: _Config(name) for name in ("dense", "MoD")}
+    found = accelerator_parts._steps(Setup(True, None, None, 0.0), configs)
+    assert found["MoD"] == {"says": "refused: has no softcap"}
+    # What else is wrong with a config is a failure.
+    assert accelerator_parts.failure(UsageError("no"))["says"] == "FAILED: UsageError: no"
 
 
 FULL = (
