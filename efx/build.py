@@ -9,6 +9,7 @@ Each checks what it needs and writes nothing.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from efx import (
 )
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
-from efx.data import SPLITS, load
+from efx.checkpoint.files import finished_steps, warn
+from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.models import draws
@@ -253,7 +255,8 @@ def experiment(config, workdir=None, splits=SPLITS):
     """The `Experiment` of a config.
 
     A tokenizer saved with the run in `workdir`, or in the run that this one starts from, is used in
-    place of building one; what that run holds out is held out.
+    place of building one; what that run holds out is held out. A run that goes on with another
+    number of steps, and for it at another learning rate, is told so in one line.
 
     splits: those of the data to load, see `efx.data.load`.
     """
@@ -270,6 +273,8 @@ def experiment(config, workdir=None, splits=SPLITS):
     # Who only evaluates needs none, and the run may have gone meanwhile.
     teacher = _teacher(config, data.tokenizer) if "train" in splits else None
     steps, stages = _steps_and_stages(config, model, teacher)
+    if "train" in splits and workdir and runfolder.holds_result(workdir):
+        _say_if_rate_jumps(config, workdir, model, teacher, steps)
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
@@ -319,6 +324,25 @@ def _steps_and_stages(config, model, teacher):
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
 
+def _say_if_rate_jumps(config, workdir, model, teacher, steps):
+    """A line where a run goes on at another learning rate: its schedule ends with its last step,
+    and that is another one now."""
+    recorded = {key: runfolder.recorded_setting(workdir, key) for key in ("steps", "train_flops")}
+    stages = _capacity_stages(model, config.data.seq_len)
+    steps_before = _total_steps(settings.replaced(config, recorded), stages, teacher)
+    reached = max(finished_steps(storage.folder(workdir) / runfolder.CHECKPOINTS), default=steps)
+    if steps == steps_before or reached >= steps:
+        return
+    before, now = (
+        float(optim.make_schedule(config.optim, total)(reached)) for total in (steps_before, steps)
+    )
+    if not math.isclose(before, now, rel_tol=1e-5):
+        warn(
+            f"the schedule of the learning rate ends with the run: with {steps} steps, where there"
+            f" were {steps_before}, the rate at step {reached} is {now:.3g}, not {before:.3g}"
+        )
+
+
 def check_runs_named(config, made=()):
     """UsageError unless there are the folders of the runs that a config starts from or is made
     of.
@@ -356,22 +380,57 @@ def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
     check_runs_named(config)
-    runs = config.model.member_runs
-    first = runs[0][1] if runs else ""
-    folders = [storage.folder(folder) for folder in (workdir, config.init.run, first) if folder]
-    saved = [path for folder in folders if (path := runfolder.saved_tokenizer(folder))]
+    tokenizer_path = _saved_tokenizer(config, workdir)
     run_origin, same_text = (
         _run_origin(config.data, workdir) if workdir and splits else (None, True)
     )
     data = load(
         config.data,
         seed=config.seed,
-        tokenizer_path=saved[0] if saved else None,
+        tokenizer_path=tokenizer_path,
         splits=splits,
         run_origin=run_origin,
         same_text=same_text,
     )
     return data, mesh, rules
+
+
+def _saved_tokenizer(config, workdir):
+    """Path of the tokenizer of the run in `workdir`, or else of the run that this one starts from
+    or of the first that it is made of; None without any.
+
+    UsageError where the config names another than that of those runs: it would be recorded with the
+    run, which never had it.
+    """
+    named = [("--workdir", workdir), ("config.init.run", config.init.run)]
+    named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
+    saved = [
+        (name, run, path)
+        for name, run in named
+        if run and (path := runfolder.saved_tokenizer(storage.folder(run)))
+    ]
+    if not saved:
+        return None
+    name, run, path = saved[0]
+    if name != "--workdir":
+        _check_tokenizer(config.data.tokenizer, name, run, path)
+    return path
+
+
+def _check_tokenizer(spec, name, run, path):
+    """UsageError unless `config.data.tokenizer` is that of another run, which is saved in `path`:
+    by the same setting, or one that names the same tokenizer."""
+    theirs = runfolder.recorded_setting(run, "data.tokenizer")
+    if spec == theirs:
+        return
+    kind, _ = tokenizers.parse(spec)
+    if kind in ("bytes", "file"):  # what else there is has to be made of a text, or downloaded
+        if tokenizers.ready(spec).fingerprint == load_tokenizer(path).fingerprint:
+            return
+    raise UsageError(
+        f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}, and its model"
+        f" knows the ids of no other; give --config.data.tokenizer={theirs}"
+    )
 
 
 def _module(config, of, vocab_size, mesh, rules, members=()):

@@ -28,8 +28,7 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        if changed := _changed(e.config, workdir):
-            print(f"not the model that was trained, which had other settings: {changed}")
+        _say_if_changed(e.config, workdir, sys.stdout)
         c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
@@ -47,6 +46,13 @@ def _check_tokenizer(config, workdir):
             f"config.data.tokenizer={config.data.tokenizer!r}: the run was trained with"
             f" {recorded!r}, and its model knows the ids of no other"
         )
+
+
+def _say_if_changed(config, workdir, stream):
+    """A line where it is another model than the run's that was scored or that wrote."""
+    if changed := _changed(config, workdir):
+        line = f"not the model that was trained, which had other settings: {changed}"
+        print(line, file=stream)
 
 
 def _changed(config, workdir):
@@ -78,6 +84,7 @@ def sample(config, workdir, step=None, stream=None):
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
     cache_size, seq_len = sampler.sampler.cache_size, config.data.seq_len
     print(line + _left_out(stats, cache_size, seq_len), file=sys.stderr)
+    _say_if_changed(e.config, workdir, sys.stderr)
     return stats
 
 

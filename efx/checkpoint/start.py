@@ -42,25 +42,29 @@ def start_from(state, config, model, report):
         allow_missing=c.missing,
         allow_unexpected=c.unexpected,
         rename=c.rename,
-        report=lambda diff: report(f"starting from {c.run}: {diff}"),
+        report=None,
         vocab_size=model.vocab_size,
     )
     origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params, model.vocab_size)}
-    variables = _averages(root, diff.step, state.variables, config, report)
+    variables, averages = _averages(root, diff.step, state.variables, config)
+    loaded, *differences = str(diff).splitlines()
+    line = f"starting from {c.run}, {loaded}{averages}; optimiser and place in the text start anew"
+    report("\n".join([line, *differences]))
     if config.adapter.experts:
         params = with_expert_adapters(params, config.adapter, c.run, model.vocab_size)
         report(f"experts: {', '.join(config.adapter.experts)}")
     return state.replace(params=params, variables=variables), origin
 
 
-def _averages(root, step, variables, config, report):
-    """Running averages (thresholds of routers) of the run that this one starts from.
+def _averages(root, step, variables, config):
+    """(running averages (thresholds of routers) of the run that this one starts from, what to say
+    of them).
 
     An average that that run does not have, or has in another shape, starts as in a new run. The
     base of an adapter is frozen, so it has to have all of them.
     """
     if not variables:
-        return variables
+        return variables, ""
     lenient = config.adapter.kind == "none"
     averages, diff = restore_params(
         root,
@@ -76,16 +80,10 @@ def _averages(root, step, variables, config, report):
         ],
         report=None,
     )
-    fresh_count = len(diff.missing)
-    report(
-        f"running averages: {diff.loaded} from {config.init.run}"
-        + (
-            f", {fresh_count} as in a new run: {files.abridged(list(diff.missing))}"
-            if fresh_count
-            else ""
-        )
-    )
-    return averages
+    said = f", {diff.loaded} running averages"
+    if diff.missing:
+        said += f" ({len(diff.missing)} as in a new run: {files.abridged(list(diff.missing))})"
+    return averages, said
 
 
 def _checkpoints(run, key):

@@ -28,6 +28,8 @@ class Progress:
     """
 
     _LIVE_SECONDS = 0.1  # minimum time between two redraws of the live line
+    # What a line that is wider than the terminal goes without, the first of these first.
+    _LEFT_OUT = ("flops", "flops_per_second", "mfu", "tokens_per_second")
 
     def __init__(self, total, *, peak_flops_per_second=0.0, stream=None, plain_seconds=10.0):
         self._total = int(total)
@@ -68,29 +70,35 @@ class Progress:
         if step < self._total and now - self._shown < minimum:
             return
         self._shown = now
-        fields = [f"step {step}/{self._total}"]
+        fields = {"step": f"step {step}/{self._total}"}
         if loss is not None:
-            fields.append(f"loss {loss:.4f}")
+            fields["loss"] = f"loss {loss:.4f}"
         if tokens_per_second is not None:
-            fields.append(quantity(tokens_per_second, "tokens/s"))
+            fields["tokens_per_second"] = quantity(tokens_per_second, "tokens/s")
         if flops is not None:
-            fields.append(quantity(flops, "FLOPs"))
+            fields["flops"] = quantity(flops, "FLOPs")
         if flops_per_second is not None:
-            fields.append(quantity(flops_per_second, "FLOP/s"))
+            fields["flops_per_second"] = quantity(flops_per_second, "FLOP/s")
             if self._peak:
-                fields.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
+                fields["mfu"] = f"MFU {100 * flops_per_second / self._peak:.1f}%"
         since, start = self._first
         if since < step < self._total:
             seconds_left = (self._total - step) * (now - start) / (step - since)
-            fields.append(f"{duration(seconds_left)} left")
-        self._show("  ".join(fields))
+            fields["left"] = f"{duration(seconds_left)} left"
+        self._show(fields)
 
-    def _show(self, line):
+    def _show(self, fields):
+        line = "  ".join(fields.values())
         if self._live is None:
             self._print(line)
             return
         from rich.text import Text
 
+        width = self._live.console.width
+        for name in self._LEFT_OUT:
+            if len(line) > width:
+                fields.pop(name, None)
+                line = "  ".join(fields.values())
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def _print(self, text):

@@ -187,7 +187,15 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
         )
         == 0
     )
-    assert capsys.readouterr().out.startswith("the ")
+    said = capsys.readouterr()
+    assert said.out.startswith("the ") and "other settings" not in said.err
+    # Text of another model looked like the run's.
+    given_too = {"model.norm_eps": 0.5, "sample.max_new_tokens": 1}
+    arguments = (f"--workdir={run}", "--mode=sample", "--prompt=the ")
+    assert call(*arguments, config=None, **given_too) == 0
+    words = "which had other settings: config.model.norm_eps=0.5 (1e-05)\n"
+    said = capsys.readouterr()
+    assert words in said.err and "other settings" not in said.out
 
     assert (
         call(f"--workdir={run}", "--mode=sample", "--prompt=" + "the quick " * 9, config=None) == 2

@@ -461,6 +461,7 @@ def test_bad_runs_are_one_line(runs, tmp_path):
         ({"model.anchor": ""}, r"config\.model\.anchor='': there is no such run folder"),
         ({"model.augment": ("gone",)}, r"config\.model\.augment='gone': there is no such run"),
         ({"model.augment": (str(tmp_path / "chars"),)}, r"chars has another tokenizer"),
+        ({"data.tokenizer": "chars"}, r"config\.model\.anchor=.* was trained with 'bytes'"),
         ({"model.augment": (str(runs / "bridged"),)}, r"bridged is a model made of others itself"),
         ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': not with.*bridged"),
     ]:

@@ -6,6 +6,7 @@ One tiny run is trained; the tests spoil copies of it.
 import errno
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -463,5 +464,52 @@ def test_running_averages_of_the_run_started_from_are_dropped(tmp_path):
               for name, leaf in found.variables["state"]["layers"].items()}  # fmt: skip
     assert values == {"block_1": (7.0, 7), "block_2": (7.0, 7),  # block_3 is longer there
                       "block_3": (0.0, 7), "block_4": (0.0, 0)}  # fmt: skip
-    (line,) = [line for line in said if line.startswith("running averages: 5 from")]
-    assert "3 as in a new run: " in line and "state/layers/block_3/quantile" in line
+    (line,) = said
+    words = f"starting from {tmp_path / 'a'}, checkpoint 5: 1 parameter arrays loaded, 5 running"
+    assert line.startswith(f"{words} averages (3 as in a new run: ") and "\n" not in line
+    assert "state/layers/block_3/quantile" in line
+
+
+def test_what_a_run_starts_from_is_said(trained, tmp_path, capsys):
+    """Property: that all parameters came along was not said, where nothing else was to be."""
+    config = tiny(trained / "a.txt", **{"init.run": str(trained / "run"), "steps": 1})
+    train.train_and_evaluate(config, tmp_path / "next")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "starting from" in line]
+    assert re.fullmatch(
+        rf"starting from {trained / 'run'}, checkpoint 2: \d+ parameter arrays loaded;"
+        " optimiser and place in the text start anew",
+        line,
+    )
+
+
+def test_the_tokenizer_of_the_run_started_from_is_the_one_recorded(trained, tmp_path):
+    """Property: a run says the tokenizer that it has; one that was asked for was passed over, and
+    recorded."""
+    run = trained / "run"
+    for spec in ("chars", "bpe:300"):
+        config = tiny(trained / "a.txt", **{"init.run": str(run), "data.tokenizer": spec})
+        refused(
+            config,
+            tmp_path / "next",
+            f"config.data.tokenizer={spec!r}: config.init.run={run} was trained with 'bytes'",
+            "give --config.data.tokenizer=bytes",
+        )
+    assert not (tmp_path / "next").exists()
+    # Its file is the same tokenizer by another name.
+    shutil.copy(run / "tokenizer.json", tmp_path)
+    same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
+    e = build.experiment(tiny(trained / "a.txt", **same), tmp_path / "next")
+    assert e.tokenizer.kind == "bytes"
+
+
+def test_more_steps_say_that_the_learning_rate_jumps(copy, capsys):
+    """Property: a longer run has a longer schedule, whose rate is not what the run ended with."""
+    build.experiment(tiny(copy / "a.txt"), copy / "run")
+    for same_rate in ({"optim.schedule.decay_steps": 4}, {"optim.schedule.kind": "constant"}):
+        build.experiment(tiny(copy / "a.txt", **{"steps": 5, **same_rate}), copy / "run")
+    assert capsys.readouterr().err == ""
+    build.experiment(tiny(copy / "a.txt", **{"steps": 5}), copy / "run")
+    assert capsys.readouterr().err == (
+        "efx: warning: the schedule of the learning rate ends with the run: with 5 steps, where"
+        " there were 2, the rate at step 2 is 0.000868, not 0.0001\n"
+    )

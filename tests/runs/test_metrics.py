@@ -448,15 +448,47 @@ def test_progress_tells_the_time_left(capsys, monkeypatch):
 
 
 def test_progress_is_one_live_line_in_a_terminal():
+    def updates(progress):
+        progress.update(1, loss=5.0)
+        progress.println("[an evaluation]\nof two lines")
+        progress.update(2, loss=4.0)
+        progress.update(3, loss=3.0)
+
+    screen = in_a_terminal(3, updates)
+    assert screen == ["[an evaluation]", "of two lines", "step 3/3  loss 3.0000"], screen
+
+
+@pytest.mark.parametrize("columns, words", [
+    (100, "11.6k tokens/s  4.45 GFLOPs  10.0 GFLOP/s  MFU 1.0%"),
+    (80, "11.6k tokens/s  10.0 GFLOP/s  MFU 1.0%"),
+    (60, "11.6k tokens/s"),
+    (40, ""),
+])  # fmt: skip
+def test_what_matters_least_gives_way_in_a_narrow_terminal(monkeypatch, columns, words):
+    """The time left, at the end of the line, was cut off."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rates = dict(tokens_per_second=11_600, flops=4.45e9, flops_per_second=1e10)
+
+    def updates(progress):
+        progress.update(5, loss=5.0)
+        now[0] += 0.2
+        progress.update(10, loss=4.7246, **rates)
+
+    (line,) = in_a_terminal(100, updates, peak_flops_per_second=1e12)
+    expected = ["step 10/100", "loss 4.7246", *[words] * bool(words), "0:00:04 left"]
+    assert line == "  ".join(expected) and len(line) <= columns
+
+
+def in_a_terminal(total, updates, **options):
+    """The lines that a terminal shows after these updates."""
     reader, writer = pty.openpty()
     with open(writer, "w", encoding="utf-8") as stream:
-        progress = Progress(3, stream=stream)
+        progress = Progress(total, stream=stream, **options)
         progress._LIVE_SECONDS = 0.0
         with progress:
-            progress.update(1, loss=5.0)
-            progress.println("[an evaluation]\nof two lines")
-            progress.update(2, loss=4.0)
-            progress.update(3, loss=3.0)
+            updates(progress)
         stream.flush()
         os.set_blocking(reader, False)
         out = ""
@@ -464,8 +496,7 @@ def test_progress_is_one_live_line_in_a_terminal():
             while True:
                 out += os.read(reader, 100_000).decode()
     os.close(reader)
-    screen = shown(out)
-    assert screen == ["[an evaluation]", "of two lines", "step 3/3  loss 3.0000"], screen
+    return shown(out)
 
 
 def shown(out):
