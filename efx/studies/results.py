@@ -65,7 +65,7 @@ SECTIONS = (
 INTRODUCTIONS = {
     "Speed": """\
 On a GPU or TPU one program measures all that is claimed of accelerators: whether kernels, decoding
-and resuming are right there, and how fast training and decoding are. A call takes about 8 minutes
+and resuming are right there, and how fast training and decoding are. A call takes 9 minutes at most
 (`--minutes`), and the same command goes on where it ended; `--help` says what each part is and what
 it needs, and `--again` measures a part anew. It writes `results/accelerator-<device>.json`, or into
 the folder `--results`, where the machine's own disk is lost afterwards;
