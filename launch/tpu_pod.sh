@@ -11,8 +11,9 @@
 #          stop     let efx save and end on every worker; the TPU stays
 #          delete   delete the TPU and its disks; not while efx runs or runs are on these disks.
 #                   Nothing else is looked for there: other files go with it
-#          all      create, copy, run, logs, and again when the TPU has been preempted; then delete,
-#                   if --delete-after is given. Started again, it goes on where it is
+#          all      create, copy, run, logs, and again when the TPU has been preempted, a process
+#                   has been lost, or copying or starting has failed; then delete, if --delete-after
+#                   is given. Started again, it goes on where it is
 #
 # --name, --zone   which TPU
 # --type           create: its type, as in v5litepod-16 (see
@@ -22,9 +23,14 @@
 # --version        create: software version of the TPU (default: the one that belongs to the type)
 # --spot           create: a preemptible TPU
 # --setup          copy: a command for every worker, such as one that mounts storage
+# --extras         copy, run: extras of pyproject.toml to install beside tpu, as in wandb,hf. With
+#                  gs:// or s3:// in the arguments of efx.main, gcs or s3 is installed too
 # --worker         logs: one worker, 3, or 1:3 for one of slice 1 (default: all)
-# --tries          all: how often to start after preemptions, the first time included (default: 5)
-# --delete-after   all: delete the TPU when training has ended, well or not
+# --tries          all: how often to start, the first time included (default: 5)
+# --delete-after   all: delete the TPU at the end, whatever that is: training that has ended well or
+#                  not, tries that are used up, an error, Ctrl-C or another signal. Where efx still
+#                  runs, it saves and ends first. Refused like the step delete; --save and --discard
+#                  are for it too. Buckets and mounted storage stay as they are
 # --save           delete: copy the runs that are on the TPU's own disks to this folder first
 # --discard        delete: whatever is on its disks, and even while efx runs
 # --project        Google Cloud project (default: gcloud's)
@@ -35,13 +41,26 @@
 #
 # With several workers, --workdir must be storage that all of them see (a mounted bucket, Filestore):
 # each writes its part of a checkpoint. What is on the TPU's own disks goes when it is preempted or
-# deleted. EFX_POLL sets the seconds between two looks at the TPU (default: 30).
+# deleted.
+#
+# The exit status is training's. Final are 0, done or saved on request; 1, it had to stop; 2, bad
+# input; 3, a loss that is not finite at the end. `all` starts again after 75, another process was
+# lost; 134, aborted (JAX's runtime does it when a process is lost); 137, killed (by a lack of
+# memory, for example); 139, crashed; 143, told to stop before it could save; unless the step stop
+# has asked for it. With several processes one that is final decides: it is why the others end with
+# 75 or 134. This script itself ends with 1 where training was cut off, with 2 for what it refuses,
+# and with 129, 130, 143 after SIGHUP, SIGINT, SIGTERM.
+#
+# EFX_POLL    seconds between two looks at the TPU (default: 30)
+# EFX_PAUSE   seconds before the next try on a TPU that is still there, or to delete it: time for
+#             ssh keys to arrive and networks to recover (default: 60)
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 name='' zone='' type='' version='' project='' spot='' dry='' delete_after='' setup='' save=''
-discard='' slices=1 worker=all tries=5
+discard='' extras='' slices=1 worker=all tries=5
 poll="${EFX_POLL:-30}"
+pause="${EFX_PAUSE:-60}"
 patience=20 # looks without an answer before giving up
 
 fail() {
@@ -60,7 +79,8 @@ while [ $# -gt 0 ]; do
   option="${1%%=*}"
   case "$option" in
     --) shift && break ;;
-    --name | --zone | --type | --version | --project | --slices | --setup | --worker | --tries | --save)
+    --name | --zone | --type | --version | --project | --slices | --setup | --extras | --worker | \
+      --tries | --save)
       if [ "$option" = "$1" ]; then
         [ $# -gt 1 ] || fail "$option needs a value"
         value="$2" && shift
@@ -93,6 +113,9 @@ esac
 case "$step" in
   create | all) [ -n "$type" ] || fail "--type is missing, as in --type v5litepod-16" ;;
 esac
+case "$extras" in
+  *[!a-z0-9,]*) fail "--extras is a list such as wandb,hf; got '$extras'" ;;
+esac
 [ -n "$dry" ] || command -v gcloud >/dev/null ||
   fail "gcloud is not installed; it is part of the Google Cloud CLI (or see the commands: --dry-run)"
 
@@ -104,6 +127,27 @@ if [ -z "$version" ]; then
     *) version=tpu-ubuntu2204-base ;;
   esac
 fi
+# What efx needs on the workers, and where its run is.
+extras="tpu${extras:+,$extras}" workdir='' previous=''
+for word in "$@"; do
+  case "$word" in *gs://*) extras+=,gcs ;; esac
+  case "$word" in *s3://*) extras+=,s3 ;; esac
+  case "$previous" in --workdir | -workdir) workdir="$word" ;; esac
+  case "$word" in --workdir=* | -workdir=*) workdir="${word#*=}" ;; esac
+  previous="$word"
+done
+# Each once, in their order.
+words="$extras" extras=''
+while [ -n "$words" ]; do
+  word="${words%%,*}"
+  words="${words#"$word"}" words="${words#,}"
+  case ",$extras," in *",$word,"*) ;; *) extras+="${extras:+,}$word" ;; esac
+done
+# A wrong one would be found on every worker of a TPU that is paid for by then.
+for word in ${extras//,/ }; do
+  [ ! -e "$root/pyproject.toml" ] || grep -q "^$word = \[" "$root/pyproject.toml" ||
+    fail "--extras: there is no extra '$word' in pyproject.toml"
+done
 # A machine that is gone does not close a connection; asked every 30 seconds, ssh notices.
 alive=(--ssh-flag=-oServerAliveInterval=30)
 where=(--zone="$zone")
@@ -112,23 +156,48 @@ where=(--zone="$zone")
 # ---- commands ----------------------------------------------------------------------------------
 
 scratch="$(mktemp -d "${TMPDIR:-/tmp}/efx-tpu.XXXXXX")"
-children=() deleted=''
+children=() deleted='' here='' # here: the TPU has been asked for or found
 
 # Whatever happens: nothing is left behind here, and nobody pays for a TPU unawares.
 finish() {
-  local status=$? child
+  ending=$?
   trap - EXIT
-  for child in ${children[@]+"${children[@]}"}; do kill -- "-$child" 2>/dev/null || true; done
+  set +e
+  stop_children
+  if [ "$step" = all ] && [ -n "$delete_after" ] && [ -n "$here" ]; then
+    trap 'leave 130' INT # a second one ends this too
+    trap 'leave 143' TERM
+    trap 'leave 129' HUP
+    # In a shell of its own: in a trap `return` tells the status from before the trap.
+    if (clear_up); then deleted=yes; elif [ "$ending" -eq 0 ]; then ending=2; fi
+  fi
+  leave "$ending"
+}
+
+leave() {
   rm -rf -- "$scratch"
   if [ -z "$dry" ] && [ -z "$deleted" ]; then
     say "if TPU $name exists, it costs money until it is deleted:" \
       "launch/tpu_pod.sh delete --name $name ${where[*]}"
   fi
-  exit "$status"
+  exit "$1"
+}
+
+stop_children() {
+  local child
+  for child in ${children[@]+"${children[@]}"}; do kill -- "-$child" 2>/dev/null || true; done
+  children=()
+}
+
+# The terminal is gone, and what is written there would be an error; a file still takes it.
+hang_up() {
+  say "the terminal is gone (SIGHUP)" || exec >/dev/null 2>&1
+  exit 129
 }
 trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap hang_up HUP
 
 say() {
   echo "efx: $*" >&2
@@ -176,6 +245,7 @@ ask() {
 
 # The shell command of a step of tpu_worker.sh.
 worker_step() {
+  case "$1" in install | start) printf '%s ' "EFX_EXTRAS=$extras" ;; esac
   show bash efx/launch/tpu_worker.sh "$@"
 }
 
@@ -233,9 +303,9 @@ on_workers() {
 }
 
 # What has become of training: none (never started), running, lost (cut off on some worker), or its
-# exit status.
+# exit status, which " stopped" follows where the step stop has ended it.
 training() {
-  local list slice said='' word none='' lost='' running='' ended='' status=0
+  local list slice said='' word none='' lost='' running='' ended='' stopped='' again='' status=0
   list="$(slices)" || return
   while read -r slice _; do
     said+=" $(ask 'efx-state 0' tpu-vm ssh "$slice" --worker=all \
@@ -247,6 +317,10 @@ training() {
       none) none=yes ;;
       lost) lost=yes ;;
       running) running=yes ;;
+      stopped) stopped=' stopped' ;;
+      0) ended=yes ;;
+      # Behind one that is final: the others ended so because of that one.
+      75 | 134 | 137 | 139 | 143) ended=yes again="${again:-$word}" ;;
       *) ended=yes && { [ "$status" -ne 0 ] || status="$word"; } ;;
     esac
   done
@@ -257,7 +331,8 @@ training() {
   elif [ -n "$running" ]; then
     echo running
   elif [ -n "$ended" ]; then
-    echo "$status"
+    [ "$status" -ne 0 ] || status="${again:-0}"
+    echo "$status$stopped"
   else
     return 1
   fi
@@ -265,14 +340,15 @@ training() {
 
 # ---- steps -------------------------------------------------------------------------------------
 
-# Returns 1 if the TPU was preempted before it was used; `verdict` is its state then.
+# Returns 1 if the TPU was preempted before it was used; `verdict` is its state then. Also if gcloud
+# fails once the TPU has been there before; `verdict` is empty then.
 create() {
-  local before='' nodes=(--node-id="$name") asked='' silent=0
+  local before='' nodes=(--node-id="$name") asked='' known silent=0
   [ "$slices" -eq 1 ] || nodes=(--node-count="$slices" --node-prefix="$name")
   while :; do
     if ! verdict="$(state)"; then
       # The first question is about the account too; later ones come over hours.
-      [ -n "$before" ] && [ $((silent += 1)) -lt "$patience" ] ||
+      [ -n "$before$here" ] && [ $((silent += 1)) -lt "$patience" ] ||
         fail "gcloud does not answer; its own lines are above"
       sleep "$poll"
       continue
@@ -281,12 +357,16 @@ create() {
     [ -z "$dry" ] || [ -n "$asked" ] || verdict=ABSENT
     [ "$verdict" = "$before" ] || [ -n "$dry" ] || say "TPU $name is $verdict"
     before="$verdict"
+    [ "$verdict" = ABSENT ] || here=yes
     case "$asked$verdict" in
       *ACTIVE) return ;;
       ABSENT | FAILED | SUSPENDED | PREEMPTED | TERMINATED)
-        [ "$verdict" = ABSENT ] || delete || fail "cannot delete what is left of TPU $name"
+        [ "$verdict" = ABSENT ] || delete || trouble "cannot delete what is left of TPU $name" ||
+          return
+        known="$here" here=yes # for a signal while it is asked for
         gcloud_tpus queued-resources create "$name" "${nodes[@]}" --accelerator-type="$type" \
-          --runtime-version="$version" ${spot:+--spot} || fail "cannot ask for TPU $name"
+          --runtime-version="$version" ${spot:+--spot} ||
+          { here="$known" && trouble "cannot ask for TPU $name"; } || return
         asked=asked
         continue
         ;;
@@ -299,6 +379,19 @@ create() {
     esac
     sleep "$poll"
   done
+}
+
+# The first time it may be what was asked for; in place of a TPU that was there, `all` tries again.
+trouble() {
+  [ "$step" = all ] && [ -n "$here" ] || fail "$*"
+  say "$*"
+  verdict=''
+  return 1
+}
+
+# Lets efx save and end on the slices that are there.
+halt() {
+  case "$(slices)" in *READY*) (each_slice on_workers stop) || true ;; esac
 }
 
 copy() {
@@ -349,13 +442,14 @@ logs() {
   watch
   case "$verdict" in
     none) fail "no run has been started on TPU $name" ;;
-    *[!0-9]*)
+    [0-9]*) ;;
+    *)
       say "training was cut off (TPU $name: $verdict); the step all goes on from its newest" \
         "checkpoint"
       exit 1
       ;;
   esac
-  exit "$verdict"
+  exit "${verdict% stopped}"
 }
 
 delete() {
@@ -392,12 +486,18 @@ delete() {
   gcloud_tpus queued-resources delete "$name" --force --quiet
 }
 
+# `verdict` is empty, or ACTIVE, where asking for it, copying or starting has failed.
 all() {
-  local attempt=0 now
-  while [ $((attempt += 1)) -le "$tries" ]; do
-    [ "$attempt" -eq 1 ] || say "try $attempt of $tries; training goes on from its newest checkpoint"
+  local attempt=0 now unsure='' code
+  while :; do
+    attempt=$((attempt + 1))
+    [ "$attempt" -eq 1 ] ||
+      say "try $attempt of $tries; training goes on from its newest checkpoint"
     if create; then
+      # Where starting has failed, efx may run on some workers and not on others.
       now="$(training)" || now=lost
+      [ -z "$unsure" ] || now=lost
+      unsure=''
       if [ "$now" = running ]; then
         say "efx runs on TPU $name already"
         watch
@@ -407,21 +507,58 @@ all() {
         verdict="$(state)" || verdict=''
       fi
     fi
+    code=1
     case "$verdict" in
-      '' | ACTIVE) fail "copying or starting failed; the lines above say why" ;;
-      ABSENT | DELETING) fail "TPU $name has been deleted" ;;
-      *[!0-9]*) say "training was cut off (TPU $name: $verdict)" ;;
-      *)
-        if [ -n "$delete_after" ]; then
-          delete
-          deleted=yes
-        fi
-        exit "$verdict"
+      '' | ACTIVE)
+        say "this try failed; the lines above say why"
+        unsure=yes
         ;;
+      ABSENT | DELETING)
+        here=''
+        fail "TPU $name has been deleted"
+        ;;
+      75 | 134 | 137 | 139 | 143)
+        say "a process of the run was lost (status $verdict)"
+        code="$verdict"
+        ;;
+      [0-9]*) exit "${verdict% stopped}" ;;
+      *) say "training was cut off (TPU $name: $verdict)" ;;
     esac
+    [ "$attempt" -lt "$tries" ] || break
+    case "$verdict" in '' | ACTIVE | [0-9]*) sleep "$pause" ;; esac
   done
-  say "error: training was cut off $tries times and is not started again (--tries)"
-  exit 1
+  say "error: not started again after $tries tries (--tries)"
+  exit "$code"
+}
+
+# Deletes the TPU at the end of `all`, when efx has saved and ended.
+clear_up() {
+  local now round code line
+  now="$(state)"
+  [ "$now" != ACTIVE ] || now="$(training)"
+  case "$now" in
+    '' | ABSENT | none | [0-9]*) ;;
+    running)
+      say "lets efx save and end; then TPU $name is deleted"
+      halt
+      ;;
+    *) halt ;;
+  esac
+  for round in 1 2 3; do
+    (delete)
+    code=$?
+    [ "$code" -ne 0 ] || break
+    # 2: refused, for the sake of what is on its disks.
+    [ "$code" -ne 2 ] && [ "$round" -lt 3 ] || return 1
+    sleep "$pause"
+  done
+  line="TPU $name and its own disks are deleted${discard:+ with all that was on them}"
+  if [ -n "$save" ] && [ -e "$save" ]; then line+="; the runs that were on them are in $save"; fi
+  case "$workdir" in
+    *://* | /*) line+="; checkpoints, if there are any, are in $workdir" ;;
+    *) [ -n "$discard$save" ] || line+="; there were no runs on them" ;;
+  esac
+  [ -n "$dry" ] || say "$line"
 }
 
 # Copies the tree; where training was cut off on some workers, the others wait for them in vain.

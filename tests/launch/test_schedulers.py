@@ -16,12 +16,13 @@ JOBSET = LAUNCH / "gke_jobset.yaml"
 
 # Stands for an environment's Python. What efx does is the word of $PLAN that belongs to the number
 # of times it has been started as this process; `told` is SIGTERM to process 0 alone, for the others
-# end with it.
+# end with it. A number is the status that all end with, 2:75 that of process 0 and of the others.
 TRAINER = (
     PYTHON
     + r"""me="$STORAGE/${SLURM_PROCID:-0}"
 printf '%s\n' "$@" >"$me.words"
 echo start >>"$me.starts"
+echo "$XLA_PYTHON_CLIENT_MEM_FRACTION" >"$me.fraction"
 case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
   told)
     [ "$me" = "$STORAGE/0" ] || exit 0
@@ -30,6 +31,10 @@ case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
     kill -TERM "$PPID"
     for _ in $(seq 2000); do sleep 0.05; done ;;
   failed) exit 3 ;;
+  killed) kill -KILL $$ ;;
+  [0-9]*)
+    statuses=$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")
+    [ "$me" = "$STORAGE/0" ] && exit "${statuses%:*}" || exit "${statuses#*:}" ;;
   *) exit 0 ;;
 esac
 """
@@ -87,6 +92,19 @@ def test_told_to_stop_is_not_done(machine):
     assert machine.words()[-2:] == ["--workdir", "x y"]
 
 
+def test_of_several_statuses_a_final_one_is_the_highest(machine):
+    """For a scheduler that tells only the highest one; a status by itself stays what it is."""
+    scheduled = (BASH, LAUNCH / "scheduled.sh")
+    plan = "1 2 3 75 134 137 139 0"
+
+    def statuses(**env):
+        (machine.storage / "0.starts").unlink(missing_ok=True)
+        return [machine.call(*scheduled, PLAN=plan, **env).returncode for _ in plan.split()]
+
+    assert statuses() == [1, 2, 3, 75, 134, 137, 139, 0]
+    assert statuses(EFX_FINAL_FIRST="yes") == [201, 202, 203, 75, 134, 137, 139, 0]
+
+
 def test_storage_that_cannot_rename_folders_is_refused(machine, tmp_path):
     bucket = tmp_path / "a bucket"
     scheduled = (BASH, LAUNCH / "scheduled.sh")
@@ -109,10 +127,34 @@ def test_slurm_starts_one_process_per_gpu(machine):
     done = machine.call("sbatch", SBATCH, "--config=c.py", PLAN="done")
     assert done.returncode == 0, done.stderr
     assert machine.starts() == [1, 1]
-    assert "--gpu-bind=none" in (machine.slurm / "srun").read_text()
+    given = (machine.slurm / "srun").read_text().split()
+    assert {"--gpu-bind=none", f"--cpus-per-task={options['cpus-per-task']}"} <= set(given)
     assert machine.words(1)[-2:] == ["--distributed", "--config=c.py"]
     result = machine.call(BASH, SBATCH, SLURM_SUBMIT_DIR=machine.storage)
     assert "is not the efx repository" in one_error(result)
+
+
+def test_slurm_processes_have_all_cores_of_a_task(machine):
+    """Since Slurm 22.05 srun does not take the number from the job."""
+    done = machine.call("sbatch", SBATCH, PLAN="done", SLURM_CPUS_PER_TASK=12)
+    assert done.returncode == 0, done.stderr
+    assert "--cpus-per-task=12" in (machine.slurm / "srun").read_text().split()
+
+
+@pytest.mark.parametrize(
+    "env, fraction",
+    [
+        ({}, "0.92"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, ""),  # JAX refuses both
+        ({"SLURM_NTASKS_PER_NODE": "16"}, ""),  # processes that share GPUs
+    ],
+)
+def test_slurm_processes_take_their_gpu(machine, monkeypatch, env, fraction):
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert machine.call("sbatch", SBATCH, PLAN="done", **env).returncode == 0
+    assert (machine.storage / "1.fraction").read_text().strip() == fraction
 
 
 @pytest.mark.parametrize(
@@ -122,10 +164,17 @@ def test_slurm_starts_one_process_per_gpu(machine):
         ("told told done", "RUNNING", 2, 143, 2),
         ("told told done", "CANCELLED", 100, 143, 1),
         ("failed done", "RUNNING", 100, 3, 1),
+        ("75 killed 134 139 253 done", "RUNNING", 100, 0, 6),
+        ("75:134 75 done", "RUNNING", 2, 75, 2),
+        ("137 done", "CANCELLED", 100, 137, 1),
+        ("1:75 done", "RUNNING", 100, 1, 1),
+        ("134:2 done", "RUNNING", 100, 2, 1),
+        ("1 done", "RUNNING", 100, 1, 1),
     ],
 )
 def test_slurm_queues_a_stopped_job_again(machine, plan, state, tries, status, starts):
-    """Not without end, not one that the user has cancelled, and not one that has failed."""
+    """Not without end, not one that the user has cancelled, and not one where a process has failed
+    by itself, whatever the others make of that."""
     (machine.slurm / "state").write_text(state + "\n")
     done = machine.call("sbatch", SBATCH, PLAN=plan, EFX_TRIES=tries)
     assert done.returncode == status, done.stderr
@@ -148,6 +197,8 @@ def test_jobset_is_consistent():
     job = yaml.safe_load(JOBSET.read_text())
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec, pod, container = workers(job)
+    (exits,) = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"]]
+    assert exits["containerName"] == container["name"]
     chips = container["resources"]["limits"]["google.com/tpu"] * spec["completions"]
     rows, columns = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
     assert spec["completions"] == spec["parallelism"] and chips == int(rows) * int(columns)
@@ -205,6 +256,41 @@ def build(image, environment):
     return entry
 
 
+def pods(job, call, *command, **env):
+    """The statuses of the pods that a JobSet makes one after another."""
+    spec, *_ = workers(job)
+    policy, statuses = job["spec"]["failurePolicy"], []
+    while 0 not in statuses and len(statuses) <= policy["maxRestarts"]:
+        status = call(*command, **env).returncode
+        statuses.append(status)
+        reason = "BackoffLimitExceeded"
+        for rule in spec["podFailurePolicy"]["rules"]:
+            exits = rule["onExitCodes"]
+            assert (rule["action"], exits["operator"]) == ("FailJob", "In")
+            if status in exits["values"]:
+                reason = "PodFailurePolicy"
+        for rule in policy["rules"]:
+            if reason in rule["onJobFailureReasons"]:
+                assert rule["action"] == "FailJobSet"
+                return statuses
+    return statuses
+
+
+@pytest.mark.parametrize(
+    "plan, statuses",
+    [
+        ("75 134 killed 139 0", [75, 134, 137, 139, 0]),
+        ("75 1 0", [75, 1]),
+        ("2 0", [2]),
+        ("3 0", [3]),
+        ("75 " * 20, [75] * 11),
+    ],
+)
+def test_the_jobset_starts_anew_what_was_lost_and_not_what_failed(machine, plan, statuses):
+    job = yaml.safe_load(JOBSET.read_text())
+    assert pods(job, machine.call, BASH, LAUNCH / "scheduled.sh", PLAN=plan) == statuses
+
+
 def test_the_image_runs_the_jobset_to_its_end(machine, tmp_path):
     """The Dockerfile is built by hand; a pod that fails is made anew, as JobSet does it."""
     image, bucket = tmp_path / "image", tmp_path / "bucket"
@@ -214,10 +300,6 @@ def test_the_image_runs_the_jobset_to_its_end(machine, tmp_path):
     *_, container = workers(job)
     arguments = [word.replace("/bucket", str(bucket)) for word in container["args"]]
     environment |= dict(EFX_STORAGE=bucket, PLAN="told told done")
-    statuses = []
-    while 0 not in statuses and len(statuses) <= job["spec"]["failurePolicy"]["maxRestarts"]:
-        ended = call(*entry, *arguments, cwd=image, **environment)
-        statuses.append(ended.returncode)
-    assert statuses == [143, 143, 0], ended.stderr
+    assert pods(job, call, *entry, *arguments, cwd=image, **environment) == [143, 143, 0]
     assert machine.words() == ["-P", "-m", "efx.main", *arguments]
     assert (image / arguments[2]).is_file(), "the config is not in the image"

@@ -1,7 +1,9 @@
 """tpu_pod.sh: its dry run, and all of it against a stand-in for gcloud that plays the cloud."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,16 +15,18 @@ GCLOUD = Path(__file__).parent / "stand_ins" / "gcloud"
 TPU = ["--name", "pod", "--zone", "us-west4-a"]
 
 # Stands for an environment's Python on a worker. What efx does is the word of $STORAGE/plan that
-# belongs to the number of times it has been started there; the last one counts for all later.
+# belongs to the number of times it has been started there; the last one counts for all later. A
+# number is the status that all end with, 2:75 that of the first worker and of the others.
 TRAINER = (
     PYTHON
     + r"""me="$STORAGE/$SLICE.$WORKER"
 printf '%s\n' "$@" >"$me.words"
+echo "$EFX_EXTRAS" >"$me.extras"
+trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
 echo start >>"$me.starts"
 count=$(wc -l <"$me.starts")
 action=$(tr ' ' '\n' <"$STORAGE/plan" | head -n "$count" | tail -n 1)
 echo "start $count: $action"
-trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
 case "$action" in
   preempted)
     # The cloud takes everything away at once, when all have started, and once: the first worker
@@ -49,6 +53,10 @@ case "$action" in
   rebooted) [ "$WORKER" = 0 ] || kill -TERM 0 ;;
   finished) exit 0 ;;
   failed) exit 3 ;;
+  killed) kill -KILL $$ ;;
+  [0-9]*)
+    case "$SLICE.$WORKER" in pod.0 | pod-0.0) action="${action%:*}" ;; esac
+    exit "${action#*:}" ;;
   hangs) trap '' TERM; touch "$me.hangs" ;;
 esac
 for _ in $(seq 2000); do sleep 0.05; done
@@ -83,6 +91,7 @@ class Cloud:
             "TOGETHER": workers * slices,
             "EFX_VENV": script(folder / "venv" / "bin" / "python", TRAINER).parent.parent,
             "EFX_POLL": "0.1",
+            "EFX_PAUSE": "0",
             "TMPDIR": folder,
             "PATH": f"{tools}:{os.environ['PATH']}",
         }
@@ -99,12 +108,16 @@ class Cloud:
         command = (BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments)
         return call(*command, **{**self.env, **env})
 
-    def background(self, name, *arguments):
+    def background(self, name, *arguments, **env):
         """The step as a process that has not ended."""
         command = [BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments]
-        env = os.environ | {key: str(value) for key, value in self.env.items()}
+        env = os.environ | {key: str(value) for key, value in {**self.env, **env}.items()}
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def trouble(self, *calls):
+        """Calls of gcloud that fail, each once and in this order, by what they hold."""
+        (self.folder / "trouble").write_text("".join(f"{each}\n" for each in calls))
 
     def calls(self, *words):
         """The calls of gcloud that hold all words."""
@@ -118,7 +131,7 @@ class Cloud:
 
     def wait_for(self, path):
         limit = time.monotonic() + 60
-        while not (self.storage / path).exists():
+        while not (self.storage / path).exists():  # or an absolute one
             assert time.monotonic() < limit, path
             time.sleep(0.05)
 
@@ -166,8 +179,8 @@ def test_dry_run_prints_the_sequence():
     assert all("--worker=all" in command for command in gcloud if command[4] in ("ssh", "scp"))
     worker = "bash efx/launch/tpu_worker.sh"
     assert ssh[2:5] == [
-        f"--command={worker} install 'mount it'",
-        f"--command={worker} start --prompt 'it'\\''s'",
+        f"--command=EFX_EXTRAS=tpu {worker} install 'mount it'",
+        f"--command=EFX_EXTRAS=tpu {worker} start --prompt 'it'\\''s'",
         f"--command={worker} follow +1 pod",
     ]
     tar = next(command for command in commands if command[0] == "tar")
@@ -191,6 +204,22 @@ def test_dry_run_of_single_steps():
 
 
 @pytest.mark.parametrize(
+    "options, arguments, extras",
+    [
+        ([], ["--workdir", "/mnt/runs/a"], "tpu"),
+        ([], ["--workdir", "gs://b/a"], "tpu,gcs"),
+        ([], ["--workdir=gs://b/a", "--config.data.source=text:s3://c/t"], "tpu,gcs,s3"),
+        (["--extras", "wandb,tpu,gcs"], ["--workdir=gs://b/a"], "tpu,wandb,gcs"),
+        (["--extras=hf"], [], "tpu,hf"),
+    ],
+)
+def test_workers_install_what_the_arguments_need(options, arguments, extras):
+    commands = dry_run("all", *TPU, "--type=v6e-8", *options, "--", *arguments)
+    found = re.findall(r"EFX_EXTRAS=(\S+) bash \S+ (install|start)", str(commands))
+    assert found == [(extras, "install"), (extras, "start")]
+
+
+@pytest.mark.parametrize(
     "arguments, named",
     [
         (["fly"], "'fly'"),
@@ -202,6 +231,8 @@ def test_dry_run_of_single_steps():
         (["all", *TPU, "--type=v6e-8", "--tries", "0"], "--tries"),
         (["all", *TPU, "--type=v6e-8", "--slices=two"], "'two'"),
         (["logs", *TPU, "--worker", "first"], "'first'"),
+        (["copy", *TPU, "--extras", "hf wandb"], "--extras"),
+        (["copy", *TPU, "--extras=hf,wandbb"], "'wandbb'"),
     ],
 )
 def test_bad_arguments(arguments, named):
@@ -265,16 +296,146 @@ def test_tries_are_bounded(cloud):
     cloud.plan("preempted")
     given_up = cloud.step("all", "--type=v5litepod-16", "--tries=2")
     assert given_up.returncode == 1
-    assert "cut off 2 times" in given_up.stderr
+    assert "after 2 tries" in given_up.stderr and "costs money" in given_up.stderr
     assert set(cloud.starts().values()) == {2}
 
 
-def test_a_failure_of_training_is_final(cloud):
-    cloud.plan("failed", "finished")
+@pytest.mark.parametrize("status", ["1", "2", "3", "2:75", "134:1"])
+def test_a_failure_of_training_is_final(cloud, status):
+    """Also that of one worker alone, which the others have lost then."""
+    cloud.plan(status, "finished")
     failed = cloud.step("all", "--type=v5litepod-16")
-    assert failed.returncode == 3
+    assert failed.returncode == min(map(int, status.split(":")))
     assert set(cloud.starts().values()) == {1}
     assert "costs money until it is deleted" in failed.stderr
+
+
+def test_a_lost_process_is_started_again(cloud):
+    cloud.plan("75:134", "killed", "143", "finished")
+    done = cloud.step("all", "--type=v5litepod-16", "--", "--workdir", "gs://bucket/mod")
+    assert done.returncode == 0, done.stderr
+    assert set(cloud.starts().values()) == {4}
+    assert len(cloud.calls("queued-resources create")) == 1
+    assert (cloud.storage / "pod.1.extras").read_text() == "tpu,gcs\n"
+
+    cloud.plan("75")
+    given_up = cloud.step("all", "--type=v5litepod-16", "--tries=2", "--delete-after")
+    assert given_up.returncode == 75 and "after 2 tries" in given_up.stderr
+    assert set(cloud.starts().values()) == {6}
+    assert not (cloud.folder / "nodes").exists()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        ["tpu-vm scp"],
+        ["tpu_worker.sh install", "tpu_worker.sh install"],
+        ["tpu_worker.sh start", "queued-resources list", "tpu-vm list"],
+    ],
+)
+def test_copying_and_starting_are_tried_again(cloud, trouble):
+    cloud.plan("finished")
+    cloud.trouble(*trouble)
+    done = cloud.step("all", "--type=v5litepod-16", "--delete-after")
+    assert done.returncode == 0, done.stderr
+    assert cloud.starts() == {"pod.0": 1, "pod.1": 1}
+    assert not (cloud.folder / "nodes").exists() and "costs money" not in done.stderr
+
+
+def test_a_start_that_reached_one_worker_only_is_made_anew(cloud):
+    """The other one still has the status of the last time; what runs would wait for it in vain."""
+    cloud.plan("75", "waits")
+    lines = (cloud.tree / "launch" / "tpu_worker.sh").read_text()
+    once = '[ "$WORKER$(cat "$STORAGE/pod.1.starts" 2>/dev/null)" != 1start ] || [ -e ../once ]'
+    broken = f"start() {{\n  {once} || {{ touch ../once && return 1; }}\n"
+    script(cloud.tree / "launch" / "tpu_worker.sh", lines.replace("start() {\n", broken))
+    follower = cloud.background("all", "--type=v5litepod-16")
+    while "[pod:1] start 2: waits" not in (line := follower.stdout.readline()):
+        assert line, "`all` ended"
+    assert cloud.starts() == {"pod.0": 3, "pod.1": 2}
+    assert cloud.step("stop").returncode == 0
+    assert follower.communicate(timeout=60) and follower.returncode == 0
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_copying_that_always_fails_leaves_nothing_to_pay(cloud, delete):
+    cloud.trouble(*["tpu-vm scp"] * 9)
+    options = ("--type=v5litepod-16", "--tries=3", *["--delete-after"] * delete)
+    failed = cloud.step("all", *options, "--", "--workdir=gs://bucket/mod")
+    assert failed.returncode == 1
+    assert len(cloud.calls("tpu-vm scp")) == 3
+    assert (cloud.folder / "nodes").exists() != delete
+    last = failed.stderr.splitlines()[-1]
+    if delete:
+        assert "TPU pod and its own disks are deleted" in last and "in gs://bucket/mod" in last
+    else:
+        assert "costs money until it is deleted" in last
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_deletes(cloud, number):
+    cloud.plan("waits")
+    running = cloud.background(
+        "all", "--type=v5litepod-16", "--delete-after", "--", "--workdir", "/mnt/runs/mod"
+    )
+    cloud.wait_for("pod.0.starts")
+    cloud.wait_for("pod.1.starts")
+    running.send_signal(number)
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == 128 + number, said
+    assert (cloud.storage / "pod.0.saved").exists() and (cloud.storage / "pod.1.saved").exists()
+    assert not (cloud.folder / "nodes").exists() and "costs money" not in said
+    assert "checkpoints, if there are any, are in /mnt/runs/mod" in said.splitlines()[-1]
+
+
+def test_a_signal_without_delete_after_lets_it_run(cloud):
+    cloud.plan("waits")
+    running = cloud.background("all", "--type=v5litepod-16")
+    cloud.wait_for("pod.0.starts")
+    running.send_signal(signal.SIGTERM)
+    assert "costs money" in running.communicate(timeout=60)[0]
+    assert running.returncode == 143 and not (cloud.storage / "pod.0.saved").exists()
+
+
+def test_a_signal_takes_back_what_was_only_asked_for(cloud):
+    """It would be given, and paid for, when nobody waits for it any more."""
+    cloud.next("WAITING_FOR_RESOURCES")
+    waiting = cloud.background("all", "--type=v5litepod-16", "--delete-after")
+    cloud.wait_for(cloud.folder / "request")
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.communicate(timeout=60) and waiting.returncode == 143
+    assert not (cloud.folder / "request").exists()
+
+
+def test_deleting_at_the_end_is_tried_again_and_keeps_runs(cloud, tmp_path):
+    cloud.plan("3")
+    run = cloud.folder / "nodes/pod/0/efx/runs/mod/run.json"
+    script(run, "{}")
+    options = ("--type=v5litepod-16", "--delete-after")
+    failed = cloud.step("all", *options)
+    assert failed.returncode == 3 and run.exists()
+    assert "would be lost" in failed.stderr and "costs money" in failed.stderr
+    cloud.plan("finished")
+    refused = cloud.step("all", *options)
+    assert refused.returncode == 2 and run.exists(), "it has not done what it was asked for"
+    cloud.trouble("queued-resources delete")
+    saved = cloud.step("all", *options, "--save", tmp_path / "kept")
+    assert saved.returncode == 0 and not run.exists()
+    assert (tmp_path / f"kept/pod-0{run}").exists()
+    assert f"the runs that were on them are in {tmp_path / 'kept'}" in saved.stderr
+
+
+def test_gcloud_that_fails_after_a_preemption_is_asked_again(cloud):
+    """The first time it is an error: it may be what was asked for."""
+    cloud.trouble("queued-resources create pod")
+    refused = cloud.step("all", "--type=v5litepod-16", "--delete-after")
+    assert refused.returncode == 2 and "cannot ask for TPU pod" in refused.stderr
+    assert not cloud.calls("queued-resources delete")
+    cloud.plan("preempted", "finished")
+    cloud.trouble("queued-resources delete", "queued-resources create pod")
+    done = cloud.step("all", "--type=v5litepod-16")
+    assert done.returncode == 0, done.stderr
+    assert "try 4 of 5" in done.stderr
 
 
 def test_one_worker_that_rebooted_restarts_all(cloud):
@@ -332,13 +493,54 @@ def test_stop_delete_and_the_runs_on_own_disks(cloud, tmp_path):
 def test_efx_that_does_not_end_is_killed(cloud):
     """And that counts as its end: `all` in another terminal does not start it again."""
     cloud.plan("hangs")
-    for step in (["create", "--type=v5litepod-16"], ["copy"], ["run"]):
-        assert cloud.step(*step).returncode == 0
+    other = cloud.background("all", "--type=v5litepod-16")
     cloud.wait_for("pod.0.hangs")
     cloud.wait_for("pod.1.hangs")
     stopped = cloud.step("stop", EFX_STOP_SECONDS=0)
     assert stopped.returncode == 0 and stopped.stderr.count("was killed") == 2
     assert cloud.step("logs").returncode == 137
+    assert other.communicate(timeout=60) and other.returncode == 137
+    assert set(cloud.starts().values()) == {1}
+
+
+# ---- tpu_worker.sh -----------------------------------------------------------------------------
+
+
+def worker_tools(tmp_path, failures):
+    """A worker without Python 3.11, whose apt-get fails so often; (PATH, what was called)."""
+    tools, calls = tmp_path / "tools", tmp_path / "calls"
+    tools.mkdir()
+    for name in ("bash", "dirname", "sleep", "hostname", "wc", "grep"):
+        (tools / name).symlink_to(shutil.which(name))
+    script(tools / "python3", "#!/bin/sh\nexit 1\n")
+    script(
+        tools / "sudo",
+        f'#!/bin/sh\necho "$*" >>"{calls}"\n[ "$(wc -l <"{calls}")" -gt {failures} ]\n',
+    )
+    return tools, calls
+
+
+def install(tmp_path, failures, python):
+    tools, calls = worker_tools(tmp_path, failures)
+    done = call(
+        *(tools / "bash", LAUNCH / "tpu_worker.sh", "install", f"echo mounted >>{tmp_path}/setup"),
+        **dict(PATH=tools, EFX_PAUSE=0, EFX_VENV=script(python, PYTHON).parent.parent),
+    )
+    return done, calls.read_text().splitlines()
+
+
+def test_a_new_machine_may_have_its_packages_locked(tmp_path):
+    done, calls = install(tmp_path, 2, tmp_path / "venv" / "bin" / "python")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[4] for line in calls] == ["update", "update", "update", "install"]
+    assert all("-o DPkg::Lock::Timeout=600" in line for line in calls)
+    assert (tmp_path / "setup").read_text() == "mounted\n"
+
+
+def test_packages_that_cannot_be_had_are_an_error_in_the_end(tmp_path):
+    done, calls = install(tmp_path, 99, tmp_path / "venv" / "bin" / "python")
+    assert done.returncode == 1 and len(calls) == 4
+    assert not (tmp_path / "setup").exists()
 
 
 def test_discard_deletes_all_the_same(cloud):
