@@ -39,6 +39,12 @@ if not os.read(0, 1):
 _observer = None  # of this process, while it is connected to others
 
 
+class NotConnected(UsageError):
+    """The other processes of the run did not come."""
+
+    status = LOST
+
+
 def connect(coordinator_address=None, num_processes=None, process_id=None, *, preemption):
     """Connects this process to the others of its run, before a device is touched.
 
@@ -66,7 +72,8 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
                 " --process_id"
             ) from error
         address = coordinator_address or "found by --distributed"
-        raise UsageError(
+        # Where nobody has given an address, none is wrong: a machine is lost at the start.
+        raise (UsageError if coordinator_address else NotConnected)(
             f"the processes of the run could not be connected (process 0 is {address}):"
             f" {str(error).splitlines()[0]}"
         ) from error

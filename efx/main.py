@@ -253,7 +253,7 @@ def _status(argv):
         run(argv)
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return getattr(error, "status", 2)
     except KeyboardInterrupt:
         print("efx: interrupted", file=sys.stderr, flush=True)
         return 130

@@ -48,7 +48,8 @@ if [ -z "$line" ]; then
   exit 2
 fi
 status=0
-srun bash -c "$line" || status=$?
+# Since Slurm 22.05 srun does not take --cpus-per-task from the job.
+srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-8}}" bash -c "$line" || status=$?
 # 143: told to stop, and saved. A job that was cancelled is not RUNNING any more.
 task="${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"
 if [ "$status" -eq 143 ] && [ "$(squeue --noheader --job="$task" --format=%T)" = RUNNING ]; then

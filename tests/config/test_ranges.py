@@ -17,7 +17,7 @@ from test_cli import one_of_eight  # noqa: F401 (a fixture)
 
 from benchmarks import hostile_settings
 from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
-from efx import main, memory, optim, run_settings, settings, storage, train
+from efx import hosts, main, memory, optim, run_settings, settings, storage, train
 from efx.config import run_file
 from efx.errors import UsageError
 from efx.models.families import FAMILIES
@@ -260,6 +260,21 @@ def test_distributed_without_a_cluster():
     )
     last = ended.stderr.splitlines()[-1]
     assert "UsageError: --distributed finds no cluster: no Slurm job" in last
+
+
+@pytest.mark.parametrize("address, status", [(None, 75), ("nowhere:1", 2)])
+def test_processes_that_do_not_come(monkeypatch, capsys, address, status):
+    """A machine that is lost at the start is no bad input: the same command goes on. An address that
+    somebody gave may be wrong."""
+
+    def unreached(*arguments, **options):
+        raise RuntimeError("DEADLINE_EXCEEDED: 3 of 4 tasks")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unreached)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(main, "run", lambda argv: hosts.connect(address, preemption=False))
+    assert main.main([]) == status
+    assert "could not be connected" in capsys.readouterr().err
 
 
 def test_a_decay_past_the_end_is_told(caplog):

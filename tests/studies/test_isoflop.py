@@ -714,7 +714,8 @@ def test_a_task_of_the_array_runs_its_line(tmp_path):
     list_path, script = job_list.write("slurm", tmp_path / "a list", jobs)
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/scheduled.sh").write_text('printf "%s\\n" "$@" >>done\n')
-    (tmp_path / "srun").write_text('#!/bin/bash\nexec "$@"\n')
+    given = '[ "$1" = --cpus-per-task=8 ] || exit 9'  # which srun does not take from the job
+    (tmp_path / "srun").write_text(f'#!/bin/bash\n{given}\nshift\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path),
            "SLURM_ARRAY_JOB_ID": "7"}  # fmt: skip
