@@ -264,8 +264,8 @@ def test_distributed_without_a_cluster():
 
 @pytest.mark.parametrize("address, status", [(None, 75), ("nowhere:1", 2)])
 def test_processes_that_do_not_come(monkeypatch, capsys, address, status):
-    """A machine that is lost at the start is no bad input: the same command goes on. An address that
-    somebody gave may be wrong."""
+    """A machine that is lost at the start is no bad input: the same command goes on. An address
+    that somebody gave may be wrong."""
 
     def unreached(*arguments, **options):
         raise RuntimeError("DEADLINE_EXCEEDED: 3 of 4 tasks")
