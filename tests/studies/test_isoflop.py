@@ -357,8 +357,9 @@ def test_words_of_the_picture_cover_nothing(count, tmp_path, monkeypatch):
         parameters, budgets = np.tile(sizes, 2), np.repeat([1e10, 4e10], 13)
         tokens = budgets / (6 * parameters)
         losses = [np.array([loss, loss + 0.01]) for loss in LAW.loss(parameters, tokens)]
-        names, unknown = [f"{size:.0f}" for size in parameters], np.full(26, np.nan)
-        of = (names, budgets, parameters, tokens, 6 * parameters, unknown, losses)
+        names, unknown = [f"{size:.0f}" for size in parameters], [np.full(2, np.nan)] * 26
+        seeds = [np.arange(2)] * 26
+        of = (names, budgets, parameters, tokens, 6 * parameters, unknown, losses, seeds)
         families[f"family of a long name, number {number}"] = analysis.Measured(*of)
     picture.draw(analysis.analyse(families, 20), tmp_path / "a.png", [10.0])
     (figure,) = figures
@@ -382,9 +383,9 @@ def test_what_the_tables_say_where_there_is_nothing():
 
     def measured(losses, budgets):
         parts = [np.repeat(budgets, 3), np.tile(sizes, len(budgets))]
-        columns = [*parts, 1e9 / parts[1], 6 * parts[1], np.full(len(parts[0]), np.nan)]
-        names = [f"{size:g}" for size in parts[1]]
-        return analysis.Measured(names, *columns, [np.array([loss]) for loss in losses])
+        columns = [*parts, 1e9 / parts[1], 6 * parts[1], [np.array([np.nan])] * len(parts[0])]
+        names, seeds = [f"{size:g}" for size in parts[1]], [np.array([0])] * len(parts[0])
+        return analysis.Measured(names, *columns, [np.array([loss]) for loss in losses], seeds)
 
     found = analysis.analyse(
         {"dense": measured([3.0, 2.9, 2.8], [1e9]), "MoD": measured([2.9, 2.5, 2.6], [1e9])}, 20

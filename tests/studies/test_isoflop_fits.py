@@ -42,7 +42,11 @@ def measured(truth, rows, noise=0.0, seeds=1, random=None):
     losses = truth.loss(columns[1], columns[2])
     if noise:
         losses = losses[:, None] + random.normal(0, noise, (len(losses), seeds))
-    return analysis.Measured(list(names), *columns, [np.atleast_1d(loss) for loss in losses])
+    *columns, seconds = columns
+    losses = [np.atleast_1d(loss) for loss in losses]
+    seconds = [np.full(len(loss), of) for loss, of in zip(losses, seconds, strict=True)]
+    numbers = [np.arange(len(loss)) for loss in losses]
+    return analysis.Measured(list(names), *columns, seconds, losses, numbers)
 
 
 def fixed_sizes(truth, cost, seconds=1e-12, budgets=(1e10, 1e11, 1e12), **noise):
