@@ -518,7 +518,7 @@ def test_three_families_of_two_files_of_results():
     ({"budget": "1e9"}, "dense, 2 blocks: budget='1e9': expected a number above 0"),
     ({"seed": 0.5}, "dense, 2 blocks: seed=0.5: expected a whole number"),
     ({"size": 2}, "point 1: size=2: expected a text"),
-    ({"seed": 1}, "dense, 2 blocks, 1.00 GFLOPs, seed 1, is there twice; it would count as another"),
+    ({"seed": 1}, "dense, 2 blocks, 1.00 GFLOPs, seed 1, is there twice; it would count as"),
 ])  # fmt: skip
 def test_points_that_no_run_has_measured_are_one_line(change, words, copy, capsys):
     assert call(copy, "--table-only") == 0

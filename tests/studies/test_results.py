@@ -159,7 +159,7 @@ def test_an_isoflop_study_keeps_its_points_and_draws_a_picture_of_them(top, tmp_
 
 
 def test_every_revision_is_listed():
-    """Of an isoFLOP study with the number of its runs; nine characters of each, with its changes."""
+    """Of an isoFLOP study with the number of its runs; nine characters of each, and changes."""
     first, second = "0123456789abcdef", "fedcba9876543210"
     points = [{"revision": first}] * 3 + [{"revision": f"{second} with changes"}]
     result = results.FIELDS | {

@@ -17,8 +17,8 @@ divided by draws of what it would be at variance 1 (generalised intervals of Wee
 88). With one seed a point, draws then scatter as Student's t does, not as the normal distribution
 with its quantiles too narrow; and what the misfit adds to the seeds is the variance of residuals
 less that of seeds, draw by draw, so that it counts too where the two estimates happen to be alike.
-One degree of freedom tells of no scale: residuals are left out where they have fewer than two and
-seeds have more, and there is no interval where both have fewer.
+One degree of freedom tells of no scale. Where residuals have fewer than two there is no interval,
+however many seeds there are: these do not say what the fit misses.
 
 Points differ in their scatter. A deviation is drawn in units of the deviation of its own point, and
 counts in those of the point it is drawn for, whose variance is the mean of its own and of the
@@ -54,14 +54,9 @@ class Degrees(NamedTuple):
     seeds: int
 
     @property
-    def of_points(self):
-        """Whether they tell what the fit misses."""
+    def suffice(self):
+        """Whether they allow an interval: they tell what the fit misses."""
         return self.points >= _LEAST
-
-    @property
-    def of_seeds(self):
-        """Whether they tell how seeds scatter."""
-        return self.seeds >= _LEAST
 
 
 def degrees(losses, free):
@@ -70,8 +65,8 @@ def degrees(losses, free):
 
 
 def draw_losses(names, fitted_P, losses, free, count):
-    """[count, P] draws of the mean loss at each point; NaN where neither residuals nor seeds have
-    the degrees of freedom that tell of their scatter.
+    """[count, P] draws of the mean loss at each point; NaN where the degrees of freedom do not
+    suffice.
 
     Args:
       names: [P] of the points: the same in other families whose draws are to be paired with these.
@@ -79,13 +74,13 @@ def draw_losses(names, fitted_P, losses, free, count):
       free: how many parameters the fit has.
     """
     left, count_P = degrees(losses, free), np.array([len(point) for point in losses])
-    if not (left.of_points or left.of_seeds):
+    if not left.suffice:
         return np.full((count, len(names)), np.nan)
     # What is drawn from is in the order of the names, so that one number means one point.
     order = np.argsort(names)
     draws_PR = np.repeat(np.asarray(fitted_P, float)[:, None], count, axis=1)
     of_means_R = np.zeros(count)  # the variance of a mean over seeds
-    if left.of_seeds:
+    if left.seeds >= _LEAST:
         variance_P = _variances(losses, left.seeds)
         units = [(losses[i] - np.mean(losses[i])) / np.sqrt(variance_P[i]) for i in order]
         units = _scaled(np.concatenate([unit for unit in units if len(unit) > 1]))
@@ -96,14 +91,13 @@ def draw_losses(names, fitted_P, losses, free, count):
             for seed in range(count_P[i]):
                 unit_R = _chosen(units, count, f"{name}: seed {seed}")
                 draws_PR[i] += unit_R * deviation_R / count_P[i]
-    if left.of_points:
-        residuals_P = np.array([np.mean(point) for point in losses]) - fitted_P
-        variance_R = (residuals_P**2).sum() / left.points
-        variance_R = variance_R * _times(left.points, count, "variance of points")
-        misfit_R = np.sqrt(np.maximum(variance_R - of_means_R, 0.0))
-        units = _scaled(residuals_P[order])
-        for i, name in enumerate(names):
-            draws_PR[i] += _chosen(units, count, f"{name}: misfit") * misfit_R
+    residuals_P = np.array([np.mean(point) for point in losses]) - fitted_P
+    variance_R = (residuals_P**2).sum() / left.points
+    variance_R = variance_R * _times(left.points, count, "variance of points")
+    misfit_R = np.sqrt(np.maximum(variance_R - of_means_R, 0.0))
+    units = _scaled(residuals_P[order])
+    for i, name in enumerate(names):
+        draws_PR[i] += _chosen(units, count, f"{name}: misfit") * misfit_R
     return draws_PR.T
 
 

@@ -99,9 +99,7 @@ def optimum_cells(analysis, budget, family):
         difference = with_draws(own.losses[budget] - base.losses[budget])
         cells["loss over the baseline's"] = cell(difference, how)
         found = speedup(base, own, budget)
-        cells["speedup in FLOPs"] = speedup_cell(
-            found.flops, _beyond(analysis, budget, found), how
-        )
+        cells["speedup in FLOPs"] = speedup_cell(found.flops, _beyond(analysis, budget, found), how)
     return cells
 
 
@@ -192,11 +190,7 @@ def _laws(analysis):
             notes.append(
                 f"{family}: nothing is extrapolated by the law: a parameter of it is at a bound (E,"
                 " A or B at 0, or an exponent at the end of the range searched)"
-                + (
-                    "."
-                    if law.one(0).at_a_bound()
-                    else f" in {fit.at_a_bound:.0%} of draws."
-                )
+                + ("." if law.one(0).at_a_bound() else f" in {fit.at_a_bound:.0%} of draws.")
             )
     table = tables.markdown(["family", *LAW_FORMS], _rows(rows, LAW_FORMS))
     about = (
@@ -342,9 +336,7 @@ def _degrees(analysis):
             return ""
         points, seeds = fit.degrees
         found = f"{points} of points, {seeds} of seeds"
-        if not (fit.degrees.of_points or fit.degrees.of_seeds):
-            return f"{found}: no interval"
-        return found + ": of seeds alone" * (not fit.degrees.of_points)
+        return found + ": no interval" * (not fit.degrees.suffice)
 
     rows = [
         [family, said(fit), said(analysis.laws.get(family))]
@@ -352,8 +344,8 @@ def _degrees(analysis):
     ]
     return (
         "Degrees of freedom that intervals are of: means of points about the fit, and seeds about"
-        " their mean. With one of points or none what a fit misses is not known, and intervals are"
-        " of the scatter of seeds alone; without seeds there is none:\n\n"
+        " their mean. With one of points or none what a fit misses is not known, and there is no"
+        " interval:\n\n"
         f"{tables.markdown(['family', 'parabolas', 'law'], rows)}"
     )
 
