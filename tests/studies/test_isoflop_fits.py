@@ -432,8 +432,8 @@ def test_points_count_as_often_as_they_have_seeds():
 
 
 def test_p_is_uniform_where_the_points_follow_what_is_fitted():
-    """The F test of the lack of fit, of points that differ in their seeds, on a linear model of five
-    parameters, where it is exact."""
+    """The F test of the lack of fit, of points that differ in their seeds, on a linear model of
+    five parameters, where it is exact."""
     random, found = np.random.default_rng(11), []
     seeds = np.tile([1, 2, 4], 4)
     design = np.vander(np.linspace(-1, 1, 12), 5)
