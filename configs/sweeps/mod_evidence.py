@@ -11,6 +11,12 @@ activations: what MoD is ahead of them is what its router knows. With 2 CPU core
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
 another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is the part
 of the largest budget that decides whether MoD pays there, four families without the controls.
+`mod_evidence.py:three` has the three main families at all three budgets, of which the points lie in
+two files of results; nothing is trained for one analysis, and one law, of both:
+
+    python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence.py:three \\
+        --workdir runs/mod_evidence_three --table-only \\
+        --from results/mod_evidence.json --from results/mod_evidence_largest.json
 """
 
 import importlib.util
@@ -70,14 +76,29 @@ def control(selection):
 
 
 def get_grid(part="all"):
-    if part not in ("all", "largest"):
-        raise UsageError(f"part {part!r}: expected all or largest")
+    parts = {"all": _all, "largest": _largest, "three": _three}
+    if part not in parts:
+        raise UsageError(f"part {part!r}: expected all, largest or three")
+    return parts[part]()
+
+
+def _three():
+    """What has several seeds, at all budgets: at the largest with the seeds that results/ has."""
     grid = _all()
-    return _largest(grid) if part == "largest" else grid
+    sizes = grid["sizes_at"][LARGEST][1:]
+    seeds = dict.fromkeys(grid["sizes"], (0, 1)) | {sizes[0]: (0,)}
+    return grid | dict(
+        seeds=(0, 1, 2),
+        seeds_at={LARGEST: dict.fromkeys(SEVERAL, seeds)},
+        families={name: grid["families"][name] for name in SEVERAL},
+        sizes_at=grid["sizes_at"] | {LARGEST: sizes},
+        without=tuple(name for name in grid["families"] if name not in SEVERAL),
+    )
 
 
-def _largest(grid):
+def _largest():
     """The largest budget without the narrowest size: what has several seeds, and staged MoDE."""
+    grid = _all()
     sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
     narrowest, *others = sizes
     half = grid["families"]["dense, half as deep"]["model.depth"]

@@ -118,7 +118,7 @@ def _fit(analysis, family, measured, budget):
     fine = np.geomspace(fitted.min(), fitted.max(), 60)
     if family in analysis.laws:
         draws = [with_draws(fit.loss_at(budget, size)) for size in fine]
-        line = [(one.value, *one.interval(isoflop_tables.LEVEL)) for one in draws]
+        line = [_with_ends(one) for one in draws]
     else:
         line = [(loss,) * 3 for loss in fit.curve(budget, fine)]
     how = "by the law" if family in analysis.laws else "by a parabola"
@@ -159,7 +159,7 @@ def _columns(losses):
     for budget, losses_R in losses.items():
         estimate = with_draws(losses_R)
         if math.isfinite(estimate.value):
-            found.append((budget, *(_ends(estimate) or (estimate.value,) * 3)))
+            found.append((budget, *_with_ends(estimate)))
     return np.array(found, float).reshape(-1, 4).T
 
 
@@ -167,6 +167,11 @@ def _ends(estimate):
     """(value, low, high) of an Estimate; None unless all three are finite."""
     ends = (estimate.value, *(estimate.interval(isoflop_tables.LEVEL) or (math.nan,) * 2))
     return ends if np.isfinite(ends).all() else None
+
+
+def _with_ends(estimate):
+    """The same, with the value for its ends where there is no finite interval."""
+    return _ends(estimate) or (estimate.value,) * 3
 
 
 def _spread(values):

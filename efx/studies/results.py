@@ -37,6 +37,7 @@ where formats are those of `tables.number`, and a cell has the values of each se
 mean and spread if they are known.
 """
 
+import collections
 import json
 import pathlib
 import re
@@ -109,6 +110,7 @@ FIELDS = {
     "study": (),
     "curves": (),
 }
+_CHANGED = " with changes"  # of a revision: what the run had was not committed
 START, END = "<!-- results -->", "<!-- end of results -->"
 
 
@@ -203,16 +205,37 @@ def provenance(result):
     facts = [f"`{result['config']}`"] if result["config"] else []
     if len(result["seeds"]) > 1:
         facts.append(f"seeds {', '.join(map(str, result['seeds']))}: mean ± standard deviation")
-    facts += [result["machine"], f"revision {result['revision'][:9]} ({result['revision_of']})"]
+    facts += [result["machine"], f"{_revisions(result)} ({result['revision_of']})"]
     rows_of_revision = {}
     for row in result["rows"]:
         if "revision" in row:
-            rows_of_revision.setdefault(row["revision"][:9], []).append(row["name"])
+            rows_of_revision.setdefault(_short(row["revision"]), []).append(row["name"])
     facts += [
         f"revision {revision} for {'; '.join(names)}"
         for revision, names in rows_of_revision.items()
     ]
     return "; ".join(facts) + "."
+
+
+def _revisions(result):
+    """The revisions of a result in words; of each how many runs there are where they are known."""
+    points = result["study"].get("points", ()) if result["study"] else ()
+    runs = collections.Counter(point["revision"] for point in points)
+    if len(runs) < 2:
+        plural = "s" * (", " in result["revision"])
+        return f"revision{plural} {_short(result['revision'])}"
+    named = [
+        f"{_short(revision)} ({count} run{'s' * (count > 1)})"
+        for revision, count in runs.most_common()
+    ]
+    return f"revisions {', '.join(named)}"
+
+
+def _short(revisions):
+    """Nine characters of each revision of a list, and whether there were changes to it."""
+    return ", ".join(
+        revision[:9] + _CHANGED * revision.endswith(_CHANGED) for revision in revisions.split(", ")
+    )
 
 
 def section(name, result):

@@ -17,7 +17,7 @@ import pytest
 from efx import settings, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import cli, isoflop, job_list, rehearsal, sweep
+from efx.studies import cli, isoflop, job_list, rehearsal, report_fits, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
 from efx.studies.isoflop import points as points_lib
@@ -29,6 +29,7 @@ def get_grid():
                 families={"dense": {"model.depth_routing.kind": "none"}, "MoD": {}},
                 sizes={f"{n} blocks": {"model.depth": n} for n in (2, 4, 8)})
 """
+ROOT = Path(__file__).parents[2]
 THREE = ("2 blocks", "4 blocks", "8 blocks")
 RATES = GRID.replace("seeds=", "learning_rates=(1e-3, 4e-3, 2e-3), seeds=")
 LAW = law.Law(1.0, 8.0, 9.0, 0.3, 0.25)
@@ -251,6 +252,9 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
     ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
     ("seeds=", "against=('MoE',), seeds=", "against=('MoE',): expected some of the families dense"),
+    ("seeds=", "without=('MoD',), seeds=", "without=('MoD',): expected names that are none of the"),
+    ("seeds=", "seeds_at={3e9: (0,)}, seeds=", "seeds_at={3000000000.0: (0,)}: expected seeds for"),
+    ("seeds=", "seeds_at={2e9: {'MoD': (0,)}}, seeds=", "seeds_at[2e+09]={'MoD': (0,)}: expected"),
     ("seeds=", "fit_within=0.5, seeds=", "fit_within=0.5: expected a number above 1"),
     ("seeds=", "sizes_at=1e9, seeds=", "sizes_at=1000000000.0: expected sizes for some of budgets"),
     ("seeds=", "sizes_at={3e9: ('2 blocks',)}, seeds=", "expected sizes for some of budgets"),
@@ -357,8 +361,9 @@ def test_words_of_the_picture_cover_nothing(count, tmp_path, monkeypatch):
         parameters, budgets = np.tile(sizes, 2), np.repeat([1e10, 4e10], 13)
         tokens = budgets / (6 * parameters)
         losses = [np.array([loss, loss + 0.01]) for loss in LAW.loss(parameters, tokens)]
-        names, unknown = [f"{size:.0f}" for size in parameters], np.full(26, np.nan)
-        of = (names, budgets, parameters, tokens, 6 * parameters, unknown, losses)
+        names, unknown = [f"{size:.0f}" for size in parameters], [np.full(2, np.nan)] * 26
+        seeds = [np.arange(2)] * 26
+        of = (names, budgets, parameters, tokens, 6 * parameters, unknown, losses, seeds)
         families[f"family of a long name, number {number}"] = analysis.Measured(*of)
     picture.draw(analysis.analyse(families, 20), tmp_path / "a.png", [10.0])
     (figure,) = figures
@@ -382,9 +387,9 @@ def test_what_the_tables_say_where_there_is_nothing():
 
     def measured(losses, budgets):
         parts = [np.repeat(budgets, 3), np.tile(sizes, len(budgets))]
-        columns = [*parts, 1e9 / parts[1], 6 * parts[1], np.full(len(parts[0]), np.nan)]
-        names = [f"{size:g}" for size in parts[1]]
-        return analysis.Measured(names, *columns, [np.array([loss]) for loss in losses])
+        columns = [*parts, 1e9 / parts[1], 6 * parts[1], [np.array([np.nan])] * len(parts[0])]
+        names, seeds = [f"{size:g}" for size in parts[1]], [np.array([0])] * len(parts[0])
+        return analysis.Measured(names, *columns, [np.array([loss]) for loss in losses], seeds)
 
     found = analysis.analyse(
         {"dense": measured([3.0, 2.9, 2.8], [1e9]), "MoD": measured([2.9, 2.5, 2.6], [1e9])}, 20
@@ -459,6 +464,71 @@ def test_a_study_goes_on_on_another_machine(copy, trained, capsys):
         (copy / "points.json").write_text(text)
         assert call(copy, given) == 2
         refused(capsys, words)
+
+
+def test_points_of_several_files_and_families_that_are_left_out(copy, trained, capsys):
+    """Two studies of a budget each, of which one has a family and a seed more."""
+    grid, seeds = copy / "grid.py", '{"dense": (0, 1), "MoD": (0, 1), "MoE": (0,)}'
+    one = GRID.replace("(2e9, 1e9)", "(1e9,)").replace("(0, 1)", seeds)
+    texts = {
+        "a": one.replace('"MoD": {}', '"MoD": {}, "MoE": {"model.width": 32}'),
+        "b": GRID.replace("(2e9, 1e9)", "(2e9,)").replace("(0, 1)", "(0,)"),
+    }
+    files = []
+    for name, text in texts.items():
+        grid.write_text(text)
+        trained(grid, copy / name)
+        assert call(copy, workdir=name) == 0
+        files.append(f"--from={copy / name / 'isoflop.json'}")
+    given = [*files, "--table-only"]
+    grid.write_text(GRID.replace("seeds=", "without=('MoE',), seeds_at={2e9: (0,)}, seeds="))
+    capsys.readouterr()
+    assert call(copy, *given, workdir="both") == 0
+    assert "1 to 2 seeds a point" in capsys.readouterr().out
+    points = json.loads((copy / "both/isoflop.json").read_text())["points"]
+    found = {(one["family"], one["budget"], one["seed"]) for one in points}
+    families = "dense", "MoD"
+    assert found == {(name, *at) for name in families for at in ((1e9, 0), (1e9, 1), (2e9, 0))}
+    grid.write_text(GRID.replace("seeds=", "seeds_at={2e9: (0,)}, seeds="))
+    assert call(copy, *given, workdir="both") == 2
+    refused(capsys, "MoE, 2 blocks, 1.00 GFLOPs, seed 0, is no run of the grid")
+
+
+def test_three_families_of_two_files_of_results():
+    """The variant that analyses the points of both files together has their runs, no others."""
+    grid = isoflop.load_grid("mod_evidence:three")
+    held = {
+        point.run
+        for name in ("mod_evidence", "mod_evidence_largest")
+        for point in points_lib.read_points(ROOT / f"results/{name}.json")
+        if point.run.family not in grid["without"]
+    }
+    wanted = {*grid_lib.all_runs(grid)}
+    assert wanted == held and len(grid["families"]) == 3 and len(grid["budgets"]) == 3
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"loss": math.nan}, "point 1, dense, 2 blocks: loss=nan: expected a number of nats, or null"),
+    ({"loss": "x"}, "point 1, dense, 2 blocks: loss='x': expected a number of nats, or null"),
+    ({"tokens": 0}, "point 1, dense, 2 blocks: tokens=0: expected a number above 0"),
+    ({"parameters": -3}, "dense, 2 blocks: parameters=-3: expected a number above 0"),
+    ({"parameters": True}, "dense, 2 blocks: parameters=True: expected a number above 0"),
+    ({"seconds": 0}, "dense, 2 blocks: seconds=0: expected a number above 0"),
+    ({"flops": None}, "dense, 2 blocks: flops=None: expected a number above 0"),
+    ({"budget": "1e9"}, "dense, 2 blocks: budget='1e9': expected a number above 0"),
+    ({"seed": 0.5}, "dense, 2 blocks: seed=0.5: expected a whole number"),
+    ({"size": 2}, "point 1: size=2: expected a text"),
+    ({"seed": 1}, "dense, 2 blocks, 1.00 GFLOPs, seed 1, is there twice; it would count as"),
+])  # fmt: skip
+def test_points_that_no_run_has_measured_are_one_line(change, words, copy, capsys):
+    assert call(copy, "--table-only") == 0
+    data = json.loads((copy / "w/isoflop.json").read_text())
+    data["points"][0] |= change
+    (copy / "points.json").write_text(json.dumps(data))
+    assert call(copy, f"--from={copy / 'points.json'}", "--table-only") == 2
+    refused(capsys, words)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        report_fits.read(copy / "points.json")
 
 
 def test_settings_that_came_later_are_at_their_default():

@@ -5,11 +5,19 @@ import dataclasses
 
 import numpy as np
 import pytest
+from scipy import stats
 from scipy.optimize import minimize_scalar, nnls
 
 from efx.errors import UsageError
-from efx.studies.isoflop import analysis, law, parabola
-from efx.studies.isoflop.bootstrap import Estimate, draw_losses, with_draws
+from efx.studies.isoflop import analysis, law, parabola, report
+from efx.studies.isoflop.bootstrap import (
+    Degrees,
+    Estimate,
+    degrees,
+    draw_losses,
+    draw_seconds,
+    with_draws,
+)
 
 BUDGETS = np.geomspace(1e17, 1e21, 5)
 SYMMETRIC = law.Law(1.69, 400.0, 400.0, 0.31, 0.31)
@@ -42,7 +50,11 @@ def measured(truth, rows, noise=0.0, seeds=1, random=None):
     losses = truth.loss(columns[1], columns[2])
     if noise:
         losses = losses[:, None] + random.normal(0, noise, (len(losses), seeds))
-    return analysis.Measured(list(names), *columns, [np.atleast_1d(loss) for loss in losses])
+    *columns, seconds = columns
+    losses = [np.atleast_1d(loss) for loss in losses]
+    seconds = [np.full(len(loss), of) for loss, of in zip(losses, seconds, strict=True)]
+    numbers = [np.arange(len(loss)) for loss in losses]
+    return analysis.Measured(list(names), *columns, seconds, losses, numbers)
 
 
 def fixed_sizes(truth, cost, seconds=1e-12, budgets=(1e10, 1e11, 1e12), **noise):
@@ -138,7 +150,13 @@ def test_elimination_is_nonnegative_least_squares():
 def test_an_exponent_at_the_end_of_its_range_is_told():
     assert law.Law(1.0, 2.0, 3.0, 0.3, law.GREATEST_EXPONENT).at_the_edge()
     assert law.Law(1.0, 2.0, 3.0, law.LEAST_EXPONENT, 0.3).at_the_edge()
-    assert not SMALL.at_the_edge()
+    assert not SMALL.at_the_edge() and not SMALL.at_a_bound()
+    assert law.Law(0.0, 2.0, 3.0, 0.3, 0.3).at_a_bound()
+    many = law.Law(
+        *np.array([[1.0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0.3] * 3 + [3.0], [0.3] * 4])
+    )
+    assert many.at_a_bound().tolist() == [False, True, True, True]
+    assert many.at_the_edge().tolist() == [False, False, False, True]
 
 
 def test_the_law_has_no_optimum_far_from_what_was_measured():
@@ -225,24 +243,80 @@ def test_speedups_at_equal_loss():
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_intervals_cover(seeds):
+    """Of the law and of parabolas; nor are they wider than what they are of scatters."""
     random, trials = np.random.default_rng(seeds), 60
-    truth = {"a": SMALL.a, "b": SMALL.b, "E": SMALL.E}
-    inside = {(name, level): 0 for name in (*truth, "loss") for level in (80, 95)}
-    budget = 1e13  # ten times the greatest
-    best = best_size_at(6.5, budget)
+    truth = {"a": SMALL.a, "b": SMALL.b, "E": SMALL.E, "loss": best_size_at(6.5, 1e13)}
+    exact = analysis.Parabolas(fixed_sizes(SMALL, 6.5), 1)
+    truth["parabola"] = exact.losses[1e11][0]
+    inside = {(name, level): 0 for name in truth for level in (80, 95)}
+    found = {name: [] for name in truth}
     for _ in range(trials):
         points = fixed_sizes(SMALL, 6.5, noise=0.01, seeds=seeds, random=random)
         fit = analysis.LawFit(points, draws=100)
-        estimates = {name: with_draws(getattr(fit.law, name)) for name in truth}
-        estimates["loss"] = with_draws(fit.optimum(budget)[1])
+        estimates = {name: with_draws(getattr(fit.law, name)) for name in ("a", "b", "E")}
+        estimates["loss"] = with_draws(fit.optimum(1e13)[1])  # ten times the greatest budget
+        estimates["parabola"] = with_draws(analysis.Parabolas(points, 100).losses[1e11])
         for name, level in inside:
             low, high = estimates[name].interval(level)
-            inside[name, level] += low <= (truth | {"loss": best})[name] <= high
+            inside[name, level] += low <= truth[name] <= high
+        for name, estimate in estimates.items():
+            low, high = estimate.interval(80)
+            found[name].append((estimate.value, high - low))
     shares = {key: number / trials for key, number in inside.items()}
     for (name, level), share in shares.items():
         # Four standard deviations of a share of so many trials, for the wider one about 0.11.
         spread = 4 * np.sqrt(level / 100 * (1 - level / 100) / trials)
         assert abs(share - level / 100) < max(spread, 0.11), (name, level, shares)
+    for name, pairs in found.items():
+        values, widths = np.array(pairs).T
+        scatter = np.subtract(*np.nanquantile(values, [0.9, 0.1]))
+        assert 0.75 < np.median(widths) / scatter < 1.5, name
+
+
+FEW = (1e10, 1e12)  # budgets, at each of which four sizes are measured
+
+
+def few_points(random, seeds, misfit=0.0, shared=0.0, noise=0.01):
+    """On a parabola whose least loss is 2, with two degrees of freedom left to two budgets.
+    shared: a part of the misfit that is the same in another family."""
+    rows = [
+        (f"{size:g}", budget, size, budget / 6 / size, 6 * size, 1e-12)
+        for budget in FEW
+        for size in 1e4 * 2.0 ** np.arange(4)
+    ]
+    points = measured(SMALL, rows, noise=noise, seeds=seeds, random=random)
+    off = np.log(points.parameters / 3e4)
+    exact = 2 + 0.1 * off**2 + misfit * random.normal(0, 1, len(rows)) + shared
+    losses = [loss + random.normal(0, noise, seeds) for loss in exact]
+    return dataclasses.replace(points, losses=losses)
+
+
+@pytest.mark.parametrize("seeds, misfit", [(1, 0.0), (3, 0.0), (3, 0.01)])
+def test_intervals_of_few_degrees_of_freedom_cover(seeds, misfit):
+    """Of parabolas, of one family and of the difference of two whose misfit is much the same, of
+    which the other one has three seeds."""
+    random, trials = np.random.default_rng([7, seeds]), 200
+    own, paired, widths = [], [], []
+    for _ in range(trials):
+        shared = 0.02 * random.normal(0, 1, 8) * bool(misfit)
+        families = {
+            "one": few_points(random, seeds, misfit, shared),
+            "three": few_points(random, 3, misfit, shared),
+        }
+        parabolas = {name: analysis.Parabolas(of, 200) for name, of in families.items()}
+        found = analysis.Analysis(families, FEW, parabolas, {}, {}, 200)
+        first, second = found.compared(parabolas, "one", "three")
+        one = with_draws(parabolas["one"].losses[FEW[0]])
+        both = with_draws(first.losses[FEW[0]] - second.losses[FEW[0]])
+        for target, estimate, inside in ((2.0, one, own), (0.0, both, paired)):
+            if np.isfinite(estimate.value):
+                low, high = estimate.interval(95)
+                inside.append(low <= target <= high)
+        widths.append(both.interval(80))
+    assert 0.9 <= np.mean(own) <= 0.995, np.mean(own)
+    assert 0.9 <= np.mean(paired) <= 0.999, np.mean(paired)
+    if misfit:  # what the two share is not in their difference
+        assert 0.03 < np.median(np.diff(widths)) < 0.06
 
 
 def best_size_at(cost, budget):
@@ -269,6 +343,192 @@ def test_draws_have_the_scatter_of_seeds_and_of_what_the_fit_misses():
     spread = draw_losses(names, fitted, losses, 0, count).std(0)
     assert spread[1::2].mean() == pytest.approx(0.01, rel=0.3)
     assert spread[::2].mean() == pytest.approx(0.02, rel=0.3)
+
+
+def test_seeds_scatter_by_as_many_as_exceed_the_points():
+    """Two seeds a point: over them all a variance would be half of what it is. Draws of few degrees
+    of freedom scatter as Student's t does."""
+    random = np.random.default_rng(8)
+    names = [f"{i}" for i in range(400)]
+    losses = list(random.normal(0, 0.02, (400, 2)))
+    fitted = np.array([loss.mean() for loss in losses])
+    draws = draw_losses(names, fitted, losses, 0, 400) - fitted
+    assert np.sqrt((draws**2).mean()) == pytest.approx(0.02 / np.sqrt(2), rel=0.1)
+    # Six points about a fit of two parameters: the t distribution of four degrees of freedom.
+    residuals = 0.01 * np.array([1, -1, 1, -1, 1, -1.0])
+    alone = [np.array([residual]) for residual in residuals]
+    draws = draw_losses(names[:6], np.zeros(6), alone, 2, 20_000)
+    scale = np.sqrt((residuals**2).sum() / 4)
+    for share in (0.9, 0.98):
+        expected = scale / np.sqrt(stats.chi2.ppf(1 - share, 4) / 4)
+        assert np.quantile(np.abs(draws), share) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_point_scatters_as_its_own_seeds_do():
+    """By half, with three seeds: of the mean of its own variance and of the pooled one."""
+    random = np.random.default_rng(9)
+    names, spread = [f"{i}" for i in range(40)], np.where(np.arange(40) % 2, 0.05, 0.005)
+    losses = [random.normal(3, of, 3) for of in spread]
+    fitted = np.array([loss.mean() for loss in losses])
+    deviations = draw_losses(names, fitted, losses, 0, 4000).std(0)
+    own = np.array([loss.var(ddof=1) for loss in losses])
+    expected = np.sqrt((own + own.mean()) / 2 / 3)
+    assert deviations == pytest.approx(expected, rel=0.08)
+    assert deviations[1::2].mean() > 1.4 * deviations[::2].mean()
+
+
+def test_one_degree_of_freedom_gives_no_interval():
+    alone = [np.array([3.0 - i]) for i in range(6)]
+    fitted, names = np.array([3.0, 2.1, 0.9, 0.1, -1.0, -2.0]), list("abcdef")
+    assert degrees(alone, 5) == Degrees(1, 0) and degrees(alone, 7) == Degrees(0, 0)
+    assert np.isnan(draw_losses(names, fitted, alone, 5, 30)).all()
+    assert np.isfinite(draw_losses(names, fitted, alone, 4, 30)).all()
+    # Seeds do not say what the fit misses.
+    seeds = [np.array([-0.01, 0, 0.01]) + loss for loss in alone]
+    assert degrees(seeds, 5) == Degrees(1, 12)
+    assert np.isnan(draw_losses(names, fitted, seeds, 5, 30)).all()
+    assert np.isfinite(draw_losses(names, fitted, seeds, 4, 30)).all()
+    # A law of NaN where losses are.
+    points = fixed_sizes(SMALL, 6.5)
+    losses = np.stack([points.means, np.full(len(points.means), np.nan)])
+    found = law.fit_draws(points.parameters, points.tokens, losses)
+    assert found.a[0] == pytest.approx(SMALL.a, rel=1e-3) and np.isnan(found.E[1])
+    six = [i for i in range(len(points.means)) if i % 6 in (0, 2, 4)][:6]
+    arrays = {
+        name: getattr(points, name)[six] for name in ("budgets", "parameters", "tokens", "flops")
+    }
+    lists = {
+        name: [getattr(points, name)[i] for i in six]
+        for name in ("sizes", "seconds", "losses", "numbers")
+    }
+    fit = analysis.LawFit(analysis.Measured(**arrays, **lists), 30)
+    assert fit.degrees == Degrees(1, 0) and with_draws(fit.losses[1e11]).interval(95) is None
+
+
+def test_points_count_as_often_as_they_have_seeds():
+    """In parabolas and in the law, in the fit and in its draws."""
+    random = np.random.default_rng(10)
+    points = fixed_sizes(SMALL, 6.5, noise=0.05, seeds=4, random=random)
+    some = [1 + 3 * (i % 2) for i in range(len(points.losses))]
+    fields = {
+        name: [of[:n] for of, n in zip(getattr(points, name), some, strict=True)]
+        for name in ("losses", "seconds", "numbers")
+    }
+    points = dataclasses.replace(points, **fields)
+    budget, here = 1e11, points.at(1e11)
+    x = np.log(points.parameters[here])
+    c, b, a = np.polyfit(x - x.mean(), points.means[here], 2, w=np.sqrt(np.array(some)[here]))
+    parabolas = analysis.Parabolas(points, 30)
+    assert parabolas.losses[budget][0] == pytest.approx(a - b**2 / (4 * c), abs=1e-9)
+    place = points.parameters, points.tokens
+    fit = analysis.LawFit(points, 30)
+    weighted, unweighted = law.fit(*place, points.means, some), law.fit(*place, points.means)
+    assert fit.law.a[0] == pytest.approx(weighted.a, rel=1e-6)
+    assert fit.law.a[0] != pytest.approx(unweighted.a, rel=1e-3)
+    drawn = analysis._with_measured(points, weighted.loss(*place), 5, 30)[1:]
+    assert fit.law.a[1:] == pytest.approx(law.fit_draws(*place, drawn, some).a, rel=1e-3)
+    fitted = weighted.loss(*place)
+    assert fit.p == pytest.approx(analysis._lack_of_fit(points, fitted, 5), rel=1e-6)
+
+
+def test_p_is_uniform_where_the_points_follow_what_is_fitted():
+    """The F test of the lack of fit, of points that differ in their seeds, on a linear model of
+    five parameters, where it is exact."""
+    random, found = np.random.default_rng(11), []
+    seeds = np.tile([1, 2, 4], 4)
+    design = np.vander(np.linspace(-1, 1, 12), 5)
+    points = fixed_sizes(SMALL, 6.5)
+    for _ in range(1000):
+        losses = [random.normal(0, 1, n) for n in seeds]
+        points = dataclasses.replace(points, losses=losses)
+        scale = np.sqrt(seeds)[:, None]
+        solved, *_ = np.linalg.lstsq(scale * design, scale[:, 0] * points.means, rcond=None)
+        found.append(analysis._lack_of_fit(points, design @ solved, 5))
+    assert stats.kstest(found, "uniform").pvalue > 1e-3
+
+
+def test_comparisons_are_of_the_seeds_that_both_have():
+    """A family with one seed, the same as that of another one with three: the difference is of
+    that seed, and not of it and the mean of all."""
+    random = np.random.default_rng(12)
+    three = fixed_sizes(SMALL, 6.5, noise=0.02, seeds=3, random=random)
+    one = dataclasses.replace(
+        three,
+        losses=[loss[1:2] + 0.1 for loss in three.losses],
+        numbers=[numbers[1:2] for numbers in three.numbers],
+        seconds=[seconds[1:2] for seconds in three.seconds],
+    )
+    found = analysis.analyse({"three": three, "one": one}, 50)
+    for fits in (found.parabolas, found.laws):
+        own, base = found.compared(fits, "one", "three")
+        assert own is fits["one"] and base is not fits["three"]
+        difference = own.losses[1e11] - base.losses[1e11]
+        difference = difference[np.isfinite(difference)]
+        assert len(difference) > 40 and np.allclose(difference, 0.1, atol=1e-4)
+        assert found.compared(fits, "one", "three")[1] is base  # fitted once
+        assert found.compared(fits, "three", "three")[0] is fits["three"]
+    cells = report.optima_table(found)[1e11, "one"]["loss over the baseline's"]
+    assert cells["mean"] == pytest.approx(0.1, abs=1e-4) and cells["note"] == "by the law"
+    text = report.details(found, [], {"further": [10.0], "against": ["three"]})[-1]
+    assert "of the seeds that both have" in text and "| 10.0 GFLOPs | one | 1 | 0.1000 (" in text
+    # Points that the other lacks stay whole.
+    fewer = dataclasses.replace(one, budgets=one.budgets * 2)
+    assert three.common_with(fewer).numbers[-1].tolist() == [0, 1, 2]
+
+
+def test_seconds_are_drawn_too():
+    """Runs of one size differ in their seconds: speedups in seconds are no surer than these."""
+    random = np.random.default_rng(13)
+    base = fixed_sizes(SMALL, 8.0, noise=0.001, seeds=3, random=random)
+    half = fixed_sizes(SMALL, 4.0, noise=0.001, seeds=3, random=random)
+
+    def with_noise(points, noise):
+        seconds = [1e-12 * np.exp(random.normal(0, noise, 3)) for _ in points.losses]
+        return dataclasses.replace(points, seconds=seconds)
+
+    widths = []
+    for noise in (0.0, 0.3):
+        families = {"base": with_noise(base, noise), "half": with_noise(half, noise)}
+        found = analysis.analyse(families, 400)
+        one = found.speedups(found.parabolas)[1e11, "half"]
+        widths.append(np.diff(np.log(one.seconds.interval(95)))[0])
+    # The median of nine runs a size, between two sizes or at one, for each family.
+    assert widths[1] > 3.92 * 0.3 / 3 > 4 * widths[0]
+    alone = [np.array([-20.0]), np.array([-21.0])]
+    assert np.isnan(draw_seconds(["a", "b"], alone, 5)).all()
+    logs = list(random.normal(0, 0.3, (300, 3)))
+    drawn = draw_seconds([f"{i}" for i in range(300)], logs, 300)
+    error = (drawn - np.median(logs, axis=1)).std()
+    assert error == pytest.approx(np.median(random.normal(0, 0.3, (9999, 3)), 1).std(), rel=0.06)
+
+
+def test_a_law_at_a_bound_is_not_extrapolated():
+    """E = 0 at the fit, or a bound in more than a quarter of the draws."""
+    random = np.random.default_rng(14)
+    nothing = dataclasses.replace(SMALL, E=0.0, A=12.0, a=0.1)
+    points = fixed_sizes(nothing, 6.5)
+    curved = [
+        loss - 0.002 * np.log(tokens / 1e6) ** 2
+        for loss, tokens in zip(points.losses, points.tokens, strict=True)
+    ]
+    at_zero = analysis.LawFit(dataclasses.replace(points, losses=curved), 30)
+    assert at_zero.law.E[0] == 0 and not at_zero.extrapolates
+    noisy = fixed_sizes(dataclasses.replace(SMALL, E=0.15), 6.5, noise=0.1, seeds=2, random=random)
+    unsure = analysis.LawFit(noisy, 200)
+    assert unsure.at_a_bound == pytest.approx((unsure.law.one(slice(1, None)).at_a_bound()).mean())
+    assert 0.25 < unsure.at_a_bound < 1 and not unsure.extrapolates
+    sure = analysis.LawFit(fixed_sizes(SMALL, 6.5, noise=0.002, seeds=3, random=random), 100)
+    assert sure.extrapolates and np.isfinite(sure.optimum(1e13)[1][0])
+    assert np.isnan(at_zero.optimum(1e13)[1]).all() and np.isnan(unsure.optimum(1e13)[1]).all()
+    assert np.isfinite(unsure.losses[1e12][0])
+    budgets, _ = unsure.reaching(unsure.losses[1e12] - 0.2)
+    assert budgets[0] == np.inf
+    found = analysis.analyse({"sure": sure.measured, "unsure": unsure.measured}, 50)
+    text = "\n".join(report.details(found, [], {"further": [10.0]}))
+    assert "unsure: nothing is extrapolated by the law: a parameter of it is at a bound" in text
+    assert "| 10.0 TFLOPs | sure |" in text and "| 10.0 TFLOPs | unsure |" not in text
+    laws = {one["family"]: one for one in report.as_data(found, [10.0])["laws"]}
+    assert [len(laws[name]["optima"]) for name in ("sure", "unsure")] == [4, 3]
 
 
 def test_draws_of_families_are_paired():
@@ -340,6 +600,28 @@ def test_an_estimate_says_what_share_of_draws_has_it():
     assert estimate.share == 0.99 and estimate.interval(80) == (9.0, 89.0)
     assert Estimate(1.0, np.array([np.nan])).interval(95) is None
     assert Estimate(1.0, np.array([1.0, np.inf])).as_data()["95"] == [1.0, None]
+
+
+def test_a_parabola_through_two_sizes_is_none():
+    points = fixed_sizes(SMALL, 6.5, seeds=3, noise=0.01, random=np.random.default_rng(15))
+    near = points.within(2.1)
+    size, loss, _ = parabola.fit_draws(np.array([1e3, 1e4]), np.array([[2.0, 3.0]]), np.ones(2))
+    assert np.isnan(size).all() and np.isnan(loss).all()
+    two = [i for i in range(18) if i < 12 or i in (13, 14)]
+    arrays = {
+        name: getattr(points, name)[two] for name in ("budgets", "parameters", "tokens", "flops")
+    }
+    lists = {
+        name: [getattr(points, name)[i] for i in two]
+        for name in ("sizes", "seconds", "losses", "numbers")
+    }
+    found = analysis.analyse({"dense": analysis.Measured(**arrays, **lists)}, 20)
+    fit = found.parabolas["dense"]
+    assert fit.degrees.points == 14 - 8 and np.isnan(fit.curve(1e12, near.parameters)).all()
+    assert np.isnan(fit.losses[1e12]).all() and with_draws(fit.losses[1e12]).interval(95) is None
+    cells = report.optima_table(found)[1e12, "dense"]
+    assert cells["loss at the best size"] == "none" and "residual" not in cells
+    assert np.isfinite(fit.losses[1e10][0]) or np.isfinite(fit.losses[1e11][0])
 
 
 def test_a_parabola_has_no_vertex_outside_its_sizes():

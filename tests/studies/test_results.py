@@ -158,6 +158,23 @@ def test_an_isoflop_study_keeps_its_points_and_draws_a_picture_of_them(top, tmp_
     assert (workdir / "isoflop.md").read_text().splitlines()[:-1] == before.splitlines()[:-1]
 
 
+def test_every_revision_is_listed():
+    """Of an isoFLOP study with the number of its runs; nine characters of each, and changes."""
+    first, second = "0123456789abcdef", "fedcba9876543210"
+    points = [{"revision": first}] * 3 + [{"revision": f"{second} with changes"}]
+    result = results.FIELDS | {
+        "machine": "a machine",
+        "revision": f"{first}, {second} with changes",
+        "rows": [{"name": "MoD", "revision": f"{second} with changes"}],
+    }
+    said = results.provenance(result)
+    assert "; revisions 012345678, fedcba987 with changes (the code that ran)" in said
+    assert said.endswith("; revision fedcba987 with changes for MoD.")
+    said = results.provenance(result | {"rows": [], "study": {"points": points}})
+    words = "revisions 012345678 (3 runs), fedcba987 with changes (1 run) (the code that ran)."
+    assert said == f"a machine; {words}"
+
+
 def test_a_row_for_each_seed_is_read_too(top, tmp_path):
     """As the studies of composition write their tables."""
     workdir = tmp_path / "w"

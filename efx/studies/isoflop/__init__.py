@@ -23,7 +23,9 @@ A grid file is plain data: `get_grid()` returns
          timed_budgets=(5e11,),                  # perhaps: whose seconds count; default: all
          against=("dense",),                     # perhaps: families to compare all others with
          fit_within=5.0,                         # perhaps: see below; default: fit all sizes
-         sizes_at={1e12: ("4 blocks", ...)})     # perhaps: budgets with some of the sizes alone
+         sizes_at={1e12: ("4 blocks", ...)},     # perhaps: budgets with some of the sizes alone
+         seeds_at={1e12: (0,)},                  # perhaps: budgets with seeds of their own
+         without=("MoDE",))                      # perhaps: families that --from leaves out
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
 for each size: {"model.depth": {"4 blocks": 2, ...}}; so may its seeds. With learning_rates the
@@ -40,8 +42,9 @@ Each run is a separate `python -m efx.main` in WORKDIR. An interrupted study con
 stopped; runs that have ended are reused, also when the grid has grown. Arguments after `--` go to
 every run. WORKDIR/isoflop.md has the tables, isoflop.png the curves, isoflop.json all points and
 fits. `--from` takes points from such a file, of another machine perhaps, or from a file of
-results/ (`python -m efx.studies.results` copies a study there): what they have is not trained
-again, and what does not belong to the grid is refused. `--save-points` writes such a file of a
+results/ (`python -m efx.studies.results` copies a study there), or from several: what they have is
+not trained again, and what does not belong to the grid is refused, but for families that it says
+it is without. `--save-points` writes such a file of a
 study that is not finished. `--list-jobs` writes the commands of the missing runs, for other
 machines.
 """
@@ -75,7 +78,10 @@ def main(argv=None):
     parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx's")
     parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
-    help = "points that are not trained again: isoflop.json of a study, or a file of results/"
+    help = (
+        "points that are not trained again: isoflop.json of a study, or a file of results/; may be"
+        " given several times"
+    )
     parser.add_argument("--from", dest="points", action="append", default=[], metavar="FILE",
                         help=help)  # fmt: skip
     help = "leave the grid's larger budgets out; without it the study goes on with them"
@@ -169,9 +175,12 @@ class Runs:
         return self._expected[_any_seed(run)]
 
     def _take(self, path):
-        """Takes the points of a file, all of which have to be of this grid."""
+        """Takes the points of a file, all of which have to be of this grid, or of families that it
+        is `without`."""
         known = {run: run for run in grid_lib.all_runs(self.grid)}
         for point in points_lib.read_points(path):
+            if point.run.family in self.grid["without"]:
+                continue
             if point.run not in known:
                 raise UsageError(
                     f"{path}: {point.run.name}, seed {point.run.seed}, is no run of the grid; add"

@@ -13,7 +13,7 @@ from efx.studies import sweep as sweep_lib
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 OPTIONAL = {
     "learning_rates": (), "rates_budget": None, "timed_budgets": None, "sizes_at": None,
-    "against": (), "fit_within": None,
+    "against": (), "fit_within": None, "seeds_at": None, "without": (),
 }  # fmt: skip
 _LEAST_SIZES = 3
 RATE = "optim.learning_rate"
@@ -37,8 +37,8 @@ class Run(NamedTuple):
 
 
 def load_grid(path):
-    """The dict of a grid file, checked: with all of KEYS and OPTIONAL, budgets ascending, and
-    `seeds` a dict, {family: {size: its seeds}}."""
+    """The dict of a grid file, checked: with all of KEYS and OPTIONAL, budgets ascending, `seeds` a
+    dict, {family: {size: its seeds}}, and `seeds_at` one of those for every budget."""
     grid = OPTIONAL | sweep_lib.load_file(path, "grid", KEYS, optional=OPTIONAL)
     sweep_lib.check_numbers(path, grid, "budgets", _is_positive, "(1e12, 2e12)")
     for key in ("families", "sizes"):
@@ -53,13 +53,16 @@ def load_grid(path):
     for family in grid["families"]:
         for size in grid["sizes"]:
             _family_changes(path, grid, family, size)
-    grid = grid | {"seeds": _seeds(path, grid), "budgets": tuple(sorted(grid["budgets"]))}
+    grid = grid | {"seeds": _seeds(path, grid, "seeds", grid["seeds"])}
+    grid |= {"budgets": tuple(sorted(grid["budgets"]))}
+    grid |= {"seeds_at": _seeds_at(path, grid)}
     grid |= _rates(path, grid)
     grid |= {"timed_budgets": _timed(path, grid), "sizes_at": _sizes_at(path, grid)}
     _check_fits(path, grid)
-    for of_sizes in grid["seeds"].values():
-        for seeds in of_sizes.values():
-            sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
+    for of_families in (grid["seeds"], *grid["seeds_at"].values()):
+        for of_sizes in of_families.values():
+            for seeds in of_sizes.values():
+                sweep_lib.check_folders(path, {"runs": {}, "seeds": seeds})
     names = dict.fromkeys(run.name for run in all_runs(grid))
     sweep_lib.check_folders(path, {"runs": names, "seeds": ()})
     return grid
@@ -78,14 +81,15 @@ def _is_positive(number):
     return type(number) in (int, float) and 0 < number < math.inf
 
 
-def _seeds(path, grid):
-    """{family: {size: seeds}} of a grid's `seeds`, which may be the same for all of either."""
-    seeds, families = grid["seeds"], grid["families"]
+def _seeds(path, grid, named, seeds):
+    """{family: {size: seeds}} of a grid's `seeds`, which may be the same for all of either; named:
+    the key that they are the value of."""
+    families, given = grid["families"], seeds
     if not isinstance(seeds, dict):
         seeds = dict.fromkeys(families, seeds)
     if set(seeds) != set(families):
         raise UsageError(
-            f"{path}: seeds={sweep_lib.shown(grid['seeds'])}: expected numbers, or numbers for each"
+            f"{path}: {named}={sweep_lib.shown(given)}: expected numbers, or numbers for each"
             f" of the families {', '.join(families)}"
         )
     checked = {}
@@ -95,13 +99,30 @@ def _seeds(path, grid):
             of_sizes = dict.fromkeys(grid["sizes"], of_sizes)
         if set(of_sizes) != set(grid["sizes"]):
             raise UsageError(
-                f"{path}: seeds[{family!r}]={sweep_lib.shown(of_sizes)}: expected numbers, or "
+                f"{path}: {named}[{family!r}]={sweep_lib.shown(of_sizes)}: expected numbers, or "
                 f"numbers for each of the sizes {', '.join(grid['sizes'])}"
             )
         for own in of_sizes.values():
             sweep_lib.check_seeds(path, {"seeds": own})
         checked[family] = {size: tuple(of_sizes[size]) for size in grid["sizes"]}
     return checked
+
+
+def _seeds_at(path, grid):
+    """{budget: {family: {size: seeds}}} of a grid's `seeds_at` (default: `seeds` at all)."""
+    at, budgets = grid["seeds_at"], grid["budgets"]
+    at = {} if at is None else at
+    if not isinstance(at, dict) or not all(budget in budgets for budget in at):
+        raise UsageError(
+            f"{path}: seeds_at={sweep_lib.shown(at)}: expected seeds for some of"
+            f" budgets={budgets}, as in {{{budgets[-1]:g}: (0, 1)}}"
+        )
+    return {
+        budget: _seeds(path, grid, f"seeds_at[{budget:g}]", at[budget])
+        if budget in at
+        else grid["seeds"]
+        for budget in budgets
+    }
 
 
 def _rates(path, grid):
@@ -139,8 +160,14 @@ def _timed(path, grid):
 
 
 def _check_fits(path, grid):
-    """UsageError for wrong `against` or `fit_within`."""
+    """UsageError for wrong `against`, `fit_within` or `without`."""
     against, within, families = grid["against"], grid["fit_within"], grid["families"]
+    without = grid["without"]
+    if not isinstance(without, tuple | list) or any(name in [*families] for name in without):
+        raise UsageError(
+            f"{path}: without={sweep_lib.shown(without)}: expected names that are none of the"
+            f" families {', '.join(families)}"
+        )
     if not isinstance(against, tuple | list) or not all(name in [*families] for name in against):
         raise UsageError(
             f"{path}: against={sweep_lib.shown(against)}: expected some of the families"
@@ -199,8 +226,9 @@ def _family_changes(path, grid, family, size):
 
 def rate_runs(grid):
     """The runs that find the learning rate of each family at each size; none without rates."""
+    budget = grid["rates_budget"]
     return [
-        Run(family, size, grid["rates_budget"], grid["seeds"][family][size][0], rate)
+        Run(family, size, budget, grid["seeds_at"][budget][family][size][0], rate)
         for size in grid["sizes"]
         for family in grid["families"]
         for rate in grid["learning_rates"]
@@ -213,14 +241,19 @@ def runs_of(grid, best_rates):
 
     best_rates: {(family, size): rate}; {} for a grid without learning rates.
     """
-    seeds = grid["seeds"]
-    most = max(len(own) for of_sizes in seeds.values() for own in of_sizes.values())
+    most = max(
+        len(seeds)
+        for of_families in grid["seeds_at"].values()
+        for of_sizes in of_families.values()
+        for seeds in of_sizes.values()
+    )
     return [
-        Run(family, size, budget, seeds[family][size][number], best_rates.get((family, size)))
+        Run(family, size, budget, seeds[number], best_rates.get((family, size)))
         for budget, number, size, family in itertools.product(
             grid["budgets"], range(most), grid["sizes"], grid["families"]
         )
-        if number < len(seeds[family][size]) and size in grid["sizes_at"][budget]
+        for seeds in [grid["seeds_at"][budget][family][size]]
+        if number < len(seeds) and size in grid["sizes_at"][budget]
     ]
 
 

@@ -49,10 +49,15 @@ class Law:
         return Law(*(values[row] for values in dataclasses.astuple(self)))
 
     def at_the_edge(self):
-        """Whether an exponent lies at the end of the range that was searched."""
+        """[R] or [] whether an exponent lies at the end of the range that was searched."""
         exponents = np.log(np.stack([self.a, self.b]))
         ends = np.log([LEAST_EXPONENT, GREATEST_EXPONENT])
-        return bool((np.abs(exponents[..., None] - ends) < 1e-3).any())
+        return (np.abs(exponents[..., None] - ends) < 1e-3).any((0, -1))
+
+    def at_a_bound(self):
+        """[R] or [] whether any parameter lies at a bound: E, A or B at 0, or an exponent at the
+        end of its range. What such a law says of other budgets, the bound decides."""
+        return self.at_the_edge() | (np.stack([self.E, self.A, self.B]) <= 0).any(0)
 
 
 # ---- the fit -----------------------------------------------------------------------------------
@@ -99,13 +104,21 @@ def fit_draws(parameters, tokens, losses_RP, weights=None, cells=16):
 
     The exponents are the best of a grid (of so many cells for each of them), from where each row
     goes to the best of its eight neighbours until there is no better one, and on with half the
-    distance.
+    distance. A row with a NaN has a law of NaN.
     """
     x_P, z_P = np.log(parameters), np.log(tokens)
     x_P, z_P = x_P - x_P.mean(), z_P - z_P.mean()  # or columns would differ by powers of ten
     weights_P = np.ones(len(x_P)) if weights is None else np.asarray(weights, float)
     weights_P = weights_P / weights_P.sum()
     y_RP = np.asarray(losses_RP, float)
+    known_R = ~np.isnan(y_RP).any(1)
+    if not known_R.all():
+        if not known_R.any():
+            return Law(*np.full((5, len(y_RP)), np.nan))
+        law = fit_draws(parameters, tokens, y_RP[known_R], weights, cells)
+        rows = np.full((5, len(y_RP)), np.nan)
+        rows[:, known_R] = dataclasses.astuple(law)
+        return Law(*rows)
 
     grid = np.geomspace(LEAST_EXPONENT, GREATEST_EXPONENT, cells)
     log_grid = np.log(grid)

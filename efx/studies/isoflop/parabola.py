@@ -11,11 +11,14 @@ budgets than at others, and with it the exponent of its growth. `law` has none o
 
 import numpy as np
 
+LEAST_SIZES = 3  # that a parabola is fitted to
+
 
 def fit_draws(parameters, losses_RP, weights):
     """(sizes [R] at the vertex, losses [R] there, fitted losses [R, P]) for each row of losses.
 
-    The vertex is NaN where the parabola opens downwards or the sizes do not enclose it.
+    The vertex is NaN where the parabola opens downwards or the sizes do not enclose it, and where
+    there are fewer than three sizes, which any number of parabolas go through.
     """
     x_P = np.log(np.asarray(parameters, float))
     centre = x_P.mean()
@@ -28,5 +31,6 @@ def fit_draws(parameters, losses_RP, weights):
         vertex_R = centre - slope_R / (2 * bend_R)
         loss_R = offset_R - slope_R**2 / (4 * bend_R)
     is_minimum = (bend_R > 0) & (vertex_R >= x_P.min()) & (vertex_R <= x_P.max())
+    is_minimum &= len(np.unique(x_P)) >= LEAST_SIZES
     size_R = np.where(is_minimum, np.exp(np.where(is_minimum, vertex_R, 0)), np.nan)
     return size_R, np.where(is_minimum, loss_R, np.nan), coefficients_R3 @ design_P3.T

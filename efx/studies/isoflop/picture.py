@@ -61,7 +61,10 @@ def _styles(analysis):
 
 def _band(axis, x, draws_XR, colour):
     """The intervals of draws over x, the narrow one darker; one without an end leaves the axes."""
-    draws_XR = np.minimum(draws_XR, _NO_END)
+    some_X = ~np.isnan(draws_XR).all(1)
+    if not some_X.any():
+        return
+    x, draws_XR = x[some_X], np.minimum(draws_XR[some_X], _NO_END)
     for level in LEVELS:
         tail = (100 - level) / 2
         ends = np.nanpercentile(draws_XR, [tail, 100 - tail], axis=1, method="inverted_cdf")

@@ -197,9 +197,10 @@ def as_data(points):
 
 
 def from_data(data, where):
-    """[Point] of the data of `as_data`; UsageError, which names `where`, if it is none."""
+    """[Point] of the data of `as_data`; UsageError, which names `where`, if it is none, or if a
+    point is not what a run can have measured, or is there twice."""
     try:
-        return [
+        points = [
             Point(
                 run=Run(*(one[name] for name in Run._fields)),
                 settings=data["settings"] | one["settings"],
@@ -213,6 +214,44 @@ def from_data(data, where):
             f"{where}: no points of an isoFLOP study ({type(error).__name__}: {error}); give the"
             " isoflop.json of a study, or a file of results/ that was made from one"
         ) from error
+    seen = set()
+    for number, point in enumerate(points, 1):
+        _check_point(f"{where}: point {number}", point)
+        if point.run in seen:
+            raise UsageError(
+                f"{where}: point {number}, {point.run.name}, seed {point.run.seed}, is there"
+                " twice; it would count as another seed: leave one of them out"
+            )
+        seen.add(point.run)
+    return points
+
+
+def _check_point(where, point):
+    """UsageError for a value that no run has."""
+    run = point.run
+    texts = {"family": run.family, "size": run.size, "machine": point.machine}
+    for name, value in (texts | {"revision": point.revision}).items():
+        if not isinstance(value, str):
+            raise UsageError(f"{where}: {name}={value!r}: expected a text")
+    where = f"{where}, {run.family}, {run.size}"
+    if type(run.seed) is not int:
+        raise UsageError(f"{where}: seed={run.seed!r}: expected a whole number")
+    positive = {name: getattr(point, name) for name in ("parameters", "tokens", "flops")}
+    positive |= {"budget": run.budget}
+    may_lack = {"rate": run.rate, "seconds": point.seconds, "split": point.split}
+    positive |= {name: value for name, value in may_lack.items() if value is not None}
+    for name, value in positive.items():
+        if not (_is_number(value) and value > 0):
+            raise UsageError(f"{where}: {name}={value!r}: expected a number above 0")
+    if point.loss is not None and not _is_number(point.loss):
+        raise UsageError(
+            f"{where}: loss={point.loss!r}: expected a number of nats, or null of a run that"
+            " diverged"
+        )
+
+
+def _is_number(value):
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read_points(path):
@@ -293,6 +332,9 @@ def _measured(groups, one_machine):
     def means(value):
         return np.array([np.mean([value(point) for point in group]) for group in groups.values()])
 
+    def of_seeds(value):
+        return [np.array([value(point) for point in group]) for group in groups.values()]
+
     def seconds(point):
         return point.seconds / point.flops if point.seconds and one_machine else math.nan
 
@@ -302,6 +344,7 @@ def _measured(groups, one_machine):
         parameters=means(lambda point: point.parameters),
         tokens=means(lambda point: point.tokens),
         flops=means(lambda point: point.flops / point.tokens),
-        seconds=means(seconds),
-        losses=[np.array([point.loss for point in group]) for group in groups.values()],
+        seconds=of_seeds(seconds),
+        losses=of_seeds(lambda point: point.loss),
+        numbers=of_seeds(lambda point: point.run.seed),
     )

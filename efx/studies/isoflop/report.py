@@ -30,28 +30,30 @@ FORMS = {
 }
 
 
-def cell(estimate):
+def cell(estimate, how=""):
     """A cell of a table: value and interval; a text where there is no value, and a note of draws
-    that lack one."""
+    that lack one. how: a further note, of what the value is by."""
     if math.isnan(estimate.value):
         return "none" + f"; in {estimate.share:.0%} of draws" * (estimate.share > 1 - _ENOUGH)
     interval = estimate.interval(LEVEL)
-    if interval is None:
-        return {"mean": estimate.value, "note": "no interval"}
-    note = {"note": f"{estimate.share:.0%} of draws"} if estimate.share < _ENOUGH else {}
-    ends = [end if math.isfinite(end) else None for end in interval]
-    return {"mean": estimate.value, "interval": ends, **note}
+    notes = [f"{estimate.share:.0%} of draws"] * (estimate.share < _ENOUGH)
+    notes = "; ".join((["no interval"] if interval is None else notes) + [how] * bool(how))
+    found = {"mean": estimate.value}
+    if interval is not None:
+        found["interval"] = [end if math.isfinite(end) else None for end in interval]
+    return found | ({"note": notes} if notes else {})
 
 
-def speedup_cell(estimate, beyond=False):
+def speedup_cell(estimate, beyond=False, how=""):
     """`cell`, where the baseline's curve ends before that loss, or begins below it.
 
     beyond: whether the baseline's own budget for that loss is larger than all that it was measured
       at: then the number is an extrapolation, which its cell says.
+      how: as of `cell`.
     """
     if estimate.value in (0, math.inf):
         return "the baseline does not get there" if estimate.value else "the baseline begins there"
-    found = cell(estimate)
+    found = cell(estimate, how)
     if beyond and isinstance(found, dict):
         found["note"] = "; ".join([*([found["note"]] if "note" in found else []), "extrapolated"])
     return found
@@ -64,7 +66,8 @@ def _beyond(analysis, budget, found):
 
 def optimum_cells(analysis, budget, family):
     """{column: cell} of a row of the table of optima; differences and speedups are by the law where
-    there is one, else by parabolas."""
+    both families have one, else by parabolas, which their cells say, and are of the seeds that both
+    families have."""
     measured, fit = analysis.families[family], analysis.parabolas[family]
     here = measured.at(budget)
     best = here[measured.means[here].argmin()]
@@ -77,23 +80,26 @@ def optimum_cells(analysis, budget, family):
         "least measured": least,
         "loss at the best size": cell(with_draws(losses)),
         "its parameters": cell(with_draws(parameters)),
-        "residual": fit.residual[budget],
     }
+    if not math.isnan(fit.residual[budget]):
+        cells["residual"] = fit.residual[budget]
     if not math.isnan(parameters[0]):
         cells["its FLOPs a token"] = float(measured.flops_per_token(parameters[0]))
-    fits = analysis.parabolas
     if family in analysis.laws:
         law = analysis.laws[family]
         cells["loss by the law"] = cell(with_draws(law.losses[budget]))
         cells["parameters by the law"] = cell(with_draws(law.parameters[budget]))
-    if family in analysis.laws and analysis.base in analysis.laws:
-        fits = analysis.laws
-    if family != analysis.base and budget in fits[analysis.base].losses:
-        difference = with_draws(fits[family].losses[budget] - fits[analysis.base].losses[budget])
-        cells["loss over the baseline's"] = cell(difference)
-        found = speedup(fits[analysis.base], fits[family], budget)
-        beyond = _beyond(analysis, budget, found)
-        cells["speedup in FLOPs"] = speedup_cell(found.flops, beyond)
+    if family == analysis.base:
+        return cells
+    pair, how = analysis.compared(analysis.laws, family, analysis.base), "by the law"
+    if pair is None:
+        pair, how = analysis.compared(analysis.parabolas, family, analysis.base), "by parabolas"
+    own, base = pair
+    if budget in base.losses:
+        difference = with_draws(own.losses[budget] - base.losses[budget])
+        cells["loss over the baseline's"] = cell(difference, how)
+        found = speedup(base, own, budget)
+        cells["speedup in FLOPs"] = speedup_cell(found.flops, _beyond(analysis, budget, found), how)
     return cells
 
 
@@ -143,7 +149,8 @@ def _optima(analysis):
     ]
     about = (
         "The optimum of each budget: the vertex of a parabola (approach 2, which is biased even"
-        " without noise), and by the law (approach 3)."
+        " without noise), of which are loss, parameters, FLOPs a token and residual, and by the law"
+        " (approach 3), where its columns say so."
     )
     if analysis.within:
         about += (
@@ -155,7 +162,7 @@ def _optima(analysis):
 
 LAW_FORMS = {
     "E": ".4f", "A": ".4g", "B": ".4g", "a": ".3f", "b": ".3f", "residual": ".4f", "p": ".2g",
-    "best size grows as C to the": ".3f", "by parabolas": ".3f",
+    "at a bound": ".0%", "best size grows as C to the": ".3f", "by parabolas": ".3f",
 }  # fmt: skip
 
 
@@ -168,6 +175,7 @@ def _laws(analysis):
         cells |= {
             "residual": fit.residual,
             "p": "" if math.isnan(fit.p) else fit.p,
+            "at a bound": fit.at_a_bound,
             "best size grows as C to the": cell(growth(fit)),
             "by parabolas": cell(growth(analysis.parabolas[family])),
         }
@@ -178,10 +186,17 @@ def _laws(analysis):
                 f" (p = {fit.p:.2g}); what it extrapolates is as much the form of the law as the"
                 " data."
             )
+        if not fit.extrapolates:
+            notes.append(
+                f"{family}: nothing is extrapolated by the law: a parameter of it is at a bound (E,"
+                " A or B at 0, or an exponent at the end of the range searched)"
+                + ("." if law.one(0).at_a_bound() else f" in {fit.at_a_bound:.0%} of draws.")
+            )
     table = tables.markdown(["family", *LAW_FORMS], _rows(rows, LAW_FORMS))
     about = (
         "The law L = E + A / N^a + B / D^b, N all parameters, D tokens; p is that of the lack of"
-        " fit, against the scatter of seeds where points have several:"
+        " fit, against the scatter of seeds where points have several; at a bound: the share of"
+        " draws with E, A or B at 0 or an exponent at the end of the range searched:"
     )
     parts = [about, table] * bool(rows)
     without = {}
@@ -192,11 +207,14 @@ def _laws(analysis):
 
 
 def _further(analysis, further):
-    """Loss and size of the optimum at further budgets, by the law."""
+    """Loss and size of the optimum at further budgets, by the laws that extrapolate; "" without."""
+    laws = {family: fit for family, fit in analysis.laws.items() if fit.extrapolates}
+    if not laws:
+        return ""
     budgets = [analysis.budgets[-1] * factor for factor in further]
     rows = []
     for budget in budgets:
-        for family, fit in analysis.laws.items():
+        for family, fit in laws.items():
             sizes, losses = fit.optimum(budget)
             cells = {"loss": cell(with_draws(losses)), "parameters": cell(with_draws(sizes))}
             rows.append(([quantity(budget, "FLOPs"), family], cells))
@@ -225,12 +243,13 @@ def _speedups(analysis):
                 cells[f"seconds, {how}"] = one.seconds and speedup_cell(one.seconds, beyond)
         rows.append(([quantity(budget, "FLOPs"), family], cells))
     titles = ["budget", "family", *forms]
-    timed = sorted({b for m in analysis.families.values() for b in m.budgets[m.seconds > 0]})
+    timed = sorted({b for m in analysis.families.values() for b in m.budgets[m.timed]})
     some = 0 < len(timed) < len(analysis.budgets)
     of = f" of {', '.join(quantity(budget, 'FLOPs') for budget in timed)}" if some else ""
     return (
         f"Effective speedup over {analysis.base}: how many times the training FLOPs, or seconds,"
-        " it needs at its best size for the loss that the family has at its own. Seconds are those"
+        " it needs at its best size for the loss that the family has at its own, of the seeds that"
+        " both have; intervals are of the scatter of losses and of runs' seconds. Seconds are those"
         f" of the runs{of}, on their machine and with what ran beside them; parabolas are read"
         " between the budgets alone, and what the law says beyond the budgets of"
         f" {analysis.base} is marked as extrapolated:\n\n"
@@ -248,14 +267,17 @@ def _differences(analysis, other):
                 ("by parabolas", analysis.parabolas),
                 ("by the law", analysis.laws),
             ):
-                both = [fits[name].losses.get(budget) for name in (family, other) if name in fits]
-                if len(both) == 2 and not any(losses is None for losses in both):
-                    cells[title] = cell(with_draws(both[0] - both[1]))
+                pair = analysis.compared(fits, family, other)
+                if pair and all(budget in fit.losses for fit in pair):
+                    own, its = (fit.losses[budget] for fit in pair)
+                    cells[title] = cell(with_draws(own - its))
             if family != other and cells:
-                rows.append(([quantity(budget, "FLOPs"), family], cells))
-    titles = ["budget", "family", *forms]
+                seeds = _seeds_in_common(analysis, family, other)
+                rows.append(([quantity(budget, "FLOPs"), family, seeds], cells))
+    titles = ["budget", "family", "seeds in common", *forms]
     return (
-        f"The loss at the best size over that of {other} (nats); intervals are of paired draws:\n\n"
+        f"The loss at the best size over that of {other} (nats), of the seeds that both have;"
+        " intervals are of paired draws:\n\n"
         f"{tables.markdown(titles, _rows(rows, forms))}"
     )
 
@@ -299,6 +321,35 @@ def rates_table(points):
     )
 
 
+def _seeds_in_common(analysis, family, other):
+    """Which seeds a comparison of the two is of: their numbers at any point of it."""
+    own, its = (analysis.parabolas[name].measured for name in (family, other))
+    numbers = {int(number) for of in own.common_with(its).numbers for number in of}
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _degrees(analysis):
+    """How many degrees of freedom the intervals of each family are of."""
+
+    def said(fit):
+        if fit is None:
+            return ""
+        points, seeds = fit.degrees
+        found = f"{points} of points, {seeds} of seeds"
+        return found + ": no interval" * (not fit.degrees.suffice)
+
+    rows = [
+        [family, said(fit), said(analysis.laws.get(family))]
+        for family, fit in analysis.parabolas.items()
+    ]
+    return (
+        "Degrees of freedom that intervals are of: means of points about the fit, and seeds about"
+        " their mean. With one of points or none what a fit misses is not known, and there is no"
+        " interval:\n\n"
+        f"{tables.markdown(['family', 'parabolas', 'law'], rows)}"
+    )
+
+
 def details(analysis, points, study):
     """[table with its sentence] of all but the optima: what was measured, learning rates, laws,
     what they extrapolate, speedups, differences to other families.
@@ -314,7 +365,7 @@ def _of_points(analysis, points):
 
 
 def _of_fits(analysis, study):
-    parts = [_laws(analysis)]
+    parts = [_degrees(analysis), _laws(analysis)]
     if analysis.laws:
         parts.append(_further(analysis, study["further"]))
     if len(analysis.families) > 1 and len(analysis.budgets) > 1:
@@ -336,7 +387,8 @@ def markdown(analysis, points, study, facts):
     seeds = f"{least} to {most} seeds" if least < most else f"{most} seed{'s' * bool(most > 1)}"
     parts.append(
         f"{facts}; {seeds} a point, mean ± standard deviation; in parentheses {LEVEL}% intervals of"
-        f" {analysis.draws} bootstrap draws over points and seeds."
+        f" {analysis.draws} bootstrap draws over points and seeds. Differences and speedups are of"
+        " the seeds that both families have."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -350,18 +402,23 @@ def as_data(analysis, further):
     found = {"draws": analysis.draws, "parabolas": [], "laws": [], "speedups": []}
     for family, fit in analysis.parabolas.items():
         for budget in fit.losses:
-            row = {"family": family, "budget": budget, "residual": fit.residual[budget]}
+            row = {"family": family, "budget": budget}
+            residual = fit.residual[budget]
+            row |= {"residual": None if math.isnan(residual) else residual}
+            row |= {"degrees": fit.degrees._asdict()}
             row |= {"loss": data(fit.losses[budget]), "parameters": data(fit.parameters[budget])}
             found["parabolas"].append(row)
     for family, fit in analysis.laws.items():
         law = {name: data(getattr(fit.law, name)) for name in ("E", "A", "B", "a", "b")}
         optima = []
-        for budget in [*fit.losses, *(analysis.budgets[-1] * factor for factor in further)]:
+        beyond = [analysis.budgets[-1] * factor for factor in further] * fit.extrapolates
+        for budget in [*fit.losses, *beyond]:
             sizes, losses = fit.optimum(budget)
             row = {"budget": budget, "measured": budget in fit.losses}
             optima.append(row | {"loss": data(losses), "parameters": data(sizes)})
         row = {"family": family, "residual": fit.residual, "law": law, "optima": optima}
-        row |= {"p": None if math.isnan(fit.p) else fit.p}
+        row |= {"p": None if math.isnan(fit.p) else fit.p, "at_a_bound": fit.at_a_bound}
+        row |= {"degrees": fit.degrees._asdict(), "extrapolates": fit.extrapolates}
         found["laws"].append(row | {"growth": growth(fit).as_data()})
     for how, fits in (("parabolas", analysis.parabolas), ("law", analysis.laws)):
         for (budget, family), one in analysis.speedups(fits).items():
