@@ -69,6 +69,12 @@ def size_of(width, depth):
 SIZES = {name_of(*size): size_of(*size) for size in WIDTHS_AND_DEPTHS}
 SEVERAL = ("dense", "dense, half as deep", "MoD 12.5%")  # families with more than one seed
 LARGEST = 1.2e13
+# Sizes with a third seed at the largest budget.
+THREE = {
+    "dense": ("48 wide, 6 deep",),
+    "dense, half as deep": ("48 wide, 6 deep", "64 wide, 8 deep"),
+    "MoD 12.5%": ("64 wide, 8 deep",),
+}
 
 
 def control(selection):
@@ -86,10 +92,9 @@ def _three():
     """What has several seeds, at all budgets: at the largest with the seeds that results/ has."""
     grid = _all()
     sizes = grid["sizes_at"][LARGEST][1:]
-    seeds = dict.fromkeys(grid["sizes"], (0, 1)) | {sizes[0]: (0,)}
     return grid | dict(
         seeds=(0, 1, 2),
-        seeds_at={LARGEST: dict.fromkeys(SEVERAL, seeds)},
+        seeds_at={LARGEST: {name: _seeds_of_largest(name, grid["sizes"]) for name in SEVERAL}},
         families={name: grid["families"][name] for name in SEVERAL},
         sizes_at=grid["sizes_at"] | {LARGEST: sizes},
         without=tuple(name for name in grid["families"] if name not in SEVERAL),
@@ -100,19 +105,27 @@ def _largest():
     """The largest budget without the narrowest size: what has several seeds, and staged MoDE."""
     grid = _all()
     sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
-    narrowest, *others = sizes
     half = grid["families"]["dense, half as deep"]["model.depth"]
     families = {name: grid["families"][name] for name in (*SEVERAL, "staged MoDE")}
     families["dense, half as deep"] = DENSE | {"model.depth": {name: half[name] for name in sizes}}
-    several = {narrowest: (0,)} | dict.fromkeys(others, (0, 1, 2))
     return grid | dict(
-        seeds=dict.fromkeys(SEVERAL, several) | {"staged MoDE": (0,)},
+        seeds={name: _seeds_of_largest(name, sizes) for name in families},
         budgets=(LARGEST,),
         timed_budgets=(),
         families=families,
         sizes=sizes,
         sizes_at=None,
     )
+
+
+def _seeds_of_largest(family, sizes):
+    """{size: seeds} of a family at the largest budget: most of them where its best sizes are."""
+    if family == "staged MoDE":
+        return {name: () if name == name_of(*WIDEST) else (0,) for name in sizes}
+    return {
+        name: (0,) if name == "32 wide, 6 deep" else (0, 1, 2) if name in THREE[family] else (0, 1)
+        for name in sizes
+    }
 
 
 def _all():

@@ -231,6 +231,16 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     assert widths == {"2 blocks": 32, "4 blocks": 64, "8 blocks": 96}
 
 
+def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
+    of_mod = '{"2 blocks": (0, 1), "4 blocks": (0,), "8 blocks": ()}'
+    seeds = f'seeds={{"dense": (0,), "MoD": {of_mod}}}'
+    (tmp_path / "grid.py").write_text(GRID.replace("seeds=(0, 1)", seeds))
+    grid = isoflop.load_grid(tmp_path / "grid.py")
+    runs = [(run.size, run.seed) for run in grid_lib.all_runs(grid) if run.family == "MoD"]
+    assert sorted({*runs}) == [("2 blocks", 0), ("2 blocks", 1), ("4 blocks", 0)]
+    assert {run.size for run in grid_lib.all_runs(grid)} == {"2 blocks", "4 blocks", "8 blocks"}
+
+
 @pytest.mark.parametrize("before, after, words", [
     ("(2, 4, 8)", "(2, 4)", "2 sizes; a parabola needs three"),
     ("families=", "family=", "'family' is not a key of a grid (did you mean 'families'"),
@@ -246,6 +256,8 @@ def test_families_have_seeds_and_settings_of_their_own(tmp_path):
     ("(0, 1)", '{"dense": (0,), "MoD": {"2 blocks": (0,)}}', "for each of the sizes 2 blocks, 4 b"),
     ("(0, 1)", "(0, 0)", "has one of them twice"),
     ('"MoD": {}', '"MoD": {"model.width": {"2 blocks": 8}}', "or one for each of the sizes 2 bl"),
+    ("seeds=(0, 1)", 'learning_rates=(1e-3, 2e-3), seeds={"dense": (0,), "MoD": '
+     '{"2 blocks": (), "4 blocks": (0,), "8 blocks": (0,)}}', "seeds is empty"),
     ("seeds=", "rates_budget=1e9, seeds=", "without learning_rates to try there"),
     ("seeds=", "learning_rates=(1e-3,), seeds=", "expected two or more that differ"),
     ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),

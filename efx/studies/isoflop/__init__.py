@@ -28,7 +28,8 @@ A grid file is plain data: `get_grid()` returns
          without=("MoDE",))                      # perhaps: families that --from leaves out
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
-for each size: {"model.depth": {"4 blocks": 2, ...}}; so may its seeds. With learning_rates the
+for each size: {"model.depth": {"4 blocks": 2, ...}}; so may its seeds, where () is a size at which
+the family is not trained. With learning_rates the
 first seed of each family tries all of them at each size, at one budget, and all other runs of that
 size take the best; a table shows the best rate over the sizes, which muP
 (config.model.mup.base_width) should keep constant over widths. The best size grows with the budget:

@@ -102,8 +102,11 @@ def _seeds(path, grid, named, seeds):
                 f"{path}: {named}[{family!r}]={sweep_lib.shown(of_sizes)}: expected numbers, or "
                 f"numbers for each of the sizes {', '.join(grid['sizes'])}"
             )
+        # A size without seeds is one at which the family is not trained.
+        least = 1 if grid["learning_rates"] or not any(of_sizes.values()) else 0
         for own in of_sizes.values():
-            sweep_lib.check_seeds(path, {"seeds": own})
+            if own != () or least:
+                sweep_lib.check_seeds(path, {"seeds": own})
         checked[family] = {size: tuple(of_sizes[size]) for size in grid["sizes"]}
     return checked
 
