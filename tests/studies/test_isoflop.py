@@ -239,6 +239,14 @@ def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
     runs = [(run.size, run.seed) for run in grid_lib.all_runs(grid) if run.family == "MoD"]
     assert sorted({*runs}) == [("2 blocks", 0), ("2 blocks", 1), ("4 blocks", 0)]
     assert {run.size for run in grid_lib.all_runs(grid)} == {"2 blocks", "4 blocks", "8 blocks"}
+    fake_runs(grid, tmp_path / "w")
+    assert call(tmp_path, "--table-only") == 0
+    rows = rows_of((tmp_path / "w/isoflop.md").read_text())
+    assert [row[:2] for row in rows[2:7]] == [
+        ["2 blocks", "dense"], ["", "MoD"], ["4 blocks", "dense"], ["", "MoD"],
+        ["8 blocks", "dense"],
+    ]  # fmt: skip
+    assert rows[7][0] == "budget"
 
 
 @pytest.mark.parametrize("before, after, words", [

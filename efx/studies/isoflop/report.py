@@ -128,7 +128,8 @@ def _measured(analysis):
     sizes = dict.fromkeys(size for one in analysis.families.values() for size in one.sizes)
     rows = []
     for size in sizes:
-        for number, (family, measured) in enumerate(analysis.families.items()):
+        here = {name: one for name, one in analysis.families.items() if size in one.sizes}
+        for number, (family, measured) in enumerate(here.items()):
             points = [i for i, own in enumerate(measured.sizes) if own == size]
             losses = {measured.budgets[i]: measured.losses[i] for i in points}
             cells = [
