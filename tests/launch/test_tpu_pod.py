@@ -113,7 +113,15 @@ class Cloud:
         command = [BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments]
         env = os.environ | {key: str(value) for key, value in {**self.env, **env}.items()}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # Under nohup the tests ignore it, and a shell cannot catch what it is told to ignore.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
 
     def trouble(self, *calls):
         """Calls of gcloud that fail, each once and in this order, by what they hold."""
