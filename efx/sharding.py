@@ -222,10 +222,17 @@ def single_device():
 
 
 def constrain(x, *axes):
-    """Constrains the layout of an activation by logical names; does nothing outside a mesh."""
+    """Constrains the layout of an activation by logical names; does nothing outside a mesh.
+
+    Places that do not divide over the devices that share a sequence, such as the slots of a routed
+    block, are not split over these: beside another axis the partitioner would add what it computes
+    of its padding to the state of a row's first token.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    if "length" in axes and x.shape[axes.index("length")] % ways("length"):
+        axes = tuple(None if name == "length" else name for name in axes)
     return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
 
 
