@@ -150,7 +150,16 @@ def attend(
     first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
     if chosen is not None:
         return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, first_BT, scale)
-    if case.split and probs_fn is None and length % sharding.ways("length") == 0:
+    # What a mesh cannot split evenly, such as the single row of initialising, is left to the
+    # partitioner.
+    sizes = (
+        ("batch", len(q_BTNH)),
+        ("length", length),
+        ("act_heads", q_BTNH.shape[2]),
+        ("act_kv_heads", k_BSKH.shape[2]),
+    )
+    divides = all(size % sharding.ways(name) == 0 for name, size in sizes)
+    if case.split and probs_fn is None and divides:
         return _over_devices(q_BTNH * scale, k_BSKH, v_BSKH, first_BT, chunk, softcap)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
