@@ -266,17 +266,18 @@ def each_shard(function, *arrays):
       As many entries as there are shards, on their devices, or one if the batch does not divide.
     """
     mesh, by_row, by_place = _shards()
-    if (
-        mesh.size == 1
-        or len(arrays[0]) % _ways(mesh, by_row)
-        or arrays[0].shape[1] % _ways(mesh, by_place)
-    ):
+    rows, places = arrays[0].shape[:2]
+    divides = rows % _ways(mesh, by_row) == 0 and places % _ways(mesh, by_place) == 0
+
+    def own_entry(*arrays):
         return function(*arrays)[None]
-    specs = PartitionSpec(by_row, by_place), PartitionSpec(by_row + by_place)
-    return jax.shard_map(
-        lambda *arrays: function(*arrays)[None], in_specs=specs[0], out_specs=specs[1],
-        check_vma=False,
-    )(*arrays)  # fmt: skip
+
+    if mesh.size == 1 or not divides:
+        return own_entry(*arrays)
+    specs = dict(
+        in_specs=PartitionSpec(by_row, by_place), out_specs=PartitionSpec(by_row + by_place)
+    )
+    return jax.shard_map(own_entry, **specs, check_vma=False)(*arrays)
 
 
 def summed_over_shards(x, stored):

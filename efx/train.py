@@ -570,24 +570,22 @@ class _Launch:
                 self._save(position, self.pending, metrics)
 
     def _save(self, position, pending, metrics=None):
-        self.mirror.upload()  # before the checkpoint, which the rows then reach up to
-        # The row of this step is still to be extended by an evaluation that is pending.
-        self.written = self.writer.written(self.step if "evaluate" in pending else math.inf)
-        meta = {
+        meta = self._done_so_far(pending) | {
             "seconds": self.seconds(),
-            "ending": self.ending,
-            "pending": pending,
-            "rows": self.written,
             "fingerprints": self.fingerprints,
         }
         self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
 
     def _amend(self, metrics):
         """Have the checkpoint of this step know what was done since, and what is still pending."""
-        self.mirror.upload()
-        rows = self.writer.written(self.step if "evaluate" in self.pending else math.inf)
-        meta = {"ending": self.ending, "pending": self.pending, "rows": rows}
-        self.checkpoints.amend(self.step, metrics, meta)
+        self.checkpoints.amend(self.step, metrics, self._done_so_far(self.pending))
+
+    def _done_so_far(self, pending):
+        """What the meta of a checkpoint says of rows that are there and of work that is due."""
+        self.mirror.upload()  # before the checkpoint, which the rows then reach up to
+        # The row of this step is still to be extended by an evaluation that is pending.
+        self.written = self.writer.written(self.step if "evaluate" in pending else math.inf)
+        return {"ending": self.ending, "pending": pending, "rows": self.written}
 
     def _make_up(self):
         """Do what the last launch was kept from, at the step that it had reached."""

@@ -14,6 +14,7 @@ the arrays that it has written, process 0 all else, and writes the manifest; eac
 its share of the files.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -66,33 +67,30 @@ class _Manager(ocp.CheckpointManager):
 class _StateHandler(ocp.StandardCheckpointHandler):
     """Orbax's own; each process then hashes what it has written, before process 0 goes on.
 
-    failed: called in the background with the error of a write that fails.
+    noting: makes a context that notes an error of what is done in it, in the background.
     """
 
-    def __init__(self, failed):
+    def __init__(self, noting):
         super().__init__()
-        self._failed = failed
+        self._noting = noting
 
     async def async_save(self, directory, *arguments, **options):
         futures = await super().async_save(directory, *arguments, **options)
-        return [_OwnDigests(directory, futures or [], self._failed)]
+        return [_OwnDigests(directory, futures or [], self._noting)]
 
 
 class _OwnDigests:
     """The future of a save: orbax asks for its result in the background, in every process."""
 
-    def __init__(self, directory, futures, failed):
-        self._directory, self._futures, self._failed = directory, futures, failed
+    def __init__(self, directory, futures, noting):
+        self._directory, self._futures, self._noting = directory, futures, noting
 
     def result(self, timeout=None):
-        try:
+        with self._noting():
             for future in self._futures:
                 future.result(timeout)
             is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
             files.write_own_digests(self._directory if is_path else self._directory.path, "state")
-        except Exception as error:
-            self._failed(error)
-            raise
 
 
 class Checkpointer:
@@ -277,8 +275,14 @@ class Checkpointer:
             " put that right and start the same command again, which goes on from the one before"
         )
 
-    def _note_failure(self, error):
-        self._failure = error
+    @contextlib.contextmanager
+    def _noting_failure(self):
+        """For orbax's threads, whose errors orbax tells late."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _check_home(self):
         if not storage.is_remote(self._root):
@@ -286,7 +290,7 @@ class Checkpointer:
 
     def _open(self):
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.StandardSave, _StateHandler(self._note_failure))
+        handlers.add("state", ocp.args.StandardSave, _StateHandler(self._noting_failure))
         for item in ("data", "meta"):
             handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
         return _Manager(
@@ -327,19 +331,13 @@ class Checkpointer:
 
     def _write_manifest(self):
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
-        try:
-            self._write_manifest_now()
-        except Exception as error:
-            self._note_failure(error)
-            raise
-
-    def _write_manifest_now(self):
-        self._check_home()
-        step, metrics = self._saving
-        names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
-        # If committing is not a rename (object stores) the folder has its final name already.
-        temporary = [name for name in names if ocp.utils.TMP_DIR_SUFFIX in name]
-        files.write_manifest(self._root / (temporary or names)[0], step, metrics)
+        with self._noting_failure():
+            self._check_home()
+            step, metrics = self._saving
+            names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
+            # If committing is not a rename (object stores) the folder has its final name already.
+            temporary = [name for name in names if ocp.utils.TMP_DIR_SUFFIX in name]
+            files.write_manifest(self._root / (temporary or names)[0], step, metrics)
 
     def should_preserve(self, checkpoints, *, context):
         """Which of `checkpoints` (in the order of saving) to keep; orbax deletes the others.

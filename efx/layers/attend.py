@@ -150,16 +150,7 @@ def attend(
     first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
     if chosen is not None:
         return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, first_BT, scale)
-    # What a mesh cannot split evenly, such as the single row of initialising, is left to the
-    # partitioner.
-    sizes = (
-        ("batch", len(q_BTNH)),
-        ("length", length),
-        ("act_heads", q_BTNH.shape[2]),
-        ("act_kv_heads", k_BSKH.shape[2]),
-    )
-    divides = all(size % sharding.ways(name) == 0 for name, size in sizes)
-    if case.split and probs_fn is None and divides:
+    if case.split and probs_fn is None and _divides(q_BTNH, k_BSKH):
         return _over_devices(q_BTNH * scale, k_BSKH, v_BSKH, first_BT, chunk, softcap)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH = jnp.transpose(k_BSKH, (0, 2, 1, 3))
@@ -170,6 +161,14 @@ def attend(
     else:
         out_BKGTH = _attend_changed(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn)
     return _join_heads(out_BKGTH)
+
+
+def _divides(q_BTNH, k_BSKH):
+    """Whether the mesh splits these evenly. What it does not, such as the single row of
+    initialising, is left to the partitioner."""
+    names = "batch", "length", "act_heads", "act_kv_heads"
+    sizes = *q_BTNH.shape[:3], k_BSKH.shape[2]
+    return all(size % sharding.ways(name) == 0 for size, name in zip(sizes, names, strict=True))
 
 
 def _over_devices(q_BTNH, k_BSKH, v_BSKH, first_BT, chunk, softcap):
