@@ -332,6 +332,24 @@ def test_slots_that_do_not_divide_over_a_sequence_leave_the_first_token_alone():
     np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "sizes, rows", [(dict(data=4, sequence=2), 1), (dict(data=2, sequence=2, tensor=2), 4)]
+)
+def test_attention_over_a_sequence_takes_what_does_not_divide(sizes, rows):
+    """A single row, as in initialising, and one head of keys for tensor=2 ended in JAX's error."""
+    model = families.make({"attention.num_kv_heads": 1, "vocab_multiple": 8}, context=8)
+    params = families.random_params(model, 1)
+    tokens_BT = np.random.default_rng(0).integers(0, families.VOCAB, (rows, 8)).astype(np.int32)
+
+    def logits(params, tokens_BT):
+        return model.apply({"params": params}, tokens_BT)
+
+    wanted = jax.jit(logits)(params, tokens_BT)
+    with sharding.use(mesh_of(**sizes), DEFAULT_RULES):
+        got = jax.jit(logits)(jax.device_get(params), tokens_BT)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
 def test_many_places_of_a_token_count_in_bfloat16_too():
     """A running sum in bfloat16 stops at 256."""
     table = linear.Embedding(4, 2, 1.0, jnp.bfloat16)
