@@ -9,8 +9,8 @@ bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 `configs/sweeps/isoflop_rates.py` shows that they can. The controls choose tokens without a look at
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
-another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is the part
-of the largest budget that decides whether MoD pays there, four families without the controls.
+another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is what
+decides at the largest budget whether MoD pays, with the controls at its best sizes.
 `mod_evidence.py:three` has the three main families at all three budgets, of which the points lie in
 two files of results; nothing is trained for one analysis, and one law, of both:
 
@@ -102,12 +102,12 @@ def _three():
 
 
 def _largest():
-    """The largest budget without the narrowest size: what has several seeds, and staged MoDE."""
+    """The largest budget without the narrowest size: several seeds, or few at the best sizes."""
     grid = _all()
     sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
     half = grid["families"]["dense, half as deep"]["model.depth"]
-    families = {name: grid["families"][name] for name in (*SEVERAL, "staged MoDE")}
-    families["dense, half as deep"] = DENSE | {"model.depth": {name: half[name] for name in sizes}}
+    halves = DENSE | {"model.depth": {name: half[name] for name in sizes}}
+    families = grid["families"] | {"dense, half as deep": halves}
     return grid | dict(
         seeds={name: _seeds_of_largest(name, sizes) for name in families},
         budgets=(LARGEST,),
@@ -122,6 +122,9 @@ def _seeds_of_largest(family, sizes):
     """{size: seeds} of a family at the largest budget: most of them where its best sizes are."""
     if family == "staged MoDE":
         return {name: () if name == name_of(*WIDEST) else (0,) for name in sizes}
+    if family not in SEVERAL:
+        at_best = {"64 wide, 8 deep": (0, 1), name_of(*WIDEST): (0,)}
+        return {name: at_best.get(name, ()) for name in sizes}
     return {
         name: (0,) if name == "32 wide, 6 deep" else (0, 1, 2) if name in THREE[family] else (0, 1)
         for name in sizes
