@@ -168,6 +168,11 @@ def recorded_config(workdir, setting="--workdir"):
     path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
+    if not path.is_file() and holds_result(folder):
+        raise UsageError(
+            f"{setting}={workdir} has no {CONFIG_FILE}; to train in it with the settings that it"
+            " had, --config and all others given, writes it anew"
+        )
     if not path.is_file():
         raise UsageError(
             f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
@@ -273,14 +278,20 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
         launch may change. A change is written to config.json and recorded in run.json.
       completed: a recorded config -> it with the settings that came after it; None: there are none.
 
-    Returns: OpenedRun, whose `commit` writes. Nothing is written here.
+    Returns: OpenedRun, whose `commit` writes. Nothing is written here but a config.json that was
+      lost, if the newest checkpoint knows `config` for that of its run.
     Raises: UsageError naming the keys that differ with both values, or the file at fault.
 
     With several processes all of them call this; process 0 alone reads.
     """
     config = json.loads(json.dumps(config, default=_plain))
-    is_new = on_primary(workdir, lambda: int(_is_new(workdir)))
     folder, changed = storage.folder(workdir), {}
+
+    def open_folder():
+        _restore_config(folder, config, may_differ)
+        return int(_is_new(workdir))
+
+    is_new = on_primary(workdir, open_folder)
     if not is_new:
 
         def check():
@@ -413,12 +424,14 @@ class Lock:
             os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
     def _warn(self, lacking):
-        print(
-            f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): see to it"
-            " that no other launch trains there",
-            file=sys.stderr,
-            flush=True,
+        _warn(
+            f"{self._folder} cannot be locked ({lacking} has no locks): see to it that no other"
+            " launch trains there"
         )
+
+
+def _warn(line):
+    print(f"efx: warning: {line}", file=sys.stderr, flush=True)
 
 
 def check_shared(workdir, setting="--workdir"):
@@ -534,6 +547,36 @@ def _is_step(name):
     return name.isascii() and name.isdecimal() and len(name) < 19
 
 
+def _restore_config(folder, config, may_differ):
+    """Writes a config.json that was lost, of a config that the newest checkpoint was saved with.
+
+    UsageError for another config. What a checkpoint of an earlier efx knows cannot be compared.
+    """
+    path = folder / CONFIG_FILE
+    if path.exists():
+        return
+    step, remembered = _remembered(folder)
+    now = fingerprint_of_config(config, may_differ)
+    known = [config for config in _configs_of(remembered) if config.get("of") == now["of"]]
+    if not known:
+        return
+    if now not in known:
+        raise UsageError(
+            f"--workdir={folder} has no {CONFIG_FILE}, and checkpoint {step} in it was saved with"
+            " other settings than these; give those, and it is written anew, or use another"
+            " --workdir"
+        )
+    check_entries(folder)
+    _write_sealed(path, config)
+    _warn(f"{path} was lost, and is written anew: checkpoint {step} has these settings")
+
+
+def _configs_of(remembered):
+    """Fingerprints of the configs that may lie beside a checkpoint with these `fingerprints`."""
+    found = (remembered.get(name) for name in ("config", NEXT_CONFIG))
+    return [config for config in found if isinstance(config, dict)]
+
+
 def _check_config_of_checkpoint(folder, may_differ):
     """UsageError if config.json is that of another run, unless it was edited on purpose."""
     path = folder / CONFIG_FILE
@@ -542,7 +585,7 @@ def _check_config_of_checkpoint(folder, may_differ):
     if not isinstance(before, dict) or _CHECKSUM not in _read_json(path):
         return
     now = fingerprint_of_config(_read_sealed(path), may_differ)
-    if before.get("of") == now["of"] and now not in (before, remembered.get(NEXT_CONFIG)):
+    if before.get("of") == now["of"] and now not in _configs_of(remembered):
         raise UsageError(
             f"{path} is not the config that checkpoint {step} beside it was saved with; restore the"
             f' file, or, if it was edited on purpose, delete its entry "{_CHECKSUM}"'

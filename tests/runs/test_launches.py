@@ -273,6 +273,29 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     refused(config, run, "run.json is missing")
 
 
+def test_a_lost_config_ended_the_run(copy, capsys):
+    """Property: whoever gives the settings of a run whose config.json is lost goes on with it, bit
+    for bit; with others nothing is written."""
+    config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
+    train.train_and_evaluate(tiny(copy / "a.txt"), run)  # so that the checkpoint knows the copy
+    whole = (run / "config.json").read_bytes()
+    (run / "config.json").unlink()
+    with pytest.raises(UsageError, match="has no config.json; to train in it with the settings"):
+        use.sample(config, run)
+    refused(tiny(copy / "a.txt", **{"seed": 5}), run, "no config.json", "was saved with other")
+    assert not (run / "config.json").exists()
+    train.train_and_evaluate(tiny(copy / "a.txt"), run)  # which has nothing else to do
+    assert (run / "config.json").read_bytes() == whole
+    assert "config.json was lost, and is written anew: checkpoint 2" in capsys.readouterr().err
+    (run / "config.json").unlink()
+    train.train_and_evaluate(config, run)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    # An earlier efx told its checkpoints nothing.
+    (run / "config.json").unlink()
+    forget(run)
+    refused(config, run, "but no config.json")
+
+
 def test_an_upgrade_that_is_killed_between_two_files(copy, monkeypatch):
     """Property: a launch that writes another config.json than the checkpoint was saved with (of an
     efx with more settings, or edited on purpose) can be killed after that file, and goes on."""
