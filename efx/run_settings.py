@@ -37,6 +37,36 @@ from efx.sharding import DEFAULT_RULES
 
 _log = logging.getLogger(__name__)
 
+# What other programs call settings of efx: {setting: names that no setting has}.
+CALLED_ELSEWHERE = {
+    "steps": "max_steps num_steps n_steps total_steps train_steps max_iters n_iters",
+    "data.batch_size": "batch bs train_batch_size global_batch_size per_device_train_batch_size",
+    "data.seq_len": "seq_length seqlen sequence_length max_seq_len max_seq_length max_length"
+    " block_size context_length context_len n_ctx",
+    "data.source": "dataset dataset_path data_path",
+    "model.width": "dim d_model model_dim hidden_size n_embd embed_dim embedding_dim emb_dim",
+    "model.depth": "n_layer n_layers num_layers num_hidden_layers layers",
+    "model.attention.num_heads": "heads n_head n_heads num_attention_heads",
+    "model.attention.num_kv_heads": "kv_heads n_kv_head n_kv_heads num_key_value_heads",
+    "model.mlp.hidden": "d_ff ff_dim ffn_dim d_mlp mlp_dim intermediate_size ffn_hidden_size",
+    "model.mlp.moe.num_experts": "n_experts num_local_experts n_routed_experts",
+    "model.dropout.rate": "dropout dropout_rate dropout_p p_dropout",
+    "optim.name": "optimizer optimiser",
+    "optim.learning_rate": "lr max_lr peak_lr base_lr init_lr",
+    "optim.weight_decay": "wd",
+    "optim.b1": "beta1 adam_beta1",
+    "optim.b2": "beta2 adam_beta2",
+    "optim.clip_norm": "grad_clip gradient_clip clip_grad clip_grad_norm max_grad_norm",
+    "optim.schedule.kind": "lr_schedule lr_scheduler lr_scheduler_type",
+    "optim.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
+    "train.accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps"
+    " accumulate_grad_batches",
+    "train.dtype": "precision compute_dtype",
+}
+_SETTING_OF = {
+    name: setting for setting, names in CALLED_ELSEWHERE.items() for name in names.split()
+}
+
 
 @block("config")
 class Config:
@@ -171,8 +201,10 @@ def names(block, name="config"):
 
 
 def elsewhere(key, every):
-    """The name of a setting that ends in these dotted keys, the shortest of `every` such; or ""."""
-    return min((name for name in every if name.endswith(f".{key}")), key=len, default="")
+    """The name of a setting that ends in these dotted keys, the shortest of `every` such, or else
+    of what another program calls so; or ""."""
+    called = f"config.{_SETTING_OF[key]}" if key in _SETTING_OF else ""
+    return min((name for name in every if name.endswith(f".{key}")), key=len, default=called)
 
 
 def _unknown(name, block, every):

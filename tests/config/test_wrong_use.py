@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import test_layout
 
-from efx import build, command_line, errors, hints, main, models, run_settings
+from efx import build, command_line, hints, main, models, run_settings
 from efx.cbtm import run as cbtm
 from efx.cbtm import table as cbtm_table
 from efx.config import config_of_run, load_config
@@ -96,17 +96,17 @@ def test_a_misspelt_key_is_named_wherever_else_it_was_set(tmp_path):
 
 
 OF_OTHERS = [  # what a user of another program writes, and what is meant
-    ("--config.optim.lr=3e-4", "'learning_rate'"),
+    ("--config.optim.lr=3e-4", "'config.optim.learning_rate'"),
     ("--config.lr=3e-4", "'config.optim.learning_rate'"),
     ("--config.train.lr=3e-4", "'config.optim.learning_rate'"),
     ("--lr=3e-4", "'--config.optim.learning_rate'"),
-    ("--config.model.dim=64", "'width'"),
-    ("--config.model.n_layers=2", "'depth'"),
+    ("--config.model.dim=64", "'config.model.width'"),
+    ("--config.model.n_layers=2", "'config.model.depth'"),
     ("--config.model.n_heads=2", "'config.model.attention.num_heads'"),
     ("--config.model.block_size=64", "'config.data.seq_len'"),
-    ("--config.max_steps=64", "'steps'"),
-    ("--config.evaluate.bs=4", "'batch_size'"),
-    ("--config.optim.wd=0", "'weight_decay'"),
+    ("--config.max_steps=64", "'config.steps'"),
+    ("--config.evaluate.bs=4", "'config.data.batch_size'"),
+    ("--config.optim.wd=0", "'config.optim.weight_decay'"),
 ]
 
 
@@ -118,13 +118,12 @@ def test_names_that_other_programs_have_for_a_setting(argument, meant):
 
 def test_each_name_of_other_programs_leads_to_one_setting():
     every = list(run_settings.names(run_settings.known()))
-    names = [name for line in errors.CALLED_ELSEWHERE.values() for name in line.split()]
+    called = run_settings.CALLED_ELSEWHERE
+    names = [name for line in called.values() for name in line.split()]
     assert len(names) == len(set(names))
-    assert {f"config.{setting}" for setting in errors.CALLED_ELSEWHERE} <= set(every)
+    assert {f"config.{setting}" for setting in called} <= set(every)
     # A setting of this name would be found without the table.
-    assert not [name for name in names if run_settings.elsewhere(name, every)]
-    # Neither choices nor files are settings.
-    assert errors.nearest("lr", ["one", "other"]) == ""
+    assert not set(names) & {name.rpartition(".")[2] for name in every}
 
 
 # ---- the command line --------------------------------------------------------------------------
