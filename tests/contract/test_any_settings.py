@@ -206,7 +206,9 @@ def encoder_decoder(draw):
 @st.composite
 def latent(draw):
     group_size, latents = draw(
-        st.sampled_from([(4, (2,)), (3, (1,)), (6, (3, 1)), (8, (4, 2)), (2, (1,)), (16, (4,))])
+        st.sampled_from(
+            [(4, (2,)), (3, (1,)), (6, (3, 1)), (8, (4, 2)), (2, (1,)), (16, (4,)), (8, (5, 3))]
+        )
     )
     levels = len(latents)
     changes = common_settings(draw) | pick(
@@ -265,7 +267,10 @@ def any_model(draw):
     streams = encoder_decoder().filter(lambda changes: changes["depth"] > 1)
     bridgeable = st.one_of(decoder(recursion=False), streams)
     members = draw(st.lists(bridgeable, min_size=2, max_size=3))
-    bridges = pick(draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"])
+    bridges = pick(
+        draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"],
+        qk_norm=["none", "head", "width"], window=[0, 4], softcap=[0.0, 5.0],
+    )  # fmt: skip
     return tuple(members), bridges
 
 
