@@ -23,6 +23,8 @@ Knobs of variant `bridge`, all in `config.model` (defaults in efx/models/bridged
     anchor, augment         run folders: the model that predicts, the models that it reads
     pairs                   number of layers of each, evenly spaced, that a bridge connects
     num_heads               of the bridges' cross-attention
+    qk_norm, window,        of the same, as in config.model.attention; all off, as in the paper
+    softcap
     norm                    of the states that a bridge reads: "none" (the paper), "rmsnorm",
                             "layernorm"
 

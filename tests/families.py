@@ -508,7 +508,7 @@ FAMILIES = {
     "latent_levels": _latent(
         **{
             "group_size": 12,
-            "latents": (4, 2),
+            "latents": (5, 2),
             "level_widths": (16, 24),
             "level_heads": (2, 3),
             "compression": "transformer",
@@ -577,7 +577,7 @@ FAMILIES = {
         Family({}, losses=PENALTIES),
         **{
             "group_size": 12,
-            "latents": (6,),
+            "latents": (5,),
             "memory_local": 1,
             "memory_global": 2,
             "upsampling": "attention",

@@ -54,12 +54,12 @@ def places(draw, share, count):
 SHARE = st.sampled_from([0.15, 0.3, 0.5, 0.8, 1.0])
 
 
-def routing(draw, depth, recursion, stochastic, by_type=True, further=0):
+def routing(draw, depth, recursion, by_type=True, further=0):
     """`further`: blocks that are numbered after the `depth` ones, of another stream."""
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
-    controls = ["random_fixed", *["stochastic"] * stochastic, *["token_hash"] * by_type]
+    controls = ["random_fixed", "stochastic", *["token_hash"] * by_type]
     controls = controls if kind == "mod" else []
     changes = pick(
         draw, "depth_routing.",
@@ -132,9 +132,9 @@ def soft(draw, depth):
     )  # fmt: skip
 
 
-def stack(draw, depth, recursion=True, stochastic=True, by_type=True, further=0):
+def stack(draw, depth, recursion=True, by_type=True, further=0):
     """Of a decoder's stack and of the latent one: what its blocks are, and what wraps them."""
-    changes = {"depth": depth, **routing(draw, depth, recursion, stochastic, by_type, further)}
+    changes = {"depth": depth, **routing(draw, depth, recursion, by_type, further)}
     kind = draw(st.sampled_from(["dense", "moe", "soft"]))
     if kind == "moe":
         changes |= experts(draw, depth)
@@ -206,7 +206,9 @@ def encoder_decoder(draw):
 @st.composite
 def latent(draw):
     group_size, latents = draw(
-        st.sampled_from([(4, (2,)), (3, (1,)), (6, (3, 1)), (8, (4, 2)), (2, (1,)), (16, (4,))])
+        st.sampled_from(
+            [(4, (2,)), (3, (1,)), (6, (3, 1)), (8, (4, 2)), (2, (1,)), (16, (4,)), (8, (5, 3))]
+        )
     )
     levels = len(latents)
     changes = common_settings(draw) | pick(
@@ -226,9 +228,7 @@ def latent(draw):
         "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
     }  # fmt: skip
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
-    # Random places are drawn for what a whole pass computes: with global memory tokens, and where
-    # the context ends inside a group, decoding draws others.
-    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), stochastic=False, by_type=False)
+    changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), by_type=False)
     if "soft_experts.num" in changes:
         changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
     return changes
@@ -267,7 +267,10 @@ def any_model(draw):
     streams = encoder_decoder().filter(lambda changes: changes["depth"] > 1)
     bridgeable = st.one_of(decoder(recursion=False), streams)
     members = draw(st.lists(bridgeable, min_size=2, max_size=3))
-    bridges = pick(draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"])
+    bridges = pick(
+        draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"],
+        qk_norm=["none", "head", "width"], window=[0, 4], softcap=[0.0, 5.0],
+    )  # fmt: skip
     return tuple(members), bridges
 
 

@@ -1,6 +1,7 @@
 """Controls of depth routing: no activation decides; fresh or fixed places, always as trained."""
 
 import functools
+import itertools
 
 import families
 import jax
@@ -152,49 +153,68 @@ def test_sampling_draws_the_places_of_a_whole_context():
     assert texts([5, 6]) == one != texts([7, 6])
 
 
-# ---- fixed places ------------------------------------------------------------------------------
+# ---- decoding ----------------------------------------------------------------------------------
+
+LATENT = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (8,)}
+MEMORY = {**LATENT, "memory_global": 3}
 
 
-def test_a_latent_stack_decodes_with_the_places_of_a_whole_pass():
-    """The stack runs in a loop, which the key has to reach."""
+@pytest.mark.parametrize(
+    "changes, selection, length",
+    [
+        (LATENT, "stochastic", 12),
+        # The last group has a token for none of its latents, or for one of them.
+        (LATENT, "stochastic", 14),
+        (MEMORY, "stochastic", 12),
+        (MEMORY, "stochastic", 15),
+        (MEMORY, "random_fixed", 15),
+        (MEMORY, "position", 15),
+        ({"family": "encoder_decoder"}, "stochastic", 14),
+        ({"family": "encoder_decoder"}, "token_hash", 14),
+        ({"scan_layers": True}, "stochastic", 14),
+        ({}, "position", 14),
+        ({}, "token_hash", 14),
+    ],
+)
+def test_decoding_computes_the_places_of_a_whole_pass(changes, selection, length):
+    """In chunks and one by one. The stack of latents runs in a loop, which the key has to reach,
+    and twice where there are memory tokens. Beside the rows of FAMILIES, which have the others."""
     model = families.make(
-        {
-            **CHANGES,
-            "depth_routing.train_selection": "stochastic",
-            "family": "latent",
-            "group_size": 4,
-            "latents": (2,),
-            "level_widths": (8,),
-        },
-        context=12,
+        {**CHANGES, "depth_routing.train_selection": selection, **changes}, context=length
     )
-    variables = {"params": families.random_params(model)}
-    tokens_BT = families.tokens(batch=2, length=12)
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    tokens_BT = families.tokens(batch=2, length=length)
 
     @families.jit
-    def run(key):
-        keys = {"routing": jax.random.key(key)}
-        whole_BTV = model.apply(variables, tokens_BT, rngs=keys)
-        cache, read = models.init_cache(model, 2, 12), []
-        for start in (0, 7):
-            part_BT = tokens_BT[:, start : start + 7]
-            positions_BT = jnp.tile(jnp.arange(start, start + part_BT.shape[1])[None], (2, 1))
-            part_BTV, state = model.apply(
-                {**variables, "cache": cache},
-                part_BT,
-                positions_BT,
-                decode=True,
-                cache_size=12,
-                mutable=["cache"],
-                rngs=keys,
-            )
-            cache = state["cache"]
-            read.append(part_BTV)
-        return whole_BTV, jnp.concatenate(read, axis=1)
+    def whole(tokens_BT, key):
+        return model.apply(variables, tokens_BT, rngs={"routing": jax.random.key(key)})
 
-    whole_BTV, read_BTV = run(0)
-    np.testing.assert_allclose(read_BTV, whole_BTV, atol=1e-4)
-    assert np.abs(run(1)[0] - whole_BTV).max() > 0.01
+    @families.jit
+    def read(cache, tokens_BT, positions_BT):
+        logits_BTV, state = model.apply(
+            {**variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=True,
+            cache_size=length,
+            mutable=["cache"],
+            rngs={"routing": jax.random.key(0)},
+        )
+        return logits_BTV, state["cache"]
+
+    cache, parts = models.init_cache(model, 2, length), []
+    edges = [0, 5, 10, *range(11, length + 1)]
+    for start, stop in itertools.pairwise(edges):
+        positions_BT = jnp.tile(jnp.arange(start, stop)[None], (2, 1))
+        part_BTV, cache = read(cache, tokens_BT[:, start:stop], positions_BT)
+        parts.append(part_BTV)
+    whole_BTV = whole(tokens_BT, 0)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole_BTV, atol=1e-4)
+    if selection == "stochastic":
+        assert np.abs(whole(tokens_BT, 1) - whole_BTV).max() > 0.01
+
+
+# ---- fixed places ------------------------------------------------------------------------------
 
 
 random_fixed = families.jit(controls.random_fixed, static_argnums=2)

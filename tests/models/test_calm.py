@@ -17,6 +17,7 @@ from efx.configs import calm, common
 from efx.errors import UsageError
 from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer
+from efx.models.bridged.config import BridgedConfig
 from efx.models.bridged.model import Bridge, spaced
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
@@ -33,6 +34,8 @@ CASES = {
         {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
     ),
 }
+# Of the bridges of a case.
+OPTIONS = {"streams_read": {"qk_norm": "width", "window": 9, "softcap": 5.0}}
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -55,7 +58,7 @@ def bridged(*members, **changes):
 @functools.cache
 def case(name):
     """(model, its variables)"""
-    model = bridged(*CASES[name])
+    model = bridged(*CASES[name], **OPTIONS.get(name, {}))
     return model, {"params": families.random_params(model), **families.random_state(model)}
 
 
@@ -77,7 +80,8 @@ def fresh(variables):
 
 def test_a_new_bridge_adds_nothing():
     """Its output matrix starts at zero."""
-    bridge = Bridge(num_heads=2, norm="none", std=0.02, dtype=jnp.float32)
+    attention = BridgedConfig(num_heads=2).attention(8)
+    bridge = Bridge(attention, norm="none", std=0.02, dtype=jnp.float32)
     states, info = (np.ones((1, 4, 8)), np.ones((1, 4, 6))), CallInfo(Tokens(np.arange(4)[None]))
     made = jax.jit(lambda key: nn.unbox(bridge.init(key, *states, info)))(jax.random.key(0))
     kernels = {key: np.asarray(each["kernel"]) for key, each in made["params"]["attention"].items()}
@@ -95,25 +99,29 @@ def test_it_starts_as_the_anchor(name):
     assert np.abs(moved - expected).max() > 0.1
 
 
-def attention(q_TD, a_SD, params, heads):
+def attention(q_TD, a_SD, params, c):
     """CrossAttn(q, a W_proj), causal, one sequence, in float64."""
-    kernel = {key: np.float64(params["attention"][key]["kernel"])
-              for key in ("query", "key", "value", "out")}  # fmt: skip
-    context = np.float64(a_SD) @ np.float64(params["project"]["kernel"])
-    q, k, v = (
-        x.reshape(len(x), heads, -1)
-        for x in (
-            np.float64(q_TD) @ kernel["query"],
-            context @ kernel["key"],
-            context @ kernel["value"],
-        )
-    )
+    params = jax.tree.map(np.float64, params)
+    kernel = {key: params["attention"][key]["kernel"] for key in ("query", "key", "value", "out")}
+    context = np.float64(a_SD) @ params["project"]["kernel"]
+
+    def heads(x, norm=None):
+        x = x.reshape(len(x), c.num_heads, -1)
+        if c.qk_norm == "head" and norm:
+            x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5)
+            x = x * params["attention"][norm]["scale"]
+        return x
+
+    q = heads(np.float64(q_TD) @ kernel["query"], "norm_query")
+    k, v = heads(context @ kernel["key"], "norm_key"), heads(context @ kernel["value"])
     out = np.zeros_like(q)
     for t in range(len(q)):
-        for h in range(heads):
-            s = k[: t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1])
+        first = max(0, t + 1 - c.window) if c.window else 0
+        for h in range(c.num_heads):
+            s = k[first : t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1])
+            s = c.softcap * np.tanh(s / c.softcap) if c.softcap else s
             w = np.exp(s - s.max())
-            out[t, h] = w @ v[: t + 1, h] / w.sum()
+            out[t, h] = w @ v[first : t + 1, h] / w.sum()
     return out.reshape(len(q), -1) @ kernel["out"]
 
 
@@ -130,11 +138,11 @@ def layer_states(model, variables, tokens_BT):
     return [layers[f"block_{i}"]["__call__"][-1] for i in range(len(model.specs()))]
 
 
-def test_the_formula():
+@pytest.mark.parametrize("options", [{}, {"qk_norm": "head", "window": 9, "softcap": 2.0}])
+def test_the_formula(options):
     """Two pairs of layers of each of two models: layer by layer against numpy's cross-attention."""
-    model = bridged(
-        {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 4}, num_heads=4
-    )
+    members = {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 4}
+    model = bridged(*members, num_heads=4, **options)
     params = families.random_params(model)
     tokens_BT = families.tokens(batch=1)
     states = [layer_states(augment, {"params": params[f"augment_models_{a}"]}, tokens_BT)
@@ -142,7 +150,8 @@ def test_the_formula():
 
     def bridge(h_BTD, pair, *layers):
         """What pair `pair` adds to the anchor's state from these layers of the others."""
-        added = [attention(h_BTD[0], states[a][layer][0], params[f"bridges_{2 * a + pair}"], 4)
+        added = [attention(h_BTD[0], states[a][layer][0], params[f"bridges_{2 * a + pair}"],
+                           model.config)
                  for a, layer in enumerate(layers)]  # fmt: skip
         return h_BTD + sum(added)[None]
 
@@ -288,8 +297,10 @@ def test_what_it_says_about_itself(name):
     # The same without padding and with attention that visits what its mask allows, which that of
     # bridges cannot be told: 10 tokens are one chunk of theirs.
     members = [each | {"attention.chunk": 1, "vocab_multiple": 1} for each in CASES[name]]
-    model, bridges = bridged(*members), (len(members) - 1) * settings(2)["pairs"]
-    hidden = bridges * flops.attention_scores(10 * 9 // 2, 1, model.anchor_model.config.width)
+    options = OPTIONS.get(name, {})
+    model, bridges = bridged(*members, **options), (len(members) - 1) * settings(2)["pairs"]
+    unseen = 10 * 10 - flops.causal_pairs(10, options.get("window", 0))
+    hidden = bridges * flops.attention_scores(unseen, 1, model.anchor_model.config.width)
     assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
 
 

@@ -202,6 +202,7 @@ FORWARD = [
             "positions": "level",
             "repeat": "in_place",
             "skip": "lerp",
+            "latents": (5, 2),
             **MEMORY["both"],
         },
     ),
@@ -229,7 +230,7 @@ FORWARD = [
         },
     ),
     (3, {**MEMORY["global"], "decoder_global": 0, "decoder_local": (2, 1, 0)}),
-    (2, {"skip_joins": "before", "positions": "absolute"}),
+    (2, {"skip_joins": "before", "positions": "absolute", "latents": (5, 3)}),
     (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention", **MEMORY["both"]}),
     (2, {"upsampling": "attention", "upsampling_norm": False, "positions": "absolute"}),
     (

@@ -58,14 +58,6 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"latents": (3, 1)},
-            r"latents=\(3, 1\): config\.model\.group_size=8 does not divide into 3",
-        ),
-        (
-            {"latents": (4, 3)},
-            r"latents=\(4, 3\): the 4 of the level before does not divide into 3",
-        ),
         ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 are not fewer than the 2 of the level before"),
         ({"latents": (8, 4)}, r"8 are not fewer than config\.model\.group_size=8; latents"),
         ({"latents": (4, 0)}, r"latents=\(4, 0\): must be at least 1"),

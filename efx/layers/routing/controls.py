@@ -143,10 +143,15 @@ def make_token_types(routing, vocab_size):
 
 
 def noise(module, batch, length):
-    """N(0, 1), [B, T], of a module with the rng stream "routing"."""
+    """N(0, 1), [B, T], of a module with the rng stream "routing".
+
+    Whoever asks for the same batch and length with the same key gets the same numbers, however
+    often the module was called before. `make_rng` counts calls, and decoding may call a stack twice
+    for what is one call of a full pass: for memory tokens, and for the others.
+    """
     if not module.has_rng("routing"):
         raise UsageError(
             f"config.model.depth_routing.train_selection={STOCHASTIC!r} draws places from a key: "
             "call the model with rngs={'routing': key}"
         )
-    return jax.random.normal(module.make_rng("routing"), (batch, length))
+    return jax.random.normal(module.scope.rngs["routing"].as_jax_rng(), (batch, length))

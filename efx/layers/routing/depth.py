@@ -119,12 +119,14 @@ class DepthRouted(nn.Module):
         """The `Decision` about a whole sequence."""
         c, (batch, length, _), documents = self.config, x_BTD.shape, info.tokens.documents()
         valid_BT, room = _valid(info.tokens), c.budget(self.capacity, length, documents)
-        if c.train_selection == controls.STOCHASTIC:
-            plan = room.top(controls.noise(self, batch, length), valid_BT)
-            wanted_BT = {c.train_selection: plans.selected(plan, length)}
-            return decisions.Decision(plan, room, room, wanted_BT)
         if c.control:
-            wanted_BT = _both(jnp.broadcast_to(self._by_token(info), (batch, length)), valid_BT)
+            if c.train_selection == controls.STOCHASTIC:
+                # Of all places, padding's too: where a row ends is not known while decoding.
+                drawn = room.top(controls.noise(self, batch, length))
+                chosen_BT = plans.selected(drawn, length)
+            else:
+                chosen_BT = jnp.broadcast_to(self._by_token(info), (batch, length))
+            wanted_BT = _both(chosen_BT, valid_BT)
             return decisions.Decision(
                 room.first(wanted_BT), room, room, {c.train_selection: wanted_BT}
             )

@@ -189,11 +189,15 @@ class Budget:
 
     def top(self, scores_BT, valid_BT=None):
         """Plan of the largest scores of each document, as many as the fraction of its tokens comes
-        to (looks ahead: not causal)."""
+        to (looks ahead: not causal). Without `valid_BT` padding is of the document before it."""
         if self.documents is None:
             return topk_plan(scores_BT, self.size, valid_BT)
         d, place_T = self.documents, jnp.arange(self.length, dtype=jnp.int32)
-        stop_BT = jnp.minimum(d.end_BT, d.begin_BT + d.count_BT)  # not a part of the padding's
+        stop_BT = d.end_BT
+        if valid_BT is None:
+            valid_BT = jnp.ones(scores_BT.shape, bool)
+        else:  # not a part of the padding's
+            stop_BT = jnp.minimum(stop_BT, d.begin_BT + d.count_BT)
         # By document, then by falling score; sorting is stable, so of equals the earlier comes
         # first.
         order_BT = jnp.lexsort((-jnp.where(valid_BT, scores_BT, -jnp.inf), d.first_BT), axis=1)

@@ -33,7 +33,7 @@ from efx.parameter import only_shapes
 class Bridge(nn.Module):
     """What one layer of the anchor gets from one layer of an augmenting model: [B, T, D]."""
 
-    num_heads: int
+    attention: AttentionConfig
     norm: str
     std: float
     dtype: jnp.dtype
@@ -47,11 +47,8 @@ class Bridge(nn.Module):
             h_BTD = norms.make_norm(self.norm, **options, name="norm_query")(h_BTD)
             a_BTD = norms.make_norm(self.norm, **options, name="norm_context")(a_BTD)
         project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
-        heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_heads)
         attention = Attention(
-            config=AttentionConfig(
-                **heads, head_dim=width // self.num_heads, rope_theta=0.0, bias="none"
-            ),
+            config=self.attention,
             std=self.std,
             std_out=0.0,  # the anchor as it was, to begin with
             norm_eps=1e-5,
@@ -93,9 +90,10 @@ class Bridged(LanguageModel):
 
     def setup(self):
         c = self.config
+        attention = c.attention(self.anchor_model.config.width)
         # bridges_<a * pairs + k>: of augmenting model a at pair k.
         self.bridges = [
-            Bridge(c.num_heads, c.norm, c.init_std, self.dtype)
+            Bridge(attention, c.norm, c.init_std, self.dtype)
             for _ in range(len(self.augment_models) * c.pairs)
         ]
 
@@ -161,7 +159,7 @@ class Bridged(LanguageModel):
 
         Training costs less than three times as much: frozen parameters need no gradients."""
         c, width = self.config, self.anchor_model.config.width
-        pairs = flops.causal_pairs(length)
+        pairs = flops.causal_pairs(length, c.window)
         parts = [self.anchor_model.ledger(length, "causal").nominal]
         for model in self.augment_models:
             parts.append({**model.ledger(length, "causal").nominal, "head": 0})

@@ -173,8 +173,6 @@ def _check_latents(model, bad):
             bad(
                 "latents", f"{count} are not fewer than {whose}; latents shrink from level to level"
             )
-        if before % count:
-            bad("latents", f"{whose} does not divide into {count} latents")
         before, whose = count, f"the {count} of the level before"
 
 
