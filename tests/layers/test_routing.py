@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import special
 
 from efx import models
+from efx.layers.config import BlockConfig
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import plans
+from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import Layer
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -432,6 +435,35 @@ def test_router_is_float32_under_bfloat16():
     out_BTD, _ = run(module, {**p, "router": close_D}, x_BTD.astype(jnp.bfloat16))
     changed_T = np.any(np.asarray(out_BTD[0], np.float32) != x_BTD[0], axis=-1)
     np.testing.assert_array_equal(changed_T, [True, False, True, False])
+
+
+class Increments(nn.Module):
+    """A block whose increment is 1 to 2 over the features, whatever it reads."""
+
+    config: BlockConfig
+
+    def __call__(self, x_BTD, info, context=None):
+        increment_D = jnp.linspace(1, 2, x_BTD.shape[-1]).astype(x_BTD.dtype)
+        return jnp.broadcast_to(increment_D, x_BTD.shape)
+
+
+def test_a_gate_multiplies_in_float32_under_bfloat16():
+    """The increments of tokens that are 0 elsewhere than where the router looks: what is added is
+    the exact product, rounded once. With a gate of 8 bits it was up to twice as far off."""
+    spec = layer(dtype="bfloat16")[0].spec
+    module = DepthRouted(functools.partial(Increments, spec.block), spec.routing, spec.capacity)
+    x_BTD = np.zeros((ROWS, LENGTH, 32), jnp.bfloat16)
+    x_BTD[..., 0] = activations()[..., 0]
+    router_D = np.eye(32, dtype=np.float32)[0]
+    out_BTD, _ = run(module, {"router": router_D}, x_BTD)
+    score_BT = np.float64(x_BTD[..., 0])
+    routed_BT = np.stack([np_topk(score_T, LENGTH // 2) for score_T in score_BT])
+    gate_BT = np.where(routed_BT, special.expit(score_BT), 0)
+    exact_BTD = gate_BT[..., None] * np.float64(jnp.linspace(1, 2, 32).astype(jnp.bfloat16))
+    off_BTD = np.abs(np.float64(out_BTD) - exact_BTD)[..., 1:]
+    # As near as it can be: half of a step, of which there are 128 from a power of 2 to the next.
+    step_BTD = 2.0 ** (np.floor(np.log2(np.where(exact_BTD > 0, exact_BTD, 1))) - 7)
+    assert np.all(off_BTD <= 0.501 * step_BTD[..., 1:])
 
 
 def test_losses_and_stats_by_hand():
