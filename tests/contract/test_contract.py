@@ -74,7 +74,7 @@ def test_the_rest_of_efx_asks_nothing_else(root, monkeypatch):
     monkeypatch.chdir(root)
     assert len(SPINE) > 25
     asks = [asked(path) for path in SPINE]
-    assert {"ledger", "blocks", "context"} <= {name for found in asks for name in found}
+    assert {"ledger", "head_params", "context"} <= {name for found in asks for name in found}
     beyond = {where: name for found in asks for name, where in found.items()
               if name not in MEMBERS | LINEN}  # fmt: skip
     assert not beyond
