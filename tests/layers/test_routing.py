@@ -170,6 +170,40 @@ def test_first_plan_takes_the_first(selected_BT, x_BT):
     np.testing.assert_array_equal(back_BT, np.where(wanted_BT, x_BT, 0))
 
 
+@pytest.mark.parametrize("weighs", [True, False])
+def test_gradients_of_a_weighed_sum_are_those_of_its_definition(weighs):
+    """Places that repeat and places past the end; y may be narrower than what it is added to."""
+    rng = np.random.default_rng(0)
+    indices_EBC = rng.integers(0, 7, (3, 2, 4)).astype(np.int32)  # of 5 places
+    hit_EBCT = np.float32(indices_EBC[..., None] == np.arange(5))
+    start_BTD, y_EBCD, of_BTD = (
+        np.float32(rng.normal(size=size)) for size in ((2, 5, 6), (3, 2, 4, 6), (2, 5, 6))
+    )
+    arrays = start_BTD, y_EBCD.astype(jnp.bfloat16)
+    arrays += (np.float32(rng.normal(size=(3, 2, 4))),) if weighs else ()
+
+    def definition(start_BTD, y_EBCD, *weight_EBC):
+        y_EBCD = y_EBCD.astype(jnp.float32)
+        for weight in weight_EBC:
+            y_EBCD = y_EBCD * weight[..., None]
+        return start_BTD + jnp.einsum("EBCT,EBCD->BTD", hit_EBCT, y_EBCD, precision="highest")
+
+    def through(function):
+        def value(*arrays):
+            out_BTD = function(*arrays)
+            return jnp.sum(out_BTD * of_BTD), out_BTD
+
+        return jax.grad(value, argnums=tuple(range(len(arrays))), has_aux=True)
+
+    def ours(start_BTD, y_EBCD, *weight_EBC):
+        return plans.add_weighed(start_BTD, indices_EBC, y_EBCD, *weight_EBC)
+
+    got, expected = (families.jit(through(f))(*arrays) for f in (ours, definition))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-6)
+
+
 # ---- a routed layer against numpy --------------------------------------------------------------
 
 
