@@ -380,7 +380,7 @@ def _begin(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _devices(config)
     check_runs_named(config)
-    tokenizer_path = _saved_tokenizer(config, workdir)
+    tokenizer_path = saved_tokenizer(config, workdir)
     run_origin, same_text = (
         _run_origin(config.data, workdir) if workdir and splits else (None, True)
     )
@@ -395,37 +395,47 @@ def _begin(config, workdir, splits):
     return data, mesh, rules
 
 
-def _saved_tokenizer(config, workdir):
+def saved_tokenizer(config, workdir="", made=()):
     """Path of the tokenizer of the run in `workdir`, or else of the run that this one starts from
-    or of the first that it is made of; None without any.
+    or of the first that it is made of; None without any, and of a run that is still to be made.
 
     UsageError where the config names another than that of those runs: it would be recorded with the
     run, which never had it.
+
+    Args:
+      made: {folder: config} of runs that are still to be made.
     """
     named = [("--workdir", workdir), ("config.init.run", config.init.run)]
     named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
-    saved = [
-        (name, run, path)
-        for name, run in named
-        if run and (path := runfolder.saved_tokenizer(storage.folder(run)))
-    ]
-    if not saved:
-        return None
-    name, run, path = saved[0]
-    if name != "--workdir":
-        _check_tokenizer(config.data.tokenizer, name, run, path)
-    return path
+    for name, run in named:
+        path = run and run not in made and runfolder.saved_tokenizer(storage.folder(run))
+        if run and (run in made or path):
+            if name != "--workdir":
+                check_tokenizer(config, name, run, made)
+            return path or None
+    return None
 
 
-def _check_tokenizer(spec, name, run, path):
-    """UsageError unless `config.data.tokenizer` is that of another run, which is saved in `path`:
-    by the same setting, or one that names the same tokenizer."""
-    theirs = runfolder.recorded_setting(run, "data.tokenizer")
+def check_tokenizer(config, name, run, made=()):
+    """UsageError unless `config.data.tokenizer` is that of another run, which its model has learnt:
+    by the same setting, or one that names the same tokenizer.
+
+    Args:
+      name: what names the run. made: as in `saved_tokenizer`.
+    """
+    spec, is_made = config.data.tokenizer, run not in made
+    if is_made:
+        theirs = runfolder.recorded_setting(run, "data.tokenizer")
+    else:
+        theirs = made[run].data.tokenizer
     if spec == theirs:
         return
     kind, _ = tokenizers.parse(spec)
-    if kind in ("bytes", "file"):  # what else there is has to be made of a text, or downloaded
-        if tokenizers.ready(spec).fingerprint == load_tokenizer(path).fingerprint:
+    if not is_made and "file" in (kind, tokenizers.parse(theirs)[0]):
+        return  # which tokenizer that is shows when it is there
+    if is_made and kind in ("bytes", "file"):  # others have to be made of a text, or downloaded
+        path = runfolder.saved_tokenizer(run)
+        if path and tokenizers.ready(spec).fingerprint == load_tokenizer(path).fingerprint:
             return
     raise UsageError(
         f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}, and its model"

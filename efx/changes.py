@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from efx import sharding
+from efx import means, sharding
 from efx.step import by_layer, evaluation_keys
 
 
@@ -28,7 +28,7 @@ class Changes:
         self._previous = None
 
     def __call__(self, params, variables, batch):
-        """{name: fraction, "<name>/block_<i>": ...}, by the names sown; {} the first time.
+        """{name: fraction, "<name>/<layer>": ...}, by the names sown; {} the first time.
 
         Args:
           batch: the rows `placement.rows` of a batch, the same at every call.
@@ -59,16 +59,30 @@ def _sown(model, collection, seed, params, variables, batch):
 
 
 def _changes(old, new):
-    """The tree of arrays, each replaced by the fraction of it that changed."""
+    """The tree of what was sown, with the `means.Mean` of whether an entry changed for each value.
 
-    def changed_fraction(path, a, b):
+    A value is a tuple of arrays that are one thing; all of its entries count alike.
+    """
+
+    def changed(path, old_calls, new_calls):
         # Layers of a scanned stack lie along the first axis.
-        first_axis = int(any(getattr(key, "key", None) == "units" for key in path))
-        axes = tuple(range(first_axis, a.ndim))
-        counted = (a >= 0) & (b >= 0)
-        changed = jnp.sum(counted & (a != b), axis=axes) / jnp.maximum(
-            jnp.sum(counted, axis=axes), 1
-        )
-        return changed.astype(jnp.float32)
+        scanned = int(any(getattr(key, "key", None) == "units" for key in path))
 
-    return jax.tree_util.tree_map_with_path(changed_fraction, old, new)
+        def total(marked):
+            # Whole numbers along the last axis, as float32 would stop at 2^24 were it added to one
+            # by one; then float32, as there may be more entries than an int32 counts.
+            of_rows = jnp.sum(marked, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+            return jnp.sum(of_rows, axis=tuple(range(scanned, of_rows.ndim)))
+
+        def mean(old_arrays, new_arrays):
+            pairs = list(zip(old_arrays, new_arrays, strict=True))
+            counted = [(a >= 0) & (b >= 0) for a, b in pairs]
+            differ = [c & (a != b) for c, (a, b) in zip(counted, pairs, strict=True)]
+            return means.Mean(sum(map(total, differ)), sum(map(total, counted)))
+
+        return tuple(map(mean, old_calls, new_calls))
+
+    # Of each module and name the calls, as linen keeps them: a tuple.
+    return jax.tree_util.tree_map_with_path(
+        changed, old, new, is_leaf=lambda node: isinstance(node, tuple)
+    )

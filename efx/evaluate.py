@@ -118,7 +118,8 @@ class Evaluator:
         for changes in self._changes:
             known += [f"eval/{of}" for of in changes.names(params, variables, batch)]
         if name not in known:
-            whole = sorted(of for of in known if "/block_" not in of)
+            of_layers = {of for of in known for over in known if of.startswith(f"{over}/")}
+            whole = sorted({*known} - of_layers)
             raise UsageError(
                 f"config.checkpoint.best_metric={name!r}: no evaluation of this model gives it"
                 f"{nearest(name, known)}; there are {', '.join(whole)}"

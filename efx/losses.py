@@ -320,7 +320,10 @@ def collect_sown(sown, whole=None):
     """dict name -> mean over all values sown under that name, whatever module sowed them.
 
     Every layer counts once: linen's tuples (one entry a call) and the leading axis that a scanned
-    stack adds are flattened together, so scanned and unrolled models agree.
+    stack adds are flattened together, so scanned and unrolled models agree. A mean of nothing, as
+    of the masks of a routed block that routed no token, says nothing and does not count; 0 where
+    there is no other. Which these are is asked of the whole batch, whose layers a loss is the mean
+    over, whatever its micro-batches hold.
 
     Args:
       sown: a tree of values, or of `means.Mean`.
@@ -329,11 +332,21 @@ def collect_sown(sown, whole=None):
     """
     whole_means, entries = dict(means.leaves(whole)), {}
     for path, value in means.leaves(sown):
+        counts = True
         if isinstance(value, means.Mean):
-            value = value.contribution(whole_means[path]) if whole_means else value.value()
+            of_batch = whole_means[path] if whole_means else value
+            counts = of_batch.count > 0
+            value = value.contribution(of_batch) if whole_means else value.value()
+        value = jnp.asarray(value, jnp.float32)
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
-        entries.setdefault(name, []).append(jnp.ravel(jnp.asarray(value, jnp.float32)))
-    return {name: jnp.mean(jnp.concatenate(values)) for name, values in sorted(entries.items())}
+        entry = jnp.where(counts, value, 0.0), jnp.broadcast_to(counts, value.shape)
+        entries.setdefault(name, []).append(tuple(map(jnp.ravel, entry)))
+
+    def mean(found):
+        values, counts = map(jnp.concatenate, zip(*found, strict=True))
+        return jnp.sum(values) / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0)
+
+    return {name: mean(found) for name, found in sorted(entries.items())}
 
 
 def check_names(sown_names, config_losses):

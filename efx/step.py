@@ -4,7 +4,6 @@ Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, b
 random is stored, so a resumed run draws what the uninterrupted one would have drawn.
 """
 
-import functools
 import math
 
 import jax
@@ -15,7 +14,7 @@ from flax import struct
 
 from efx import losses, means, models, optim, sharding
 from efx.layers.routing import quantiles
-from efx.layers.stack import label
+from efx.layers.stack import label, layer_of
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
@@ -361,20 +360,19 @@ def make_eval_step(model, config, *, groups=1):
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, that of each layer as `name/block_<i>`, and of what
-    is routed as `name/<block>`.
+    """Statistics by name: the mean over layers, and that of each layer as `name/<layer>`, by what
+    `stack.label` calls it.
 
     Args:
-      stats: a tree of values or Means by layer.
+      stats: a tree of values or Means by module.
     """
-    named = losses.collect_sown(stats)
+    named, layers = losses.collect_sown(stats), {}
     if "units" in stats.get("layers", {}):
         stats = models.unroll_variables(model, {"stats": stats})["stats"]
-    # Masks of the embedding belong to no layer.
-    paths = [f"layers/{layer}" for layer in stats.get("layers", ())]
-    paths += [path for path, spec in model.blocks().items() if spec.routing is not None]
-    for path in paths:
-        block_stats = functools.reduce(lambda tree, key: tree[key], path.split("/"), stats)
-        for name, value in losses.collect_sown(block_stats).items():
-            named[f"{name}/{label(path)}"] = value
+    for path, value in means.leaves(stats):
+        *modules, name = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        layers.setdefault(layer_of("/".join(modules)), []).append({name: value})
+    for layer, of_layer in layers.items():
+        for name, value in losses.collect_sown(of_layer).items():
+            named[f"{name}/{label(layer)}"] = value
     return named

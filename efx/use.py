@@ -8,8 +8,7 @@ import sys
 import jax
 
 from efx import runfolder, settings, sharding
-from efx.build import finished
-from efx.errors import UsageError
+from efx.build import check_tokenizer, finished
 from efx.evaluate import Evaluator, describe, scored
 from efx.metrics import quantity
 from efx.sample import TextSampler
@@ -21,7 +20,7 @@ _SAME_MODEL = r"model\.(remat|scan_layers|vocab_multiple|attention\.(chunk|kerne
 def evaluate(config, workdir, step=None):
     """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
     `config.data.eval_source`."""
-    _check_tokenizer(config, workdir)
+    check_tokenizer(config, "--workdir", workdir)
     e, step, params, variables = finished(config, workdir, step, splits=("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
@@ -36,16 +35,6 @@ def evaluate(config, workdir, step=None):
             number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
             print(f"  {name:<44} {number}")
     return metrics
-
-
-def _check_tokenizer(config, workdir):
-    """UsageError for another tokenizer than the run's: what its ids mean, its model has learnt."""
-    recorded = runfolder.recorded_setting(workdir, "data.tokenizer")
-    if config.data.tokenizer != recorded:
-        raise UsageError(
-            f"config.data.tokenizer={config.data.tokenizer!r}: the run was trained with"
-            f" {recorded!r}, and its model knows the ids of no other"
-        )
 
 
 def _say_if_changed(config, workdir, stream):
@@ -70,7 +59,7 @@ def _changed(config, workdir):
 
 def sample(config, workdir, step=None, stream=None):
     """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
-    _check_tokenizer(config, workdir)
+    check_tokenizer(config, "--workdir", workdir)
     e, step, params, variables = finished(config, workdir, step)
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)

@@ -19,9 +19,9 @@ class Report(NamedTuple):
       rows: the other rows of (model, tokens of a sequence, `efx.evaluate.Passes`).
       selections: of a model, the ways to choose (`Mode.selection`) beside "causal" that are
         evaluated.
-      compared: of a model, the name of a collection of int8 arrays of which the share of entries
-        that changes from one evaluation to the next is reported, under the name that was sown, or
-        "". Entries below 0 do not count.
+      compared: of a model, the name of a collection of tuples of int8 arrays, or "". The share of
+        the entries of each that changes from one evaluation to the next is reported, under the
+        name that was sown. Entries below 0 do not count.
     """
 
     words: dict

@@ -1,6 +1,7 @@
 """Stacks of layers, unrolled or scanned: what every family is built from."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import ClassVar
 
@@ -126,9 +127,25 @@ def by_path(stack, specs):
     }
 
 
+# What a block is made of, by the names that its modules have in it. The mask of the embedding is in
+# no block.
+_IN_A_BLOCK = re.compile("(cross_)?attention|(skip_)?mlp|soft|dropout_(?!embedding$).*")
+
+
+def layer_of(path):
+    """The path of the layer that a module is in, and of a module in no layer, such as the mask of
+    the embedding, its own. It is told from the path alone, so that it holds for whatever a family
+    is made of: what is above the parts of a block is a layer."""
+    names = path.split("/")
+    parts = (i for i, name in enumerate(names) if _IN_A_BLOCK.fullmatch(name))
+    return "/".join(names[: next(parts, None)])
+
+
 def label(path):
-    """How such a path is called in reports: `block_1`, of two streams `block_1/decoder`."""
-    return path.removeprefix("layers/")
+    """How such a path is called in reports: `block_1`, of two streams `block_1/decoder`, of a mask
+    in no layer `embedding`."""
+    names = (name for name in path.split("/") if name != "layers")
+    return "/".join(name.removeprefix("dropout_") for name in names)
 
 
 class Layer(nn.Module):

@@ -131,15 +131,14 @@ def has_accelerators():
 
 def _vocab_size(config, made):
     """(number of token ids, at least; whether it is that) without the text."""
-    from efx import runfolder
+    from efx import build
     from efx.data import load_tokenizer, tokenizers
 
-    c, runs = config.data, [run for _, run in config.model.member_runs]
-    first = runs[0] if runs else config.init.run
-    if first in made:
-        return _ANY_VOCABULARY, False
-    if first and (saved := runfolder.saved_tokenizer(first)):
+    c = config.data
+    if saved := build.saved_tokenizer(config, made=made):
         return load_tokenizer(saved).vocab_size, True
+    if any(run in made for run in (config.init.run, *(run for _, run in config.model.member_runs))):
+        return _ANY_VOCABULARY, False
     tokenizer = tokenizers.ready(c.tokenizer)
     of_tokens = any(source.startswith("tokens:") for source in (c.source, c.eval_source))
     if tokenizer and not of_tokens:

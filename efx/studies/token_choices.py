@@ -17,6 +17,7 @@ from flax import linen as nn
 from efx import models
 from efx.errors import UsageError
 from efx.layers.report import CHOICES
+from efx.layers.stack import label
 from efx.studies import token_costs
 
 
@@ -304,5 +305,4 @@ def on_tokens(model, path, choice, length):
 
 def row_name(path):
     """`block_3 mlp_output`, `embedding`, `block_0 decoder`, `block_1 attention query`."""
-    names = [name for name in path.split("/") if name not in ("layers", "adapter")]
-    return " ".join(name.removeprefix("dropout_") for name in names)
+    return " ".join(name for name in label(path).split("/") if name != "adapter")

@@ -304,6 +304,15 @@ NO_MODELS = [
     ({"losses.distill": 1.0, "train.teacher": "/none"}, "config.train.teacher=/none: there is no"),
     ({"adapter.kind": "lora"}, "config.init.run is empty: config.adapter.kind='lora'"),
     ({"checkpoint.keep_best": 1, "checkpoint.best_metric": "x"}, "config.checkpoint.best_metric="),
+    # Of what there is the rows over all layers are listed.
+    (
+        {
+            "checkpoint.keep_best": 1,
+            "checkpoint.best_metric": "x",
+            "model.dropout.kind": "elementwise",
+        },
+        "eval/dropout/kept, eval/dropout/near_one, eval/dropout/near_zero, eval/loss",
+    ),
     ({"data.seq_len": 10**7}, "config.data.seq_len=10000000"),
     ({"steps": 3}, "config.optim.schedule.warmup_steps=5 is more than config.steps=3"),
     ({"train.accumulation": 3}, "config.data.batch_size=8 does not divide by"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import families
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import flops, losses, main, models, optim, sharding
+from efx import flops, losses, main, means, models, optim, sharding
+from efx.changes import Changes
 from efx.config import load_config
 from efx.configs import common
 from efx.errors import UsageError
@@ -21,6 +23,7 @@ from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.mask_dropout import modules as ld
 from efx.layers.stack import Layer
+from efx.step import by_layer
 
 PI = np.pi
 
@@ -634,6 +637,66 @@ def test_evaluation_reports_masks_by_layer_and_what_changed(scan):
     assert third["eval/dropout/changed/block_0"] == 0
     assert third["eval/dropout/changed/block_1"] == pytest.approx(1)
     assert third["eval/dropout/changed"] == pytest.approx(1 / 3)  # of three masks, one
+
+
+def turned_over(chunk, *sites):
+    """What changes of the masks at these sites as random parameters replace others."""
+    model = families.make(
+        {"dropout.kind": "elementwise", "dropout.sites": sites, "attention.chunk": chunk}
+    )
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    rules, batch = sharding.DEFAULT_RULES, {"inputs": np.asarray(families.tokens())}
+    with sharding.use(mesh, rules):
+        changes = Changes(model, "masks", mesh, rules, np.uint32(0))
+        batch = {name: x[changes.placement.rows] for name, x in batch.items()}
+        for seed in (0, 1):
+            changed = changes(families.random_params(model, seed), {}, batch)
+    return changed
+
+
+@pytest.mark.parametrize("others", [(), ("mlp_output",)], ids=["alone", "beside another"])
+def test_what_changes_of_masks_of_probabilities_counts_each_pair_once(others):
+    """However the kernel cuts a row, and beside another mask as one: chunks of 5 of 32 queries, of
+    which the first has 15 pairs and later ones up to 150, counted alike and each as a mask."""
+    cut, whole = (turned_over(chunk, "attention_probs", *others) for chunk in (5, 32))
+    assert cut == pytest.approx(whole, rel=1e-6) and 0 < cut["dropout/changed"] < 1
+
+
+def test_masks_of_a_block_that_routes_nothing_say_nothing():
+    """Losses, statistics and what changes are those of the other block's masks."""
+    changes = {
+        "depth_routing.kind": "mod",
+        "depth_routing.train_selection": "threshold",
+        "depth_routing.causal": "threshold",
+        "depth_routing.every": 1,
+        "depth_routing.capacity": 0.5,
+        "dropout.kind": "elementwise",
+        "dropout.sites": ("mlp_output",),
+    }
+    model = families.make(changes)
+    params, state = families.random_params(model), families.random_state(model)["state"]
+    (at,) = (path for path in optim.param_paths(state) if path.endswith("block_1/quantile"))
+    state = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jnp.float32(1e9) if jax.tree_util.keystr(path, simple=True, separator="/") == at else x
+        ),
+        state,
+    )
+
+    @families.jit
+    def sow(params):
+        variables, collections = {"params": params, "state": state}, ["losses", "stats", "masks"]
+        collections.append(means.COLLECTION)
+        return model.apply(variables, families.tokens(), mutable=collections)[1]
+
+    sown = sow(params)
+    for collection in ("losses", "stats"):
+        of_masks = by_layer(means.sown(sown, collection), model)
+        names = [name for name in of_masks if re.fullmatch("dropout(?!.*/block_).*", name)]
+        assert len(names) == 4
+        for name in names:
+            assert of_masks[f"{name}/block_1"] == 0 < of_masks[f"{name}/block_0"], name
+            assert of_masks[name] == of_masks[f"{name}/block_0"], name
 
 
 # ---- config ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import shutil
 
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -88,6 +89,24 @@ def test_one_adapter(kind, gate):
         expected = expected / (1 + np.exp(-(u @ a["gate"])))[..., None]
     result = families.jit(module.apply)({"params": params}, x, info)
     np.testing.assert_allclose(result, u @ kernel + 1.5 * expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_gate_multiplies_in_float32_under_bfloat16():
+    """An adapter that repeats the first feature of its input: its product with gate and scale is
+    exact but for one rounding."""
+    config = settings(rank=1, gate=True)
+    module = adapters.Adapter(config, FEATURES, ("embed", "mlp"), jnp.bfloat16)
+    first_D = np.eye(WIDTH, dtype=np.float32)[0]
+    u_C = np.linspace(1, 3, 40).astype(jnp.bfloat16)
+    params = {"down": first_D[:, None], "up": np.ones((1, FEATURES), np.float32), "gate": first_D}
+    y_CF = families.jit(module.apply)(
+        {"params": params}, u_C[:, None] * first_D.astype(u_C.dtype), None
+    )
+    u_C1 = np.float64(u_C)[:, None]
+    exact_C1 = 1.5 * u_C1 / (1 + np.exp(-u_C1))
+    assert y_CF.dtype == jnp.bfloat16
+    step_C1 = 2.0 ** (np.floor(np.log2(exact_C1)) - 7)
+    assert np.all(np.abs(np.float64(y_CF) - exact_C1) <= 0.501 * step_C1)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])

@@ -349,6 +349,13 @@ def test_repeated_latents_by_hand():
     assert groups.repeat_index(8, 3, "in_place").tolist() == [0, 1, 1, 2, 2]
 
 
+def test_a_learned_skip_in_bfloat16_has_all_of_its_share():
+    share_D = np.float32([[0.5 + 2**-10]])
+    skip, x = jnp.ones((1, 1), jnp.bfloat16), -jnp.ones((1, 1), jnp.bfloat16)
+    joined = groups.lerp(share_D, skip, x)
+    assert joined.dtype == jnp.bfloat16 and joined == 2**-9  # 0 with the nearest bfloat16, 1/2
+
+
 # ---- causality ---------------------------------------------------------------------------------
 
 KINDS = ("perceiver", "transformer"), ("repeat", "attention"), tuple(LEVELS), ("none", "both")

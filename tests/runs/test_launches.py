@@ -25,6 +25,7 @@ from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 from efx.step import TrainState
+from efx.studies import rehearsal
 
 TINY = {
     "steps": 2,
@@ -517,12 +518,18 @@ def test_the_tokenizer_of_the_run_started_from_is_the_one_recorded(trained, tmp_
             f"config.data.tokenizer={spec!r}: config.init.run={run} was trained with 'bytes'",
             "give --config.data.tokenizer=bytes",
         )
+        # A study says so before the first of its runs trains, of a run that it still makes, too.
+        for made in ({}, {str(run): tiny(trained / "a.txt")}):
+            with pytest.raises(UsageError, match="config.init.run=.* was trained with 'bytes'"):
+                rehearsal.flops_of(run_settings.check(config), 1, 0.0, made)
     assert not (tmp_path / "next").exists()
     # Its file is the same tokenizer by another name.
     shutil.copy(run / "tokenizer.json", tmp_path)
     same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
     e = build.experiment(tiny(trained / "a.txt", **same), tmp_path / "next")
     assert e.tokenizer.kind == "bytes"
+    for made in ({}, {str(run): tiny(trained / "a.txt")}):
+        rehearsal.flops_of(run_settings.check(tiny(trained / "a.txt", **same)), 1, 0.0, made)
 
 
 def test_more_steps_say_that_the_learning_rate_jumps(copy, capsys):

@@ -164,7 +164,7 @@ def test_masks_inside_of_routed_blocks_and_of_probabilities():
             (mean,) = sown["stats"]["layers"][block][f"dropout_{site}"]["dropout/kept"]
             assert np.nanmean(row_T) == pytest.approx(float(mean), rel=1e-5)
             np.testing.assert_array_equal(~np.isnan(row_T), computed[block] == 1)
-        masks = sown["masks"]["layers"][block]["attention"]["probs_dropout"]["dropout/changed"]
+        (masks,) = sown["masks"]["layers"][block]["attention"]["probs_dropout"]["dropout/changed"]
         rows = [np.moveaxis(mask, 3, 0).reshape(mask.shape[3], -1) for mask in masks]
         share = np.concatenate([(m == 1).sum(1) / np.maximum((m >= 0).sum(1), 1) for m in rows])
         row_T = kept[f"{block} attention probs_dropout"]

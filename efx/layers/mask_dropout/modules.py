@@ -64,7 +64,7 @@ def _report(module, m_BTD, applied_BTD, info):
         valid_BT1 = info.tokens.valid(m_BTD.shape[0])[..., None]
         if means.wanted(module):
             _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
-        _sow_mask(module, applied_BTD, valid_BT1)
+        _sow_mask(module, [(applied_BTD, valid_BT1)])
         if asked(module):
             kept_BTD = (applied_BTD >= 0.5).astype(jnp.float32)
             sow_choice(module, "kept", jnp.mean(kept_BTD, axis=-1), info)
@@ -75,11 +75,16 @@ def _masks_wanted(module):
     return module.is_mutable_collection("masks") and not module.is_initializing()
 
 
-def _sow_mask(module, applied, counted):
-    """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count."""
+def _sow_mask(module, parts):
+    """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count.
+
+    Args:
+      parts: [(the applied mask, which of it counts)] of the arrays that the mask comes in, which
+        are sown as one value: however a kernel cuts its rows, it is one mask.
+    """
     if _masks_wanted(module):
-        rounded = jnp.where(counted, applied >= 0.5, -1)
-        module.sow("masks", "dropout/changed", rounded.astype(jnp.int8))
+        rounded = [jnp.where(counted, applied >= 0.5, -1) for applied, counted in parts]
+        module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in rounded))
 
 
 def _param(module, name, init, axes, *shape):
@@ -151,8 +156,8 @@ class ElementwiseProbsMask(nn.Module):
             if some
             for i in range(len(some[0]))
         ]
-        for applied_BKGTS, counted_BKGTS in masks:
-            _sow_mask(self, applied_BKGTS, counted_BKGTS)
+        if masks:
+            _sow_mask(self, masks)
         if asked(self) and masks:
             for name, of in (("kept", lambda applied: applied >= 0.5), ("mask", lambda m: m)):
                 shares = [_share(of(applied), counted) for applied, counted in masks]

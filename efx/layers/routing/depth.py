@@ -294,8 +294,10 @@ class DepthRouted(nn.Module):
 def _apply(block, plan, out_BTD, x_BTD, gate_BT, info, context=None):
     """out + gate * block(x) on the tokens of the plan; `info` and `context` are for the block."""
     delta = block(plan.take(x_BTD), info, context)
-    gate = plan.take(gate_BT)[..., None].astype(delta.dtype)
-    return plan.add(out_BTD, delta * gate)
+    increment = plans.weighed(delta, plan.take(gate_BT))
+    # Rounded like the increment of a dense block, to the type of the stream that it is added to. A
+    # token is in the plan once, so nothing accumulates here.
+    return plan.add(out_BTD, increment.astype(delta.dtype))
 
 
 def _real(tokens):

@@ -137,15 +137,15 @@ class MoE(nn.Module):
         else:
             best, weight_BTE = None, jax.nn.sigmoid(logits_BTE)
             wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
-        if info.decode:
-            y_BTD = self._decode(x_BTD, best, wanted_BTE, weight_BTE, experts, info)
-        else:
-            plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
-            self._report_choices(plan, best, wanted_BTE, weight_BTE, info)
-            y_BTD = _compute(x_BTD, weight_BTE, plan, experts)
         if c.num_shared:
-            y_BTD = y_BTD + MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
-        return y_BTD
+            start_BTD = MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
+        else:
+            start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
+        if info.decode:
+            return self._decode(start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, info)
+        plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
+        self._report_choices(plan, best, wanted_BTE, weight_BTE, info)
+        return _compute(start_BTD, x_BTD, weight_BTE, plan, experts)
 
     def _choose(self, logits_BTE, valid_BT, info):
         """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
@@ -239,8 +239,9 @@ class MoE(nn.Module):
         if self.config.num_noop:
             sow_choice(self, "noop", jnp.sum(best >= self.config.num_experts, axis=-1), info)
 
-    def _decode(self, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
-        """New tokens of each row, served or not by what the cache says about the earlier ones."""
+    def _decode(self, start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
+        """`_compute` of new tokens of each row, served or not by what the cache says about the
+        earlier ones."""
         c = self.config
         rows, length, width = x_BTD.shape
         room = c.slots(info.cache.size, "causal")
@@ -250,16 +251,18 @@ class MoE(nn.Module):
         if length > 1:
 
             def add_round(experts, plan, y_BTD):
-                return y_BTD + _compute(x_BTD, weight_BTE, plan, experts)
+                return _compute(y_BTD, x_BTD, weight_BTE, plan, experts)
 
+            # The experts of a token may come in several rounds, between which nothing is rounded.
+            wide_BTD = start_BTD.astype(jnp.float32)
             slots = min(c.slots(length, "causal"), room)
-            start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
-            return plans.in_rounds(experts, run_BTE, slots, start_BTD, add_round)
+            y_BTD = plans.in_rounds(experts, run_BTE, slots, wide_BTD, add_round)
+            return y_BTD.astype(start_BTD.dtype)
         x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
         if best is None or rows * c.top_k >= c.num_experts:
             # All experts on all rows reads every weight once, which is what a step costs.
             y_EBD = experts(jnp.broadcast_to(x_BD, (c.num_experts, rows, width)))
-            y_BD = jnp.sum(y_EBD * weight_BE.T[..., None].astype(y_EBD.dtype), axis=0)
+            y_BD = jnp.sum(plans.weighed(y_EBD, weight_BE.T), axis=0)
         else:
             # So few rows that reading the weights of the chosen experts only is less.
             chosen_C = best.reshape(-1)
@@ -267,14 +270,14 @@ class MoE(nn.Module):
                 weight_BE, best[:, 0]
             ).reshape(-1)
             y_CD = experts(jnp.repeat(x_BD, c.top_k, axis=0), chosen_C)
-            y_CD = y_CD * weight_C[:, None].astype(y_CD.dtype)
+            y_CD = plans.weighed(y_CD, weight_C)
             y_BD = jnp.sum(y_CD.reshape(rows, c.top_k, width), axis=1)
-        return y_BD[:, None]
+        return (start_BTD + y_BD[:, None]).astype(start_BTD.dtype)
 
 
-def _compute(x_BTD, weight_BTE, plan, experts):
-    """Sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
-    batch, length, width = x_BTD.shape
+def _compute(start_BTD, x_BTD, weight_BTE, plan, experts):
+    """start plus the sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
+    batch, _, width = x_BTD.shape
     num_experts, _, slots = plan.indices_BC.shape
     by_row = None, "batch", None, "act_embed"
     by_expert = "act_expert", "expert_batch", None, "act_embed"
@@ -286,8 +289,7 @@ def _compute(x_BTD, weight_BTE, plan, experts):
     y_ECD = experts(x_EBCD.reshape(num_experts, batch * slots, width))
     y_EBCD = y_ECD.reshape(num_experts, batch, slots, width)
     y_EBCD = exchange(y_EBCD, by_expert, by_row)
-    y_EBCD = y_EBCD * weight_EBC[..., None].astype(y_EBCD.dtype)
-    y_BTD = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))(plan.indices_BC, y_EBCD, length)
+    y_BTD = plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC)
     return constrain(y_BTD, "batch", "length", "act_embed")
 
 

@@ -7,6 +7,7 @@ Gather and scatter are vmapped over the batch: on a mesh with a sharded batch th
 collectives, whereas fancy indexing over batch and time at once does.
 """
 
+import functools
 import math
 
 import jax
@@ -314,13 +315,67 @@ def _scattered(plan):
     return dict(mode="drop", indices_are_sorted=plan.ascending, unique_indices=True)
 
 
-def scatter_sum(indices, y, length):
-    """[T, ...]: the sum of y [..., D] at `indices`, which may repeat; those from T on are dropped.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def weighed(y, weight):
+    """float32 y [..., D] * weight [...], whatever the type of y: of a weight in bfloat16 8 bits
+    would be left.
 
-    For one sequence; the caller maps over the batch.
+    The gradient is computed from y as it came, so that layers which are scanned keep nothing wider
+    for the backward pass.
     """
-    zeros = jnp.zeros((length, *y.shape[indices.ndim :]), y.dtype)
-    return zeros.at[indices].add(y, mode="drop")
+    return y.astype(jnp.float32) * weight[..., None]
+
+
+@jax.custom_vjp
+def add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC=None):
+    """start plus the sum of weight * y at these places of each row, which may repeat; those from T
+    on are dropped. Without weights, of y.
+
+    In float32, rounded once, to the type of `start`: a sum in bfloat16 is rounded once for each of
+    its terms. The scatter reads float32 terms then, which live as long as it takes. What would be
+    wide for longer is not: y is kept for the backward pass as it came, and gradients are gathered
+    in the type that they have, not in that of the sum. The memory of a training step so stays what
+    it is with all of this in bfloat16; by the count of the compiler for TPUs, 8 experts of 1024,
+    two a token, move 3% more bytes, and a scanned stack of such layers 8%.
+    """
+    wide_EBCD = y_EBCD.astype(jnp.float32)
+    if weight_EBC is not None:
+        wide_EBCD = wide_EBCD * weight_EBC[..., None]
+
+    def add(start_TD, indices_EC, y_ECD):
+        return start_TD.at[indices_EC].add(y_ECD, mode="drop")
+
+    wide_BTD = jax.vmap(add, in_axes=(0, 1, 1))(
+        start_BTD.astype(jnp.float32), indices_EBC, wide_EBCD
+    )
+    return wide_BTD.astype(start_BTD.dtype)
+
+
+def _add_weighed_forward(start_BTD, indices_EBC, y_EBCD, weight_EBC):
+    # An empty slice carries the type of y where y itself is not needed.
+    kept = y_EBCD[..., :0] if weight_EBC is None else y_EBCD
+    residuals = indices_EBC, kept, weight_EBC
+    return add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC), residuals
+
+
+def _add_weighed_backward(residuals, gradient_BTD):
+    indices_EBC, y_EBCD, weight_EBC = residuals
+    of_rows = jax.vmap(_filled)
+    of_terms_EBCD = jax.vmap(of_rows, in_axes=(None, 0))(gradient_BTD, indices_EBC)
+    if weight_EBC is None:
+        return gradient_BTD, None, of_terms_EBCD.astype(y_EBCD.dtype), None
+    wide_EBCD = of_terms_EBCD.astype(jnp.float32)
+    of_weight_EBC = jnp.sum(wide_EBCD * y_EBCD.astype(jnp.float32), axis=-1)
+    of_y_EBCD = (wide_EBCD * weight_EBC[..., None]).astype(y_EBCD.dtype)
+    return gradient_BTD, None, of_y_EBCD, of_weight_EBC
+
+
+def _filled(x_TD, indices_C):
+    """Rows of x, 0 from T on."""
+    return x_TD.at[indices_C].get(mode="fill", fill_value=0)
+
+
+add_weighed.defvjp(_add_weighed_forward, _add_weighed_backward)
 
 
 def in_rounds(module, selected_BT, size, start, body, carries=False):

@@ -134,13 +134,13 @@ class Adapter(nn.Module):
             gate_C1 = jax.nn.sigmoid(logit_C1)
             if asked(self):
                 sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), info)
-            y_CF = y_CF * gate_C1.astype(y_CF.dtype)
+            y_CF = plans.weighed(y_CF, gate_C1[:, 0])
         return y_CF
 
     def _all(self, u_CD, weight_CE, down_EDR, up_ERF):
         """Every expert on every token: so low a rank costs less than gathering the tokens would."""
         h_CER = self._inner(jnp.einsum("CD,EDR->CER", u_CD, down_EDR))
-        h_CER = h_CER * weight_CE[..., None].astype(h_CER.dtype)
+        h_CER = plans.weighed(h_CER, weight_CE).astype(h_CER.dtype)
         return jnp.einsum("CER,ERF->CF", h_CER, up_ERF)
 
     def _weights(self, x, info):
@@ -221,11 +221,13 @@ class Adapter(nn.Module):
         weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
         x_ECD = x_EBCD.reshape(experts, batch * slots, width)
         h_ECR = self._inner(jnp.einsum("ECD,EDR->ECR", x_ECD, down_EDR))
-        h_ECR = h_ECR * weight_EBC.reshape(experts, -1, 1).astype(h_ECR.dtype)
+        # Weighed here and not where they are added: what the gradient of a weight is made of is
+        # kept, and R numbers a token are less than F.
+        h_ECR = plans.weighed(h_ECR, weight_EBC.reshape(experts, -1)).astype(h_ECR.dtype)
         y_ECF = jnp.einsum("ECR,ERF->ECF", h_ECR, up_ERF)
         y_EBCF = y_ECF.reshape(experts, batch, slots, self.features)
-        sum_over = jax.vmap(plans.scatter_sum, in_axes=(1, 1, None))
-        return sum_over(plan.indices_BC, y_EBCF, length)
+        start_BTF = jnp.zeros((batch, length, self.features), y_EBCF.dtype)
+        return plans.add_weighed(start_BTF, plan.indices_BC, y_EBCF)
 
 
 def _valid(x, info):

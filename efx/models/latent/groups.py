@@ -386,6 +386,12 @@ class DecoderLevel(nn.Module):
         if self.config.model.skip == "sum":
             return x + skip
         init = nn.initializers.constant(0.5)
-        share_D = parameter(self, "skip", init, skip.shape[-1:], ("norm",)).astype(x.dtype)
-        share = share_D.reshape((1,) * (x.ndim - 1) + share_D.shape)
-        return share * skip + (1 - share) * x
+        share_D = parameter(self, "skip", init, skip.shape[-1:], ("norm",))
+        return lerp(share_D.reshape((1,) * (x.ndim - 1) + share_D.shape), skip, x)
+
+
+def lerp(share, skip, x):
+    """share * skip + (1 - share) * x. In float32, since training moves a share from 1/2 by less
+    than bfloat16 can tell."""
+    mixed = share * skip.astype(jnp.float32) + (1 - share) * x.astype(jnp.float32)
+    return mixed.astype(x.dtype)
