@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.experimental import mesh_utils
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.errors import UsageError, nearest
@@ -78,7 +79,7 @@ DEFAULT_RULES = (
 
 
 _NO_MESH = types.SimpleNamespace(size=1)
-_TILE_ROWS = 8  # of the tiles in which a TPU keeps matrices
+_TILE_ROWS, _TILE_LANES = 8, 128  # of the tiles in which a TPU keeps matrices
 
 
 def make_mesh(mesh_config, devices=None):
@@ -255,6 +256,39 @@ def _used_as_backward(stored, used, _, gradient):
 
 
 used_as.defvjp(_used_as_forward, _used_as_backward)
+
+
+def parted_gradient(matrix, stored):
+    """A matrix, laid out by the logical axes `stored`, whose gradient devices sum part by part.
+
+    A device needs its own part of the sum alone, which is half of what a sum of everything takes.
+    The compiler for TPUs makes one of everything where the dimension that is split lies in the
+    lanes of tiles and a part has less than two tiles of them, and lets dimensions lie as the last
+    tiles are fullest. Here such a dimension lies in the rows.
+    """
+    mesh, by_row, by_place = _shards()
+    if mesh.size == 1 or platform() != "tpu" or matrix.ndim != 2:
+        return matrix
+    axes = _axes_of_dimensions(stored)
+    split = [i for i in range(2) if {*axes[i]} & {*by_row, *by_place}]
+    if len(split) != 1 or matrix.shape[split[0]] // _ways(mesh, axes[split[0]]) >= 2 * _TILE_LANES:
+        return matrix
+    return _with_gradient_in_rows(matrix, split[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _with_gradient_in_rows(matrix, dimension):
+    return matrix
+
+
+def _with_gradient_in_rows_backward(dimension, _, gradient):
+    rows_and_lanes = Layout(major_to_minor=(dimension, 1 - dimension))
+    return (with_layout_constraint(gradient, rows_and_lanes),)
+
+
+_with_gradient_in_rows.defvjp(
+    lambda matrix, dimension: (matrix, None), _with_gradient_in_rows_backward
+)
 
 
 def each_shard(function, *arrays):

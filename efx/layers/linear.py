@@ -46,6 +46,56 @@ def padding_of_rows(rows):
     return max(0, 8 - rows) if sharding.platform() == "tpu" else 0
 
 
+def onto(vector_D, x_BTD):
+    """Products [B, T] of all places with one vector, in float32, whatever the dtype of x is.
+
+    Of x in bfloat16 a TPU's matrix units give the same numbers as a sum over the last axis in
+    float32, which its vector units take several times as long for, and for which the compiler turns
+    round all of x, too.
+    """
+    if x_BTD.dtype == jnp.bfloat16 and sharding.platform() == "tpu":
+        return _onto_by_parts(vector_D, x_BTD)
+    return jnp.einsum(
+        "BTD,D->BT", x_BTD.astype(jnp.float32), vector_D, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+@jax.custom_vjp
+def _onto_by_parts(vector_D, x_BTD):
+    # Places come last in the result: remat keeps it.
+    y_RBT = jax.lax.dot_general(
+        _parts(vector_D), x_BTD, (((1,), (2,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return jnp.sum(y_RBT, axis=0)
+
+
+def _onto_by_parts_backward(residuals, gradient_BT):
+    vector_D, x_BTD = residuals
+    of_vector_RD = jax.lax.dot_general(
+        _parts(gradient_BT), x_BTD, (((1, 2), (0, 1)), ((), ())), preferred_element_type=jnp.float32
+    )
+    of_x_BTD = gradient_BT[..., None] * vector_D
+    return jnp.sum(of_vector_RD, axis=0), of_x_BTD.astype(x_BTD.dtype)
+
+
+_onto_by_parts.defvjp(
+    lambda vector_D, x_BTD: (_onto_by_parts(vector_D, x_BTD), (vector_D, x_BTD)),
+    _onto_by_parts_backward,
+)
+
+
+def _parts(x):
+    """bfloat16 [R, ...] whose sum over R is x, of float32: each has the next eight bits of its 24.
+    Of the R = 8 rows, with fewer of which products go to the vector units, the last are zeros."""
+    parts = []
+    for _ in range(3):
+        # A conversion to bfloat16 and back the compiler may leave out.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return jnp.stack([*parts, *[jnp.zeros_like(parts[0])] * padding_of_rows(len(parts))])
+
+
 class Linear(nn.Module):
     """y = x W (+ b) over the last axis.
 
@@ -74,7 +124,8 @@ class Linear(nn.Module):
         init = padded(init, self.features - self.padding, axis=1)
         kernel = parameter(self, "kernel", init, (x.shape[-1], self.features), self.axes)
         x = x.astype(self.dtype)
-        y = jnp.dot(_flattened(x), kernel.astype(self.dtype))
+        kernel = sharding.parted_gradient(kernel.astype(self.dtype), self.axes)
+        y = jnp.dot(_flattened(x), kernel)
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = parameter(self, "bias", zeros, (self.features,), self.axes[1:])

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import special
 
-from efx import models
+from efx import models, sharding
 from efx.layers.config import BlockConfig
 from efx.layers.info import CallInfo, Mode, Tokens
+from efx.layers.linear import onto
 from efx.layers.routing import plans
 from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import Layer
@@ -433,6 +434,28 @@ def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
 
 
 # ---- the router --------------------------------------------------------------------------------
+
+
+def test_scores_of_a_tpu_are_of_float32(monkeypatch):
+    """There they are sums of products of bfloat16, and so are their gradients."""
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    rng = np.random.default_rng(0)
+    vector_D = rng.normal(size=384).astype(np.float32)
+    x_BTD = jnp.asarray(rng.normal(size=(2, 40, 384)), jnp.bfloat16)
+    gradient_BT = rng.normal(size=(2, 40)).astype(np.float32)
+    score_BT, back = jax.vjp(onto, vector_D, x_BTD)
+    of_vector_D, of_x_BTD = back(gradient_BT)
+    assert "reduce_precision" in str(jax.make_jaxpr(onto)(vector_D, x_BTD))
+
+    x, vector, gradient = (np.float64(array) for array in (x_BTD, vector_D, gradient_BT))
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+    near(score_BT, x @ vector)
+    near(of_vector_D, np.einsum("btd,bt->d", x, gradient))
+    # Such a difference is none of what a product in bfloat16 is off by.
+    assert np.abs(np.float64(x_BTD @ jnp.bfloat16(vector_D)) - x @ vector).max() > 1e-2
+    assert of_x_BTD.dtype == jnp.bfloat16
+    expected = gradient[..., None] * vector
+    np.testing.assert_allclose(np.float64(of_x_BTD), expected, rtol=2**-8)
 
 
 def test_every_routed_block_has_its_own_router():

@@ -601,6 +601,58 @@ def test_sampling_on_a_tpu_does_not_move_the_cache(root):
     assert max(used.values()) < keys / 2, (used, keys)
 
 
+# Prints the kinds and shapes of what two layers exchange backwards, whose parts have 128 columns or rows.
+GRADIENTS = """\
+import json
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from efx import sharding
+from efx.ahead_of_time import hlo, topology
+from efx.layers.linear import Linear
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x_BTD):
+        x_BTF = Linear(1368, ("embed", "mlp"), 0.1, dtype=jnp.bfloat16)(x_BTD)
+        return Linear(512, ("mlp", "embed"), 0.1, dtype=jnp.bfloat16)(jax.nn.gelu(x_BTF))
+def loss(params, x_BTD):
+    return jnp.sum(jnp.square(Layers().apply(params, x_BTD).astype(jnp.float32)))
+target, rules = topology.describe("v5e:4x4"), sharding.DEFAULT_RULES
+sizes = dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 4, "fsdp": 4}
+mesh = sharding.make_mesh(sizes, target.devices)
+with sharding.use(mesh, rules):
+    batch = sharding.batch_sharding(mesh, rules)
+    x_BTD = jax.ShapeDtypeStruct((32, 512, 512), jnp.bfloat16, sharding=batch)
+    boxed = jax.eval_shape(lambda x: Layers().init(jax.random.key(0), x), x_BTD)
+    lie = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+    shapes = jax.eval_shape(lambda x: nn.unbox(Layers().init(jax.random.key(0), x)), x_BTD)
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, lie
+    )
+    compiled = jax.jit(jax.grad(loss), out_shardings=lie).lower(shapes, x_BTD).compile()
+found = hlo.collectives(hlo.Program(compiled.as_text()), target.hosts_of(mesh))
+print(json.dumps([[c.kind, c.shapes] for c in found]))
+"""
+
+
+def test_gradients_of_layers_are_scattered_on_a_tpu(root):
+    """Devices exchange sums of their own parts, of a gradient of which each has 128 rows as of one
+    of which each has 128 columns, and everything of no gradient."""
+    if find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu)")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", GRADIENTS], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(shapes for kind, shapes in found if kind == "reduce-scatter") == [
+        "bf16[1368,512]", "bf16[512,1368]",
+    ]  # fmt: skip
+    summed = [shapes for kind, shapes in found if kind == "all-reduce"]
+    assert summed and not any("1368,512" in shapes or "512,1368" in shapes for shapes in summed)
+
+
 @pytest.mark.parametrize(
     "modules, target, kernel",
     [

@@ -14,6 +14,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
+from efx.layers.linear import onto
 from efx.layers.report import asked, sow_choice
 from efx.layers.routing import controls, decisions, plans, quantiles
 from efx.layers.routing.moe import ROUTER_STD
@@ -109,9 +110,7 @@ class DepthRouted(nn.Module):
         """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
         if self.config.control:
             return jnp.zeros(x_BTD.shape[:2], jnp.float32)
-        score_BT = jnp.einsum(
-            "BTD,D->BT", x_BTD.astype(jnp.float32), self.router, precision=jax.lax.Precision.HIGHEST
-        )
+        score_BT = onto(self.router, x_BTD)
         self.sow("intermediates", "router_logits", score_BT)
         return score_BT
 
