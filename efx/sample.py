@@ -355,7 +355,7 @@ class Outline:
       batch_size, rules: see `Sampler`.
       variables: the run's, as shapes with shardings. unrolled: those of the model with its layers
         unrolled, the same ones where it has no others.
-      device: the first one of the run.
+      device: the first one of the run. longest: see `longest_read`.
     Attributes:
       mesh: on which is sampled. program: see `_Program`. functions: {what it does: (a function of
         the program, its arguments as shapes)}.
@@ -363,7 +363,7 @@ class Outline:
         the others are copies. between: what is made on the way to these, and gone then.
     """
 
-    def __init__(self, model, batch_size, variables, unrolled, rules, device):
+    def __init__(self, model, batch_size, variables, unrolled, rules, device, longest):
         # Whether a token ends a sequence is known with the tokenizer; it hardly matters here.
         program = _Program.of(model, batch_size, model.context, 1, rules)
         self.program, (self.mesh, is_split) = program, _mesh_for(variables, device)
@@ -400,7 +400,7 @@ class Outline:
                 )
             )  # fmt: skip
         self.functions = {"prefill": (program.first(), reading)}
-        if program.chunk < program.cache_size:
+        if program.chunk < longest:
             self.functions["later chunks of a prompt"] = program.prefill, reading
         self.functions["decoding"] = program.decode, making
 
@@ -409,6 +409,14 @@ class Outline:
         function, shapes = self.functions[name]
         with sharding.use(self.mesh, self.program.rules):
             return _jitted(function).trace(*shapes)
+
+
+def longest_read(config, cache_size):
+    """How many tokens of a text are read in a row, at most, by a `config.sample` block: a token is
+    a byte or more, and one of its own may begin a text."""
+    prompt = len(config.prompt.encode()) + 1
+    outgrows = prompt + config.max_new_tokens > cache_size
+    return max(prompt, cache_size // 2) if outgrows else prompt
 
 
 def _shapes(variables):

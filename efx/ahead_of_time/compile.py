@@ -1,4 +1,4 @@
-"""From a config and the name of a topology to a `Report`."""
+"""From a config and the name of a topology to a `Report` and what goes with it."""
 
 import contextlib
 import functools
@@ -173,14 +173,15 @@ class _Run:
         """Yields a `Compiled` for each program that samples are made with, after one for what it
         takes to make the copies of the parameters that they read."""
         e, rows = self.experiment, self.config.sample.num_samples
+        longest = sample.longest_read(self.config.sample, e.model.context)
         with self._one_device():
             unrolled = self.variables
             if e.model.config.scan_layers:
                 unrolled = build.variable_shapes(e, models.unrolled(e.model))
             device = self.target.devices[0]
-            outline = sample.Outline(e.model, rows, self.variables, unrolled, e.rules, device)
-            plain = sample.Outline(
-                self.plain_model, rows, self.variables, unrolled, e.rules, device
+            outline, plain = (
+                sample.Outline(model, rows, self.variables, unrolled, e.rules, device, longest)
+                for model in (e.model, self.plain_model)
             )
         kept = memory.on_each_device(outline.shared)
         copies = memory.on_each_device(outline.used) - kept

@@ -12,6 +12,7 @@ from efx.ahead_of_time import compile as compile_lib
 from efx.ahead_of_time import hlo, topology
 from efx.configs import common
 from efx.errors import UsageError
+from efx.run_blocks import SampleConfig
 
 GIB = 2**30
 FEW = 200  # bytes
@@ -20,7 +21,7 @@ SETTINGS = {
     "model.attention.num_heads": 2, "train.dtype": "bfloat16",
     "optim.schedule.warmup_steps": 1, "checkpoint.every": 0, "evaluate.every": 1,
     "evaluate.batch_size": 8, "evaluate.max_batches": 1, "sample.every": 1,
-    "sample.num_samples": 2, "sample.prompt": "abcdefghijkl", "sample.max_new_tokens": 4,
+    "sample.num_samples": 2, "sample.prompt": "ab", "sample.max_new_tokens": 4,
     "log.tensorboard": False, "mesh.data": 1,
 }  # fmt: skip
 RUNS = {
@@ -29,6 +30,7 @@ RUNS = {
         "mesh.data": 2, "data.packing": True, "data.document_bytes": 60,
         "model.depth_routing.kind": "mod", "optim.name": "schedule_free_adamw",
         "optim.schedule.kind": "constant", "optim.frozen": ".*embedding",
+        "sample.prompt": "abcdefghijkl",
     },
 }  # fmt: skip
 
@@ -177,6 +179,15 @@ def test_what_copies_need(both):
     _, copied, _, report = both
     assert report.memory.needed == pytest.approx(copied, abs=FEW)
     assert report.memory.outputs > 0 and report.memory.arguments == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, new, longest", [("\n", 30, 2), ("a" * 20, 4, 21), ("\n", 31, 16), ("ü" * 9, 20, 19)]
+)
+def test_how_much_of_a_text_is_read_in_a_row(prompt, new, longest):
+    """The prompt, or half of the 32 tokens of context once a text has outgrown them."""
+    config = SampleConfig(prompt=prompt, max_new_tokens=new)
+    assert sample.longest_read(config, 32) == longest
 
 
 def test_each_program_is_told_of_whatever_became_of_the_others(monkeypatch):
