@@ -81,6 +81,7 @@ class Row(NamedTuple):
             "data.seq_len": self.length,
             "data.batch_size": self.batch,
             "evaluate.batch_size": self.batch,
+            "sample.every": 0,  # whose programs would not be in any table
             "train.accumulation": 1,
             **{f"mesh.{axis}": size for axis, size in self.mesh},
         }

@@ -127,6 +127,7 @@ class Training:
     Attributes:
       optimizer, schedule: see `optim.make_optimizer`. summary: what is trained how, in words.
       shapes: of a `TrainState`, with shardings; shardings: these alone.
+      batch: that of a step, as shapes with shardings.
       teacher: the teacher's variables as shapes with shardings, or None.
     """
 
@@ -139,10 +140,8 @@ class Training:
         self.summary = optim.describe_groups(c.optim, params, base)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
-        self.teacher = None
-        if e.teacher is not None:
-            shapes = _state(e.teacher, _variables(e.teacher.model), optax.identity())
-            self.teacher = {"params": shapes.params, **shapes.variables}
+        self.batch = step_lib.batch_shapes(c, c.data.batch_size, e.mesh, e.rules)
+        self.teacher = e.teacher and variable_shapes(e.teacher, e.teacher.model)
 
     def advice(self):
         """A line on a mesh that is slow on the devices that it is of; "" without any."""
@@ -167,10 +166,9 @@ class Training:
             groups=sharding.batch_shards(e.mesh, e.rules),
             teacher=e.teacher and e.teacher.model,
         )
-        batch = _batch_shapes(c, sharding.batch_sharding(e.mesh, e.rules))
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))
-        return jitted.trace(self.shapes, batch, seed, self.teacher)
+        return jitted.trace(self.shapes, self.batch, seed, self.teacher)
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
@@ -209,15 +207,11 @@ def _executed(model, length, batch, train=True):
     return programs.kept_number(lambda: flops.executed(model, length, batch, train), of)
 
 
-def _batch_shapes(config, layout):
-    """Shapes of a batch as the data pipeline makes it."""
-    shape = (config.data.batch_size, config.data.seq_len)
-    dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if config.data.packing:
-        dtypes |= {"positions": jnp.int32, "segment_ids": jnp.int32}
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for name, dtype in dtypes.items()
-    }
+def variable_shapes(built, model):
+    """A model's variables, without an optimiser's, as shapes with the shardings that they have on
+    the devices of a `Setup`."""
+    shapes = _state(built, _variables(model), optax.identity())
+    return {"params": shapes.params, **shapes.variables}
 
 
 def _variables(model):

@@ -10,7 +10,7 @@ from efx.changes import Changes
 from efx.errors import UsageError, nearest
 from efx.metrics import portion
 from efx.models.reports import REPORTS
-from efx.step import by_layer, logits_bytes, make_eval_step
+from efx.step import batch_shapes, by_layer, logits_bytes, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,30 @@ class Passes:
         return {f"eval/{name}": value for name, value in means if name.startswith(begins)}
 
 
+def steps(model, config, mesh, rules):
+    """{way of routing: `make_eval_step`, jitted}: what an evaluation computes. The causal decisions
+    come first, then what the features of the model ask for."""
+    wanted = [selection for report in REPORTS for selection in report.selections(model)]
+    return {
+        selection: jax.jit(
+            make_eval_step(
+                model.clone(selection=selection),
+                config,
+                groups=sharding.batch_shards(mesh, rules),
+            ),
+            out_shardings=sharding.replicated(mesh),
+        )
+        for selection in dict.fromkeys(["causal", *wanted])
+    }
+
+
+def shapes_of_step(config, mesh, rules, params, variables):
+    """The arguments of one of `steps` as shapes, by those of parameters and variables."""
+    batch = batch_shapes(config, config.evaluate.batch_size, mesh, rules)
+    number = jax.ShapeDtypeStruct((), np.uint32)
+    return params, variables, batch, number, number
+
+
 class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
@@ -53,21 +77,10 @@ class Evaluator:
         )
         self._placement = sharding.Placement(mesh, rules, config.evaluate.batch_size)
         self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
-        wanted = [selection for report in REPORTS for selection in report.selections(model)]
         compared = [collection for report in REPORTS if (collection := report.compared(model))]
         self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
-        self._steps = {
-            selection: jax.jit(
-                make_eval_step(
-                    model.clone(selection=selection),
-                    config,
-                    groups=sharding.batch_shards(mesh, rules),
-                ),
-                out_shardings=sharding.replicated(mesh),
-            )
-            for selection in dict.fromkeys(["causal", *wanted])
-        }
+        self._steps = steps(model, config, mesh, rules)
 
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""

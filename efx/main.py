@@ -7,8 +7,9 @@ run, --from=RUN, with routed blocks, --to=mod, at step 0; --mode=export writes a
 in Hugging Face's format, --to=FOLDER. --mode=evaluate and --mode=sample read config and tokenizer
 from the run folder and, like --mode=export, need no --config. --mode=cluster
 clusters the documents of the config's corpus, for cBTM. --mode=compile compiles the training step
-for accelerators that need not be there, --topology=v5e:16x16 or h100:1x8x8, and prints whether it
-fits, what it communicates and about how long it takes; it needs no --workdir.
+and what evaluates and samples in a training for accelerators that need not be there,
+--topology=v5e:16x16 or h100:1x8x8, and prints whether these fit, what they communicate and about
+how long they take; it needs no --workdir.
 
 Any setting can be changed with `--config.<key>=<value>`. A config is a file, `configs/mod.py`, or
 the name of one that comes with efx, `mod`; `mod:smoke` picks a variant of it, and commas join

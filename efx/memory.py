@@ -29,6 +29,13 @@ def _bytes(leaf):
     return math.prod(shape) * leaf.dtype.itemsize
 
 
+def is_new(function, tree):
+    """Of each array that a function gives, computed one operation after the other, whether it is
+    none of the tree's own. tree: of arrays or shapes."""
+    traced = jax.make_jaxpr(function)(tree).jaxpr
+    return [not any(x is given for given in traced.invars) for x in traced.outvars]
+
+
 def largest(tree):
     """The largest array of a tree of shapes, in words."""
     path, leaf = max(jax.tree_util.tree_leaves_with_path(tree), key=lambda item: _bytes(item[1]))

@@ -77,18 +77,8 @@ class Sampler:
         self.cache_size = cache_size or model.context
         if self.cache_size > model.context:
             raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
-        unrolled = models.unrolled(model) if model.config.scan_layers else model
-        self._check_memory(unrolled)
-        # The few sequences that are made together, of one token at a time, are not split.
-        rules = sharding.unsplit(rules, "batch", "length")
-        self._program = _Program(
-            unrolled,
-            batch_size,
-            self.cache_size,
-            *prefill_of(batch_size, self.cache_size),
-            len(stop_ids),
-            rules,
-        )
+        self._program = _Program.of(model, batch_size, self.cache_size, len(stop_ids), rules)
+        self._check_memory()
         self._options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -134,16 +124,15 @@ class Sampler:
         run.count(range(len(texts)))
         self.stats = run.statistics()
 
-    def _check_memory(self, unrolled):
+    def _check_memory(self):
         """UsageError where the cache has no room. Tracing its shapes takes a second, which a short
         one is spared."""
         rows, size = self.batch_size, self.cache_size
         if rows * size < _LONG_CACHE:
             return
-        shapes = models.decoding_shapes(unrolled, rows, size)
         memory.check(
             f"config.sample.num_samples={rows}, config.model.context={size}: sampling",
-            {"keys and values": memory.on_each_device(shapes)},
+            {"keys and values": memory.on_each_device(self._program.room())},
         )
 
     def check_prompt(self, ids):
@@ -182,6 +171,19 @@ class _Program:
     two_prefills: bool
     stops: int
     rules: tuple
+
+    @classmethod
+    def of(cls, model, batch_size, cache_size, stops, rules):
+        """By which so many sequences are decoded together on the devices that are traced for."""
+        unrolled = models.unrolled(model) if model.config.scan_layers else model
+        reads = prefill_of(batch_size, cache_size)
+        # The few sequences that are made together, of one token at a time, are not split.
+        rules = sharding.unsplit(rules, "batch", "length")
+        return cls(unrolled, batch_size, cache_size, *reads, stops, rules)
+
+    def first(self):
+        """The function that reads the first tokens of prompts."""
+        return self.prefill_first if self.two_prefills else self.prefill
 
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
         """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
@@ -297,11 +299,9 @@ def _compiled(program, shapes, is_split):
       shapes: of the variables, as (leaves, structure).
       is_split: whether these are split over devices, for which traced programs are not kept.
     """
-    options = dict(donate_argnums=(1, 2), out_shardings=PartitionSpec())
     if is_split:
-        first = program.prefill_first if program.two_prefills else program.prefill
-        functions = first, program.prefill, program.decode
-        first, prefill, decode = (jax.jit(function, **options) for function in functions)
+        functions = program.first(), program.prefill, program.decode
+        first, prefill, decode = map(_jitted, functions)
         return first, lambda: prefill, decode, program.room()
 
     variables = jax.tree.unflatten(shapes[1], shapes[0])
@@ -310,18 +310,28 @@ def _compiled(program, shapes, is_split):
         of = f"{function.__name__} {program} {shapes}"
         return programs.kept(function, of, lambda: shapes_of(variables))
 
-    def call(exported):
-        return jax.jit(exported.call, **options)
-
     @functools.cache
     def prefill():
-        return call(kept(program.prefill, program.shapes_of_prefill))
+        return _jitted(kept(program.prefill, program.shapes_of_prefill).call)
 
     decode = kept(program.decode, program.shapes_of_decode)
     arguments, _ = jax.tree.unflatten(decode.in_tree, decode.in_avals)
     # One with kernels is not kept: JAX does not write down those of all libraries.
-    first = jax.jit(program.prefill_first, **options) if program.two_prefills else prefill()
-    return first, prefill, call(decode), arguments[1:3]
+    first = _jitted(program.first()) if program.two_prefills else prefill()
+    return first, prefill, _jitted(decode.call), arguments[1:3]
+
+
+def _jitted(function):
+    """A function of a `_Program`, which writes the cache and the features over what it is given."""
+    return jax.jit(function, donate_argnums=(1, 2), out_shardings=PartitionSpec())
+
+
+def _mesh_for(variables, device):
+    """(the mesh on which variables are used: that over which they are split, or one of the device
+    alone; whether they are split)."""
+    mesh = sharding.mesh_that_splits(variables)
+    alone = dict.fromkeys(sharding.MESH_AXES, 1)
+    return mesh or sharding.make_mesh(alone, [device]), mesh is not None
 
 
 @functools.cache
@@ -337,6 +347,78 @@ def _converted_places(program, shapes):
     return programs.kept_number(places, f"converted {program} {shapes}")
 
 
+class Outline:
+    """What a run compiles and copies to sample from its model, in shapes alone: for devices that
+    need not be there.
+
+    Args:
+      batch_size, rules: see `Sampler`.
+      variables: the run's, as shapes with shardings. unrolled: those of the model with its layers
+        unrolled, the same ones where it has no others.
+      device: the first one of the run. longest: see `longest_read`.
+    Attributes:
+      mesh: on which is sampled. program: see `_Program`. functions: {what it does: (a function of
+        the program, its arguments as shapes)}.
+      used: variables as the functions get them. shared: those of them that are arrays of the run,
+        the others are copies. between: what is made on the way to these, and gone then.
+    """
+
+    def __init__(self, model, batch_size, variables, unrolled, rules, device, longest):
+        # Whether a token ends a sequence is known with the tokenizer; it hardly matters here.
+        program = _Program.of(model, batch_size, model.context, 1, rules)
+        self.program, (self.mesh, is_split) = program, _mesh_for(variables, device)
+
+        def placed(shapes, like=None):
+            whole = jax.tree.map(lambda x: sharding.replicated(self.mesh), shapes)
+            layouts = jax.tree.map(lambda x: x.sharding, like) if like and is_split else whole
+            return jax.tree.map(
+                lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+                shapes,
+                layouts,
+            )
+
+        def made(variables):
+            return program.converted(models.unroll_variables(model, variables))
+
+        with sharding.use(self.mesh, program.rules):
+            variables = placed(variables, variables)
+            self.used = placed(jax.eval_shape(made, variables), unrolled)
+            is_copy = memory.is_new(made, variables)
+            between = memory.is_new(lambda v: models.unroll_variables(model, v), variables)
+            rows = jax.tree.leaves(self.used), jax.tree.leaves(placed(unrolled, unrolled))
+            self.shared = [x for x, new in zip(rows[0], is_copy, strict=True) if not new]
+            self.between = [
+                whole
+                for short, whole, new in zip(*rows, between, strict=True)
+                if new and short.dtype != whole.dtype
+            ]
+            room = placed(program.room())
+            reading, making = (
+                (variables, *room, *rest)
+                for variables, _, _, *rest in (
+                    program.shapes_of_prefill(self.used), program.shapes_of_decode(self.used)
+                )
+            )  # fmt: skip
+        self.functions = {"prefill": (program.first(), reading)}
+        if program.chunk < longest:
+            self.functions["later chunks of a prompt"] = program.prefill, reading
+        self.functions["decoding"] = program.decode, making
+
+    def trace(self, name):
+        """One of the functions, jitted and traced as a run does."""
+        function, shapes = self.functions[name]
+        with sharding.use(self.mesh, self.program.rules):
+            return _jitted(function).trace(*shapes)
+
+
+def longest_read(config, cache_size):
+    """How many tokens of a text are read in a row, at most, by a `config.sample` block: a token is
+    a byte or more, and one of its own may begin a text."""
+    prompt = len(config.prompt.encode()) + 1
+    outgrows = prompt + config.max_new_tokens > cache_size
+    return max(prompt, cache_size // 2) if outgrows else prompt
+
+
 def _shapes(variables):
     """(shapes of the leaves, structure)"""
     leaves, structure = jax.tree.flatten(variables)
@@ -349,10 +431,8 @@ class _Run:
     def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
         self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
-        self.mesh = sharding.mesh_that_splits(variables) if self.source.every == math.inf else None
-        self.is_split = self.mesh is not None
-        axes = dict.fromkeys(sharding.MESH_AXES, 1)
-        self.mesh = self.mesh or sharding.make_mesh(axes, jax.local_devices()[:1])
+        of_all = variables if self.source.every == math.inf else {}
+        self.mesh, self.is_split = _mesh_for(of_all, jax.local_devices()[0])
         self.due, self.variables = 0, {}  # the token before which variables are asked for
         self.take_variables(texts)
         self.stale = True  # whether all rows have to be read with the variables of now

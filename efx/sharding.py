@@ -535,10 +535,12 @@ def whole(tree):
 
 
 def mesh_that_splits(tree):
-    """The mesh over which an array of a tree is split; None if every device has the whole of it."""
+    """The mesh over which an array of a tree, or a shape with a sharding, is split; None if every
+    device has the whole of it."""
     for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array) and not x.is_fully_replicated:
-            return x.sharding.mesh
+        layout = getattr(x, "sharding", None)
+        if layout is not None and not layout.is_fully_replicated:
+            return layout.mesh
     return None
 
 

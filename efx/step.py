@@ -226,6 +226,17 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     return train_step
 
 
+def batch_shapes(config, rows, mesh, rules):
+    """Shapes and layout of a batch of so many rows, as the data pipeline makes and places it."""
+    shape, layout = (rows, config.data.seq_len), sharding.batch_sharding(mesh, rules)
+    dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if config.data.packing:
+        dtypes |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=layout) for name, dtype in dtypes.items()
+    }
+
+
 def _micro_batches(batch, count):
     """Arrays [B, T] as [count, B / count, T]. Micro-batch i has the rows i, i + count, ..., so that
     every device keeps its own rows."""

@@ -26,6 +26,7 @@ from efx.metrics import (
 )
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
+from efx.profiler import Profile
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
 from efx.signals import Beside, Interrupted, StopSignals, leave_work
@@ -152,7 +153,7 @@ class _Launch:
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
-        self.profiled_from = None  # the step at which the open window of the profiler began
+        self.profile = None  # the one whose window is open
         self.fingerprints = self.remembered = {}  # of config.json and run.json: now, in checkpoint
         self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
@@ -642,18 +643,17 @@ class _Launch:
     def _profile(self):
         start_step, count = self.config.log.profile_at, self.config.log.profile_steps
         if start_step and self.step == start_step:
-            jax.profiler.start_trace(str(self.mirror.path / "profile"))
-            self.profiled_from = start_step
+            self.profile = Profile(self.mirror.path / "profile", start_step)
         if self.step == start_step + count:
             self._end_profile()
 
     def _end_profile(self):
         """Writes the profile whose window is open: of fewer steps where the run ends in it."""
-        if self.profiled_from is None:
+        if self.profile is None:
             return
         jax.block_until_ready(self.state)
-        jax.profiler.stop_trace()
-        count, self.profiled_from = self.step - self.profiled_from, None
+        self.profile.end()
+        count, self.profile = self.step - self.profile.step, None
         steps = f"{count} step{'s' * (count != 1)}"
         self.progress.println(f"profile of {steps}: {self.workdir / 'profile'}")
 

@@ -1,7 +1,8 @@
-"""The training step of a config, compiled for accelerators that are not there: `--mode=compile`.
+"""The programs of a config's run, compiled for accelerators that are not there: `--mode=compile`.
 
-What a run would need and do on a TPU slice or on GPUs is read off the compiled program: whether it
-fits, what it communicates, which kernels it has, and an estimate of how long a step takes.
+What a run would need and do on a TPU slice or on GPUs is read off the compiled programs: whether
+they fit, what they communicate, which kernels they have, and an estimate of how long they take. The
+training step comes first, then what evaluates and samples in the training.
 """
 
 from efx.ahead_of_time.compile import compile_and_report

@@ -1,5 +1,7 @@
-"""From a config and the name of a topology to a `Report`."""
+"""From a config and the name of a topology to a `Report` and what goes with it."""
 
+import contextlib
+import functools
 import json
 import logging
 import re
@@ -7,9 +9,22 @@ import time
 
 import jax
 
-from efx import build, flops, run_settings, runfolder, settings, sharding, signals
+from efx import (
+    build,
+    evaluate,
+    flops,
+    memory,
+    models,
+    optim,
+    run_settings,
+    runfolder,
+    sample,
+    settings,
+    sharding,
+    signals,
+)
 from efx.ahead_of_time import hlo, topology
-from efx.ahead_of_time.report import Estimate, Memory, Report
+from efx.ahead_of_time.report import Compiled, Estimate, Memory, Report
 from efx.data import tokenizers
 from efx.errors import UsageError
 
@@ -18,7 +33,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, as_json=False):
-    """What `--mode=compile` does: prints the report, as text or as JSON.
+    """What `--mode=compile` does: prints a report of the training step, and of each program that
+    evaluates and samples in the training, as soon as it is compiled, as text; or all as JSON.
 
     Args:
       vocab_size: number of token ids; None: those of the config's tokenizer.
@@ -27,8 +43,18 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
     config = run_settings.check(config)
     if vocab_size is None:
         vocab_size = _vocab_size(config, workdir)
-    report = compile_step(config, topology_name, vocab_size)
-    print(json.dumps(report.as_dict()) if as_json else report.text())
+    done = []
+    for compiled in compile_programs(config, topology_name, vocab_size):
+        done.append(compiled)
+        if not as_json:
+            print(compiled.text(), flush=True)
+    if as_json:
+        step, *others = (compiled.as_dict() for compiled in done)
+        print(json.dumps(step | {"programs": others}))
+    else:
+        print("\nAn estimate is a lower bound; nothing has run.")
+    if refused := [compiled.name for compiled in done if compiled.error]:
+        raise UsageError(f"--topology={topology_name}: not compiled: {', '.join(refused)}")
 
 
 def _vocab_size(config, workdir):
@@ -46,54 +72,190 @@ def _vocab_size(config, workdir):
     )
 
 
-def compile_step(config, topology_name, vocab_size):
-    """The `Report` on the training step of a config on a topology; UsageError for what cannot be
-    asked, and a report of what does not fit for what needs more memory than there is."""
-    target = topology.describe(topology_name)
-    experiment = build.without_text(config, vocab_size, target.devices)
-    config, model = experiment.config, experiment.model
-    mesh, rules = experiment.mesh, experiment.rules
-    one = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), target.devices[:1])
-    # Kernels ask JAX about its own device, where it is one of the topology that counts.
-    asked = jax.default_device(target.devices[0])
-    with jax.set_mesh(one), asked:  # kernels are chosen for the devices of the topology here, too
-        training = build.Training(experiment)
-    length, rows = config.data.seq_len, config.data.batch_size
-    # The products of kernels are not in their program as such, so those of plain XLA are counted.
-    plain = settings.replaced(config, {"model.attention.kernel": "xla"})
-    plain_model = build.without_text(plain, vocab_size, target.devices).model
-    forward = flops.executed(plain_model, length, rows // config.train.accumulation)
-    report = Report(
-        topology=topology_name,
-        device=target.devices[0].device_kind,
-        devices=len(target.devices),
-        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
-        parameters=flops.count_params(training.shapes.params),
-        tokens=experiment.tokens_per_step,
-        ledger_flops=experiment.ledger.train_flops(experiment.tokens_per_step)
-        + experiment.teacher_flops(),
-        executed_flops=flops.TRAIN_FACTOR * config.train.accumulation * forward
-        + experiment.teacher_flops(nominal=False),
-        advice=training.advice(),
-    )
-    _log.info("compiling for %s, which may take minutes", topology_name)
-    started = time.monotonic()
-    with sharding.use(mesh, rules), asked:
-        lowered = training.trace_step(model).lower()
+def compile_programs(config, topology_name, vocab_size):
+    """Yields the `Report` on the training step of a config on a topology, then a `Compiled` for
+    each program that evaluates and samples in such a training, one after the other.
+
+    UsageError for what cannot be asked. What needs more memory than there is and what the compiler
+    refuses for another reason have a report, too.
+    """
+    run = _Run(config, topology_name, vocab_size)
+    yield run.training_step()
+    yield from run.evaluation()
+    if run.config.sample.every:
+        yield from run.sampling()
+
+
+class _Run:
+    """A run of a config, on devices that are not there."""
+
+    def __init__(self, config, topology_name, vocab_size):
+        self.target = topology.describe(topology_name)
+        devices = self.target.devices
+        self.experiment = e = build.without_text(config, vocab_size, devices)
+        self.config = e.config
+        self.one = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), devices[:1])
+        # The products of kernels are not in their program as such, so those of plain XLA are
+        # counted.
+        plain = settings.replaced(e.config, {"model.attention.kernel": "xla"})
+        self.plain_model = build.without_text(plain, vocab_size, devices).model
+        with self._one_device():  # kernels are chosen for these devices here, too
+            self.training = build.Training(e)
+            self._count_memory()
+
+    @contextlib.contextmanager
+    def _one_device(self):
+        with self._asked(), jax.set_mesh(self.one):
+            yield
+
+    def _asked(self):
+        """Kernels ask JAX about its own device, where it is one of the topology that counts."""
+        return jax.default_device(self.target.devices[0])
+
+    def _count_memory(self):
+        """Of what is on a device while the run evaluates and samples."""
+        state, name = self.training.shapes, self.config.optim.name
+
+        def evaluated(state):
+            return optim.eval_params(name, state.opt_state, state.params)
+
+        new = memory.is_new(evaluated, state)
+        leaves = zip(jax.tree.leaves(state.params), new, strict=True)
+        self.averages = [leaf for leaf, is_new in leaves if is_new]  # beside the parameters
+        # The next batch is there before the run pauses.
+        held = state, self.training.teacher, self.training.batch, self.averages
+        self.held = memory.on_each_device(held)
+        self.variables = {"params": state.params, **state.variables}
+
+    def training_step(self):
+        e, c = self.experiment, self.config
+        rows = c.data.batch_size // c.train.accumulation
+        forward = flops.executed(self.plain_model, c.data.seq_len, rows)
+        report = Report(
+            topology=self.target.name,
+            device=self.target.devices[0].device_kind,
+            devices=len(self.target.devices),
+            mesh={axis: size for axis, size in e.mesh.shape.items() if size > 1},
+            parameters=flops.count_params(self.training.shapes.params),
+            tokens=e.tokens_per_step,
+            ledger_flops=e.ledger.train_flops(e.tokens_per_step) + e.teacher_flops(),
+            executed_flops=flops.TRAIN_FACTOR * c.train.accumulation * forward
+            + e.teacher_flops(nominal=False),
+            advice=self.training.advice(),
+        )
+        _log.info("compiling for %s, which may take minutes", self.target.name)
+        useful = report.ledger_flops / report.devices / self._peak()
+        with sharding.use(e.mesh, e.rules):
+            self._compile(report, lambda: self.training.trace_step(e.model), e.mesh, useful=useful)
+        return report
+
+    def evaluation(self):
+        """Yields a `Compiled` for each way of routing in evaluations."""
+        e, c = self.experiment, self.config
+        state, mesh = self.training.shapes, e.mesh
+        shapes = evaluate.shapes_of_step(c, mesh, e.rules, state.params, state.variables)
+        beside = self.held - memory.on_each_device(self.variables)
+        with self._one_device():
+            plain = evaluate.steps(self.plain_model, c, self.one, e.rules)
+        steps = evaluate.steps(e.model, c, mesh, e.rules)
+        for selection, step in steps.items():
+            report = Compiled(
+                name="evaluation" + f" with {selection} routing" * (len(steps) > 1),
+                of=f"a batch of {c.evaluate.batch_size} rows",
+                executed_flops=self._flops(plain[selection], shapes),
+            )
+            with sharding.use(mesh, e.rules):
+                trace = functools.partial(step.trace, *shapes)
+                self._compile(report, trace, mesh, beside, shapes)
+            yield report
+
+    def sampling(self):
+        """Yields a `Compiled` for each program that samples are made with, after one for what it
+        takes to make the copies of the parameters that they read."""
+        e, rows = self.experiment, self.config.sample.num_samples
+        longest = sample.longest_read(self.config.sample, e.model.context)
+        with self._one_device():
+            unrolled = self.variables
+            if e.model.config.scan_layers:
+                unrolled = build.variable_shapes(e, models.unrolled(e.model))
+            device = self.target.devices[0]
+            outline, plain = (
+                sample.Outline(model, rows, self.variables, unrolled, e.rules, device, longest)
+                for model in (e.model, self.plain_model)
+            )
+        kept = memory.on_each_device(outline.shared)
+        copies = memory.on_each_device(outline.used) - kept
+        if copies:
+            yield Compiled(
+                name="sampling: copies of the parameters",
+                of="unrolled and converted",
+                memory=self._memory(
+                    beside=self.held,
+                    outputs=copies,
+                    temporaries=memory.on_each_device(outline.between),
+                ),
+            )
+        each = f"of {rows} rows" if rows > 1 else "of one row"
+        for name, (function, shapes) in outline.functions.items():
+            decodes = function == outline.program.decode
+            tokens = "one token" if decodes else f"{outline.program.chunk} tokens"
+            report = Compiled(
+                name=f"sampling: {name}",
+                of=f"{tokens} {each}",
+                executed_flops=self._flops(*plain.functions[name]),
+            )
+            trace = functools.partial(outline.trace, name)
+            self._compile(report, trace, outline.mesh, self.held - kept, shapes)
+            yield report
+
+    def _flops(self, function, shapes):
+        """Executed FLOPs of a function, as one device would compute all of it."""
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+        with self._one_device():
+            return flops.jaxpr_flops(function, *whole)
+
+    def _peak(self):
+        return flops.device_peak(self.config.train.dtype, self.target.devices[0])
+
+    def _memory(self, **parts):
+        chip = self.target.chip
+        fraction = 1.0 if chip.kind == "tpu" else topology.GPU_FRACTION
+        return Memory(chip=chip.memory, fraction=fraction, **parts)
+
+    def _compile(self, report, trace, mesh, beside=0, arguments=(), useful=0.0):
+        """Compiles a program and has the `Compiled` say what it needs and does.
+
+        Args:
+          trace: () -> the program, traced. mesh: its devices.
+          beside: bytes on a device that are none of its arguments. arguments: these as shapes.
+        """
+        started = time.monotonic()
         try:
-            compiled = _compiled(lowered)
-        except jax.errors.JaxRuntimeError as error:
-            report.memory = _refused(str(error), target.chip)
-            return report
-    report.compile_seconds = time.monotonic() - started
-    report.memory = _memory(compiled.memory_analysis(), target.chip)
-    program = hlo.Program(compiled.as_text())
-    report.collectives = hlo.collectives(program, target.hosts_of(mesh))
-    report.kernels = hlo.kernels(program)
-    report.unknown_loops = program.unknown_loops
-    peak = flops.device_peak(config.train.dtype, target.devices[0])
-    report.estimate = _estimate(program, report, target, peak)
-    return report
+            with self._asked():
+                compiled = _compiled(trace().lower())
+        except Exception as error:  # compilers and kernels raise what they like
+            report.memory = _refused(str(error), beside)
+            if report.memory is None:
+                reason = " ".join(str(error).split())[:500]
+                is_told = isinstance(error, UsageError)
+                report.error = reason if is_told else f"{type(error).__name__}: {reason}"
+            return
+        report.compile_seconds = time.monotonic() - started
+        needs = compiled.memory_analysis()
+        # Arguments that a program makes no use of are left out of it, and are there all the same.
+        unused = max(0, memory.on_each_device(arguments) - needs.argument_size_in_bytes)
+        report.memory = self._memory(
+            arguments=needs.argument_size_in_bytes,
+            temporaries=needs.temp_size_in_bytes,
+            outputs=needs.output_size_in_bytes - needs.alias_size_in_bytes,
+            code=needs.generated_code_size_in_bytes,
+            beside=beside + unused,
+        )
+        program = hlo.Program(compiled.as_text())
+        report.collectives = hlo.collectives(program, self.target.hosts_of(mesh))
+        report.kernels = hlo.kernels(program)
+        report.unknown_loops = program.unknown_loops
+        report.estimate = _estimate(program, report, self.target, self._peak(), useful)
 
 
 def _compiled(lowered):
@@ -101,19 +263,8 @@ def _compiled(lowered):
     return signals.Beside(lowered.compile).result()
 
 
-def _memory(needs, chip):
-    return Memory(
-        arguments=needs.argument_size_in_bytes,
-        temporaries=needs.temp_size_in_bytes,
-        outputs=needs.output_size_in_bytes - needs.alias_size_in_bytes,
-        code=needs.generated_code_size_in_bytes,
-        chip=chip.memory,
-        fraction=1.0 if chip.kind == "tpu" else topology.GPU_FRACTION,
-    )
-
-
-def _refused(message, chip):
-    """The `Memory` of a program for which the compiler found too little; other errors are raised.
+def _refused(message, beside=0):
+    """The `Memory` of a program for which the compiler found too little; None for other errors.
 
     XLA says either "Used 17.90G of 15.75G hbm" or "... required for HLO temporaries (1.17T) exceeds
     available HBM (15.75G)".
@@ -122,13 +273,13 @@ def _refused(message, chip):
         r"required for .*?\(([\d.]+)([KMGT]?)\) exceeds available .*?\(([\d.]+)([KMGT]?)\)", message
     )
     if not found:
-        raise UsageError(f"the compiler refuses this program: {' '.join(message.split())[:500]}")
+        return None
     needed, limit = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-    return Memory(refused=needed, chip=limit)
+    return Memory(refused=needed, chip=limit, beside=beside)
 
 
-def _estimate(program, report, target, peak):
-    """Seconds of a step: what each device computes, its kernels, its communication."""
+def _estimate(program, report, target, peak, useful):
+    """Seconds of a program: what each device computes, its kernels, its communication."""
     chip = target.chip
     known = [call for call in report.kernels if call.flops is not None]
     # A kernel of attention reaches about half of the peak.
@@ -149,7 +300,7 @@ def _estimate(program, report, target, peak):
         compute=sum(seconds for _, seconds in times),
         kernels=kernels,
         communication=sum(chip.seconds(c) for c in report.collectives),
-        useful=report.ledger_flops / report.devices / peak,
+        useful=useful,
         missing=missing,
         operations=hlo.operations(times),
     )

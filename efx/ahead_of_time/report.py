@@ -1,4 +1,4 @@
-"""What is known of a compiled training step, as text for people and as plain data."""
+"""What is known of the compiled programs of a run, as text for people and as plain data."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -14,11 +14,13 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      arguments: the state of the training, its batch. outputs: what is not written over these.
+      arguments: of a training step its state and batch. outputs: what is not written over these.
       temporaries: activations, gradients.
+      beside: what else is there while the program runs: of the state of training what is no
+        argument.
       chip: what a program may have. fraction: the part of it that JAX takes by itself.
       refused: what the program would need, if the compiler refused it for that; then nothing else
-        is known.
+        of it is known.
     """
 
     chip: float
@@ -26,16 +28,21 @@ class Memory:
     temporaries: int = 0
     outputs: int = 0
     code: int = 0
+    beside: int = 0
     fraction: float = 1.0
     refused: float = 0.0
 
     @property
     def needed(self):
-        return self.refused or self.arguments + self.temporaries + self.outputs + self.code
+        own = self.arguments + self.temporaries + self.outputs + self.code
+        return self.beside + (self.refused or own)
 
     @property
     def fits(self):
         return not self.refused and self.needed <= self.chip
+
+    def as_dict(self):
+        return dataclasses.asdict(self) | {"needed": self.needed, "fits": self.fits}
 
     def verdict(self):
         need, have = _gib(self.needed), _gib(self.chip)
@@ -54,12 +61,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step on each device.
+    """Seconds of a step, or of another program, on each device.
 
     Attributes:
       by: what `compute` is estimated by. kernels: of attention, from their FLOPs at half of the
         peak. communication: of all exchanges, one after the other, at the full speed of all links.
-      useful: of the ledger's FLOPs at the peak.
+      useful: of the ledger's FLOPs at the peak, of a training step; else 0.
       missing: {what: runs} of what is in none of these.
       operations: `hlo.Operation`s of `compute`, the slowest first.
     """
@@ -86,33 +93,28 @@ class Estimate:
         return self.useful / (self.compute + self.kernels + self.communication)
 
 
-@dataclasses.dataclass
-class Report:
-    """A training step on a topology. Of a program that does not fit all after `executed_flops` but
-    `memory` is empty.
+@dataclasses.dataclass(kw_only=True)
+class Compiled:
+    """A program on a topology. Of one that does not fit by itself nothing but `memory` is known, of
+    one that cannot be compiled nothing but why: `error`, a line.
 
     Attributes:
-      tokens, ledger_flops, executed_flops: of a step on all devices together.
+      name: what it does. of: how much of it the numbers are of, in words.
+      executed_flops: on all devices together; None where a program only copies.
       collectives: `hlo.Collective`s, the largest first. kernels: `hlo.KernelCall`s.
-      advice: see `build.Training`.
       unknown_loops: loops of unknown length, counted as one trip.
     """
 
-    topology: str
-    device: str
-    devices: int
-    mesh: dict
-    parameters: int
-    tokens: int
-    ledger_flops: float
-    executed_flops: float
-    advice: str = ""
-    memory: Memory = None
-    estimate: Estimate = None
+    name: str
+    of: str
+    executed_flops: float | None = None
+    memory: Memory | None = None
+    estimate: Estimate | None = None
     collectives: list = dataclasses.field(default_factory=list)
     kernels: list = dataclasses.field(default_factory=list)
     unknown_loops: int = 0
     compile_seconds: float = 0.0
+    error: str = ""
 
     def by_kind(self):
         """{kind of collective: (runs, bytes)} a step and device."""
@@ -132,15 +134,82 @@ class Report:
     def as_dict(self):
         """All of it as plain data, with what follows from it."""
         fields = dataclasses.asdict(self)
-        memory, estimate = self.memory, self.estimate
-        fields["memory"] |= {"needed": memory.needed, "fits": memory.fits}
+        if self.memory:
+            fields["memory"] = self.memory.as_dict()
         fields["collectives_by_kind"] = self.by_kind()
         fields["kernel_runs"] = self.kernel_runs()
-        if estimate:
+        if self.estimate:
+            fields["estimate"]["step"] = self.estimate.step
+        return fields
+
+    def text(self):
+        """A few lines, of a program beside the training step."""
+        lines = ["", f"{self.name}, {self.of}"]
+        if self.error:
+            return "\n".join([*lines, f"{'not compiled':13} {self.error}"])
+        memory, estimate = self.memory, self.estimate
+        lines.append(f"{'memory':13} {memory.verdict()}")
+        held = f"{'':13} beside it {_gib(memory.beside)} of the training"
+        if memory.refused:
+            return "\n".join([*lines, held])
+        parts = ("arguments", "temporaries", "outputs")
+        sizes = {name: getattr(memory, name) for name in parts}
+        listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+        lines.append(f"{held}; {listed}")
+        if not estimate:
+            return "\n".join(lines)
+        moved = [
+            f"{kind} x {runs}, {size / 1e6:,.0f} MB a chip"
+            for kind, (runs, size) in self.by_kind().items()
+        ]
+        lines.append(f"{'exchanged':13} {'; '.join(moved) or 'nothing'}")
+        took = f"{_ms(estimate.compute + estimate.kernels)} for"
+        took += f" {quantity(self.executed_flops, 'FLOPs')} executed"
+        if estimate.communication:
+            took += f", communication {_ms(estimate.communication)} if nothing hides it"
+        return "\n".join([*lines, f"{'time, about':13} {took}", *self._left_out()])
+
+    def _left_out(self):
+        """Lines on what is not in the estimate."""
+        lines = []
+        if missing := self.estimate.missing:
+            listed = ", ".join(f"{what} x {runs}" for what, runs in missing.items())
+            lines.append(f"{'':13} not in the estimate: {listed}")
+        if self.unknown_loops:
+            loops = "loop" if self.unknown_loops == 1 else "loops"
+            counts = "counts" if self.unknown_loops == 1 else "count"
+            lines.append(
+                f"{'':13} {self.unknown_loops} {loops} of unknown length {counts} as one trip"
+            )
+        return lines
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report(Compiled):
+    """The training step on a topology, the headline of what is said of a run.
+
+    Attributes:
+      tokens, ledger_flops: of a step on all devices together.
+      advice: see `build.Training`.
+    """
+
+    name: str = "training step"
+    of: str = ""
+    topology: str
+    device: str
+    devices: int
+    mesh: dict
+    parameters: int
+    tokens: int
+    ledger_flops: float
+    advice: str = ""
+
+    def as_dict(self):
+        fields = super().as_dict()
+        if self.estimate:
             fields["estimate"] |= {
-                "step": estimate.step,
-                "mfu": estimate.mfu,
-                "mfu_without_overlap": estimate.mfu_without_overlap,
+                "mfu": self.estimate.mfu,
+                "mfu_without_overlap": self.estimate.mfu_without_overlap,
             }
         return fields
 
@@ -154,13 +223,15 @@ class Report:
             f"{self.topology}: {self.devices} x {self.device}; mesh {mesh}",
             f"model         {quantity(self.parameters, 'parameters')}, {tokens} tokens a step,"
             f" {per_token} a token",
-            f"memory        {self.memory.verdict()}",
         ]
         if self.advice:
             lines.insert(1, f"{'':13} {self.advice}")
-        if self.memory.refused:
-            return "\n".join(lines)
+        if self.error:
+            return "\n".join([*lines, f"{'not compiled':13} {self.error}"])
         memory, estimate = self.memory, self.estimate
+        lines.append(f"memory        {memory.verdict()}")
+        if memory.refused:
+            return "\n".join(lines)
         lines.append(
             f"              state and batch {_gib(memory.arguments)}, temporaries"
             f" {_gib(memory.temporaries)}"
@@ -185,15 +256,7 @@ class Report:
             f"MFU, about    {estimate.mfu:.0%} with communication hidden,"
             f" {estimate.mfu_without_overlap:.0%} with none of it hidden"
         )
-        if estimate.missing:
-            missing = ", ".join(f"{what} x {runs}" for what, runs in estimate.missing.items())
-            lines.append(f"              not in the estimate: {missing}")
-        if self.unknown_loops:
-            lines.append(
-                f"              {self.unknown_loops} loops of unknown length count as one trip"
-            )
-        lines.append("An estimate is a lower bound; nothing has run.")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._left_out()])
 
     def _slowest(self):
         """Lines on the operations that take most of the time."""

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from efx import main
 from efx.ahead_of_time import compile as compile_lib
 from efx.ahead_of_time import hlo, topology
-from efx.ahead_of_time.report import Estimate, Memory, Report
+from efx.ahead_of_time.report import Compiled, Estimate, Memory, Report
 from efx.config import load_config
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
@@ -418,25 +418,82 @@ def test_the_report_says_all_of_it():
 
 
 def test_what_does_not_fit():
-    chip = topology.CHIPS["v5e"]
     refused = compile_lib._refused(
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space"
-        " hbm. Used 17.90G of 15.75G hbm. Exceeded hbm capacity by 2.15G.",
-        chip,
+        " hbm. Used 17.90G of 15.75G hbm. Exceeded hbm capacity by 2.15G."
     )
     text = report(memory=refused, estimate=None, collectives=[], kernels=[]).text()
     assert text.endswith("does not fit: needs 17.90 GiB of 15.75 GiB a chip, 2.15 GiB too much")
     other = compile_lib._refused(
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
         " temporaries (1.5T) exceeds available HBM (15.75G).",
-        chip,
+        beside=GIB,
     )
-    assert other.needed == 1536 * GIB and not other.fits
-    with pytest.raises(UsageError, match="the compiler refuses this program: INTERNAL: no luck"):
-        compile_lib._refused("INTERNAL: no\nluck", chip)
+    assert other.needed == 1537 * GIB and not other.fits
+    assert compile_lib._refused("INTERNAL: no luck") is None
     gpu = Memory(chip=80 * GIB, arguments=70 * GIB, fraction=0.75)
     assert gpu.fits and "takes 75% of a GPU's memory" in gpu.verdict() and "0.89" in gpu.verdict()
     assert not Memory(chip=80 * GIB, arguments=81 * GIB).fits
+
+
+def part(**changes):
+    memory = Memory(chip=16 * GIB, arguments=GIB, temporaries=6 * GIB, beside=3 * GIB)
+    fields = dict(
+        name="evaluation", of="a batch of 8 rows", executed_flops=2e12, memory=memory,
+        estimate=report().estimate, collectives=report().collectives, unknown_loops=1,
+    )  # fmt: skip
+    return Compiled(**(fields | changes))
+
+
+def test_the_report_of_a_program_beside_the_training_step():
+    text = part().text()
+    for words in (
+        "evaluation, a batch of 8 rows",
+        "fits: needs 10.00 GiB of 16.00 GiB a chip, 6.00 GiB to spare",
+        "beside it 3.00 GiB of the training; arguments 1.00 GiB, temporaries 6.00 GiB\n",
+        "exchanged     all-gather x 48, 50 MB a chip; all-reduce x 1, 0 MB a chip",
+        "100.0 ms for 2.00 TFLOPs executed, communication 50.0 ms if nothing hides it",
+        "not in the estimate: sort x 12",
+        "1 loop of unknown length counts as one trip",
+    ):
+        assert words in text, text
+    kept = json.loads(json.dumps(part().as_dict()))
+    assert kept["memory"]["needed"] == 10 * GIB and kept["memory"]["fits"]
+    assert kept["estimate"]["step"] == 0.1 and "mfu" not in kept["estimate"]
+    assert kept["collectives_by_kind"]["all-gather"] == [48, 50_000_000]
+    alone = part(collectives=[], estimate=dataclasses.replace(part().estimate, communication=0.0))
+    assert "exchanged     nothing" in alone.text() and "hides" not in alone.text()
+    too_much = Memory(chip=16 * GIB, refused=17 * GIB, beside=GIB)
+    assert part(memory=too_much, estimate=None).text().endswith(
+        "does not fit: needs 18.00 GiB of 16.00 GiB a chip, 2.00 GiB too much\n"
+        "              beside it 1.00 GiB of the training"
+    )  # fmt: skip
+
+
+def test_all_programs_are_told_and_what_is_not_compiled_is_an_error(monkeypatch, capsys):
+    """Each as soon as it is there, as text; and the status is that of bad input."""
+    lost = dict(memory=None, estimate=None, collectives=[], error="Refused: no luck")
+    programs = [report(), part(**lost), part(name="sampling: prefill")]
+    monkeypatch.setattr(compile_lib, "compile_programs", lambda *of: iter(programs))
+    config, missed = load_config("mod", {}), "--topology=v5e:2x2: not compiled: evaluation$"
+    with pytest.raises(UsageError, match=missed):
+        compile_lib.compile_and_report(config, "v5e:2x2", vocab_size=7)
+    said = capsys.readouterr().out
+    assert said.startswith("v5e:2x2: 4 x TPU") and said.endswith("nothing has run.\n")
+    assert "evaluation, a batch of 8 rows\nnot compiled  Refused: no luck\n" in said
+    assert said.count("fits: needs") == 2
+    with pytest.raises(UsageError, match=missed):
+        compile_lib.compile_and_report(config, "v5e:2x2", vocab_size=7, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 4 and found["memory"]["fits"]
+    assert [program["error"] for program in found["programs"]] == ["Refused: no luck", ""]
+    assert found["programs"][0]["memory"] is None
+    monkeypatch.setattr(
+        compile_lib, "compile_programs", lambda *of: iter([report(**lost), *programs[2:]])
+    )
+    with pytest.raises(UsageError, match="not compiled: training step$"):
+        compile_lib.compile_and_report(config, "v5e:2x2", vocab_size=7)
+    assert "a token\nnot compiled  Refused: no luck\n" in capsys.readouterr().out
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -555,6 +612,22 @@ def test_a_small_model_for_a_tpu(root):
         found["advice"] == "" and found["unknown_loops"] == 0 and found["estimate"]["compute"] > 0
     )
     assert found["collectives_by_kind"]["all-reduce"][0] > 0
+    programs = {program["name"]: program for program in found["programs"]}
+    assert [*programs] == [
+        "evaluation with causal routing", "evaluation with train routing",
+        "sampling: copies of the parameters", "sampling: prefill", "sampling: decoding",
+    ]  # fmt: skip
+    for name, program in programs.items():
+        memory = program["memory"]
+        assert memory["fits"] and program["error"] == ""
+        # All of the optimiser's state is there meanwhile, and of the parameters at least a copy.
+        assert memory["beside"] > 8 * found["parameters"] / 4
+        assert memory["needed"] > 12 * found["parameters"] / 4
+        if program["estimate"]:
+            assert program["estimate"]["step"] > 0 and program["collectives_by_kind"], name
+    one, all_of = (programs[f"sampling: {name}"] for name in ("decoding", "prefill"))
+    assert one["executed_flops"] < all_of["executed_flops"] < found["executed_flops"]
+    assert programs["evaluation with causal routing"]["kernel_runs"] == {"splash_mha_fwd": 4}
 
 
 # Prints, of the programs that sample, the temporary memory of each and the bytes of all keys of a block.

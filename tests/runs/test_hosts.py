@@ -34,6 +34,7 @@ MESHES = (
     {"mesh.expert": 4},
     {"mesh.sequence": 4},
 )
+PROFILED = 2  # number of the launch whose first step is profiled
 # Then many steps without a rest, until SIGTERM; and again, until one process is killed.
 LONG = {"steps": 10**6, "evaluate.every": 0, "sample.every": 0}
 LONG_MESHES = MESHES[:2]
@@ -161,6 +162,7 @@ def runs(tmp_path_factory, root):
         "data.source": f"text:{folder / 'text.txt'}", "data.cache_dir": str(folder)
     }  # fmt: skip
     launches = [shared | mesh | {"steps": ALONE + 2 * i} for i, mesh in enumerate(MESHES, 1)]
+    launches[PROFILED] |= {"log.profile_at": ALONE + 2 * PROFILED, "log.profile_steps": 1}
     launches += [shared | mesh | LONG for mesh in LONG_MESHES]
     workdir, short = folder / "two", ALONE + 2 * len(MESHES)
 
@@ -221,6 +223,21 @@ def test_two_processes_sample_as_one(runs):
             for workdir in (runs[0], runs[-1])
         )
         assert two == one and len(two) > 20
+
+
+def test_the_profile_of_each_process_is_kept(runs):
+    """In one folder, as hosts of one profile. The last to write replaced that of the other: JAX
+    names the files by the host."""
+    workdir, _, said, *_ = runs
+    written = [path for path in (workdir / "profile").rglob("*") if path.is_file()]
+    assert {path.parent.relative_to(workdir / "profile").as_posix() for path in written} == {
+        f"plugins/profile/step_{ALONE + 2 * PROFILED}"
+    }
+    for kind in (".xplane.pb", ".trace.json.gz"):
+        names = sorted(path.name for path in written if path.name.endswith(kind))
+        assert [name.split("_")[:2] for name in names] == [["process", "0"], ["process", "1"]]
+        assert all(name.endswith(socket.gethostname() + kind) for name in names), names
+    assert "profile of 1 step: " in said[0] and "profile of 1 step: " not in said[1]
 
 
 def test_a_process_reads_the_rows_that_its_devices_hold(runs):

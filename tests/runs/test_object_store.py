@@ -2,10 +2,12 @@
 
 import io
 import os
+import socket
 import threading
 from types import SimpleNamespace
 
 import fsspec
+import jax
 import numpy as np
 import object_store
 import pytest
@@ -16,6 +18,7 @@ from efx.data import disk_cache, load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 from efx.metrics import read_metrics
+from efx.profiler import Profile
 from efx.studies import sweep
 
 SMALL = {
@@ -268,6 +271,25 @@ def test_an_upload_that_fails(objects, monkeypatch, capsys):
     assert kept == {
         "bucket/runs/mirrored/samples/step_1.txt": b"old",
         "bucket/runs/mirrored/metrics.jsonl": b"rows",
+    }
+
+
+def test_profiles_of_two_processes(objects, monkeypatch):
+    """Each process uploads its own from a folder of its own; none replaces that of the other."""
+    run_folder = storage.folder("gs://bucket/runs/profiled")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for process in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with storage.Mirror(run_folder, ()) as mirror:
+            profile = Profile(mirror.path / "profile", 7)
+            jax.block_until_ready(jax.numpy.ones(3) + process)
+            profile.end()
+    names = {name.removeprefix("bucket/runs/profiled/") for name in objects if "profiled" in name}
+    kinds = (".trace.json.gz", ".xplane.pb")
+    assert names == {
+        f"profile/plugins/profile/step_7/process_{process}_{socket.gethostname()}{kind}"
+        for process in range(2)
+        for kind in kinds
     }
 
 
