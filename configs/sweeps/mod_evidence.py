@@ -10,7 +10,7 @@ bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
 another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is what
-decides at the largest budget whether MoD pays, with the controls at its best sizes.
+decides at the largest budget whether MoD pays, with the controls at MoD's best size.
 `mod_evidence.py:three` has the three main families at all three budgets, of which the points lie in
 two files of results; nothing is trained for one analysis, and one law, of both:
 
@@ -123,8 +123,7 @@ def _seeds_of_largest(family, sizes):
     if family == "staged MoDE":
         return {name: () if name == name_of(*WIDEST) else (0,) for name in sizes}
     if family not in SEVERAL:
-        at_best = {"64 wide, 8 deep": (0, 1), name_of(*WIDEST): (0,)}
-        return {name: at_best.get(name, ()) for name in sizes}
+        return {name: (0,) if name == "64 wide, 8 deep" else () for name in sizes}
     return {
         name: (0,) if name == "32 wide, 6 deep" else (0, 1, 2) if name in THREE[family] else (0, 1)
         for name in sizes
