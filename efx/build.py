@@ -424,17 +424,22 @@ def check_tokenizer(config, name, run, made=()):
         theirs = made[run].data.tokenizer
     if spec == theirs:
         return
-    kind, _ = tokenizers.parse(spec)
-    if not is_made and "file" in (kind, tokenizers.parse(theirs)[0]):
+    if not is_made and "file" in (tokenizers.parse(spec)[0], tokenizers.parse(theirs)[0]):
         return  # which tokenizer that is shows when it is there
-    if is_made and kind in ("bytes", "file"):  # others have to be made of a text, or downloaded
-        path = runfolder.saved_tokenizer(run)
-        if path and tokenizers.ready(spec).fingerprint == load_tokenizer(path).fingerprint:
-            return
+    path = runfolder.saved_tokenizer(run) if is_made else None
+    if path and is_tokenizer(spec, load_tokenizer(path)):
+        return
     raise UsageError(
         f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}, and its model"
         f" knows the ids of no other; give --config.data.tokenizer={theirs}"
     )
+
+
+def is_tokenizer(spec, tokenizer):
+    """Whether `config.data.tokenizer` names a tokenizer. Not those that have to be made of a text,
+    or downloaded."""
+    named = tokenizers.parse(spec)[0] in ("bytes", "file") and tokenizers.ready(spec)
+    return bool(named) and named.fingerprint == tokenizer.fingerprint
 
 
 def _module(config, of, vocab_size, mesh, rules, members=()):

@@ -47,8 +47,8 @@ def config_for(folder, to, config=None):
     Args:
       folder: the parent. to: one of `KINDS`.
       config: ConfigDict that says how the run trains, and where `to` is "mod" which blocks are
-        routed how; all else of its model becomes the parent's. None: the parent's config, with what
-        `configs/convert_mod.py` changes.
+        routed how; all else of its model, and the tokenizer, become the parent's. None: the
+        parent's config, with what `configs/convert_mod.py` changes.
     Raises: UsageError for a parent that cannot be converted.
     """
     parent = config_of_run(folder, "--from")
@@ -69,6 +69,7 @@ def config_for(folder, to, config=None):
     config.update_from_flattened_dict(
         {f"model.{key}": value for key, value in _decided(parent, to).items()}
     )
+    config.data.tokenizer = parent.data.tokenizer
     routing = config.model.depth_routing
     if to != "mod":
         routing.kind = "none"
@@ -89,6 +90,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
     """
     config, parent_path = run_settings.check(config), _whole_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
+    build.check_tokenizer(config, "--from", parent_path)
     if config.adapter.kind != "none":  # whose base a run has to name
         config = settings.replaced(config, {"init.run": parent_path})
     runfolder.check_shared(workdir)

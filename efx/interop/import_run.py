@@ -76,6 +76,11 @@ def import_run(config, folder, workdir, *, command_line=()):
     hf_config = hf.read_config(folder)
     _check_config(config, hf.settings_of(folder, hf_config))
     tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)
+    if not build.is_tokenizer(config.data.tokenizer, tokenizer):
+        raise UsageError(
+            f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} knows"
+            f" the ids of its {runfolder.TOKENIZER_FILE} alone; leave the setting out"
+        )
     weights = Weights(folder)
     rows = hf_config["vocab_size"]
     hf.check_size(folder, config.model, rows, weights)

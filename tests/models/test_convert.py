@@ -275,6 +275,10 @@ BAD = {
         rf"{ROUTING}\.kind='recursion': --to=mod makes 'mod'",
     ),
     "another width": ({"model.width": 64}, r"config\.model\.width=64: the model of --from has 32"),
+    "another tokenizer": (
+        {"data.tokenizer": "bpe:300"},
+        r"config\.data\.tokenizer='bpe:300': --from=.* was trained with 'bytes'",
+    ),
     "longer rows": ({"data.seq_len": 32}, r"config\.model\.context=16 is shorter than"),
     "another family": (
         dict(config="latent:smoke"),

@@ -388,6 +388,7 @@ def test_a_full_disk_leaves_no_folder(folder, tmp_path, capsys, monkeypatch):
         ({"model.attention.rope_theta": 5.0}, r"attention\.rope_theta=5\.0: the model of --from"),
         ({"model.context": 64}, r"config\.model\.context=64: the model of --from has 32"),
         ({"data.seq_len": 64}, r"config\.model\.context=32 is shorter than .*seq_len=64"),
+        ({"data.tokenizer": "bytes"}, r"config\.data\.tokenizer='bytes': the model of --from="),
         ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': import the model without"),
     ],
 )
