@@ -70,7 +70,7 @@ def error_line(capsys):
         ({"model.dept": 3}, r"--config\.model\.dept is not a setting \(did you mean 'depth'\?\)"),
         (
             {"optim.schedule.warmup": 3},
-            r"warmup is not a setting \(did you mean 'warmup_steps'\?\)",
+            r"warmup is not a setting \(did you mean 'config.optim.schedule.warmup_steps'\?\)",
         ),
         ({"model": 3}, r"--config\.model is a block of settings"),
         ({"model.depth": "deep"}, r"config\.model\.depth"),

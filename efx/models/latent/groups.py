@@ -13,7 +13,6 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from efx.layers.blocks import (
@@ -271,9 +270,9 @@ def repeat_index(places, latents, repeat):
     takes. "tile": the latents again and again, "in_place": each several times; cut at the left."""
     early = places - latents
     copies = -(-early // latents)
-    index = np.arange(copies * latents)
-    index = index % latents if repeat == "tile" else index // copies
-    return index[copies * latents - early :]
+    # Made where it is traced: a group that has no memory is told so, once all is counted.
+    index = jnp.arange(early, dtype=jnp.int32) + (copies * latents - early)
+    return index % latents if repeat == "tile" else index // copies
 
 
 class Upsample(nn.Module):
@@ -319,7 +318,7 @@ class Upsample(nn.Module):
         # An early place: from which latent, numbered along the row, and whether that came in this
         # call, whose latents have numbers that follow each other.
         early_BT = jnp.clip(place_BT, 0, len(index) - 1)
-        latent_BT = jnp.asarray(index, jnp.int32)[early_BT]
+        latent_BT = index[early_BT]
         first_B1 = latents.group_BT[:, :1] * c.inner + latents.place_BT[:, :1]
         came_BT = (group_BT - 1) * c.inner + latent_BT - first_B1
         came_BT = jnp.where(latents.place_BT[:, :1] >= 0, came_BT, -1)
