@@ -557,7 +557,7 @@ def _restore_config(folder, config, may_differ):
         return
     step, remembered = _remembered(folder)
     now = fingerprint_of_config(config, may_differ)
-    known = [config for config in _configs_of(remembered) if config.get("of") == now["of"]]
+    known = [one for one in _configs_of(remembered) if one.get("of") == now["of"]]
     if not known:
         return
     if now not in known:
