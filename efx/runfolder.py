@@ -556,9 +556,11 @@ def _restore_config(folder, config, may_differ):
     if path.exists():
         return
     step, remembered = _remembered(folder)
+    known = _configs_of(remembered)
+    if not known:  # of a new run, which needs no fingerprint
+        return
     now = fingerprint_of_config(config, may_differ)
-    known = [one for one in _configs_of(remembered) if one.get("of") == now["of"]]
-    if not known:
+    if all(one.get("of") != now["of"] for one in known):
         return
     if now not in known:
         raise UsageError(
