@@ -576,6 +576,12 @@ def _check_batch(config, mesh, rules):
             f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
             f"{shards} devices of the mesh's batch axes"
         )
+    if config.evaluate.repeated_rows and config.data.seq_len < 4:
+        raise UsageError(
+            f"config.evaluate.repeated_rows={config.evaluate.repeated_rows}: half of"
+            f" config.data.seq_len={config.data.seq_len} tokens are too few to repeat; give rows of"
+            " at least 4, or 0 of these"
+        )
     pieces = sharding.shard_count(mesh, rules, "length")
     if config.data.seq_len % pieces:
         raise UsageError(

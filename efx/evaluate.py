@@ -88,6 +88,7 @@ class Evaluator:
             selection: self._run(step, params, variables) for selection, step in self._steps.items()
         }
         result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
+        result |= self._repeated(params, variables)
         for changes in self._changes:
             first = next(iter(self._batches(changes.placement.rows)))
             changed = changes(params, variables, first)
@@ -142,9 +143,26 @@ class Evaluator:
         c = self._config
         return self._data.eval_batches(c.batch_size, c.max_batches, rows)
 
-    def _run(self, step, params, variables):
+    def _repeated(self, params, variables):
+        """What the model gains where a row repeats itself, by the causal decisions: what it copies
+        from its context, since there is nothing else to predict such a token by (Olsson et al.
+        2022, "In-context learning and induction heads", arXiv 2209.11895)."""
+        c, rows = self._config, self._placement.rows
+        if not c.repeated_rows:
+            return {}
+        step, nats = self._steps["causal"], {}
+        for half in ("first", "second"):
+            batches = self._data.repeated_batches(c.repeated_rows, c.batch_size, rows)
+            halves = (of_row[half] for of_row in batches)
+            nats[half] = self._run(step, params, variables, halves)["loss"]
+        nats["gain"] = nats["first"] - nats["second"]
+        return {f"eval/repeated/{name}": of for name, of in nats.items()}
+
+    def _run(self, step, params, variables, batches=None):
         totals = []
-        for index, batch in enumerate(self._batches(self._placement.rows)):
+        if batches is None:
+            batches = self._batches(self._placement.rows)
+        for index, batch in enumerate(batches):
             batch = self._placement(batch)
             totals.append(step(params, variables, batch, self._seed, np.uint32(index)))
             if len(totals) > 2:
@@ -180,6 +198,8 @@ def describe(step, metrics):
     )
     if others:
         line += f" (causal routing; {others})"
+    if "eval/repeated/gain" in metrics:
+        line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
     for report in REPORTS:
         for name, words in report.words.items():
             if f"eval/{name}" in metrics:

@@ -15,6 +15,7 @@ from efx.settings import (
     Positive,
     Probability,
     Range,
+    Rows,
     block,
     check_encodes,
     check_regex,
@@ -347,6 +348,8 @@ class EvaluateConfig:
     every: Natural = 250  # steps; 0: only at the end
     batch_size: Count = 16
     max_batches: Natural = 0  # 0: the whole held-out split
+    # Rows of random tokens whose second half repeats the first: does the model copy? 0: none
+    repeated_rows: Rows = 0
 
 
 @block("config.sample")

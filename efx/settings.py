@@ -81,6 +81,8 @@ Pieces = Annotated[int, Range(least=1, most=10_000)]
 PiecesOrNone = Annotated[int, Range(least=0, most=10_000)]
 # Positions, or experts to choose from: two such numbers have a sum in int32.
 Places = Annotated[int, Range(least=0, most=2**30 - 1)]
+# Rows that are scored beside a text, each of them computed.
+Rows = Annotated[int, Range(least=0, most=2**16)]
 Bytes = Annotated[int, Range(least=0, below=2**63)]  # of a file, or 0
 Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]

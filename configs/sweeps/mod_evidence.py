@@ -17,6 +17,10 @@ two files of results; nothing is trained for one analysis, and one law, of both:
     python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence.py:three \\
         --workdir runs/mod_evidence_three --table-only \\
         --from results/mod_evidence.json --from results/mod_evidence_largest.json
+
+`mod_evidence.py:rates` has the three main families at the largest budget with a learning rate of
+their own at each size, which the first seed finds, and tells whether models copy from their context
+(`config.evaluate.repeated_rows`): 54 runs, some two hours of 2 CPU cores.
 """
 
 import importlib.util
@@ -82,10 +86,28 @@ def control(selection):
 
 
 def get_grid(part="all"):
-    parts = {"all": _all, "largest": _largest, "three": _three}
+    parts = {"all": _all, "largest": _largest, "three": _three, "rates": _rates}
     if part not in parts:
-        raise UsageError(f"part {part!r}: expected all, largest or three")
+        raise UsageError(f"part {part!r}: expected {', '.join(parts)}")
     return parts[part]()
+
+
+def _rates():
+    """The largest budget again, each family with the best of four learning rates at each size."""
+    grid = _largest()
+    sizes = {name_of(*size): size_of(*size) for size in ((48, 6), (64, 8), WIDEST)}
+    for size in sizes.values():
+        del size["optim.learning_rate"]
+        size["evaluate.repeated_rows"] = 64
+    families = {name: grid["families"][name] for name in SEVERAL}
+    half = families["dense, half as deep"]["model.depth"]
+    halves = DENSE | {"model.depth": {name: half[name] for name in sizes}}
+    return grid | dict(
+        seeds=(0, 1, 2),
+        families=families | {"dense, half as deep": halves},
+        sizes=sizes,
+        learning_rates=(2.5e-3, 5e-3, 1e-2, 2e-2),
+    )
 
 
 def _three():

@@ -235,6 +235,38 @@ class Data:
         """
         return EvalBatches(self, batch_size, max_batches, rows)
 
+    def repeated_batches(self, count, batch_size, rows=None):
+        """Batches of `count` rows of tokens of the held-out split, drawn one by one from all over
+        it, which are repeated in the same order from the middle of the row on; the same ones at
+        every call. Nothing but the repetition can be predicted of them. `rows` limits each batch
+        to these rows; after the last of `count` their weights are 0.
+
+        Yields:
+          ({"first", "second"}: the batch with weights for the targets of this half of it. The first
+          token of a row is no target, and the first of its repetition counts in neither half.
+        """
+        stream, length = self._streams["eval"], self._config.seq_len
+        half = length // 2
+        rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+        place_T = np.arange(length)
+        halves = {"first": place_T < half - 1, "second": (half <= place_T) & (place_T < 2 * half - 1)}
+        for start in range(0, count, batch_size):
+            tokens = np.zeros((len(rows), length + 1), np.int32)
+            for b, row in enumerate((start + rows).tolist()):
+                # By the number of the row, so that hosts draw only what they read.
+                places = np.random.default_rng(row).integers(len(stream), size=half)
+                drawn = stream.windows(places, 1)[:, 0]
+                tokens[b] = np.resize(drawn, length + 1)
+            batch = _batch(tokens)
+            if self._config.packing:
+                batch["positions"] = np.broadcast_to(place_T.astype(np.int32), (len(rows), length))
+                batch["segment_ids"] = np.ones((len(rows), length), np.int32)
+            there_B1 = (start + rows < count)[:, None]
+            yield {
+                name: batch | {"weights": (there_B1 & half_T).astype(np.float32)}
+                for name, half_T in halves.items()
+            }
+
     def eval_batch_count(self, batch_size, max_batches=0):
         """How many batches `eval_batches` yields."""
         return len(self.eval_batches(batch_size, max_batches))
