@@ -129,6 +129,7 @@ class Evaluator:
             names = ("loss", "correct", "tokens", *self._by_layer.eval_shape(sums["stats"]))
             means[selection] = dict.fromkeys(names, 1.0)
         known = list(self._rows(Passes(means, 1.0)))
+        known += ["eval/repeated/second"] * bool(c.repeated_rows)
         for changes in self._changes:
             known += [f"eval/{of}" for of in changes.names(params, variables, batch)]
         if name not in known:

@@ -219,6 +219,34 @@ def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
         same(part, {k: v[[0, 3]] for k, v in whole.items()})
 
 
+@pytest.mark.parametrize("seq_len, packing", [(4, False), (9, True), (16, False)])
+def test_rows_that_repeat_themselves(seq_len, packing):
+    data, half = _data_of(np.arange(1000), seq_len), seq_len // 2
+    data._config.packing = packing
+    batches = list(data.repeated_batches(7, 4))
+    assert len(batches) == 2  # the last of eight rows is not wanted
+    drawn = []
+    for number, of_half in enumerate(batches):
+        for name, begin in (("first", 0), ("second", half)):
+            batch = of_half[name]
+            tokens = np.concatenate([batch["inputs"], batch["targets"][:, -1:]], axis=1)
+            np.testing.assert_array_equal(batch["targets"], tokens[:, 1:])
+            np.testing.assert_array_equal(tokens[:, half:], tokens[:, :-half])
+            wanted = np.zeros((4, seq_len))
+            wanted[: 4 - number, begin : begin + half - 1] = 1
+            np.testing.assert_array_equal(batch["weights"], wanted)
+            if packing:
+                np.testing.assert_array_equal(batch["positions"][1], np.arange(seq_len))
+                assert (batch["segment_ids"] == 1).all()
+        same(batch | {"weights": 0}, of_half["first"] | {"weights": 0})
+        drawn += tokens[:, :half].tolist()
+    assert np.ptp(drawn) > 500 and len({tuple(row) for row in drawn}) == 8
+    # Hosts draw the same rows, and so does the next evaluation.
+    for whole, part in zip(batches, data.repeated_batches(7, 4, rows=[1, 3]), strict=True):
+        for name, batch in whole.items():
+            same(part[name], {key: value[[1, 3]] for key, value in batch.items()})
+
+
 def _held(data, text):
     return text.encode()[0] in data._streams["eval"].arrays()[0]
 

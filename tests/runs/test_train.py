@@ -394,6 +394,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
             "sample.every": 12,
             "sample.max_new_tokens": 8,
             "sample.prompt": "a",
+            "evaluate.repeated_rows": 8,
             "log.every": 3,
             "log.tensorboard": True,
         },
@@ -428,12 +429,31 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
         "eval/router/accuracy",
         "eval/router/routed_fraction",
         "eval/router/routed_fraction/block_1",
+        "eval/repeated/second",
     } <= row.keys()
+    assert f"repeats gain {row['eval/repeated/gain']:.2f} nats" in out
+    first, second = losses_of_repeats(config, tmp_path / "run")
+    assert row["eval/repeated/first"] == pytest.approx(first, rel=1e-5)
+    assert row["eval/repeated/second"] == pytest.approx(second, rel=1e-5)
+    assert row["eval/repeated/gain"] == pytest.approx(first - second, abs=1e-5) != 0
     assert list((tmp_path / "run/samples").iterdir())
     assert list((tmp_path / "run/tensorboard").iterdir())
     assert "first step after" in out and "finished" in out and "--mode=sample" in out
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
     assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == command
+
+
+def losses_of_repeats(config, workdir):
+    """Mean losses of 8 rows of random tokens and of their repetition, on one device."""
+    e, _, params, variables = build.finished(config, workdir, None, ("eval",))
+    variables = sharding.local({"params": params, **variables})
+    (halves,) = e.data.repeated_batches(8, 8)
+    model = e.model.clone(selection="causal")
+    log_p_BTV = jax.nn.log_softmax(model.apply(variables, halves["first"]["inputs"]))
+    targets_BT = halves["first"]["targets"]
+    nats_BT = -np.take_along_axis(np.asarray(log_p_BTV), targets_BT[..., None], -1)[..., 0]
+    half = targets_BT.shape[1] // 2
+    return nats_BT[:, : half - 1].mean(), nats_BT[:, half:-1].mean()
 
 
 def test_flops_can_be_given_instead_of_steps(text):
@@ -452,6 +472,7 @@ def test_flops_can_be_given_instead_of_steps(text):
         ({"train.accumulation": 3}, "config.train.accumulation=3"),
         ({"data.batch_size": 12}, "does not divide over the 8 devices"),
         ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
+        ({"evaluate.repeated_rows": 8, "data.seq_len": 3}, "config.data.seq_len=3 tokens are too"),
         ({"model.context": 16}, "config.model.context=16"),
         ({"model.attention.num_heads": 5}, "config.model.attention.num_heads=5"),
         ({"model.depth_routing.capacity": 0.0}, "capacity=0.0: must be in (0, 1]"),

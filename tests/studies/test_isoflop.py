@@ -428,7 +428,7 @@ def test_what_the_tables_say_where_there_is_nothing():
     assert "does not get there" in report.speedup_cell(Estimate(np.inf, np.array([np.inf])))
 
     class Seen:
-        fitted, machine, seconds = True, "m", 1.0
+        fitted, machine, seconds, copied = True, "m", 1.0, None
 
     text = report.markdown(found, [Seen], {"further": [10.0]}, "facts")
     assert "No law of dense; MoD: the law L(N, D) has 5 parameters" in text
@@ -530,6 +530,7 @@ def test_three_families_of_two_files_of_results():
 @pytest.mark.parametrize("change, words", [
     ({"loss": math.nan}, "point 1, dense, 2 blocks: loss=nan: expected a number of nats, or null"),
     ({"loss": "x"}, "point 1, dense, 2 blocks: loss='x': expected a number of nats, or null"),
+    ({"copied": "x"}, "point 1, dense, 2 blocks: copied='x': expected a number of nats, or null"),
     ({"tokens": 0}, "point 1, dense, 2 blocks: tokens=0: expected a number above 0"),
     ({"parameters": -3}, "dense, 2 blocks: parameters=-3: expected a number above 0"),
     ({"parameters": True}, "dense, 2 blocks: parameters=True: expected a number above 0"),
@@ -700,6 +701,7 @@ def test_the_best_rate_of_each_size_is_that_of_its_other_runs(tmp_path, trained,
         family, size = name.split(", ")[:2]
         assert name.endswith(f"rate {2e-3 if family == 'MoD' else best[size]:g}")
     text = capsys.readouterr().out
+    assert "from its context" not in text
     rows = {tuple(row[:2]): row[2:] for row in rows_of(text)}
     assert rows["dense", "4 blocks"][-1] == "at the end" and "**" in rows["dense", "4 blocks"][2]
     assert rows["MoD", "4 blocks"][2:] == ["not finite", ""] and "**" in rows["MoD", "4 blocks"][1]
@@ -712,6 +714,25 @@ def test_the_best_rate_of_each_size_is_that_of_its_other_runs(tmp_path, trained,
     assert call(tmp_path, f"--from={tmp_path / 'points.json'}") == 0 and not made
     again = capsys.readouterr().out
     assert again.splitlines()[:-2] == text[text.index("Held-out loss (nats)") :].splitlines()[:-2]
+
+
+def test_what_models_copy_is_told_beside_their_losses(copy, capsys):
+    """Of runs that measured it; it is kept with the points."""
+    grid = isoflop.load_grid(copy / "grid.py")
+    for run in grid_lib.all_runs(grid):
+        if run.family == "MoD" and run.budget == 1e9 and run.size == "2 blocks":
+            shutil.rmtree(grid_lib.folder(copy / "w", run))
+            fake_run(grid, copy / "w", run, row={"eval/repeated/gain": 0.5 + run.seed})
+    assert call(copy) == 0
+    text = capsys.readouterr().out
+    (row,) = (row for row in rows_of(text) if row[-1] == "0.50, 1.50")
+    assert row[:3] == ["1.00 GFLOPs", "MoD", "2 blocks"] and row[4] == "1.00 ± 0.71"
+    points = json.loads((copy / "w/isoflop.json").read_text())["points"]
+    assert sorted(point["copied"] for point in points if "copied" in point) == [0.5, 1.5]
+    (copy / "w/isoflop.json").rename(copy / "points.json")
+    shutil.rmtree(copy / "w")
+    assert call(copy, f"--from={copy / 'points.json'}") == 0
+    assert "0.50, 1.50" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, rates_ended", [(GRID, False), (RATES, False), (RATES, True)])

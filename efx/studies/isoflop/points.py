@@ -43,6 +43,8 @@ class Point:
       split: the fraction of the held-out text that was scored.
       machine, revision: in words. text, tokenizer: hashes. settings: {dotted key: value}.
       source: the file or folder that it was read from.
+      copied: the nats that a repeat of random tokens gains (`config.evaluate.repeated_rows`); None
+        if that was not measured.
     """
 
     run: Run
@@ -59,10 +61,11 @@ class Point:
     tokenizer: str
     settings: dict
     source: str
+    copied: float | None = None
 
 
 _FIELDS = [field.name for field in dataclasses.fields(Point)]
-_OWN = [name for name in _FIELDS if name not in ("run", "settings", "source")]
+_OWN = [name for name in _FIELDS if name not in ("run", "settings", "source", "copied")]
 
 
 # ---- settings ----------------------------------------------------------------------------------
@@ -171,6 +174,7 @@ def measured_point(run, folder, expected, fitted=True):
         tokenizer=record.get("tokenizer") or "",
         settings=deciding(runfolder.recorded_config(folder)),
         source=str(folder),
+        copied=row.get("eval/repeated/gain"),
     )
 
 
@@ -190,6 +194,7 @@ def as_data(points):
         "points": [
             point.run._asdict()
             | {name: getattr(point, name) for name in _OWN}
+            | ({} if point.copied is None else {"copied": point.copied})
             | {"settings": {k: v for k, v in point.settings.items() if k not in shared}}
             for point in points
         ],
@@ -205,6 +210,7 @@ def from_data(data, where):
                 run=Run(*(one[name] for name in Run._fields)),
                 settings=data["settings"] | one["settings"],
                 source=str(where),
+                copied=one.get("copied"),
                 **{name: one[name] for name in _OWN},
             )
             for one in data["points"]
@@ -243,11 +249,13 @@ def _check_point(where, point):
     for name, value in positive.items():
         if not (_is_number(value) and value > 0):
             raise UsageError(f"{where}: {name}={value!r}: expected a number above 0")
-    if point.loss is not None and not _is_number(point.loss):
-        raise UsageError(
-            f"{where}: loss={point.loss!r}: expected a number of nats, or null of a run that"
-            " diverged"
-        )
+    for name in ("loss", "copied"):
+        value = getattr(point, name)
+        if value is not None and not _is_number(value):
+            raise UsageError(
+                f"{where}: {name}={value!r}: expected a number of nats, or null of a run that"
+                " diverged"
+            )
 
 
 def _is_number(value):

@@ -322,6 +322,32 @@ def rates_table(points):
     )
 
 
+def copying_table(points):
+    """What repeats gain, beside the losses, by family, size and learning rate; "" where that was
+    not measured."""
+    groups = {}
+    for point in points:
+        if point.copied is not None:
+            place = point.run.budget, point.run.family, point.run.size, point.run.rate
+            groups.setdefault(place, []).append(point)
+    rated = any(rate is not None for *_, rate in groups)
+    rows = []
+    for (budget, family, size, rate), group in groups.items():
+        losses, copied = ([getattr(p, of) for p in group] for of in ("loss", "copied"))
+        own = "" if rate is None else f"{rate:g}"
+        begins = [quantity(budget, "FLOPs"), family, size, *[own] * rated]
+        losses = "not finite" if None in losses else mean_and_spread(losses)
+        each = ", ".join(f"{nats:.2f}" for nats in copied) if len(group) > 1 else ""
+        rows.append([*begins, losses, tables.text(tables.summary(copied), ".2f"), each])
+    if not rows:
+        return ""
+    titles = ["budget", "family", "size", *["rate"] * rated, "held-out loss", "gain", "of each seed"]
+    return (
+        "How many nats a token costs less where a row of random tokens repeats itself: what a model"
+        f" copies from its context:\n\n{tables.markdown(titles, rows)}"
+    )
+
+
 def _seeds_in_common(analysis, family, other):
     """Which seeds a comparison of the two is of: their numbers at any point of it."""
     own, its = (analysis.parabolas[name].measured for name in (family, other))
@@ -362,7 +388,8 @@ def details(analysis, points, study):
 
 
 def _of_points(analysis, points):
-    return [part for part in (_measured(analysis), rates_table(points)) if part]
+    parts = _measured(analysis), rates_table(points), copying_table(points)
+    return [part for part in parts if part]
 
 
 def _of_fits(analysis, study):
