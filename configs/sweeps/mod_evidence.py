@@ -10,7 +10,7 @@ bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
 budgets take some hours and the largest one half a day; an interrupted study goes on, also on
 another machine (`--from`), and a GPU takes the same command. `mod_evidence.py:largest` is what
-decides at the largest budget whether MoD pays, with the controls at MoD's best size.
+decides at the largest budget whether MoD pays, with the controls at MoD's two best sizes.
 `mod_evidence.py:three` has the three main families at all three budgets, of which the points lie in
 two files of results; nothing is trained for one analysis, and one law, of both:
 
@@ -113,20 +113,18 @@ def _rates():
 def _three():
     """What has several seeds, at all budgets: at the largest with the seeds that results/ has."""
     grid = _all()
-    sizes = grid["sizes_at"][LARGEST][1:]
     return grid | dict(
         seeds=(0, 1, 2),
         seeds_at={LARGEST: {name: _seeds_of_largest(name, grid["sizes"]) for name in SEVERAL}},
         families={name: grid["families"][name] for name in SEVERAL},
-        sizes_at=grid["sizes_at"] | {LARGEST: sizes},
         without=tuple(name for name in grid["families"] if name not in SEVERAL),
     )
 
 
 def _largest():
-    """The largest budget without the narrowest size: several seeds, or few at the best sizes."""
+    """The largest budget: several seeds, or few at the best sizes."""
     grid = _all()
-    sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST][1:]}
+    sizes = {name: grid["sizes"][name] for name in grid["sizes_at"][LARGEST]}
     half = grid["families"]["dense, half as deep"]["model.depth"]
     halves = DENSE | {"model.depth": {name: half[name] for name in sizes}}
     families = grid["families"] | {"dense, half as deep": halves}
@@ -142,12 +140,15 @@ def _largest():
 
 def _seeds_of_largest(family, sizes):
     """{size: seeds} of a family at the largest budget: most of them where its best sizes are."""
+    narrow = "24 wide, 4 deep", "32 wide, 6 deep"
     if family == "staged MoDE":
-        return {name: () if name == name_of(*WIDEST) else (0,) for name in sizes}
+        some = narrow[1], "48 wide, 6 deep", "64 wide, 8 deep"
+        return {name: (0,) if name in some else () for name in sizes}
     if family not in SEVERAL:
-        return {name: (0,) if name == "64 wide, 8 deep" else () for name in sizes}
+        some = "64 wide, 8 deep", name_of(*WIDEST)
+        return {name: (0,) if name in some else () for name in sizes}
     return {
-        name: (0,) if name == "32 wide, 6 deep" else (0, 1, 2) if name in THREE[family] else (0, 1)
+        name: (0,) if name in narrow else (0, 1, 2) if name in THREE[family] else (0, 1)
         for name in sizes
     }
 

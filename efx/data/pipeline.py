@@ -249,7 +249,8 @@ class Data:
         half = length // 2
         rows = np.arange(batch_size) if rows is None else np.asarray(rows)
         place_T = np.arange(length)
-        halves = {"first": place_T < half - 1, "second": (half <= place_T) & (place_T < 2 * half - 1)}
+        second_T = (half <= place_T) & (place_T < 2 * half - 1)
+        halves = {"first": place_T < half - 1, "second": second_T}
         for start in range(0, count, batch_size):
             tokens = np.zeros((len(rows), length + 1), np.int32)
             for b, row in enumerate((start + rows).tolist()):

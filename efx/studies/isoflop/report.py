@@ -341,7 +341,8 @@ def copying_table(points):
         rows.append([*begins, losses, tables.text(tables.summary(copied), ".2f"), each])
     if not rows:
         return ""
-    titles = ["budget", "family", "size", *["rate"] * rated, "held-out loss", "gain", "of each seed"]
+    places = ["budget", "family", "size", *["rate"] * rated]
+    titles = [*places, "held-out loss", "gain", "of each seed"]
     return (
         "How many nats a token costs less where a row of random tokens repeats itself: what a model"
         f" copies from its context:\n\n{tables.markdown(titles, rows)}"
