@@ -269,6 +269,8 @@ def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
     ("seeds=", "rates_budget=1e9, seeds=", "without learning_rates to try there"),
     ("seeds=", "learning_rates=(1e-3,), seeds=", "expected two or more that differ"),
     ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),
+    ("seeds=", "learning_rates={'2 blocks': (1e-3, 2e-3)}, seeds=",
+     "expected numbers, or numbers for each of the sizes 2 blocks, 4 blocks, 8 blocks"),
     ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
     ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
     ("seeds=", "against=('MoE',), seeds=", "against=('MoE',): expected some of the families dense"),
@@ -714,6 +716,19 @@ def test_the_best_rate_of_each_size_is_that_of_its_other_runs(tmp_path, trained,
     assert call(tmp_path, f"--from={tmp_path / 'points.json'}") == 0 and not made
     again = capsys.readouterr().out
     assert again.splitlines()[:-2] == text[text.index("Held-out loss (nats)") :].splitlines()[:-2]
+
+
+def test_sizes_have_learning_rates_of_their_own(tmp_path, trained, capsys):
+    rates = "{'2 blocks': (2e-3, 4e-3), '4 blocks': (1e-3, 2e-3, 4e-3), '8 blocks': (1e-3, 2e-3)}"
+    (tmp_path / "grid.py").write_text(RATES.replace("(1e-3, 4e-3, 2e-3)", rates))
+    made = trained(tmp_path / "grid.py", tmp_path / "w", lambda run, by_law: by_law + run.rate)
+    assert call(tmp_path) == 0 and len(made) == len({*made}) == 2 * (2 + 3 + 2) + 6 * 3
+    rows = {tuple(row[:2]): row[2:] for row in rows_of(capsys.readouterr().out)}
+    assert rows["dense", "2 blocks"][0] == "" and rows["dense", "8 blocks"][2] == ""
+    assert all(rows["MoD", size][3] == "at the end" for size in THREE)
+    tried = {(run.size, run.rate) for run in grid_lib.all_runs(trained.grid)}
+    assert tried == {(size, rate) for size, own in trained.grid["learning_rates"].items()
+                     for rate in own}  # fmt: skip
 
 
 def test_what_models_copy_is_told_beside_their_losses(copy, capsys):

@@ -29,7 +29,7 @@ A grid file is plain data: `get_grid()` returns
 
 `--grid FILE:VARIANT` calls `get_grid(VARIANT)`. A setting of a family may be a dict, with a value
 for each size: {"model.depth": {"4 blocks": 2, ...}}; so may its seeds, where () is a size at which
-the family is not trained. With learning_rates the
+the family is not trained. With learning_rates, which may be a dict of sizes too, the
 first seed of each family tries all of them at each size, at one budget, and all other runs of that
 size take the best; a table shows the best rate over the sizes, which muP
 (config.model.mup.base_width) should keep constant over widths. The best size grows with the budget:
@@ -233,7 +233,7 @@ class Runs:
         """The runs to fit, each with the first of the learning rates."""
         rates = self.grid["learning_rates"]
         first = {
-            (family, size): rates[0] if rates else None
+            (family, size): rates[size][0] if rates else None
             for family in self.grid["families"]
             for size in self.grid["sizes"]
         }

@@ -129,10 +129,11 @@ def _seeds_at(path, grid):
 
 
 def _rates(path, grid):
-    """The grid's checked `learning_rates` and `rates_budget` (default: the smallest budget)."""
+    """The grid's checked `learning_rates`, as {size: rates}, {} for none, and `rates_budget`
+    (default: the smallest budget)."""
     rates, budget = grid["learning_rates"], grid["rates_budget"]
-    if rates != ():
-        sweep_lib.check_numbers(path, grid, "learning_rates", _is_positive, "(1e-3, 2e-3)")
+    if rates:
+        rates = _rates_of_sizes(path, grid, rates)
         for key in ("families", "sizes"):
             for name, changes in grid[key].items():
                 if RATE in changes:
@@ -140,13 +141,28 @@ def _rates(path, grid):
                         f"{path}: {key}[{name!r}] sets {RATE}, and learning_rates says which are"
                         " tried; leave one of them out"
                     )
-        if len({f"{rate:g}" for rate in rates}) < max(2, len(rates)):
-            raise UsageError(f"{path}: learning_rates={rates}: expected two or more that differ")
     elif budget is not None:
         raise UsageError(f"{path}: rates_budget={budget!r} without learning_rates to try there")
     if budget is not None and budget not in grid["budgets"]:
         raise UsageError(f"{path}: rates_budget={budget!r} is none of budgets={grid['budgets']}")
-    return {"learning_rates": tuple(rates), "rates_budget": budget or grid["budgets"][0]}
+    return {"learning_rates": rates or {}, "rates_budget": budget or grid["budgets"][0]}
+
+
+def _rates_of_sizes(path, grid, given):
+    """{size: rates} of a grid's `learning_rates`, which may be the same for all sizes."""
+    sizes = grid["sizes"]
+    of_sizes = given if isinstance(given, dict) else dict.fromkeys(sizes, given)
+    if set(of_sizes) != set(sizes):
+        raise UsageError(
+            f"{path}: learning_rates={sweep_lib.shown(given)}: expected numbers, or numbers for"
+            f" each of the sizes {', '.join(sizes)}"
+        )
+    for rates in of_sizes.values():
+        found = {"learning_rates": rates}
+        sweep_lib.check_numbers(path, found, "learning_rates", _is_positive, "(1e-3, 2e-3)")
+        if len({f"{rate:g}" for rate in rates}) < max(2, len(rates)):
+            raise UsageError(f"{path}: learning_rates={rates}: expected two or more that differ")
+    return {size: tuple(of_sizes[size]) for size in sizes}
 
 
 def _timed(path, grid):
@@ -234,7 +250,7 @@ def rate_runs(grid):
         Run(family, size, budget, grid["seeds_at"][budget][family][size][0], rate)
         for size in grid["sizes"]
         for family in grid["families"]
-        for rate in grid["learning_rates"]
+        for rate in grid["learning_rates"].get(size, ())
     ]
 
 
@@ -264,10 +280,17 @@ def all_runs(grid):
     """Every run that there can be, whatever the best rates are."""
     if not grid["learning_rates"]:
         return runs_of(grid, {})
-    points = list(itertools.product(grid["families"], grid["sizes"]))
-    return [
-        run for rate in grid["learning_rates"] for run in runs_of(grid, dict.fromkeys(points, rate))
-    ]
+    runs = {}
+    for rates in itertools.zip_longest(*grid["learning_rates"].values()):
+        # A size that has fewer rates than others has its first once more.
+        of_sizes = {
+            size: own[0] if rate is None else rate
+            for (size, own), rate in zip(grid["learning_rates"].items(), rates, strict=True)
+        }
+        places = itertools.product(grid["families"], grid["sizes"])
+        at = {(family, size): of_sizes[size] for family, size in places}
+        runs |= dict.fromkeys(runs_of(grid, at))
+    return list(runs)
 
 
 def changes(grid, run):
