@@ -61,6 +61,16 @@ def causal_pairs(length, window=0):
     return window * (window + 1) // 2 + (length - window) * window
 
 
+def thinned_pairs(tokens, length, window=0):
+    """Of `causal_pairs(length, window)` those whose query and key both are among so many of the
+    tokens, as many as there are in the mean when each token is as likely as the others. A window
+    looks back over places of the whole sequence."""
+    if not window or window >= length:
+        return causal_pairs(tokens)
+    share = tokens * (tokens - 1) / (length * (length - 1))
+    return tokens + share * (causal_pairs(length, window) - length)
+
+
 def add(ledgers):
     """{component: FLOPs} summed over several such dicts."""
     total = {}

@@ -440,9 +440,9 @@ class _Run:
         # Of each row, the tokens in the cache and the first token of the text among them.
         self.length_B, self.begin_B = np.zeros((2, sampler.batch_size), np.int32)
         self.prompt_tokens = sum(map(len, texts))
-        self.new_tokens = self.slides = self.tokens_read = 0
+        self.new_tokens = self.slides = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
-        names = ("routed", "overflow", "taken", "dropped")
+        names = ("routed", "reached", "overflow", "taken", "dropped")
         self.counts = {
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
@@ -529,12 +529,12 @@ class _Run:
     def count(self, rows):
         """Add up what routed blocks did for these rows, before their cache goes."""
         rows = list(rows)
-        self.tokens_read += int(np.minimum(self.length_B[rows], self.sampler.cache_size).sum())
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
             if path[-1].key in self.counts:
                 # One number a row, or several for several models that are decoded together.
                 counts = np.asarray(value).reshape(len(value), -1)[rows]
-                of_rows = counts.mean(axis=1) if path[-1].key == "routed" else counts.sum(axis=1)
+                of_tokens = path[-1].key in ("routed", "reached")
+                of_rows = counts.mean(axis=1) if of_tokens else counts.sum(axis=1)
                 block = label("/".join(key.key for key in path[:-1]))
                 self.counts[path[-1].key][block][rows] += of_rows
 
@@ -555,8 +555,10 @@ class _Run:
             "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:
+            # Of what a block decides about: of latents there are not as many as of tokens.
             totals = {name: of_rows.sum() for name, of_rows in routed.items()}
-            fractions = {name: total / max(1, self.tokens_read) for name, total in totals.items()}
+            reached = {name: of_rows.sum() for name, of_rows in self.counts["reached"].items()}
+            fractions = {name: total / max(1, reached[name]) for name, total in totals.items()}
             stats["routed_fraction"] = float(np.mean(list(fractions.values())))
             stats["routed_fraction_by_block"] = fractions
             stats["overflow"] = overflow

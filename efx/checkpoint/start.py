@@ -13,7 +13,7 @@ from efx import runfolder, storage
 from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
-from efx.layers.stack import scan_params, unroll_params
+from efx.layers.stack import in_layers, scan_params, unroll_params
 
 # Settings that experts have to share with the run that composes them.
 EXPERT_KEYS = ("kind", "rank", "scale", "sites")
@@ -111,7 +111,7 @@ def _member(root, fresh, member, scanned, collection, left_out):
     """A tree of an unrolled member from its run, whose layers may be scanned."""
     targets = fresh
     if scanned:
-        targets = {**fresh, "layers": scan_params(fresh["layers"], member.specs())}
+        targets = in_layers(scan_params, fresh, member.specs())
     tree, _ = restore_params(
         root,
         targets,
@@ -121,7 +121,7 @@ def _member(root, fresh, member, scanned, collection, left_out):
         vocab_size=member.vocab_size,
     )
     if scanned:
-        tree = {**tree, "layers": unroll_params(tree["layers"], member.specs())}
+        tree = in_layers(unroll_params, tree, member.specs())
     return jax.tree.map(lambda stored, leaf: jax.device_put(stored, leaf.sharding), tree, fresh)
 
 

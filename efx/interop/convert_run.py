@@ -23,7 +23,7 @@ from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
 from efx.interop import new_run
-from efx.layers.stack import scan_params
+from efx.layers.stack import in_layers, scan_params
 from efx.metrics import quantity
 from efx.metrics.progress import is_primary
 
@@ -234,10 +234,8 @@ def _state(training, parent, variables, to):
                 leaves = flatten_dict(tree, sep="/").items()
                 count = sum(leaf.size for path, leaf in leaves if _NEW.fullmatch(path))
         if e.model.config.scan_layers:
-            made = {
-                name: {**tree, "layers": scan_params(tree["layers"], e.model.specs())}
-                for name, tree in made.items()
-            }
+            specs = e.model.specs()
+            made = {name: in_layers(scan_params, tree, specs) for name, tree in made.items()}
         return step_lib.state_of(made, training.optimizer)
 
     state = jax.jit(make, out_shardings=training.shardings)(variables, np.uint32(e.config.seed))

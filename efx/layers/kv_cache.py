@@ -123,14 +123,24 @@ def admit(module, wanted, room, info, computed, refused):
     return run
 
 
+def count(module, name, counted_BT, info):
+    """Adds the new tokens of each row that are counted to the variable `name` [B] of the cache."""
+    rows = len(counted_BT)
+    (total,) = variables(module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}).values()
+    if not module.is_initializing():
+        row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+        total.value = total.value.at[row_B].add(jnp.sum(counted_BT, axis=1), mode="drop")
+
+
 def _admit_in_groups(module, wanted, room, info, makers):
-    """`admit` where the count is of the last group, and what it starts from that of `ALL_GROUPS`,
+    """`admit` where room is counted for the last group, from what `ALL_GROUPS` have taken on,
     which are a part of every group."""
     rows = len(wanted)
-    count, lost, shared, group = variables(
+    total, lost, count, shared, group = variables(
         module,
         info.cache.tag,
         **makers,
+        of_group=lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
         shared=lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
         group=lambda: jnp.zeros((rows,), jnp.int32),
     ).values()
@@ -154,6 +164,7 @@ def _admit_in_groups(module, wanted, room, info, makers):
     count.value = before(last_B1, group.value[:, None])[:, 0] + of_last
     shared.value = jnp.where(wide(last_B1 == ALL_GROUPS)[:, 0], count.value, shared.value)
     group.value = last_B1[:, 0]
+    total.value = total.value + jnp.sum(run, axis=1)
     lost.value = lost.value + jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
     return run
 

@@ -344,3 +344,11 @@ def scan_params(params, specs):
         if layers:
             units[f"block_{j}"] = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
     return {"units": units}
+
+
+def in_layers(convert, tree, specs):
+    """A collection of a model with `scan_params` or `unroll_params` of its layers; as it is where
+    it has none of them, such as state that no layer but the last of a stack has."""
+    if "layers" not in tree:
+        return tree
+    return {**tree, "layers": convert(tree["layers"], specs)}

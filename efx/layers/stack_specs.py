@@ -68,7 +68,7 @@ def stack_flops(specs, length, selection, shares=None):
                 )
             else:
                 tokens = r.slots(spec.capacity, length, selection)
-                inner = flops.causal_pairs(tokens, first.attention.window)
+                inner = flops.thinned_pairs(tokens, length, first.attention.window)
                 outer = causal * tokens / length
         for b, whole in spec.attentions:
             pairs, context = (outer, length) if whole else (inner, tokens)

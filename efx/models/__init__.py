@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from efx.errors import UsageError
 from efx.layers import kv_cache
-from efx.layers.stack import period, unroll_params
+from efx.layers.stack import in_layers, period, unroll_params
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.model import adapt
 from efx.models.families import FAMILIES, config_of
@@ -163,4 +163,4 @@ def unroll_variables(model, variables):
 
 
 def _unroll(model, tree):
-    return {**tree, "layers": unroll_params(tree["layers"], model.specs())}
+    return in_layers(unroll_params, tree, model.specs())

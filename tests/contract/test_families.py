@@ -492,15 +492,19 @@ SHORT = 12  # tokens: more than a window of 9, as many as the largest group of l
 
 def hidden_scores(model, selection):
     """FLOPs of scores that the causal mask hides and that are computed all the same, however few
-    queries a chunk has: where queries attend to other places than their own. Of SHORT tokens."""
+    queries a chunk has: where queries attend to other places than their own, and where routed ones
+    have as many keys as a window has places. Of SHORT tokens."""
     hidden = 0
     for spec in model.blocks().values():
         for b, whole in spec.attentions if spec.routing is not None else ():
+            tokens = spec.routing.slots(spec.capacity, SHORT, selection)
+            a, channels = b.attention, b.soft.num if b.soft else 1
             if whole:
-                tokens = spec.routing.slots(spec.capacity, SHORT, selection)
-                a, channels = b.attention, b.soft.num if b.soft else 1
                 pairs = tokens * SHORT - flops.causal_pairs(SHORT, a.window) * tokens / SHORT
-                hidden += flops.attention_scores(pairs, channels * a.num_heads, a.head_dim)
+            else:
+                pairs = flops.causal_pairs(tokens, a.window)
+                pairs -= flops.thinned_pairs(tokens, SHORT, a.window)
+            hidden += flops.attention_scores(pairs, channels * a.num_heads, a.head_dim)
     c = model.config
     for level in model.levels(encoder=True) if c.family == "latent" else ():
         if c.compression == "perceiver":  # whose queries are the last places of a group

@@ -132,6 +132,14 @@ def test_what_is_visible_is_an_interval(seed, window, packed, routed):
     np.testing.assert_array_equal(got[real], expected[real])
 
 
+def test_a_window_without_an_end_keeps_documents_apart():
+    """However large it is, and however many documents lie in a row: no sum of windows is one."""
+    segments_1T = np.repeat(np.arange(1, 9), 3)[None]
+    positions_1T = np.tile(np.arange(3), 8)[None]
+    first_1T = first_visible(24, 2**30, positions_1T, segments_1T)
+    np.testing.assert_array_equal(first_1T, (segments_1T - 1) * 3)
+
+
 def weights():
     return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
 

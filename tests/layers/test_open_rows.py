@@ -1,6 +1,7 @@
 """Tokens that a mask has closed are left out at inference, and nothing else changes."""
 
 import functools
+import types
 
 import families
 import jax
@@ -15,6 +16,7 @@ from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers.mask_dropout import open_rows
+from efx.layers.mask_dropout.reports import MASKS
 
 CHANGES = {
     "dropout.kind": "attention",
@@ -140,6 +142,25 @@ def test_evaluation_reports_what_is_computed():
     whole = sum(parts.values()) - (1 - share) * parts["mlp"]
     assert rows["eval/flops_per_token"] == pytest.approx(whole / families.LENGTH)
     assert f"; MLPs computed for {share:.1%} of the tokens" in describe(3, rows)
+
+
+def test_only_mlps_that_skip_cost_less():
+    """Experts in every second block compute all tokens. Of levels of latents no block says what
+    they cost, so that nothing is said."""
+    changes = {**CHANGES, "dropout.attention.skip_tile": 5}
+    model = families.make(
+        {**changes, "mlp.kind": "moe", "mlp.moe.num_experts": 2, "mlp.moe.every": 2}
+    )
+    share = "mlp/computed_fraction"
+    means = {"causal": {share: 0.25, f"{share}/block_0": 0.25}}
+    passes = types.SimpleNamespace(means=means)
+    rows = MASKS.rows(model, families.LENGTH, passes)
+    parts = model.ledger(families.LENGTH).nominal
+    dense = families.make({**CHANGES, "depth": 1}).ledger(families.LENGTH).nominal["mlp"]
+    whole = sum(parts.values()) - 0.75 * dense
+    assert rows["eval/flops_per_token"] == pytest.approx(whole / families.LENGTH)
+    means["causal"][f"{share}/decoder_0/blocks/local_0/block_0"] = 0.5
+    assert MASKS.rows(model, families.LENGTH, passes) == {}
 
 
 def test_decoding_skips_and_is_the_full_forward():

@@ -22,6 +22,7 @@ from efx.errors import UsageError
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.linear import Linear
 from efx.models.adapters import layers as adapters
+from efx.models.adapters import model as adapters_model
 from efx.models.adapters.config import AdapterConfig
 
 EXPERTS, RANK, WIDTH, FEATURES = 4, 3, 6, 5
@@ -460,6 +461,53 @@ def test_inclusion_needs_to_know_the_tokens():
     families.make({**changes, "adapter.routing": "uniform"})
     with pytest.raises(UsageError, match=r"\S*/residual, which is outside of the layers or"):
         families.make({**changes, "adapter.routing": "inclusion"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"depth_routing.kind": "mod"},
+        {"depth_routing.kind": "recursion", "depth": 4},
+        {"family": "latent", "group_size": 4, "latents": (2,), "depth_routing.kind": "mod"},
+    ],
+    ids=["blocks", "steps", "latents"],
+)
+def test_flops_follow_what_was_routed(changes):
+    """Adapters of routed blocks cost what their blocks were seen to compute; the ledger of measured
+    shares is linear in them."""
+    changes = {"depth_routing.capacity": 0.5, "depth_routing.every": 1, **changes}
+    plain = families.make(changes)
+    model = adapters_model.adapt(plain, settings(sites=".*/block_[0-9]+/.*"))
+    routed = [path for path, spec in model.blocks().items() if spec.routing is not None]
+
+    def cost(share):
+        shares = {path: (share, share) for path in routed}
+        return model.ledger(16, shares=shares).nominal["adapters"]
+
+    whole = families.make({**changes, "depth_routing.capacity": 1.0})
+    whole = adapters_model.adapt(whole, settings(sites=".*/block_[0-9]+/.*"))
+    everything = whole.ledger(16).nominal["adapters"]
+    assert cost(1.0) == everything > model.ledger(16).nominal["adapters"]
+    assert cost(0.25) - cost(0.0) == pytest.approx((cost(1.0) - cost(0.0)) / 4)
+
+
+def test_mlps_of_open_tokens_alone_do_not_say_which_these_are():
+    """What an adapter reports or decides is of tokens that it does not know there."""
+    model = families.make(
+        {
+            "dropout.kind": "attention",
+            "dropout.sites": ("mlp_output",),
+            "dropout.attention.input": "embedding",
+            "dropout.attention.granularity": "token",
+            "dropout.attention.rounding": "stochastic",
+            "dropout.attention.skip_tile": 4,
+        }
+    )
+    adapters_model.adapt(model, settings())  # which asks for nothing
+    for changes in ({"gate": True}, {"experts": ("x", "y")}):
+        adapters_model.adapt(model, settings(sites=".*/attention/query", **changes))
+        with pytest.raises(UsageError, match="matches .*/mlp/.*skip_tile=4"):
+            adapters_model.adapt(model, settings(**changes))
 
 
 def test_inclusion_and_depth_routing_do_not_mix():

@@ -183,6 +183,33 @@ def test_pairs_are_evenly_spaced(pairs, depth, layers):
     assert spaced(pairs, depth) == layers
 
 
+def test_bridges_train_through_members_that_skip():
+    """MLPs that compute open tokens alone have no gradient: a member's compute all, which is the
+    same."""
+    masked = {
+        "depth": 2,
+        "dropout.kind": "attention",
+        "dropout.sites": ("mlp_output",),
+        "dropout.attention.input": "embedding_linear",
+        "dropout.attention.granularity": "token",
+    }
+    skipping = {**masked, "dropout.attention.skip_tile": 4}
+    plain, model = (bridged(member, {"depth": 2}, pairs=2) for member in (masked, skipping))
+    params, tokens_BT = families.random_params(model), families.tokens()
+
+    def loss(model, bridges, params):
+        logits_BTV = model.apply({"params": {**params, **bridges}}, tokens_BT, train=True)
+        return jnp.mean(jnp.square(logits_BTV))
+
+    bridges = {name: tree for name, tree in params.items() if name.startswith("bridges")}
+    expected, got = (
+        families.jit(jax.value_and_grad(functools.partial(loss, m)))(bridges, params)
+        for m in (plain, model)
+    )
+    assert bridges and max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(got[1])) > 1e-4
+    families.assert_trees_close(expected, got)
+
+
 @every_case
 def test_causal(name):
     _, variables = case(name)

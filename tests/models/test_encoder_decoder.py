@@ -463,6 +463,31 @@ def sown(model, params, *arguments):
     return losses.collect_sown(state["losses"])["embedding"]
 
 
+def test_state_of_the_last_block_alone_unrolls():
+    """Of a scanned stack; without any in its layers the collection has none to unroll."""
+    model = families.make(
+        {
+            "family": "encoder_decoder",
+            "depth": 3,
+            "cross_source": "previous_layer",
+            "depth_routing.kind": "mod",
+            "depth_routing.blocks": (4,),
+            "depth_routing.causal": "threshold",
+            "scan_layers": True,
+        }
+    )
+    variables = {"params": families.random_params(model), "state": families.random_state(model)}
+    variables["state"] = variables["state"].get("state", variables["state"])
+    tokens_BT = families.tokens(batch=2, length=8)
+    unrolled = models.unroll_variables(model, variables)
+    assert "layers" not in unrolled["state"] and "layers" in unrolled["params"]
+    np.testing.assert_allclose(
+        families.jit(models.unrolled(model).apply)(unrolled, tokens_BT),
+        families.jit(model.apply)(variables, tokens_BT),
+        atol=1e-5,
+    )
+
+
 @pytest.mark.parametrize("source, gains", [("same_layer", False), ("previous_layer", True)])
 def test_loss_by_hand(source, gains):
     """Against the states of the numpy forward; two documents and padding in a row."""

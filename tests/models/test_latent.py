@@ -19,6 +19,7 @@ from efx.layers.info import CallInfo, Tokens
 from efx.layers.mask_dropout.modules import make_mask_input
 from efx.layers.stack import LayerSpec, Stack
 from efx.models.latent import group_views, groups
+from efx.layers.report import Choice
 from efx.sample import Sampler
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
@@ -675,3 +676,37 @@ def test_a_sampler_takes_the_model():
     best_BT = np.argmax(apply(model, params, padded_BT), axis=-1)
     for prompt, ids, best_T in zip(prompts, new, best_BT, strict=True):
         assert ids == best_T[len(prompt) - 1 :][: len(ids)].tolist()
+
+
+def test_a_sampler_counts_latents_where_latents_are_routed():
+    """The share is of those that reach a block, of which there are not as many as tokens."""
+    routing = {"kind": "mod", "capacity": 1.0, "slack": 1.0, "every": 1}
+    routing |= {"train_selection": "random_fixed"}
+    changes = {f"depth_routing.{name}": value for name, value in routing.items()}
+    latents = {"group_size": 4, "latents": (1,), "level_widths": (8,), "level_heads": (2,)}
+    model = families.make({"family": "latent", "depth": 2, **latents, **changes})
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    sampler = Sampler(model, temperature=0.0)
+    list(sampler.tokens(variables, [[1, 2, 3]], max_new_tokens=9, seeds=[0]))
+    assert sampler.stats["routed_fraction_by_block"] == {"block_0": 1.0, "block_1": 1.0}
+
+
+def test_a_sampler_counts_choices_in_all_groups():
+    """As many as the full pass, and not those of the last group alone."""
+    model = families.build("adapter_latent")
+    variables = {"params": families.params_of("adapter_latent")}
+    sampler, prompt = Sampler(model, temperature=0.0), [1, 2, 3]
+    texts = sampler.tokens(variables, [prompt], max_new_tokens=families.LENGTH - 3, seeds=[0])
+    text = prompt + [token for (row,) in texts for token in row]
+    _, sown = model.apply(variables, np.array([text]), mutable=["choices"])
+    choices = jax.tree_util.tree_leaves_with_path(
+        sown["choices"], is_leaf=lambda leaf: isinstance(leaf, Choice)
+    )
+    full = {"/".join(str(key.key) for key in path[:-2]): choice for path, choice in choices}
+    counted = sampler.stats["computed_choices_by_row"]
+    several = 0
+    for name, (count,) in counted.items():
+        if "/local_" not in name and name.startswith(("decoder_0", "encoder_0")):
+            assert count == np.sum(np.asarray(full[name].value) > 0)
+            several += count > 4  # more than a group has
+    assert several

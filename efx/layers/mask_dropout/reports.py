@@ -1,7 +1,9 @@
 """What evaluation reports of learned dropout."""
 
+from efx.layers import costs
 from efx.layers.report import Report
 from efx.layers.routing.reports import routing_of
+from efx.layers.stack import label
 
 COMPUTED = "mlp/computed_fraction"
 
@@ -11,9 +13,20 @@ def _rows(model, length, passes):
     means = passes.means["causal"]
     if COMPUTED not in means or routing_of(model) is not None:
         return {}
-    parts = model.ledger(length).nominal
-    closed = (1.0 - means[COMPUTED]) * parts["mlp"]
-    return {"eval/flops_per_token": (sum(parts.values()) - closed) / length}
+    begins = f"{COMPUTED}/"
+    shares = {
+        name.removeprefix(begins): share for name, share in means.items() if name.startswith(begins)
+    }
+    specs = {label(path): (path, spec) for path, spec in model.blocks().items()}
+    if not shares.keys() <= specs.keys():
+        return {}  # MLPs in levels of latents, whose FLOPs no block states
+    places = {stage.path: len(stage.tokens_S) for stage in model.stages(length)}
+    total = sum(model.ledger(length).nominal.values())
+    for name, share in shares.items():
+        path, spec = specs[name]
+        mlps = (costs.mlp_flops(block, places[path])["mlp"] for block in spec.blocks)
+        total -= (1.0 - share) * sum(mlps)
+    return {"eval/flops_per_token": total / length}
 
 
 MASKS = Report(

@@ -236,8 +236,10 @@ class DepthRouted(nn.Module):
         """
         c = self.config
         room = c.room(self.capacity, info.cache.size)
-        wanted_BT = _both(self._wanted(x_BTD, score_BT, info), info.tokens.positions_BT >= 0)
+        valid_BT = info.tokens.positions_BT >= 0
+        wanted_BT = _both(self._wanted(x_BTD, score_BT, info), valid_BT)
         wanted_BT = _both(wanted_BT, info.tokens.alive_BT)
+        kv_cache.count(self, "reached", valid_BT, info)
         counts = dict(computed="routed", refused="overflow")
         run_BT = kv_cache.admit(self, wanted_BT, room, info.with_cache(tag=""), **counts)
         # Of several rounds only one has the first tokens.

@@ -6,6 +6,7 @@ subclass that `features` of the family runs in, so whatever works on a family wo
 sharding, evaluation, decoding with caches, scanned and unrolled layers.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -17,6 +18,7 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers.linear import Linear
+from efx.layers.stack import RecursionStep, layer_of
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site, TokensOfCalls
 from efx.models.language_model import unrolled
@@ -66,6 +68,15 @@ def adapt(model, config):
                 " layers or between them: config.adapter.routing='inclusion' needs to know there"
                 " which tokens are padding"
             )
+    tile, reports = model.config.dropout.attention.skip_tile, config.experts or config.gate
+    if model.config.dropout.skips and reports:
+        for path in found:
+            if "/mlp/" in path:
+                raise UsageError(
+                    f"config.adapter.sites={config.sites!r} matches {path}, of an MLP that computes"
+                    f" open tokens alone (config.model.dropout.attention.skip_tile={tile}), where"
+                    " an adapter cannot tell which tokens these are; give skip_tile=0"
+                )
     return adapted_family(type(model))(**fields, adapter=config)
 
 
@@ -96,15 +107,27 @@ def adapted_family(cls):
         def ledger(self, length, selection="train", shares=None):
             """That of the family, and what the adapters add."""
             base, routed = super().ledger(length, selection, shares), shares or {}
-            added = 0
+            places = {stage.path: len(stage.tokens_S) for stage in self.stages(length)}
+            steps = [p for p, spec in self.blocks().items() if isinstance(spec, RecursionStep)]
+            added, calls = 0, collections.Counter()
             for s in self.sites(length, selection):
+                block = _block_of(s.path, places)
+                if block is None and steps and layer_of(s.path) != s.path:
+                    # In a layer that the steps share; they call it one after the other.
+                    block, calls[s.path] = steps[calls[s.path]], calls[s.path] + 1
                 # Keys and values of a routed block may be those of all tokens.
-                inside = [p for p in routed if s.path.startswith(f"{p}/") and s.rows < length]
-                added += s.flops(self.adapter, selection, *(length * routed[p][0] for p in inside))
+                measured = block in routed and s.rows < places[block]
+                rows = [places[block] * routed[block][0]] if measured else []
+                added += s.flops(self.adapter, selection, *rows)
             return flops.Ledger(length, flops.add([base.nominal, {"adapters": added}]))
 
     AdaptedFamily.__name__ = AdaptedFamily.__qualname__ = f"Adapted{cls.__name__}"
     return AdaptedFamily
+
+
+def _block_of(path, blocks):
+    """That of the paths `blocks` which a layer's path is in; None if there is none."""
+    return next((block for block in blocks if path.startswith(f"{block}/")), None)
 
 
 def _trace(model, length, interceptor):

@@ -28,6 +28,7 @@ from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
 from efx.parameter import only_shapes
+from efx.settings import replaced
 
 
 class Bridge(nn.Module):
@@ -79,6 +80,7 @@ class Bridged(LanguageModel):
                 "config.model.augment"
             )
         check(config, members[0], members[1:])
+        members = [_without_skips(member) for member in members]
         models = dict(anchor_model=members[0], augment_models=tuple(members[1:]))
         return cls(config, vocab_size, dtype, **models)
 
@@ -168,6 +170,14 @@ class Bridged(LanguageModel):
             scores = flops.attention_scores(pairs, c.num_heads, width // c.num_heads)
             parts += [{"bridges": bridge, "attention_scores": scores}] * c.pairs
         return flops.Ledger(length, flops.add(parts))
+
+
+def _without_skips(member):
+    """The member with all tokens in its MLPs: to compute the open ones alone changes no result, but
+    has no gradient, and that of the bridges goes through members."""
+    if not member.config.dropout.skips:
+        return member
+    return member.clone(config=replaced(member.config, {"dropout.attention.skip_tile": 0}))
 
 
 def depth_of(model):
