@@ -17,9 +17,9 @@ from efx import models
 from efx.errors import UsageError
 from efx.layers.info import CallInfo, Tokens
 from efx.layers.mask_dropout.modules import make_mask_input
+from efx.layers.report import Choice
 from efx.layers.stack import LayerSpec, Stack
 from efx.models.latent import group_views, groups
-from efx.layers.report import Choice
 from efx.sample import Sampler
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
