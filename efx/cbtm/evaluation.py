@@ -123,7 +123,8 @@ def weights_of_mixtures(held_out, cluster_D, ensemble, train, settings):
     Args:
       cluster_D: of each held-out document as a whole, which only an oracle knows.
       ensemble: for its `clustering`, `count` and `members`.
-      train: the training documents, from which an oracle knows the clusters of each component.
+      train: the training documents, from which an oracle knows the clusters of each component; it
+        is left out if a held-out document is of another one.
       settings: `config.ensemble`.
     """
     count, document_N = ensemble.count, held_out.document_N
@@ -135,7 +136,9 @@ def weights_of_mixtures(held_out, cluster_D, ensemble, train, settings):
     yield "uniform", np.full((len(document_N), count), -np.log(count), np.float32)
     yield "oracle cluster", _log(np.eye(count))[cluster_D[document_N]]
     components = sorted({document.component for document in train} - {""})
-    if components:
+    # A component may be held out as a whole, as may a text of its own: nothing of the training
+    # documents says which clusters it has.
+    if components and {document.component for document in held_out.documents} <= set(components):
         cluster_of = {d: j for j in range(count) for d in ensemble.members[j].digests}
         counts = np.zeros((len(components), count))
         for document in train:

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from efx.data.disk_cache import content_key
 from efx.data.tokenizers import StreamDecoder, Tokenizer, checked_ids, text_of
 from efx.errors import UsageError
 
@@ -17,6 +18,10 @@ _CHUNK = 1 << 18
 _BATCH = 1 << 22
 # Where a text may be cut: no token has white space after another character.
 _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
+# Bytes that text in UTF-8 never has.
+_NOT_OF_TEXT = {0xC0, 0xC1, *range(0xF5, 0x100)}
+# Models that look pieces of text up in their vocabulary. BPE reaches a token by its merges alone.
+_OF_WHOLE_PIECES = ("Unigram", "WordLevel", "WordPiece")
 
 
 class _LibraryError(ValueError):
@@ -44,9 +49,11 @@ def _decoded(function, *arguments, **options):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library: our byte-level BPE, or a file of the user's.
 
-    Text never encodes to a special token, even if it spells one out. Of the special tokens that a
-    template of the file puts around a text those before it are `start`; what ends a document is
-    `eot`, with or without a template.
+    Text never encodes to a special token, even if it spells one out, but for the one that stands
+    for what the vocabulary lacks. Of the special tokens that a template of the file puts around a
+    text those before it are `start`; what ends a document is `eot`, with or without a template.
+
+    Raises UsageError for a file that the library cannot read, or by which text would be lost.
     """
 
     kind = "bpe"
@@ -69,15 +76,47 @@ class LibraryTokenizer(Tokenizer):
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
         self._inner.no_padding()
+        if getattr(self._inner.model, "dropout", None):
+            self._inner.model.dropout = None  # one text would have other ids each time
         self._json = _called(self._inner.to_str)  # which counts up to the largest id
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         self.eot = next((special[name] for name in _END_NAMES if name in special), None)
         settings = json.loads(self._json)
+        _check_alphabet(settings)
+        self._never, self._cut_apart = self._keep_special_from_text(settings, special)
         self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
         self._chunks = _cuts_at_spaces(settings)
         words = (word for word in sorted(vocabulary) if word not in special)
         self.start = self._template_start(itertools.chain("a", words))
+
+    def _keep_special_from_text(self, settings, special):
+        """Sees to it that the model finds no special token in text.
+
+        `encode_special_tokens` keeps the library from looking for them before the model does, which
+        finds those of its own vocabulary all the same. Text that spells one out is therefore cut
+        after its first character.
+
+        Returns: (ids of the special tokens of one character, which cannot be cut; the regular
+          expression by which text is cut, or "").
+        """
+        library, model = _library(), settings["model"]
+        # Of Unigram these are pairs of a piece and its score.
+        pieces = [p[0] for p in model["vocab"]] if model["type"] == "Unigram" else model["vocab"]
+        within = set(pieces) & special.keys()
+        if model["type"] == "Unigram" and model["unk_id"] is not None:
+            within.discard(pieces[model["unk_id"]])
+        within.discard(model.get("unk_token"))
+        never = frozenset(special[piece] for piece in within if len(piece) == 1)
+        spelled = sorted(piece for piece in within if len(piece) > 1)
+        if model["type"] not in _OF_WHOLE_PIECES or not spelled:
+            return never, ""
+        cut = "|".join(f"{re.escape(piece[0])}(?={re.escape(piece[1:])})" for piece in spelled)
+        splits = [library.pre_tokenizers.Split(_called(library.Regex, cut), "isolated")]
+        if settings["pre_tokenizer"] is not None:
+            splits.insert(0, self._inner.pre_tokenizer)
+        self._inner.pre_tokenizer = library.pre_tokenizers.Sequence(splits)
+        return never, cut
 
     def _template_start(self, texts):
         """The ids that the file's template puts before a text, by the first of these that the
@@ -138,12 +177,20 @@ class LibraryTokenizer(Tokenizer):
 
     def _encoded(self, texts):
         try:
-            return _called(self._inner.encode_batch_fast, texts, add_special_tokens=False)
+            encodings = _called(self._inner.encode_batch_fast, texts, add_special_tokens=False)
         except _LibraryError as error:
             raise UsageError(
                 f"the tokenizer cannot encode this text ({error}); it needs a token for what it"
                 " does not know, or the words of this text"
             ) from error
+        if self._never:
+            for encoding in encodings:
+                if found := self._never.intersection(encoding.ids):
+                    raise UsageError(
+                        f"the text has the character {self._inner.id_to_token(min(found))!r}, which"
+                        " is a special token of the tokenizer and stands for no text"
+                    )
+        return encodings
 
     def _cut(self, text):
         """`text` in pieces that encode to the same ids as the whole."""
@@ -180,6 +227,12 @@ class LibraryTokenizer(Tokenizer):
     def to_json(self):
         """The file as the library writes it."""
         return self._json
+
+    @property
+    def fingerprint(self):
+        """Hash of everything that determines the ids, where text is cut included."""
+        of_file = super().fingerprint
+        return content_key(of_file, self._cut_apart) if self._cut_apart else of_file
 
 
 class _LibraryStreamDecoder:
@@ -253,10 +306,38 @@ def byte_of_character():
     return table | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
+def _pre_tokenizers(settings):
+    """The pre-tokenizers of a file, one after another."""
+    outer = settings["pre_tokenizer"]
+    if outer is None:
+        return []
+    return outer["pretokenizers"] if outer["type"] == "Sequence" else [outer]
+
+
+def _check_alphabet(settings):
+    """UsageError for a byte-level BPE file that knows neither all bytes nor a token for what it
+    does not know: the library leaves out what such a file has no token for."""
+    model = settings["model"]
+    byte_level = any(each["type"] == "ByteLevel" for each in _pre_tokenizers(settings))
+    if model["type"] != "BPE" or not byte_level or model["unk_token"] or model["byte_fallback"]:
+        return
+    of_text = {c for c, byte in byte_of_character().items() if byte not in _NOT_OF_TEXT}
+    if missing := of_text - model["vocab"].keys():
+        raise UsageError(
+            f"it has no token for {len(missing)} of the {len(of_text)} bytes that text in UTF-8 may"
+            " have, and would leave them out; train it with the whole alphabet of bytes"
+        )
+
+
 def _byte_level_table(settings, vocabulary, added, size):
-    """The bytes of every id, or None if the tokenizer is not byte-level throughout."""
+    """The bytes of every id, or None if the tokenizer is not byte-level throughout, or its ids
+    have more or fewer bytes than the text: a space before it, or those around an added token."""
     decoder = settings["decoder"]
     if settings["normalizer"] is not None or not decoder or decoder["type"] != "ByteLevel":
+        return None
+    if any(each.get("add_prefix_space") for each in _pre_tokenizers(settings)):
+        return None
+    if any((token.lstrip or token.rstrip) and not token.special for token in added.values()):
         return None
     byte_of = byte_of_character()
     table = [b""] * size

@@ -4,12 +4,16 @@ There are one or two: `source`, and `eval_source` if the held-out split is a tex
 holds documents (`sources`) or tokens (`shards`).
 """
 
+import logging
+
 from efx.data import corpus, growing, held_out, shards, sources, tokenizers
 from efx.data.corpus import SPLITS
 from efx.data.disk_cache import cache_root, content_key, remember
 from efx.data.stream import TokenSplit
 from efx.data.subset import Subset
 from efx.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class OpenedTexts:
@@ -53,6 +57,8 @@ class OpenedTexts:
                 f"{self.eval_source.name} has the same text as {self.source.name}: nothing is left"
                 " to train on"
             )
+        if is_tokens(self.source) and is_tokens(self.eval_source):
+            self._refuse_shards_of_both()
         if not self.eval_source or config_data.withhold:
             self.origin |= self._held_out(run_origin, same_text)
         self.subset = Subset.load(config_data.subset) if config_data.subset else None
@@ -67,6 +73,14 @@ class OpenedTexts:
             return sources.open_source(c, self._root, key)
         limit = c.max_bytes if key == "source" else 0
         return shards.TokenShards(f"{setting}={getattr(c, key)!r}", argument, limit, self._root)
+
+    def _refuse_shards_of_both(self):
+        # Documents of both texts are left out of training; shards are not documents.
+        if name := self.eval_source.trained_on_in(self.source):
+            raise UsageError(
+                f"{self.eval_source.name}: {name} is one of the training shards of"
+                f" {self.source.name}; name the others by a pattern"
+            )
 
     def _refuse_changes(self, run_origin):
         for key, text in self._texts():
@@ -224,8 +238,8 @@ def _shard_tokenizer(source, spec, tokenizer_path):
     else:
         name = f"config.data.tokenizer={spec!r}"
         tokenizer = tokenizers.ready(spec)
-        if tokenizer is None and stored is not None and stored.kind == tokenizers.parse(spec)[0]:
-            tokenizer = stored
+        if tokenizer is None and stored is not None:
+            tokenizer = _stored_for(source, spec, stored)
         if tokenizer is None:
             raise UsageError(
                 f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
@@ -238,3 +252,24 @@ def _shard_tokenizer(source, spec, tokenizer_path):
         )
     source.check_ids(tokenizer, name)
     return tokenizer
+
+
+def _stored_for(source, spec, stored):
+    """The tokenizer `stored` with token shards if `spec` would make one of its kind, else None."""
+    kind, size = tokenizers.parse(spec)
+    if stored.kind != kind:
+        return None
+    # A text with few pairs worth merging comes to fewer ids than were asked for, never to more.
+    if size is not None and stored.vocab_size > size:
+        raise UsageError(
+            f"config.data.tokenizer={spec!r}: the tokenizer that {source.name} was made with has"
+            f" {stored.vocab_size} ids; use config.data.tokenizer={source.tokenizer_path()}"
+        )
+    log.info(
+        "in place of config.data.tokenizer=%r: %s, of %d ids, that %s was made with",
+        spec,
+        source.tokenizer_path(),
+        stored.vocab_size,
+        source.name,
+    )
+    return stored

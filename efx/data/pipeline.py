@@ -132,18 +132,20 @@ class Data:
         return documents_between(self._streams[split], self.tokenizer.eot)
 
     def check_packing(self):
-        """UsageError if there is nothing to pack in what is trained on."""
+        """UsageError if what is trained on, or scored, is nothing to pack."""
         if "train" in self._streams and len(self.documents("train")) < 2:
             raise UsageError(
                 "config.data.packing=True: the training split of"
                 f" config.data.source={self._config.source!r} is one document, and packing fills"
                 " rows with several; leave it at False"
             )
+        for split in self._streams:
+            self._packing(split)
 
     def _packing(self, split):
         if split not in self._packings:
             order = {"train": "length", "eval": "document"}[split]
-            self._packings[split] = Packing(
+            packing = Packing(
                 self._streams[split],
                 self.documents(split),
                 self.tokenizer.eot,
@@ -151,6 +153,12 @@ class Data:
                 order,
                 self._seed,
             )
+            if not len(packing):
+                raise UsageError(
+                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} has"
+                    " two tokens, of which the second could be predicted"
+                )
+            self._packings[split] = packing
         return self._packings[split]
 
     def tokens(self, split, start, stop):

@@ -286,6 +286,19 @@ class TokenShards:
             ],
         )
 
+    def trained_on_in(self, source):
+        """The name of a shard that is also one of the training shards of `source`, other
+        TokenShards, or None. Whole files are compared, even if not all of one is used."""
+        training = [shard for shard in source._shards if shard.split == "train"]
+        digests = set(source._digests_of_files(training))
+        for shard, digest in zip(self._shards, self._digests_of_files(self._shards), strict=True):
+            if digest in digests:
+                return shard.path.name
+        return None
+
+    def _digests_of_files(self, shards):
+        return file_digests(self._root, [(shard.path, self._size(shard.path)) for shard in shards])
+
     def check_ids(self, tokenizer, tokenizer_name):
         """Raises UsageError if some id is not in the vocabulary of `tokenizer`."""
         for shard in self._shards:

@@ -33,7 +33,8 @@ class Tokenizer:
     Attributes:
       kind: bytes, chars, or bpe (everything in the format of the `tokenizers` library).
       vocab_size: ids are 0..vocab_size-1.
-      eot: the id between documents, or None. No text encodes to it and it decodes to nothing.
+      eot: the id between documents, or None. No text encodes to it, even if it spells it out, and
+        it decodes to nothing.
       start: ids that every document and every prompt begins with, such as `<s>`; `encode` does not
         give them.
     """

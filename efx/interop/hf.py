@@ -102,6 +102,8 @@ _AFTER = {
 _MODULES["olmo2"] = tuple(
     (_AFTER[ours] if ours in _AFTER else theirs, ours) for theirs, ours in _MODULES["llama"]
 )
+# What a routed block has and its dense twin has not.
+_OF_ROUTING = frozenset({"router", "predictor", "skip_mlp"})
 # Names of the output layer in files of other versions of transformers.
 _HEAD_NAMES = {"embed_out.weight": "lm_head.weight"}
 
@@ -113,11 +115,14 @@ def params_from_hf(state_dict, model, key=None, rows=0):
       state_dict: {name: array} with or without the prefix of the language-model class; `Weights`,
         or arrays of numpy, jax or torch.
       model: of `models.build`; unrolled or scanned, dense or with routed blocks.
-      key: PRNG key for the routers, which the checkpoint lacks; needed for routed blocks only.
+      key: PRNG key for what routed blocks have besides, which the checkpoint lacks; needed for
+        them only.
       rows: how many rows the embedding of the checkpoint has, of which the last stand for no token
         and are left out; 0: as many as the model has tokens.
-    Raises: UsageError naming the arrays that are missing, unknown, or of another shape.
+    Raises: UsageError naming the arrays that are missing, unknown, or of another shape, or learned
+      dropout, whose masks no checkpoint has.
     """
+    check_dropout(model.config)
     dense, style = _dense(model), _style(model)
     whole = state_dict.folder if isinstance(state_dict, Weights) else "Hugging Face checkpoint"
     state = {name.removeprefix(_PREFIX[style]): array for name, array in state_dict.items()}
@@ -230,8 +235,9 @@ def mod_from_dense(params, model, key=None):
     Args:
       params: of the dense model, unrolled or scanned.
       model: may differ from it in `config.model.depth_routing` and scanning.
-      key: PRNG key of the fresh routers; not needed if no block is routed.
-    Returns: the dense arrays, unchanged, and routers as the model initialises them.
+      key: PRNG key of what is fresh; not needed if no block is routed.
+    Returns: the dense arrays, unchanged, and routers, predictors and skip MLPs as the model
+      initialises them.
     """
     layers = params["layers"]
     if "units" in layers:
@@ -240,8 +246,8 @@ def mod_from_dense(params, model, key=None):
         if key is None:
             raise UsageError("the model has routed blocks: give a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}
-        for name, router in _routers(model, key).items():
-            layers.setdefault(name, {})["router"] = router
+        for name, fresh in _of_routing(model, key).items():
+            layers.setdefault(name, {}).update(fresh)
     if model.config.scan_layers:
         layers = scan_params(layers, model.specs())
     return {**params, "layers": layers}
@@ -289,6 +295,16 @@ def _in_file(path, function, *arguments):
         return function(*arguments)
     except UsageError as error:
         raise UsageError(str(error).replace("config.json", str(path), 1)) from None
+
+
+def check_dropout(model_config):
+    """UsageError if dropout is learned."""
+    if model_config.dropout.learned:
+        raise UsageError(
+            f"config.model.dropout.kind={model_config.dropout.kind!r}: a checkpoint has no learned "
+            "masks, and they change what is computed; import without, and name the run as "
+            "config.init.run of one that trains them"
+        )
 
 
 def check_size(folder, model_config, vocab_size, weights):
@@ -415,15 +431,19 @@ def _shapes(model):
     return {path: leaf.shape for path, leaf in flatten_dict(tree, sep="/").items()}
 
 
-def _routers(model, key):
-    """{layer: router} as initialised; jitted, so that no other parameter is computed."""
+def _of_routing(model, key):
+    """{layer: {name in `_OF_ROUTING`: parameters}} as initialised; jitted, so that no other
+    parameter is computed."""
     model = models.changed(model, scan_layers=False)
 
-    def init_routers(key):
+    def init(key):
         layers = nn.unbox(models.init(model, key))["params"]["layers"]
-        return {name: layer["router"] for name, layer in layers.items() if "router" in layer}
+        return {
+            name: {part: layer[part] for part in _OF_ROUTING & layer.keys()}
+            for name, layer in layers.items()
+        }
 
-    return jax.device_get(jax.jit(init_routers)(key))
+    return jax.device_get(jax.jit(init)(key))
 
 
 def _unpadded_shape(path, shape, model):

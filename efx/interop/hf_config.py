@@ -15,22 +15,24 @@ from efx.errors import UsageError, nearest
 # Keys that carry no mathematics of a forward pass: who made the file and with what, special tokens
 # (the tokenizer's own file decides), how generation or training went, heads for other tasks.
 SILENT = frozenset(
-    """_attn_implementation _attn_implementation_autoset _name_or_path architectures
+    """_attn_implementation _attn_implementation_autoset _name_or_path _num_labels architectures
     attention_dropout attention_probs_dropout_prob attn_pdrop auto_map bos_token_id
     chunk_size_feed_forward classifier_dropout classifier_dropout_prob do_sample dtype embd_pdrop
     eos_token_id finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
     initializer_range is_llama_config label2id max_length max_window_layers model_type n_ctx
-    num_labels output_attentions output_hidden_states pad_token_id prefix pretraining_tp
-    problem_type reorder_and_upcast_attn resid_pdrop return_dict summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
-    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version unsloth_fixed unsloth_version use_cache""".split()
+    num_labels output_attentions output_hidden_states output_past pad_token_id
+    predict_special_tokens prefix pretraining_tp problem_type reorder_and_upcast_attn resid_pdrop
+    return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj task_specific_params temperature tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
+    use_bfloat16 use_cache""".split()
 )
 # Keys that decide what is computed where they are not what they are here.
 _PLAIN_KEYS = {
     "add_cross_attention": (False,),
     "is_decoder": (False, True),  # of a class that can also encode; here it decodes either way
     "is_encoder_decoder": (False,),
+    "n_special": (0,),  # rows of the embedding besides vocab_size
     "pruned_heads": ({},),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),

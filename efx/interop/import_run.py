@@ -122,6 +122,7 @@ def _check_config(config, decided):
             f"config.adapter.kind={config.adapter.kind!r}: import the model without adapters, and "
             "name the run as config.init.run of one that trains them"
         )
+    hf.check_dropout(config.model)
     plain = runfolder.dotted(settings.as_dict(config))
     for key, value in decided.items():
         mine = plain[key]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from efx import main as main_lib
 from efx import run_settings, runfolder
 from efx.cbtm import documents_file
 from efx.config import config_of_run
-from efx.data.sources import Document
+from efx.data.sources import Document, document_digest
 from efx.data.subset import Subset
 from efx.data.tokenizers import CharTokenizer
 
@@ -438,6 +439,29 @@ def test_what_max_batches_leaves_of_the_held_out_documents_is_told(tmp_path):
     rows = {"top 1": row | {"fraction": half.fraction}}
     text = evaluation.markdown({"mixtures": rows, "models": {}})
     assert text.endswith("\n\nScored: 50% of the held-out split.\n")
+
+
+@pytest.mark.parametrize("component, known", [("b", True), ("c", False), ("", False)])
+def test_a_component_that_is_held_out_as_a_whole_leaves_the_oracle_out(component, known):
+    """Whether it is of the mixture, or an eval_source, which has none."""
+    from efx.cbtm import evaluation
+
+    train = [Document(name, name.encode(), name) for name in "ab"]
+    digests = [[document_digest(document.data).hex()] for document in train]
+    ensemble = SimpleNamespace(
+        count=2,
+        clustering=SimpleNamespace(distances=lambda texts: np.ones((len(texts), 2))),
+        members=[SimpleNamespace(digests=each) for each in digests],
+    )
+    held = SimpleNamespace(
+        documents=[Document("held out", b"x", component)],
+        document_N=np.zeros(3, int),
+        contexts=["x"],
+        context_N=np.zeros(3, int),
+    )
+    settings = SimpleNamespace(top_k=2, tau=0.1)
+    names = dict(evaluation.weights_of_mixtures(held, np.zeros(1, int), ensemble, train, settings))
+    assert ("oracle domain" in names) == known and "oracle cluster" in names
 
 
 @pytest.mark.parametrize("packing", [True, False])

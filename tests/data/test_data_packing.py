@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from efx.data.packing import Packing, _best_fit
 from efx.data.stream import Stream, documents_between
+from efx.errors import UsageError
 
 
 @pytest.fixture
@@ -99,6 +100,29 @@ def test_every_row_is_trained_on_once_an_epoch(folder, tmp_path):
     every = [i.tobytes() + s.tobytes()
              for i, s in zip(rows["inputs"], rows["segment_ids"], strict=True)]  # fmt: skip
     assert sorted(every) == sorted(epochs[0])
+
+
+def test_documents_of_one_token_are_nothing_to_pack(tmp_path):
+    """Without an end of documents there is nothing to predict in them."""
+    (tmp_path / "text").mkdir()
+    for letter in "abcdefgh":
+        (tmp_path / "text" / letter).write_text(letter)
+    config = make_config(
+        f"text:{tmp_path / 'text'}",
+        tmp_path,
+        split="documents",
+        packing=True,
+        seq_len=1,
+        tokenizer="chars",
+    )
+    data = open_data(config)
+    for call in (data.check_packing, data.train_iterator):
+        with pytest.raises(UsageError, match="packing=True: no document of the training split has"):
+            call()
+    with pytest.raises(UsageError, match="no document of the held-out split has two tokens"):
+        data.scored_tokens("eval")
+    config.tokenizer = "bytes"  # which ends documents
+    assert open_data(config).scored_tokens("eval")
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.data())

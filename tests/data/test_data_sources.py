@@ -1,6 +1,7 @@
 """Where text comes from: each source gives its documents, bad ones give one line."""
 
 import json
+import logging
 import os
 import sys
 
@@ -267,6 +268,45 @@ def test_shards_of_llm_c(llm_c, tmp_path):
     llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
     usage_error("not the text that this run began with", run_origin=data.origin,
                 config_data=make_config(f"tokens:{llm_c}", tmp_path))  # fmt: skip
+
+
+def test_a_training_shard_is_not_held_out_too(llm_c, tmp_path):
+    """It was trained on and scored."""
+    shard = llm_c / "fineweb_train_000002.bin"
+    config = make_config(f"tokens:{llm_c}", tmp_path, eval_source=f"tokens:{shard}")
+    words = (
+        "config.data.eval_source=",
+        f"{shard.name} is one of the training shards of",
+        "pattern",
+    )
+    usage_error(*words, config_data=config)
+    config.max_bytes = 120  # also if a part of it is trained on, or it is called otherwise
+    config.eval_source = f"tokens:{llm_c}/fineweb_train_000001.bin"
+    usage_error("fineweb_train_000001.bin is one of", config_data=config)
+    (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())
+    config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path)
+    config.eval_source = f"tokens:{llm_c}/copy_val.bin"
+    usage_error("copy_val.bin is one of", config_data=config)
+    # Its own shards for evaluation are not trained on.
+    config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
+    config = make_config(f"tokens:{llm_c}/*train_00000[13].bin", tmp_path)
+    config.eval_source = f"tokens:{shard}"
+    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (100, 50)
+
+
+def test_the_tokenizer_of_token_shards_in_place_of_one_that_would_be_trained(tmp_path, caplog):
+    tokenizer = bpe.train_bpe(["abc abd abc " * 9], 300)
+    efx.data.write_token_shards(tmp_path / "t", tokenizer, ["abc abd " * 40])
+    config = make_config(f"tokens:{tmp_path / 't'}", tmp_path, tokenizer="bpe:512", seq_len=4)
+    with caplog.at_level(logging.INFO, logger="efx"):
+        assert open_data(config).vocab_size == tokenizer.vocab_size
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("in place of config.data.tokenizer='bpe:512': ")
+    assert f"t/tokenizer.json, of {tokenizer.vocab_size} ids" in line
+    config.tokenizer = "bpe:258"  # more ids than asked for are never trained
+    usage_error("config.data.tokenizer='bpe:258'", f"has {tokenizer.vocab_size} ids", "use",
+                config_data=config)  # fmt: skip
 
 
 def test_shards_of_llm_c_with_a_large_vocabulary(tmp_path):

@@ -132,6 +132,116 @@ def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
     assert 1 not in load_tokenizer(words).encode("hello</s>")
 
 
+def with_special_tokens(kind, letters, special, whole_text=False):
+    """A tokenizer of the library, of single letters, whose model has the special tokens in its own
+    vocabulary: that of Unigram at the best score, as files made of sentencepiece's have it."""
+    library = pytest.importorskip("tokenizers")
+    if kind == "Unigram":
+        model = library.models.Unigram(
+            [(token, 0.0) for token in ["<unk>", *special]] + [(c, -3.0 - i) for i, c in
+                                                               enumerate(letters)], unk_id=0
+        )  # fmt: skip
+    else:
+        vocabulary = {token: i for i, token in enumerate(["<unk>", *special, *letters])}
+        model = getattr(library.models, kind)(vocabulary, unk_token="<unk>")
+    inner = library.Tokenizer(model)
+    if not whole_text:
+        inner.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<unk>", *special])
+    return inner
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "WordPiece"])
+def test_special_tokens_in_the_vocabulary_of_the_model_are_not_found_in_text(kind):
+    """The library looks for them no more, but the model found them in its own vocabulary."""
+    letters = ["a", "b", "c", "/", "s", ">", "##b", "##c"]  # and no <, as many files have none
+    inner = with_special_tokens(kind, letters, ["<s>", "</s>", "(s"], whole_text=kind == "Unigram")
+    tokenizer = bpe.LibraryTokenizer(inner.to_str())
+    assert tokenizer.eot == 2
+    for text in ("</s>", "a</s>b", "a </s> b", "<<s>", "</s></s><s>", "<unk>", "((s>"):
+        assert not {1, 2, 3} & set(tokenizer.encode(text).tolist()), text
+    inner.encode_special_tokens = True
+    for text in ("a b c", "abc bca", "a < s >/", "s></ <", "x", " a  "):
+        assert tokenizer.encode(text).tolist() == inner.encode(text).ids
+    again = bpe.LibraryTokenizer(tokenizer.to_json())
+    assert (again.to_json(), again.fingerprint) == (tokenizer.to_json(), tokenizer.fingerprint)
+
+
+def test_text_that_spells_a_special_token_comes_back_of_unigram():
+    inner = with_special_tokens("Unigram", "ab</s>", ["</s>"], whole_text=True)
+    tokenizer = bpe.LibraryTokenizer(inner.to_str())
+    assert tokenizer.encode("a</s>b").tolist() == [2, 4, 5, 6, 7, 3]
+    assert tokenizer.decode([2, 4, 1, 5, 3]).split() == ["a", "<", "/", "b"]
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
+def test_a_special_token_of_one_character_is_one_clear_line(kind):
+    """No text that has it could come back."""
+    tokenizer = bpe.LibraryTokenizer(with_special_tokens(kind, "ab", ["§"]).to_str())
+    assert tokenizer.encode("a b").tolist() == [2, 3]
+    with pytest.raises(UsageError, match="the character '§', which is a special token"):
+        tokenizer.encode("a § b")
+    message = "^config.data.tokenizer, for the text second: the text has the character '§'"
+    with pytest.raises(UsageError, match=message):
+        list(tokenizer.encode_documents([("first", b"a"), ("second", "b §".encode())]))
+
+
+def changed(tokenizer, change):
+    """A tokenizer whose file is that of another one after `change(contents)`."""
+    contents = json.loads(tokenizer.to_json())
+    change(contents)
+    return bpe.LibraryTokenizer(json.dumps(contents))
+
+
+def test_dropout_of_a_file_is_left_out(bpe_280):
+    tokenizer = changed(bpe_280, lambda contents: contents["model"].update(dropout=0.5))
+    assert tokenizer.encode(SAMPLE).tolist() == bpe_280.encode(SAMPLE).tolist()
+    assert tokenizer.fingerprint == bpe_280.fingerprint
+
+
+def test_a_byte_level_file_without_all_bytes_is_one_clear_line(bpe_280):
+    """The library left out of a text what it had no token for, without a word."""
+
+    def without(characters):
+        def change(contents):
+            for character in characters:
+                del contents["model"]["vocab"][character]
+            merges = contents["model"]["merges"]
+            merges[:] = [pair for pair in merges if not set(characters) & set("".join(pair))]
+
+        return change
+
+    with pytest.raises(UsageError, match="no token for 2 of the 243 bytes that text in UTF-8 may"):
+        changed(bpe_280, without("zq"))
+    never = [c for c, byte in bpe.byte_of_character().items() if byte in b"\xc0\xf5\xff"]
+    assert changed(bpe_280, without(never)).decode(bpe_280.encode("zq")) == "zq"
+
+    def with_unknown(contents):
+        without("zq")(contents)
+        contents["model"]["unk_token"] = bpe.END_OF_TEXT
+
+    assert len(changed(bpe_280, with_unknown).encode("zq")) == 2
+
+
+def test_bytes_are_not_counted_by_ids_that_have_others_than_the_text(bpe_280):
+    """A space before each text, and spaces that an added token takes in."""
+    prefixed = changed(bpe_280, lambda c: c["pre_tokenizer"].update(add_prefix_space=True))
+    token = dict(id=280, content="<sep>", single_word=False, normalized=False, special=False)
+    token |= dict(lstrip=False, rstrip=False)
+    plain = changed(bpe_280, lambda c: c["added_tokens"].append(token))
+    stripping = changed(bpe_280, lambda c: c["added_tokens"].append(token | {"rstrip": True}))
+    assert prefixed.byte_lengths() is None and stripping.byte_lengths() is None
+    text = "return <sep>é   x"
+    ids = plain.encode(text)
+    assert plain.byte_lengths()[ids].sum() == len(text.encode()) and plain.decode(ids) == text
+    for tokenizer, decoded in ((prefixed, " def naïve"), (stripping, "def naïve")):
+        ids = tokenizer.encode("def naïve").tolist()
+        assert tokenizer.decode(ids) == decoded
+        assert tokenizer.decode_bytes([*ids, tokenizer.eot]) == decoded.encode()
+        decoder = tokenizer.stream_decoder()
+        assert "".join(map(decoder.feed, ids)) + decoder.finish() == decoded
+
+
 @pytest.fixture(scope="module")
 def greedy_bpe():
     """Merges whatever may be merged: each piece of splitting that occurs is one token."""

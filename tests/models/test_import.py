@@ -118,13 +118,15 @@ def test_a_config_may_say_how_it_trains(folder, tmp_path):
     """Depth routing and training are the config's, the model is the folder's."""
     workdir = tmp_path / "run"
     options = {"model.context": 12, "data.seq_len": 12, "model.scan_layers": True}
-    options["model.depth_routing.every"] = 1
+    options |= {"model.depth_routing.every": 1, "model.depth_routing.causal": "predictor"}
+    options["model.depth_routing.skip_mlp"] = 8
     arguments = ("--mode=import", "--config", "mod:smoke", "--from", folder, "--workdir", workdir)
     assert run(*arguments, **options) == 0
     model, _, params = parameters(workdir)
     assert model.config.depth_routing.kind == "mod" and model.config.width == 32
     assert model.config.context == 12 and config_of_run(workdir).steps == 30
     assert params["layers"]["units"]["block_0"]["router"].shape == (2, 32)
+    assert {"predictor", "skip_mlp"} <= params["layers"]["units"]["block_0"].keys()
     assert params["layers"]["units"]["block_0"]["attention"]["key"]["kernel"].shape == (2, 32, 16)
 
 
@@ -390,6 +392,10 @@ def test_a_full_disk_leaves_no_folder(folder, tmp_path, capsys, monkeypatch):
         ({"data.seq_len": 64}, r"config\.model\.context=32 is shorter than .*seq_len=64"),
         ({"data.tokenizer": "bytes"}, r"config\.data\.tokenizer='bytes': the model of --from="),
         ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': import the model without"),
+        (
+            {"model.dropout.kind": "elementwise"},
+            r"dropout\.kind='elementwise': a checkpoint has no",
+        ),
     ],
 )
 def test_settings_that_contradict_the_folder(folder, tmp_path, capsys, settings, words):

@@ -323,12 +323,13 @@ def test_names_with_and_without_prefix(llama):
 ROUTING = dict(kind="mod", capacity=0.5)
 
 
+@pytest.mark.parametrize("further", [{}, dict(causal="predictor", skip_mlp=8)])
 @pytest.mark.parametrize("scan", [False, True])
-def test_dense_to_mod(scan):
-    """The dense arrays as they are, routers as the model itself would make them."""
+def test_dense_to_mod(scan, further):
+    """The dense arrays as they are, what is of routing as the model itself would make it."""
     dense = models.changed(families.make({"depth": 4}), scan_layers=scan)
     routed = models.changed(
-        dense, depth_routing=dataclasses.replace(dense.config.depth_routing, **ROUTING)
+        dense, depth_routing=dataclasses.replace(dense.config.depth_routing, **ROUTING, **further)
     )
     params = families.random_params(families.make({"depth": 4}))
     given = params
@@ -340,7 +341,8 @@ def test_dense_to_mod(scan):
     layers = models.unroll(routed, mod)[1]["layers"]
     routers = [np.asarray(layers[f"block_{i}"]["router"]) for i in (1, 3)]
     dense_part = {
-        name: {k: v for k, v in layer.items() if k != "router"} for name, layer in layers.items()
+        name: {k: v for k, v in layer.items() if k not in ("router", "predictor", "skip_mlp")}
+        for name, layer in layers.items()
     }
     assert all(0.005 < router.std() < 0.05 for router in routers)
     assert not np.array_equal(*routers)
@@ -367,6 +369,9 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
     config, routed, mod = hf.load_hf(tmp_path / "dense", base(**{"depth_routing.kind": "mod"}))
     assert config.model.depth_routing.kind == "mod" and config.model.attention.num_kv_heads == 2
     assert mod["layers"]["block_1"]["router"].shape == (32,)
+    learned = base(**{"dropout.kind": "elementwise"})
+    with pytest.raises(UsageError, match=r"config\.model\.dropout\.kind='elementwise': a checkpo"):
+        hf.load_hf(tmp_path / "dense", learned)
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -399,6 +404,7 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
             "scale_attn_by_inverse_layer_idx=True",
         ),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True"),
+        ("gpt2", dict(n_special=3), "n_special=3: efx reproduces 0"),
         ("llama", dict(hidden_act="relu"), "hidden_act='relu': efx reproduces 'silu'"),
         (
             "llama",
@@ -473,6 +479,22 @@ PUBLISHED = {
             tie_word_embeddings=True, vocab_size=49152,
         ) | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
         {"attention.rope_theta": 1e5, "attention.num_kv_heads": 3, "tied": True},
+    ),
+    "gpt2-medium": (
+        dict(
+            activation_function="gelu_new", layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024,
+            n_embd=1024, n_head=16, n_layer=24, n_positions=1024, n_special=0,
+            predict_special_tokens=True, vocab_size=50257,
+        ),
+        {"width": 1024, "depth": 24, "positions": "learned"},
+    ),
+    "distilgpt2": (
+        dict(
+            _num_labels=1, activation_function="gelu_new", id2label={"0": "LABEL_0"},
+            layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12,
+            n_layer=6, n_positions=1024, output_past=True, use_bfloat16=False, vocab_size=50257,
+        ),
+        {"width": 768, "depth": 6},
     ),
     "Llama-3.2-1B": (
         dict(
