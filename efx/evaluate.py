@@ -85,7 +85,8 @@ class Evaluator:
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
         means = {
-            selection: self._run(step, params, variables) for selection, step in self._steps.items()
+            selection: self._run(step, params, variables, self._batches(self._placement.rows))
+            for selection, step in self._steps.items()
         }
         result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
         result |= self._repeated(params, variables)
@@ -159,10 +160,8 @@ class Evaluator:
         nats["gain"] = nats["first"] - nats["second"]
         return {f"eval/repeated/{name}": of for name, of in nats.items()}
 
-    def _run(self, step, params, variables, batches=None):
+    def _run(self, step, params, variables, batches):
         totals = []
-        if batches is None:
-            batches = self._batches(self._placement.rows)
         for index, batch in enumerate(batches):
             batch = self._placement(batch)
             totals.append(step(params, variables, batch, self._seed, np.uint32(index)))

@@ -250,8 +250,8 @@ class Data:
         to these rows; after the last of `count` their weights are 0.
 
         Yields:
-          ({"first", "second"}: the batch with weights for the targets of this half of it. The first
-          token of a row is no target, and the first of its repetition counts in neither half.
+          {"first", "second": the batch with weights for the targets of this half of its rows}. The
+          first token of a row is no target, and the first of its repetition counts in neither half.
         """
         stream, length = self._streams["eval"], self._config.seq_len
         half = length // 2

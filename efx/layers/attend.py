@@ -90,12 +90,12 @@ def first_visible(length, window=0, positions_BT=None, segment_ids_BT=None):
     cut_BT = (positions_BT < 0) != jnp.roll(positions_BT < 0, 1, axis=1)
     if segment_ids_BT is not None:
         cut_BT = cut_BT | (jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0)
-    if not window:
-        return jax.lax.cummax(jnp.where(cut_BT, place_T[None], 0), axis=1)
-    # Positions along the whole row, and where what a token may see begins in any case. (To go a
-    # whole window further at each cut would be the same, until the sum is no int32.)
-    along_BT = jnp.cumsum(jnp.where(cut_BT, 0, jnp.clip(step_BT, 0, window)), axis=1)
     start_BT = jax.lax.cummax(jnp.where(cut_BT, place_T[None], 0), axis=1)
+    if not window:
+        return start_BT
+    # Positions along the whole row. (To go a whole window further at each cut would do without the
+    # starts, until the sum is no int32.)
+    along_BT = jnp.cumsum(jnp.where(cut_BT, 0, jnp.clip(step_BT, 0, window)), axis=1)
     search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
     first_BT = jax.vmap(lambda along_T: search(along_T, along_T - window))(along_BT)
     return jnp.maximum(first_BT.astype(jnp.int32), start_BT)

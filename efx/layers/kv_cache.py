@@ -114,7 +114,7 @@ def admit(module, wanted, room, info, computed, refused):
     count, lost = variables(module, info.cache.tag, **makers).values()
     if module.is_initializing():
         return wanted
-    row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+    row_B = _rows(info, rows)
     before = count.value.at[row_B].get(mode="fill", fill_value=0)
     run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
     count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
@@ -128,8 +128,13 @@ def count(module, name, counted_BT, info):
     rows = len(counted_BT)
     (total,) = variables(module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}).values()
     if not module.is_initializing():
-        row_B = jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
-        total.value = total.value.at[row_B].add(jnp.sum(counted_BT, axis=1), mode="drop")
+        new_B = jnp.sum(counted_BT, axis=1)
+        total.value = total.value.at[_rows(info, rows)].add(new_B, mode="drop")
+
+
+def _rows(info, rows):
+    """The rows of the cache that so many rows of new tokens are of."""
+    return jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
 
 
 def _admit_in_groups(module, wanted, room, info, makers):
