@@ -280,17 +280,13 @@ def all_runs(grid):
     """Every run that there can be, whatever the best rates are."""
     if not grid["learning_rates"]:
         return runs_of(grid, {})
-    runs = {}
-    for rates in itertools.zip_longest(*grid["learning_rates"].values()):
-        # A size that has fewer rates than others has its first once more.
-        of_sizes = {
-            size: own[0] if rate is None else rate
-            for (size, own), rate in zip(grid["learning_rates"].items(), rates, strict=True)
-        }
-        places = itertools.product(grid["families"], grid["sizes"])
-        at = {(family, size): of_sizes[size] for family, size in places}
-        runs |= dict.fromkeys(runs_of(grid, at))
-    return list(runs)
+    return [
+        run
+        for size, rates in grid["learning_rates"].items()
+        for rate in rates
+        for run in runs_of(grid, {(family, size): rate for family in grid["families"]})
+        if run.size == size
+    ]
 
 
 def changes(grid, run):
