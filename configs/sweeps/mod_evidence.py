@@ -19,8 +19,9 @@ two files of results; nothing is trained for one analysis, and one law, of both:
         --from results/mod_evidence.json --from results/mod_evidence_largest.json
 
 `mod_evidence.py:rates` has the three main families at the largest budget with a learning rate of
-their own at each size, which the first seed finds, and tells whether models copy from their context
-(`config.evaluate.repeated_rows`): 30 runs, some two hours of 2 CPU cores.
+their own at each size, which the first seed finds, the others at MoD's best size, and tells whether
+models copy from their context (`config.evaluate.repeated_rows`): 66 runs, some four hours of 2 CPU
+cores.
 """
 
 import importlib.util
@@ -93,21 +94,26 @@ def get_grid(part="all"):
 
 
 def _rates():
-    """The largest budget again, each family with the best of some learning rates at each size, and
-    three seeds at its best size."""
+    """The largest budget again, each family with the best of some learning rates at each size: the
+    main ones at three sizes, the others at MoD's best one, where all have several seeds."""
     grid = _largest()
     sizes = {name_of(*size): size_of(*size) for size in ((48, 6), (64, 8), WIDEST)}
     for size in sizes.values():
         del size["optim.learning_rate"]
         size["evaluate.repeated_rows"] = 64
-    families = {name: grid["families"][name] for name in SEVERAL}
+    families = grid["families"]
     half = families["dense, half as deep"]["model.depth"]
     halves = DENSE | {"model.depth": {name: half[name] for name in sizes}}
-    best = dict.fromkeys(SEVERAL, "64 wide, 8 deep") | {"dense": "48 wide, 6 deep"}
+    best = dict.fromkeys(families, "64 wide, 8 deep") | {"dense": "48 wide, 6 deep"}
+    several = dict.fromkeys(families, (0, 1, 2)) | dict.fromkeys(SEVERAL[1:], (0, 1, 2, 3, 4, 5))
+    elsewhere = {family: (0,) if family in SEVERAL else () for family in families}
     rates = (5e-3, 1e-2, 2e-2), (2.5e-3, 5e-3, 1e-2), (2.5e-3, 5e-3)
     return grid | dict(
         seeds={
-            family: {name: (0, 1, 2) if name == best[family] else (0,) for name in sizes}
+            family: {
+                name: several[family] if name == best[family] else elsewhere[family]
+                for name in sizes
+            }
             for family in families
         },
         families=families | {"dense, half as deep": halves},

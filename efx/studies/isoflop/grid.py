@@ -57,6 +57,7 @@ def load_grid(path):
     grid |= {"budgets": tuple(sorted(grid["budgets"]))}
     grid |= {"seeds_at": _seeds_at(path, grid)}
     grid |= _rates(path, grid)
+    _check_tried(path, grid)
     grid |= {"timed_budgets": _timed(path, grid), "sizes_at": _sizes_at(path, grid)}
     _check_fits(path, grid)
     for of_families in (grid["seeds"], *grid["seeds_at"].values()):
@@ -103,9 +104,8 @@ def _seeds(path, grid, named, seeds):
                 f"numbers for each of the sizes {', '.join(grid['sizes'])}"
             )
         # A size without seeds is one at which the family is not trained.
-        least = 1 if grid["learning_rates"] or not any(of_sizes.values()) else 0
         for own in of_sizes.values():
-            if own != () or least:
+            if own != () or not any(of_sizes.values()):
                 sweep_lib.check_seeds(path, {"seeds": own})
         checked[family] = {size: tuple(of_sizes[size]) for size in grid["sizes"]}
     return checked
@@ -146,6 +146,22 @@ def _rates(path, grid):
     if budget is not None and budget not in grid["budgets"]:
         raise UsageError(f"{path}: rates_budget={budget!r} is none of budgets={grid['budgets']}")
     return {"learning_rates": rates or {}, "rates_budget": budget or grid["budgets"][0]}
+
+
+def _check_tried(path, grid):
+    """UsageError for a family that is trained at a size whose learning rates are not tried with it,
+    since the budget of the rates has no seed of it there."""
+    if not grid["learning_rates"]:
+        return
+    tried = grid["seeds_at"][grid["rates_budget"]]
+    for budget, of_families in grid["seeds_at"].items():
+        for family, of_sizes in of_families.items():
+            for size, seeds in of_sizes.items():
+                if seeds and not tried[family][size]:
+                    raise UsageError(
+                        f"{path}: no seeds of {family}, {size}, at {grid['rates_budget']:g} FLOPs,"
+                        f" where learning rates are tried, but at {budget:g}; give it one there"
+                    )
 
 
 def _rates_of_sizes(path, grid, given):
@@ -247,9 +263,11 @@ def rate_runs(grid):
     """The runs that find the learning rate of each family at each size; none without rates."""
     budget = grid["rates_budget"]
     return [
-        Run(family, size, budget, grid["seeds_at"][budget][family][size][0], rate)
+        Run(family, size, budget, seeds[0], rate)
         for size in grid["sizes"]
         for family in grid["families"]
+        for seeds in [grid["seeds_at"][budget][family][size]]
+        if seeds
         for rate in grid["learning_rates"].get(size, ())
     ]
 
