@@ -470,10 +470,33 @@ def test_comparisons_are_of_the_seeds_that_both_have():
     cells = report.optima_table(found)[1e11, "one"]["loss over the baseline's"]
     assert cells["mean"] == pytest.approx(0.1, abs=1e-4) and cells["note"] == "by the law"
     text = report.details(found, [], {"further": [10.0], "against": ["three"]})[-1]
+    # One pair has no interval, so that there is no table of pairs.
     assert "of the seeds that both have" in text and "| 10.0 GFLOPs | one | 1 | 0.1000 (" in text
     # Points that the other lacks stay whole.
     fewer = dataclasses.replace(one, budgets=one.budgets * 2)
     assert three.common_with(fewer).numbers[-1].tolist() == [0, 1, 2]
+
+
+def test_pairs_of_seeds_have_the_interval_of_a_paired_t_test():
+    """Of the seeds that both have at a size, whatever their order."""
+    random = np.random.default_rng(14)
+    base = fixed_sizes(SMALL, 6.5, noise=0.02, seeds=4, random=random)
+    own = dataclasses.replace(
+        base,
+        losses=[loss[[3, 0, 2]] + random.normal(0.05, 0.02, 3) for loss in base.losses],
+        numbers=[numbers[[3, 0, 2]] for numbers in base.numbers],
+        seconds=[seconds[[3, 0, 2]] for seconds in base.seconds],
+    )
+    found = analysis.analyse({"base": base, "own": own}, 20)
+    parts = report.details(found, [], {"further": [10.0], "against": ["base"]})
+    assert "by pairs of seeds" in parts[-1]
+    row = f"| 100 GFLOPs | own | {own.sizes[-1]} | 3, 0, 2 | "
+    here = [i for i in own.at(1e11) if own.sizes[i] == own.sizes[-1]][0]
+    t = stats.ttest_rel(own.losses[here], base.losses[here][[3, 0, 2]])
+    low, high = t.confidence_interval(0.95)
+    mean = np.mean(own.losses[here] - base.losses[here][[3, 0, 2]])
+    assert f"{row}{mean:.4f} ({low:.4f} to {high:.4f}) |" in parts[-1]
+    assert parts[-1].count("| own |") == len(own.sizes)
 
 
 def test_seconds_are_drawn_too():

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import scipy.stats
 
 from efx import tables
 from efx.metrics import quantity
@@ -283,6 +284,44 @@ def _differences(analysis, other):
     )
 
 
+def _pairs(analysis, other):
+    """How the losses of seeds differ from those of the family `other` of the same size, budget and
+    seed, where there are two such pairs or more; "" if there are not."""
+    theirs = _runs(analysis.families[other])
+    rows = []
+    for family, measured in analysis.families.items():
+        groups = {}
+        for (*place, seed), loss in _runs(measured).items():
+            if family != other and (*place, seed) in theirs:
+                groups.setdefault(tuple(place), {})[seed] = loss - theirs[*place, seed]
+        for (budget, size), of_seeds in groups.items():
+            if (n := len(of_seeds)) > 1:
+                differences = [*of_seeds.values()]
+                mean, spread = np.mean(differences), np.std(differences, ddof=1)
+                reach = scipy.stats.t.ppf((1 + LEVEL / 100) / 2, n - 1) * spread / n**0.5
+                cell = text({"mean": mean, "interval": [mean - reach, mean + reach]}, ".4f")
+                seeds = ", ".join(map(str, of_seeds))
+                rows.append([quantity(budget, "FLOPs"), family, size, seeds, cell])
+    if not rows:
+        return ""
+    titles = ["budget", "family", "size", "seeds in common", "difference"]
+    return (
+        f"The loss over that of {other} of the same size (nats), by pairs of seeds, with {LEVEL}%"
+        " intervals by Student's t of the pairs alone:\n\n"
+        f"{tables.markdown(titles, rows)}"
+    )
+
+
+def _runs(measured):
+    """{(budget, size, seed): loss} of a family."""
+    places = zip(measured.budgets, measured.sizes, measured.numbers, measured.losses, strict=True)
+    return {
+        (budget, size, int(number)): float(loss)
+        for budget, size, numbers, losses in places
+        for number, loss in zip(numbers, losses, strict=True)
+    }
+
+
 def rates_table(points):
     """Losses by size and learning rate of the runs that looked for the best one; "" without any."""
     tried = [point for point in points if not point.fitted]
@@ -399,7 +438,8 @@ def _of_fits(analysis, study):
         parts.append(_further(analysis, study["further"]))
     if len(analysis.families) > 1 and len(analysis.budgets) > 1:
         parts.append(_speedups(analysis))
-    parts += [_differences(analysis, other) for other in study.get("against", ())]
+    for other in study.get("against", ()):
+        parts += [_differences(analysis, other), _pairs(analysis, other)]
     return [part for part in parts if part]
 
 
