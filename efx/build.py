@@ -153,6 +153,16 @@ class Training:
         init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)
         return draws.by_pieces(init, self.shardings, np.uint32(seed))
 
+    def begun_anew(self, state):
+        """The `TrainState` of step 0 with the parameters and averages of `state`, which is donated:
+        an optimiser may keep a copy of the parameters that it begins with."""
+
+        def begin(state):
+            return step_lib.state_of({"params": state.params, **state.variables}, self.optimizer)
+
+        options = dict(donate_argnums=0, keep_unused=True, out_shardings=self.shardings)
+        return jax.jit(begin, **options)(state)
+
     def trace_step(self, model):
         """`step.make_train_step` of a stage's model, traced for arguments of the shapes and
         shardings that a run of this experiment has."""

@@ -254,14 +254,33 @@ def eval_params(optimizer_name, opt_state, params):
         return params
     state = _find_state(opt_state, optax.contrib.ScheduleFreeState)
 
-    def average(z, y):
-        if isinstance(z, optax.MaskedNode):
-            return y
-        return ((y - (1.0 - state.b1) * z) / state.b1).astype(y.dtype)
+    def of_one(z, y):
+        return y if isinstance(z, optax.MaskedNode) else average(y, z, state.b1)
 
     return jax.tree.map(
-        average, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+        of_one, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
+
+
+def stored_averages(paths):
+    """{path of a parameter: (path of its z, path of b1)}: of which leaves of a stored `TrainState`
+    the parameters to evaluate with are made by `average`. {} if its optimiser keeps no averages.
+
+    Args:
+      paths: of all its leaves, as tuples of strings. A parameter's begins below "params".
+    """
+    tops = [path[:-1] for path in paths if path[0] == "opt_state" and path[-1] == "b1"]
+    return {
+        path[len(top) + 1 :]: (path, (*top, "b1"))
+        for top in tops
+        for path in paths
+        if (*top, "weight_sum") in paths and path[: len(top) + 1] == (*top, "z")
+    }
+
+
+def average(y, z, b1):
+    """The average x of a parameter that is trained at y with the base iterate z."""
+    return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
 
 
 def _direction(config, per_leaf):

@@ -350,6 +350,8 @@ class _Launch:
                 self.state, origin = start_from(
                     self.training.new_state(self.seed), self.config, e.model, self.progress.println
                 )
+                if self.config.init.run or e.model.members:
+                    self.state = self.training.begun_anew(self.state)
             else:
                 restored = self.checkpoints.restore(
                     self.training.shapes,

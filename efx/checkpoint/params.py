@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from efx import optim, sharding
 from efx.checkpoint import files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 
@@ -55,7 +56,8 @@ def restore_params(
     report=print,
     vocab_size=0,
 ):
-    """Loads parameters alone, verified against the checksums.
+    """Loads parameters alone, verified against the checksums: those that the run of the checkpoint
+    is evaluated with, which an optimiser may keep as averages (`optim.eval_params`).
 
     Args:
       root: the checkpoints folder of a run.
@@ -92,6 +94,7 @@ def restore_params(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
     depth = len(collection)
+    averages = optim.stored_averages(stored) if collection == ("params",) else {}
     stored = {
         "/".join(path[depth:]): leaf for path, leaf in stored.items() if path[:depth] == collection
     }
@@ -119,7 +122,7 @@ def restore_params(
 
     values = dict(targets)
     sources = {path: stored_path[path] for path in loaded}
-    values.update(_load(name, folder, sources, targets, collection))
+    values.update(_load(name, folder, sources, targets, collection, averages))
     loaded_params = unflatten_dict(values, sep="/")
     dtypes = {p: (stored[stored_path[p]].dtype, targets[p].dtype) for p in loaded}
     diff = ParamsDiff(
@@ -218,14 +221,20 @@ def _check_shapes(name, pairs, stored_path, vocab_size):
         )
 
 
-def _load(name, folder, stored_paths, targets, collection):
-    """{path in the model: array}, each array of the checkpoint read once."""
+def _load(name, folder, stored_paths, targets, collection, averages):
+    """{path in the model: array}, each array of the checkpoint read once.
+
+    averages: see `optim.stored_averages`.
+    """
     target_of = {}  # {path in the checkpoint: its first target}
     for path, stored_path in stored_paths.items():
         target_of.setdefault(stored_path, files.with_sharding(targets[path]))
     if not target_of:
         return {}
     target_tree = {(*collection, *path.split("/")): leaf for path, leaf in target_of.items()}
+    made_of = {path: averages.get(tuple(path.split("/")), ()) for path in target_of}
+    for path, (z, b1) in ((path, leaves) for path, leaves in made_of.items() if leaves):
+        target_tree |= {z: target_of[path], b1: _scalar_beside(target_of[path])}
     try:
         stored = files.read_items(
             folder,
@@ -235,11 +244,21 @@ def _load(name, folder, stored_paths, targets, collection):
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
-    depth = len(collection)
-    stored = {"/".join(path[depth:]): leaf for path, leaf in flatten_dict(stored.state).items()}
+    read, stored = flatten_dict(stored.state), {}
+    for path, leaves in made_of.items():
+        stored[path] = read[*collection, *path.split("/")]
+        if leaves:
+            stored[path] = jax.jit(optim.average)(stored[path], *(read[leaf] for leaf in leaves))
     values = {}
     for path, stored_path in stored_paths.items():
         target = files.with_sharding(targets[path])
         value = stored[stored_path].astype(target.dtype)
         values[path] = jax.device_put(value, target.sharding)
     return values
+
+
+def _scalar_beside(target):
+    """The shape of a float32 scalar on the devices of a target."""
+    mesh = getattr(target.sharding, "mesh", None)
+    layout = target.sharding if mesh is None else sharding.replicated(mesh)
+    return jax.ShapeDtypeStruct((), jnp.float32, sharding=layout)

@@ -73,6 +73,26 @@ def test_what_the_other_run_lacks_must_be_named(text, dense, tmp_path):  # noqa:
         train.train_and_evaluate(config, tmp_path / "other")
 
 
+AVERAGED = {"optim.name": "schedule_free_adamw", "optim.schedule.kind": "constant"}
+STILL = {"optim.learning_rate": 1e-9, "optim.weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("optimiser", [AVERAGED, {}], ids=["averages too", "averages nothing"])
+def test_a_run_starts_from_the_averages_that_another_is_evaluated_with(
+    text,  # noqa: F811
+    tmp_path,
+    optimiser,
+):
+    """Property: what a run starts from is the model that was evaluated. Of an optimiser that
+    averages it was the place of the gradient, and the new optimiser averaged with random
+    parameters, those it had been made with: after a step of no size nothing was left."""
+    averaged = {**DENSE, **AVERAGED, "optim.learning_rate": 0.01, "steps": 12}
+    first = run(tmp_path / "first", tiny(text, **averaged))
+    changes = {"init.run": str(tmp_path / "first"), **STILL, "steps": 1}
+    second = run(tmp_path / "second", tiny(text, **{**DENSE, **optimiser, **changes}))
+    assert second["eval/loss"] == pytest.approx(first["eval/loss"], abs=1e-4)
+
+
 STAGES = {
     "mesh.data": -1,
     "model.depth_routing.capacity": 0.25,
