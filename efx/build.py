@@ -278,7 +278,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     teacher = _teacher(config, data.tokenizer) if "train" in splits else None
     steps, stages = _steps_and_stages(config, model, teacher)
     if "train" in splits and workdir and runfolder.holds_result(workdir):
-        _say_if_rate_jumps(config, workdir, model, teacher, steps)
+        _say_what_jumps(config, workdir, model, teacher, steps)
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
@@ -328,15 +328,29 @@ def _steps_and_stages(config, model, teacher):
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
 
-def _say_if_rate_jumps(config, workdir, model, teacher, steps):
-    """A line where a run goes on at another learning rate: its schedule ends with its last step,
-    and that is another one now."""
+def _say_what_jumps(config, workdir, model, teacher, steps):
+    """A line where a run goes on at another learning rate, and one where it does in another stage:
+    both schedules end with its last step, and that is another one now."""
     recorded = {key: runfolder.recorded_setting(workdir, key) for key in ("steps", "train_flops")}
     stages = _capacity_stages(model, config.data.seq_len)
     steps_before = _total_steps(settings.replaced(config, recorded), stages, teacher)
     reached = max(finished_steps(storage.folder(workdir) / runfolder.CHECKPOINTS), default=steps)
     if steps == steps_before or reached >= steps:
         return
+    capacity_before, capacity = (
+        [
+            stage.config.depth_routing.capacity
+            for start, stage, _ in stages
+            if round(start * total) <= reached
+        ][-1]
+        for total in (steps_before, steps)
+    )
+    if capacity_before != capacity:
+        warn(
+            "the stages of config.model.depth_routing.capacity_stages are fractions of the run:"
+            f" with {steps} steps, where there were {steps_before}, the capacity at step {reached}"
+            f" is {capacity}, not {capacity_before}"
+        )
     before, now = (
         float(optim.make_schedule(config.optim, total)(reached)) for total in (steps_before, steps)
     )

@@ -143,6 +143,7 @@ class _Launch:
         )
         self._check_subset()
         self.before = 0.0  # seconds of training of earlier launches
+        self.flops_before = None  # (step, {nominal: FLOPs up to it}) of the one gone on from
         self.watch = _Stopwatch()
         self.row_at = 0.0  # what it said at the last row
         self.window = []
@@ -361,6 +362,9 @@ class _Launch:
                 self.state, self.step, self.restored = restored.state, restored.step, True
                 iterator.set_state(restored.data_state)
                 self.before = restored.meta["seconds"]
+                if flops := restored.meta.get("flops"):
+                    by_kind = {True: flops["nominal"], False: flops["realised"]}
+                    self.flops_before = self.step, by_kind
                 self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
@@ -501,6 +505,16 @@ class _Launch:
     def _compile(self, stage):
         return self.training.trace_step(stage.model).lower().compile()
 
+    def flops(self, step, nominal=True):
+        """Training FLOPs of the first `step` steps. Earlier launches of the run may have had
+        another number of steps, and with it other stages: these are counted as they were."""
+        e, total = self.experiment, self.experiment.flops(step, nominal)
+        if self.flops_before is None:
+            return total
+        begun_at, trained = self.flops_before
+        # For the same stages this adds 0, so that no rounding tells a run that was interrupted.
+        return total + (trained[nominal] - e.flops(begun_at, nominal))
+
     def seconds(self):
         """Of training so far: without compiling, evaluating, sampling and saving."""
         return self.before + self.watch.seconds()
@@ -518,14 +532,14 @@ class _Launch:
             self.row_at = now
             tokens = step * e.tokens_per_step
             rate = steps / max(elapsed, 1e-9)
-            flops = e.flops(step)
+            flops = self.flops(step)
             row = mean_of(self.window) | {
                 "tokens": tokens,
                 "flops": flops,
-                "flops_realised": e.flops(step, nominal=False),
+                "flops_realised": self.flops(step, nominal=False),
                 "seconds": self.before + now,
                 "tokens_per_second": rate * e.tokens_per_step,
-                "flops_per_second": rate * (flops - e.flops(step - 1)),
+                "flops_per_second": rate * (flops - self.flops(step - 1)),
             }
             if self.peak:
                 row["mfu"] = row["flops_per_second"] / self.peak
@@ -573,8 +587,10 @@ class _Launch:
                 self._save(position, self.pending, metrics)
 
     def _save(self, position, pending, metrics=None):
+        flops = {"nominal": self.flops(self.step), "realised": self.flops(self.step, False)}
         meta = self._done_so_far(pending) | {
             "seconds": self.seconds(),
+            "flops": flops,
             "fingerprints": self.fingerprints,
         }
         self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
@@ -680,8 +696,8 @@ class _Launch:
             self.progress.println(
                 f"finished: {self.step} steps, "
                 f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
-                f"{quantity(e.flops(self.step), 'FLOPs')} in {duration(self.seconds())} of training"
-                f", held-out loss {row['eval/loss']:.4f} nats "
+                f"{quantity(self.flops(self.step), 'FLOPs')} in {duration(self.seconds())} of"
+                f" training, held-out loss {row['eval/loss']:.4f} nats "
                 f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
             )
         self.progress.println(

@@ -100,6 +100,29 @@ STAGES = {
 }
 
 
+def test_steps_that_were_trained_are_counted_as_they_were(text, tmp_path, capsys):  # noqa: F811
+    """Property: a run that goes on with more steps, and so with other stages, counts the FLOPs of
+    the steps that it has trained; they were counted by stages that they never had. That it goes
+    back to an earlier stage is said."""
+    folder = tmp_path / "run"
+    run(folder, tiny(text, **{**STAGES, "steps": 6}))
+    capsys.readouterr()
+    longer = tiny(text, **{**STAGES, "steps": 12})
+    run(folder, longer)
+    said = capsys.readouterr().err
+    assert "with 12 steps, where there were 6, the capacity at step 6 is 0.5, not 0.25" in said
+    rows = [r for r in read_metrics(folder) if "train/loss" in r]
+    e = build.experiment(longer)
+    c = longer.data
+    for name, of_step in (
+        ("flops", lambda stage: stage.ledger.train_flops(e.tokens_per_step)),
+        ("flops_realised", lambda stage: 3 * flops.executed(stage.model, c.seq_len, c.batch_size)),
+    ):
+        full, half, quarter = map(of_step, e.stages)
+        steps = [full] * 2 + [half] * 2 + [quarter] * 2 + [half] * 2 + [quarter] * 4
+        np.testing.assert_allclose([r[name] for r in rows], np.cumsum(steps))
+
+
 def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
     """Steps 1-2 at 1, 3-4 at 0.5, 5-6 at 0.25; the books count each as what it was."""
     config = tiny(text, **STAGES)
