@@ -142,7 +142,7 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
         extra = weighted(losses.collect_sown(reports["losses"], totals), step)
         averages = {name: mutated[name] for name in variables}
         scores = mutated.get(quantiles.COLLECTION, {})
-        return sums.total / total_weight + extra, ((averages, sums, reports), scores)
+        return sums.total / total_weight + extra, ((sums, reports), (averages, scores))
 
     gradient = jax.grad(micro_loss, has_aux=True)
 
@@ -165,8 +165,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
                 totals,
                 teacher_variables,
             )
-            added, scores = aux
-            return (grads, *added), scores
+            added, kept = aux
+            return (grads, *added), kept
 
         def needed_means(batch, index):
             _, mutated = forward(state.params, state.variables, batch, keys(index))
@@ -174,17 +174,16 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
             return jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
 
         if accumulation == 1:
-            (grads, variables, sums, reports), scores = micro_gradients(batch, 0)
+            (grads, sums, reports), (variables, scores) = micro_gradients(batch, 0)
         else:
             batches = _micro_batches(batch, accumulation)
             totals, _ = _over_micro_batches(
                 lambda batch, index: (needed_means(batch, index), None), batches
             )
-            (grads, variables, sums, reports), scores = _over_micro_batches(
+            (grads, sums, reports), (variables, scores) = _over_micro_batches(
                 lambda batch, index: micro_gradients(batch, index, totals), batches
             )
-            # Every micro-batch starts from the same running averages.
-            variables = jax.tree.map(lambda x: (x / accumulation).astype(x.dtype), variables)
+            variables = _of_whole_batch(variables, batches)
         if scores:
             averages = quantiles.followed(variables["state"], state.variables["state"], scores)
             variables = {**variables, "state": averages}
@@ -267,6 +266,25 @@ def _over_micro_batches(function, batches):
 
     totals, kept = jax.lax.scan(body, zeros, (jnp.arange(count), batches))
     return totals, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), kept)
+
+
+def _of_whole_batch(variables, batches):
+    """Running averages after a batch, from those after each of its micro-batches, the last axis.
+
+    Each of them starts from the same ones and adds a mean over its own tokens, of which packed rows
+    have now more, now fewer. What is no average, such as a number of steps, is the same in all.
+    """
+    documents = batches.get("segment_ids")
+    real_ABT = jnp.ones_like(batches["inputs"], bool) if documents is None else documents > 0
+    # Where there is nothing but padding, all count alike.
+    tokens_A = jnp.maximum(jnp.sum(real_ABT, axis=(1, 2), dtype=jnp.float32), 1e-6)
+
+    def whole(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x[..., 0]
+        return jnp.average(x, axis=-1, weights=tokens_A)
+
+    return jax.tree.map(whole, variables)
 
 
 def _features(model, params, variables, batch, keys, *, train):

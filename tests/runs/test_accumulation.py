@@ -46,6 +46,13 @@ VARIANTS = {
         "adapter.routing": "inclusion",
         "adapter.sites": ".*/query",
     },
+    "types of tokens": {
+        "depth_routing.kind": "mod",
+        "depth_routing.capacity": 0.5,
+        "depth_routing.every": 1,
+        "depth_routing.train_selection": "token_frequency",
+        "depth": 1,
+    },
     "streams": {
         "family": "encoder_decoder",
         "embedding_loss": "log_cosine",

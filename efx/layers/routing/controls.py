@@ -26,7 +26,7 @@ from flax import linen as nn
 from efx.errors import UsageError
 from efx.layers.info import Types
 
-# Seeds of blocks are below this: the mean of equal ones over many micro-batches stays exact.
+# Seeds of blocks are below this.
 SEEDS = 4096
 
 
