@@ -286,6 +286,7 @@ class DepthRoutingConfig:
     per: Literal["document", "row"] = "document"
     # What multiplies a block's increment, of the score: "identity" in the paper, equation 1.
     # "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a finished block what it was.
+    # With "one" the router learns from the loss of the decision "aux_loss" alone.
     gate: Literal["identity", "sigmoid", "tanh", "twice_sigmoid", "one"] = "sigmoid"
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
@@ -337,6 +338,7 @@ class DepthRoutingConfig:
             )
         if self.kind == "recursion":
             self._check_recursion(count)
+        say_if_the_router_is_fixed(self)
         if self.kind == "mod" and not blocks and self.every > max(depths):
             raise UsageError(
                 f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
@@ -455,6 +457,20 @@ class DepthRoutingConfig:
         if selection == "train" and self.exact:
             return plans.capacity(capacity, length)
         return self.room(capacity, length)
+
+
+@functools.cache
+def say_if_the_router_is_fixed(c):
+    """A warning, once a process, where nothing trains the routers by these `DepthRoutingConfig`."""
+    if c.kind == "none" or c.control or c.gate != "one" or "aux_loss" in c.trained:
+        return
+    logging.getLogger(__name__).warning(
+        "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "
+        "also_train=%r) no loss reaches the routers, whose scores stay those of random weights; "
+        "add it to also_train, or take another gate",
+        c.causal,
+        c.also_train,
+    )
 
 
 @functools.cache

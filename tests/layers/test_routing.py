@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import special
 
 from efx import models, sharding
-from efx.layers.config import BlockConfig
+from efx.layers.config import BlockConfig, say_if_the_router_is_fixed
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.linear import onto
 from efx.layers.routing import plans
@@ -597,6 +597,25 @@ def test_the_gate_trains_the_router(gate, reaches):
     )(p)
     assert np.all(np.isfinite(grads["router"]))
     assert np.any(np.asarray(grads["router"]) != 0) == reaches
+
+
+@pytest.mark.parametrize(
+    "also_train, trained", [((), False), (("threshold",), False), (("aux_loss",), True)]
+)
+def test_a_router_that_nothing_trains_is_told_of(also_train, trained, caplog):
+    """With a gate of 1 only the loss of `aux_loss` reaches it; it kept its random weights, and
+    nothing said so."""
+    say_if_the_router_is_fixed.cache_clear()
+    changes = {"gate": "one", "causal": "predictor", "also_train": also_train}
+    model = families.make(
+        {f"depth_routing.{name}": value for name, value in changes.items()}
+        | {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5}
+    )
+    told = f"gate='one': without the decision 'aux_loss' (causal='predictor', {also_train=})"
+    assert (told in caplog.text) != trained
+    shapes = families.random_params(model), families.tokens(batch=2)
+    grads = families.jit(jax.grad(families.loss_fn(model)))(*shapes)
+    assert np.any(np.asarray(grads["layers"]["block_1"]["router"]) != 0) == trained
 
 
 def test_empty_places_have_finite_gradients():
