@@ -149,7 +149,7 @@ def folder(workdir, name, seed):
 def command(sweep, workdir, name, seed, budget, extra):
     """Arguments of `python -m efx.main` for one run.
 
-    budget: {} or {"flops": ...} or {"tokens": ...}, which the run has to use.
+    budget: {} or {"flops": ...} or {"steps": ...}, which the run has to use.
     """
     changes = dict(sweep["runs"][name])
     arguments = [
@@ -161,6 +161,8 @@ def command(sweep, workdir, name, seed, budget, extra):
     arguments += extra
     if "flops" in budget:
         arguments += ["--config.steps=0", f"--config.train_flops={budget['flops']}"]
+    if "steps" in budget:
+        arguments += [f"--config.steps={budget['steps']}", "--config.train_flops=0"]
     return arguments
 
 
@@ -169,34 +171,49 @@ def run_sweep(sweep, workdir, extra=(), jobs=1):
 
     Several at a time share the machine's CPUs, and each writes its output to a file.
     """
-    check_commands(sweep, workdir, extra)
+    configs = check_commands(sweep, workdir, extra)
     first_name = next(iter(sweep["runs"]))
     remaining = [(name, seed) for seed in sweep["seeds"] for name in sweep["runs"]]
-    budget = {}
+    budgets = dict.fromkeys(sweep["runs"], {})
     if sweep["equal"]:
         name, seed = remaining.pop(0)
         _run_one(sweep, workdir, name, seed, {}, extra)
-        first_row = final_row(folder(workdir, name, seed))
-        budget = {sweep["equal"]: first_row[sweep["equal"]]}
+        used = final_row(folder(workdir, name, seed))[sweep["equal"]]
+        budgets |= {
+            other: _budget(sweep["equal"], used, config)
+            for other, config in configs.items()
+            if other != first_name
+        }
 
     def run_item(item, cpus):
         name, seed = item
-        _run_one(sweep, workdir, name, seed, {} if name == first_name else budget, extra, cpus)
+        _run_one(sweep, workdir, name, seed, budgets[name], extra, cpus)
 
     jobs_lib.run_all(run_item, remaining, jobs)
 
 
+def _budget(equal, used, config):
+    """The budget of a run of this config, as of `command`, that has as many FLOPs or tokens as were
+    used; tokens to the nearest step, of which there is one at least."""
+    if equal == "flops":
+        return {"flops": used}
+    return {"steps": max(1, round(used / (config.data.batch_size * config.data.seq_len)))}
+
+
 def check_commands(sweep, workdir, extra):
-    """UsageError, before anything trains, for a run whose command line `efx.main` would refuse."""
+    """{name: the checked config of its run}; UsageError, before anything trains, for a run whose
+    command line `efx.main` would refuse."""
     cli.check_extra(extra)
     seed, runs, first_name = sweep["seeds"][0], [], next(iter(sweep["runs"]))
+    configs = {}
     for name in sweep["runs"]:
         arguments = command(sweep, workdir, name, seed, {}, extra)
-        cli.check_command(name, arguments)
+        configs[name] = cli.check_command(name, arguments)
         gets_flops = sweep["equal"] == "flops" and name != first_name
         if not runfolder.holds_result(folder(workdir, name, seed)):  # which was checked then
             runs.append((name, arguments, gets_flops))
     rehearsal.check(runs)
+    return configs
 
 
 def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):

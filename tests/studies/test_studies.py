@@ -266,6 +266,24 @@ def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
         assert cpus is None or cpus <= os.sched_getaffinity(0)
 
 
+def test_equal_tokens_were_whatever_each_config_has(spec, tmp_path, monkeypatch):
+    """Runs of other batches take as many steps as give them the tokens of the first one."""
+    smaller = {"data.batch_size": 4, "data.seq_len": 32, "train_flops": 1e9, "steps": 0}
+    runs = {"first": {"data.batch_size": 8, "data.seq_len": 64}, "smaller": smaller}
+    budgets = {}
+    monkeypatch.setattr(rehearsal, "check", lambda runs: None)
+    monkeypatch.setattr(sweep, "final_row", lambda folder: {"tokens": 10 * 8 * 64, "flops": 7.0})
+    monkeypatch.setattr(sweep, "_run_one", lambda *a: budgets.update({(a[2], a[3]): a[4]}))
+    sweep.run_sweep(spec | {"equal": "tokens", "runs": runs}, tmp_path)
+    assert budgets == {
+        (n, s): {} if n == "first" else {"steps": 40} for n in runs for s in range(3)
+    }
+    loaded = spec | {"runs": runs}
+    made = sweep.command(loaded, tmp_path, "smaller", 0, {"steps": 40}, ["--config.steps=7"])
+    config = cli.check_command("smaller", made)
+    assert (config.steps, config.train_flops) == (40, 0.0)
+
+
 def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
     (tmp_path / "short.txt").write_text("a")  # which only shows when the text is opened
     short = {"data.source": f"text:{tmp_path / 'short.txt'}"}
