@@ -19,6 +19,7 @@ up or down. The table is written to WORKDIR/table.md and its numbers to WORKDIR/
 it needs no JAX.
 """
 
+import math
 import pathlib
 import re
 import statistics
@@ -252,6 +253,24 @@ def measure_step_times(sweep, workdir, steps):
     return step_times(folders, steps)
 
 
+def check_finished(sweep, workdir):
+    """UsageError for a run that has steps left to train, whose numbers would look like results."""
+    for name in sweep["runs"]:
+        for seed in sweep["seeds"]:
+            run = folder(workdir, name, seed)
+            row = final_row(run)
+            config, step = runfolder.recorded_config(run), row.get("step", 0)
+            # Of a run that is to use FLOPs by what its steps have used so far, which may differ.
+            flops = row.get("flops", 0)
+            steps = config["steps"] or (config["train_flops"] * step / flops if flops else math.inf)
+            if step + (2 if config["train_flops"] else 0) < steps:
+                of = f"{steps:,.0f}" if steps < math.inf else "its training"
+                raise UsageError(
+                    f"{run} is at step {step:,} of {of}: it has not finished; without --table-only"
+                    " the sweep goes on with it"
+                )
+
+
 def check_columns(path, sweep, workdir):
     """UsageError for a column that no finished run can fill: before the runs nobody knows which
     metrics they will have, and after them an empty column would look like a result."""
@@ -360,6 +379,7 @@ def study(arguments):
     sweep, workdir = load_sweep(arguments.sweep), arguments.workdir
     if not arguments.table_only:
         run_sweep(sweep, workdir, arguments.extra, arguments.jobs)
+    check_finished(sweep, workdir)
     check_columns(arguments.sweep, sweep, workdir)
     times = arguments.time_steps and measure_step_times(sweep, workdir, arguments.time_steps)
     table = collect_table(sweep, workdir, times)

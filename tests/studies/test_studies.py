@@ -35,6 +35,7 @@ def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
     """A run folder as a run leaves it, with chosen numbers."""
     run = sweep.folder(workdir, name, seed)
     run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"steps": 40, "train_flops": 0.0}))
     with MetricsWriter(run, tensorboard=False) as writer:
         for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
             writer.write(
@@ -90,6 +91,32 @@ def test_table(spec, tmp_path, capsys):
     # How times were taken is said of a table that has some.
     said = "Step times: medians of alternating steps."
     assert said in timed and said not in text and text.count("split. Command: `python") == 1
+
+
+@pytest.mark.parametrize(
+    "budget, finished",
+    [
+        ({"steps": 40, "train_flops": 0.0}, True),
+        ({"steps": 0, "train_flops": 40.4e9}, True),
+        ({"steps": 60, "train_flops": 0.0}, False),
+        ({"steps": 0, "train_flops": 60e9}, False),
+    ],
+)
+def test_runs_on_their_way_were_in_the_table_like_finished_ones(
+    spec, tmp_path, capsys, budget, finished
+):
+    for name in spec["runs"]:
+        for seed in range(3):
+            fake_run(spec, tmp_path, name, seed, 1.0, accuracy=0.9)
+    last = sweep.folder(tmp_path, "dense twin", 2)
+    (last / "config.json").write_text(json.dumps(budget))
+    call = ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    assert sweep.main(call) == (0 if finished else 2)
+    assert (tmp_path / "table.md").exists() == finished
+    if not finished:
+        words = f"{last} is at step 40 of 60: it has not finished; without --table-only"
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
 
 
 def test_a_misspelt_column_was_an_empty_one(tmp_path, capsys, monkeypatch):
