@@ -102,11 +102,17 @@ def draw(curves, x, y, path, log_x=False):
 
     figure = matplotlib.figure.Figure((8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in curves.items():
-        axes.plot(*points, label=name, marker="." if points.shape[1] < 40 else None)
+    lines = [
+        axes.plot(*points, marker="." if points.shape[1] < 40 else None)[0]
+        for points in curves.values()
+    ]
     axes.set(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    # Names are set afterwards: a legend leaves out what begins with "_", and "$" begins a formula.
+    legend = axes.legend(lines, [*map(str, range(len(lines)))], fontsize="small")
+    for text, name in zip(legend.get_texts(), curves, strict=True):
+        text.set_parse_math(False)
+        text.set_text(name)
     figure.savefig(path, dpi=150)
 
 

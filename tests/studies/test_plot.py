@@ -3,6 +3,7 @@
 import csv
 import json
 
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -145,3 +146,19 @@ def test_bad_input_is_one_line(runs, tmp_path, capsys):
     assert not (tmp_path / "a.png").exists()
     config = json.loads((runs[0] / "config.json").read_text())
     assert config["model"]["width"] == 32
+
+
+def test_names_that_matplotlib_takes_for_formulas_or_leaves_out(tmp_path, monkeypatch):
+    """A folder's name with two "$" ended in a traceback; one that begins with "_" was missing."""
+    texts = []
+    curves = {name: np.ones((2, 3)) for name in ("a$x^$b", "_first", "c")}
+    write = matplotlib.figure.Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        (axes,) = figure.axes
+        texts.extend(text.get_text() for text in axes.get_legend().get_texts())
+        write(figure, *arguments, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", savefig)
+    plot.draw(curves, "tokens", "eval/loss", tmp_path / "curves.png")
+    assert texts == list(curves) and (tmp_path / "curves.png").is_file()
