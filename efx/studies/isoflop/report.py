@@ -284,15 +284,16 @@ def _differences(analysis, other):
     )
 
 
-def _pairs(analysis, other):
+def _pairs(analysis, other, told):
     """How the losses of seeds differ from those of the family `other` of the same size, budget and
-    seed, where there are two such pairs or more; "" if there are not."""
+    seed, where there are two such pairs or more; "" if there are not. told: families to leave out,
+    whose own table has `other`."""
     theirs = _runs(analysis.families[other])
     rows = []
     for family, measured in analysis.families.items():
         groups = {}
         for (*place, seed), loss in _runs(measured).items():
-            if family != other and (*place, seed) in theirs:
+            if family not in (other, *told) and (*place, seed) in theirs:
                 groups.setdefault(tuple(place), {})[seed] = loss - theirs[*place, seed]
         for (budget, size), of_seeds in groups.items():
             if (n := len(of_seeds)) > 1:
@@ -438,8 +439,9 @@ def _of_fits(analysis, study):
         parts.append(_further(analysis, study["further"]))
     if len(analysis.families) > 1 and len(analysis.budgets) > 1:
         parts.append(_speedups(analysis))
-    for other in study.get("against", ()):
-        parts += [_differences(analysis, other), _pairs(analysis, other)]
+    against = study.get("against", ())
+    for i, other in enumerate(against):
+        parts += [_differences(analysis, other), _pairs(analysis, other, against[:i])]
     return [part for part in parts if part]
 
 
