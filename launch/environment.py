@@ -5,9 +5,13 @@
 Needs Python >= 3.11 and nothing else. Called by environment.sh, which finds that Python. Progress
 and errors go to stderr, so that stdout is the path alone. What has been installed is noted in
 VENV/efx-installed as one token per part (requirements.txt, each extra) that hashes its
-requirements and the Python version: while they are unchanged, nothing is installed again.
+requirements and the Python version: while they are unchanged, nothing is installed again. One
+process at a time makes an environment or installs into it, since the tasks of an array job, or
+several launches by hand, begin together; VENV.lock is what they wait for.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -129,28 +133,60 @@ def install(python, parts, log):
     return time.monotonic() - began
 
 
+def lock(venv):
+    """Waits until no other process makes or changes the environment; others wait until what is
+    returned, a context manager, is left."""
+    try:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        file = open(venv.with_name(f"{venv.name}.lock"), "a")
+    except OSError:  # that nothing can be written here is said by those that write the environment
+        return contextlib.nullcontext()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"efx: another process makes {venv}; waiting for it", file=sys.stderr)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def installed(stamp):
+    """The tokens of what has been installed; none while something is being installed."""
+    return set(stamp.read_text().split()) if stamp.exists() else set()
+
+
 def main(venv, extras):
     """Makes `venv` hold requirements.txt and `extras`; prints its Python."""
     venv = Path(venv).absolute()
     # Not resolved: an environment's python is a link to the one that made it.
     python = str(venv / "bin" / "python")
     parts = requirements_by_part(extras)
+    stamp = venv / "efx-installed"
+    # Without the lock first: an environment that is ready may lie where nothing can be written.
+    if not works(python) or not tokens(parts, python) <= installed(stamp):
+        with lock(venv):
+            update(venv, python, parts, stamp)
+    print(python)
+
+
+def update(venv, python, parts, stamp):
+    """Makes the environment and installs the parts, as far as no other process has done so."""
     if not works(python):
         print(f"efx: making a virtual environment in {venv}", file=sys.stderr)
         create(venv)
-    stamp = venv / "efx-installed"
-    wanted = tokens(parts, python)
-    have = set(stamp.read_text().split()) if stamp.exists() else set()
-    if not wanted <= have:
-        what = ", ".join(["the pinned requirements", *(f"extra {extra}" for extra in extras)])
-        print(f"efx: installing {what}; this takes one to three minutes", file=sys.stderr)
-        stamp.unlink(missing_ok=True)
-        seconds = install(python, parts, venv / "efx-install.log")
-        # Extras installed earlier still stand if the pins they were installed with do.
-        kept = have if any(token.startswith("requirements:") for token in wanted & have) else set()
-        stamp.write_text("\n".join(sorted(wanted | kept)) + "\n")
-        print(f"efx: installed in {seconds:.0f} s", file=sys.stderr)
-    print(python)
+    wanted, have = tokens(parts, python), installed(stamp)
+    if wanted <= have:
+        return
+    extras = (f"extra {part}" for part in parts if part != "requirements")
+    what = ", ".join(["the pinned requirements", *extras])
+    print(f"efx: installing {what}; this takes one to three minutes", file=sys.stderr)
+    stamp.unlink(missing_ok=True)
+    seconds = install(python, parts, venv / "efx-install.log")
+    # Extras installed earlier still stand if the pins they were installed with do.
+    kept = have if any(token.startswith("requirements:") for token in wanted & have) else set()
+    stamp.write_text("\n".join(sorted(wanted | kept)) + "\n")
+    print(f"efx: installed in {seconds:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,24 +148,33 @@ def wheel(folder, name):
         file.writestr(f"{info}/RECORD", "")
 
 
+class Environment:
+    """A tree with environment.sh whose requirements are the hand-made package `efxone`."""
+
+    def __init__(self, folder):
+        self.folder, self.tree, wheels = folder, folder / "a tree", folder / "wheels"
+        (self.tree / "launch").mkdir(parents=True)
+        wheels.mkdir()
+        for name in ("environment.sh", "environment.py"):
+            shutil.copy(LAUNCH / name, self.tree / "launch")
+        for name in ("efxone", "efxtwo"):
+            wheel(wheels, name)
+        (self.tree / "requirements.txt").write_text("efxone==1.0\n")
+        (self.tree / "pyproject.toml").write_text(
+            '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = []\n'
+        )
+        alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=wheels)
+        self.env = {"EFX_PYTHON": sys.executable, **alone}
+
+    def __call__(self, **env):
+        command = (BASH, self.tree / "launch" / "environment.sh")
+        return call(*command, cwd=self.folder, **{**self.env, **env})
+
+
 def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     """The real thing, with hand-made packages and paths with spaces, called from elsewhere."""
-    tree, wheels = tmp_path / "a tree", tmp_path / "wheels"
-    (tree / "launch").mkdir(parents=True)
-    wheels.mkdir()
-    for name in ("environment.sh", "environment.py"):
-        shutil.copy(LAUNCH / name, tree / "launch")
-    for name in ("efxone", "efxtwo"):
-        wheel(wheels, name)
-    (tree / "requirements.txt").write_text("efxone==1.0\n")
-    (tree / "pyproject.toml").write_text(
-        '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = []\n'
-    )
-
-    def environment(**env):
-        alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=wheels)
-        command = (BASH, tree / "launch" / "environment.sh")
-        return call(*command, cwd=tmp_path, **{"EFX_PYTHON": sys.executable, **alone, **env})
+    environment = Environment(tmp_path)
+    tree = environment.tree
 
     def imports(module):
         return call(tree / ".venv" / "bin" / "python", "-c", f"import {module}").returncode == 0
@@ -187,6 +198,23 @@ def test_environment_is_made_once_and_kept_up_to_date(tmp_path):
     # Nor is it taken for done the next time.
     index = dict(PIP_NO_INDEX="0", PIP_INDEX_URL="http://127.0.0.1:9/simple", NO_PROXY="127.0.0.1")
     assert "cannot be reached" in environment(**index).stderr.splitlines()[-1]
+
+
+def test_environment_is_made_by_one_process_at_a_time(tmp_path):
+    """Tasks of an array job start together; here the second comes while the first makes it."""
+    environment = Environment(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(environment)
+        for _ in range(600):
+            if (environment.tree / ".venv" / "pyvenv.cfg").exists():
+                break
+            time.sleep(0.05)
+        second = environment()
+    first = first.result()
+    assert (first.returncode, second.returncode) == (0, 0), (first.stderr, second.stderr)
+    assert first.stdout == second.stdout and "installing" in first.stderr
+    assert "waiting for it" in second.stderr and "installing" not in second.stderr
+    assert environment().stderr == ""
 
 
 # ---- local.sh, test.sh, .ci/run ----------------------------------------------------------------
