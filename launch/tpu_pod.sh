@@ -90,10 +90,15 @@ while [ $# -gt 0 ]; do
       case "$value" in '' | -*) fail "$option needs a value; got '$value'" ;; esac
       printf -v "${option#--}" '%s' "$value"
       ;;
-    --spot) spot=yes ;;
-    --dry-run) dry=yes ;;
-    --delete-after) delete_after=yes ;;
-    --discard) discard=yes ;;
+    --spot | --dry-run | --delete-after | --discard)
+      [ "$option" = "$1" ] || fail "$option takes no value; got '$1'"
+      case "$option" in
+        --spot) spot=yes ;;
+        --dry-run) dry=yes ;;
+        --delete-after) delete_after=yes ;;
+        --discard) discard=yes ;;
+      esac
+      ;;
     *) fail "unknown option $1; arguments of efx.main go after --" ;;
   esac
   shift

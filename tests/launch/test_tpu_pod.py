@@ -239,6 +239,8 @@ def test_workers_install_what_the_arguments_need(options, arguments, extras):
         (["all", *TPU, "--type=v6e-8", "--tries", "0"], "--tries"),
         (["all", *TPU, "--type=v6e-8", "--slices=two"], "'two'"),
         (["logs", *TPU, "--worker", "first"], "'first'"),
+        (["delete", *TPU, "--discard=no"], "--discard takes no value; got '--discard=no'"),
+        (["run", *TPU, "--dry-run=false"], "--dry-run takes no value"),
         (["copy", *TPU, "--extras", "hf wandb"], "--extras"),
         (["copy", *TPU, "--extras=hf,wandbb"], "'wandbb'"),
     ],
