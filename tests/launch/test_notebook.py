@@ -252,6 +252,7 @@ def colab(root, tmp_path, monkeypatch):
         return PathFinder.find_spec(name, [path for path in sys.path if path not in before])
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr(sys, "executable", "echo")  # in place of a Python that asks JAX
     installed = []
     monkeypatch.setattr(install, "install", lambda *arguments: installed.append(arguments))
 
@@ -352,6 +353,20 @@ def test_an_efx_that_is_installed_is_used(tmp_path, colab):
     assert colab() == []
 
 
+def test_the_devices_are_left_to_the_processes_of_a_study(root):
+    """The first cell shows them and has none: a TPU is one process's alone, and on a GPU the first
+    takes most of the memory."""
+    backends = "from jax._src import xla_bridge\nprint(dict(xla_bridge._backends))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{first_cell('isoflop')}\n{backends}"],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+    )
+    shown, backends = done.stdout.splitlines()
+    assert shown.startswith("JAX ") and "Device" in shown and backends == "{}", done.stderr
+
+
 # ---- installing ----------------------------------------------------------------------------------
 
 COLAB_GPU = {
@@ -406,8 +421,11 @@ def pip(monkeypatch):
     """A runtime of these `versions`; pip says `status` and, if that is 0, leaves `later`. `calls`
     has what it was asked to install, and its constraints. All else is run."""
     runtime = SimpleNamespace(versions=dict(COLAB_GPU), later={}, status=0, calls=[])
+    really = subprocess.run
 
-    def run(command, check):
+    def run(command, **options):
+        if "--constraint" not in command:
+            return really(command, **options)
         file = Path(command[command.index("--constraint") + 1])
         what = command[command.index(str(file)) + 1 :]
         runtime.calls.append((what, file.read_text().splitlines()))
