@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.common import command
+from benchmarks.common import checked, command
 from efx import models, optim, storage
 from efx import step as step_lib
 from efx.checkpoint import Checkpointer
@@ -94,7 +94,7 @@ def main(argv=None):
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--workdir", default="", help="where to write (and leave it)")
-    arguments = parser.parse_args(argv)
+    arguments = checked(parser.parse_args(argv))
     state = build(arguments)
     size = optax.tree.size(state.params)
     total = sum(x.nbytes for x in jax.tree.leaves(state))

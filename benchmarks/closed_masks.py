@@ -20,6 +20,7 @@ from benchmarks import common
 from efx import flops, models
 from efx.configs import learned_dropout
 from efx.configs.common import apply
+from efx.errors import UsageError
 from efx.layers.mask_dropout.modules import AttentionMask
 from efx.studies.step_time import take_turns
 
@@ -155,7 +156,10 @@ def _arguments(argv):
     quick = dict(batch=2, context=64, width=64, depth=2, heads=2, tile=16, steps=4, rounds=2)
     if parser.parse_args(argv).quick:
         parser.set_defaults(**quick)
-    return parser.parse_args(argv)
+    args = common.checked(parser.parse_args(argv), zero=("shares",))
+    if max(args.shares) > 1:
+        raise UsageError(f"--shares={max(args.shares)}: of the tokens, at most 1")
+    return args
 
 
 if __name__ == "__main__":

@@ -26,6 +26,26 @@ def command(main):
     return one_line
 
 
+def checked(args, zero=()):
+    """What a benchmark's flags say, with numbers that can be.
+
+    Args:
+      args: of `argparse`. zero: names of the flags that may be 0.
+
+    Raises UsageError for any other whole number, alone or in a list, below 1, and any other below
+    or at 0.
+    """
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            whole = type(number) is int
+            if not (whole or type(number) is float):
+                continue
+            if not (number >= 0 if name in zero else number >= 1 if whole else number > 0):
+                least = "at least 0" if name in zero else "at least 1" if whole else "more than 0"
+                raise UsageError(f"--{name.replace('_', '-')}={number}: must be {least}")
+    return args
+
+
 def limit_cpus(count):
     """Limits this process to `count` CPUs; returns the number that it got. Call it before the first
     use of JAX, which sizes its thread pool by it."""

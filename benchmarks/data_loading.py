@@ -23,7 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import efx.data
-from benchmarks.common import command
+from benchmarks.common import checked, command
 from efx.data import growing, sources
 from efx.data.bpe import train_bpe
 from efx.data.tokenizers import ByteTokenizer
@@ -204,7 +204,7 @@ def main(argv=None):
     parser.add_argument("--step-width", type=int, default=256)
     parser.add_argument("--buffers", type=int, default=20, help="length of the text for memory")
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args(argv)
+    arguments = checked(parser.parse_args(argv))
     with tempfile.TemporaryDirectory() as folder:
         cache, shards = f"{folder}/cache", f"{folder}/shards"
         opening(cache, arguments)

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.common import command
+from benchmarks.common import checked, command
 from efx import flops, models
 from efx.configs import common
+from efx.errors import UsageError
 from efx.hostmemory import keep_freed_memory
 from efx.layers.stack import Layer
 from efx.sample import STREAM, Sampler, prefill_of
@@ -268,7 +269,12 @@ def parse(argv):
     parsed = parser.parse_args(argv)
     if parsed.quick:
         parsed.tokens, parsed.rounds = 48, 2
-    return parsed
+    if parsed.tokens <= STREAM:
+        raise UsageError(
+            f"--tokens={parsed.tokens}: the first {STREAM} are not timed, as they come with the"
+            " prompt; give it more"
+        )
+    return checked(parsed)
 
 
 if __name__ == "__main__":

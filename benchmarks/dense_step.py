@@ -105,7 +105,7 @@ def _arguments(argv):
     quick = dict(batch=4, context=64, width=64, depth=2, heads=2, steps=3, warmup=2)
     if parser.parse_args(argv).quick:
         parser.set_defaults(**quick)
-    return parser.parse_args(argv)
+    return common.checked(parser.parse_args(argv), zero=("warmup",))
 
 
 def _config(args):

@@ -160,7 +160,7 @@ def arguments(argv):
             steps=3,
             warmup=1,
         )
-    return parser.parse_args(argv)
+    return common.checked(parser.parse_args(argv), zero=("warmup",))
 
 
 if __name__ == "__main__":

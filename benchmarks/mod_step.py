@@ -151,7 +151,7 @@ def _arguments(argv):
     )
     if parser.parse_args(argv).quick:
         parser.set_defaults(**quick)
-    return parser.parse_args(argv)
+    return common.checked(parser.parse_args(argv), zero=("loss_chunk", "warmup"))
 
 
 def _config(args, variant):

@@ -175,7 +175,10 @@ def _block(spec, length, args):
 
 
 def _pairs(text):
-    return [tuple(int(number) for number in pair.split(":")) for pair in text.split(",")]
+    pairs = [pair.partition(":")[::2] for pair in text.split(",")]
+    if not all(number.isdigit() and int(number) for pair in pairs for number in pair):
+        raise UsageError(f"--pairs={text}: expected channels:shrink, as in 4:2,12:8")
+    return [(int(channels), int(shrink)) for channels, shrink in pairs]
 
 
 def _arguments(argv):
@@ -186,9 +189,7 @@ def _arguments(argv):
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--hidden-multiple", type=float, default=4.0, help="of an expert's MLP")
-    parser.add_argument(
-        "--pairs", type=_pairs, default=[(4, 4), (4, 2), (12, 8)], help="channels:shrink, ..."
-    )
+    parser.add_argument("--pairs", default="4:4,4:2,12:8", help="channels:shrink, ...")
     parser.add_argument("--rounds", type=int, default=10, help="timed passes of each")
     parser.add_argument("--warmup", type=int, default=2, help="untimed passes before these")
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
@@ -196,7 +197,9 @@ def _arguments(argv):
     quick = dict(latents=128, width=32, heads=2, rounds=3, warmup=1)
     if parser.parse_args(argv).quick:
         parser.set_defaults(**quick)
-    return parser.parse_args(argv)
+    args = common.checked(parser.parse_args(argv), zero=("warmup",))
+    args.pairs = _pairs(args.pairs)
+    return args
 
 
 if __name__ == "__main__":
