@@ -33,7 +33,10 @@ for argument in "$@"; do
 done
 
 defaults=()
-if [ -z "$workdir" ]; then
+# What is imported or converted is another model than that of the config's name: its folder has to be
+# said.
+case "$mode" in import | convert) new=yes ;; *) new='' ;; esac
+if [ -z "$workdir$new" ]; then
   # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
   name="$(basename -- "${config:-mod.py}")"
   name="${name%.py}"

@@ -231,6 +231,8 @@ def test_environment_is_made_by_one_process_at_a_time(tmp_path):
         (["--workdir=x", "--config=c.py"], []),
         (["--mode=sample", "--prompt", "def "], ["--workdir", "runs/mod"]),
         (["--mode", "evaluate", "--workdir=x"], []),
+        (["--mode=import", "--from", "models/m"], []),
+        (["--mode", "convert", "--from=runs/a", "--to", "mod"], []),
     ],
 )
 def test_local_has_defaults_and_the_user_wins(stub, given, expected):
