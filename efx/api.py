@@ -14,6 +14,7 @@ is left to the caller: the command also keeps a compilation cache and freed memo
 """
 
 import io
+import os
 
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -25,18 +26,19 @@ def load_config(source, changes=None):
     """The config of "mod", "mod:smoke,dense" or "configs/mod.py:smoke", see `efx.config`.
 
     Args:
+      source: the name or path, as a text or a path object.
       changes: {dotted key: value} to set in it, such as {"model.depth": 2}.
     """
     from efx.config import load_config
 
-    return load_config(source, changes)
+    return load_config(_text(source, "source", "a config, such as 'mod:smoke'"), changes)
 
 
 def train(config, workdir):
     """Train in a run folder, or go on with the run that is there: the last row of its metrics."""
     from efx.train import train_and_evaluate
 
-    return train_and_evaluate(config, workdir)
+    return train_and_evaluate(config, _folder(workdir))
 
 
 def evaluate(workdir, changes=None, step=None):
@@ -48,6 +50,7 @@ def evaluate(workdir, changes=None, step=None):
     """
     from efx import use
 
+    workdir = _folder(workdir)
     return use.evaluate(_config(workdir, changes), workdir, step)
 
 
@@ -56,11 +59,23 @@ def sample(workdir, prompt=None, changes=None, step=None):
     does; several in a row where `config.sample.num_samples` says so."""
     from efx import use
 
-    config, text = _config(workdir, changes), io.StringIO()
+    workdir, changes = _folder(workdir), dict(changes or {})
     if prompt is not None:
-        config.sample.prompt = prompt
+        changes["sample.prompt"] = prompt
+    config, text = _config(workdir, changes), io.StringIO()
     use.sample(config, workdir, step, text)
     return text.getvalue().removesuffix("\n")
+
+
+def _text(value, name, what):
+    """A text or a path object as a text that is not empty."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise UsageError(f"{name}={value!r}: expected {what}")
+    return os.fspath(value)
+
+
+def _folder(workdir):
+    return _text(workdir, "workdir", "the folder of a run, such as 'runs/mod'")
 
 
 def _config(workdir, changes):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import efx
+from efx import api
 from efx.config import find_file
 from efx.errors import UsageError
 
@@ -118,6 +119,32 @@ def test_importing_efx_brings_no_jax(root):
     script = "import sys, efx, efx.api; print({'jax', 'flax', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_a_path_object_names_a_config(root):
+    assert api.load_config(root / "configs/mod.py") == api.load_config("mod")
+
+
+@pytest.mark.parametrize("wrong", ["", None, 3])
+def test_what_names_no_config_and_no_folder_is_one_line(wrong, tmp_path, monkeypatch):
+    """An empty name would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    config = api.load_config("mod:smoke")
+    for call in (
+        lambda: api.load_config(wrong),
+        lambda: api.train(config, wrong),
+        lambda: api.evaluate(wrong),
+        lambda: api.sample(wrong),
+    ):
+        with pytest.raises(api.UsageError, match=f"={re.escape(repr(wrong))}: expected"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(api.load_config("mod:smoke").to_json())
+    with pytest.raises(api.UsageError, match=r"config\.sample\.prompt=3: expected str"):
+        api.sample(tmp_path, 3)
 
 
 @pytest.mark.parametrize("kind, path, folder, words", [
