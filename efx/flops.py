@@ -10,6 +10,8 @@ either; the compiler's own count, which has them, agrees with the traced one wit
 models (tests/contract/test_flops.py).
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -18,8 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from efx import sharding
 from efx.parameter import only_shapes
 
+_COUNTING = contextvars.ContextVar("counting", default=False)
 TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
 
 
@@ -101,8 +105,22 @@ def executed(model, length, batch=1, train=True):
         return model.init(keys, tokens_BT, train=train)
 
     tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    with only_shapes():
+    with only_shapes(), _counting(), sharding.as_one_device():
         return jaxpr_flops(forward, jax.random.key(0), tokens_BT)
+
+
+@contextlib.contextmanager
+def _counting():
+    token = _COUNTING.set(True)
+    try:
+        yield
+    finally:
+        _COUNTING.reset(token)
+
+
+def is_counting():
+    """Whether what is traced now is traced to be counted, and no kernel is to hide its products."""
+    return _COUNTING.get()
 
 
 def jaxpr_flops(function, *args):

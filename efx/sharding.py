@@ -222,6 +222,11 @@ def single_device():
     return jax.set_mesh(mesh)
 
 
+def as_one_device():
+    """Trace what one device would compute of everything, whatever mesh is traced for."""
+    return nn.logical_axis_rules(unsplit(DEFAULT_RULES, *PARAMETER_AXES, *ACTIVATION_AXES))
+
+
 def constrain(x, *axes):
     """Constrains the layout of an activation by logical names; does nothing outside a mesh.
 

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 from efx import flops, models, sharding
+from efx.layers import attention_kernels
 
 # ---- counting ----------------------------------------------------------------------------------
 
@@ -74,17 +75,35 @@ def test_scanned_models_are_counted_whole(remat):
     assert flops.executed(scanned, 16) == flops.executed(model, 16) > 0
 
 
-def test_a_count_does_not_depend_on_the_mesh():
-    """One sequence does not divide over eight devices."""
+@pytest.mark.parametrize(
+    "sizes", [dict(data=8), dict(data=2, sequence=4), dict(tensor=2, sequence=2, fsdp=2)]
+)
+def test_a_count_does_not_depend_on_the_mesh(sizes):
+    """One sequence does not divide over eight devices. Of attention over devices that share a
+    sequence the scores of one of them were counted."""
     model = families.make({"depth": 1})
     flops.executed.cache_clear()
     alone = flops.executed(model, 16)
     flops.executed.cache_clear()
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 8})
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | sizes)
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         assert flops.executed(model, 16) == alone
+        assert flops.executed(model, 16, batch=8) == 8 * alone
         assert jax.sharding.get_abstract_mesh().size == 8
-    assert flops.executed(model, 16, batch=8) == 8 * alone
+
+
+def test_a_count_does_not_depend_on_the_kernel_of_attention(monkeypatch):
+    """A kernel's products are not in the program as such: on accelerators, where "auto" takes one,
+    those of attention were missing."""
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    changes = {"depth": 1, "width": 128, "attention.num_heads": 2}
+    case = attention_kernels.Case(128, 2, 2, 64, jnp.bfloat16)
+    assert attention_kernels.choose("auto", case) is attention_kernels.KERNELS["splash"]
+    model, plain = (
+        families.make(changes | {"attention.kernel": kernel}, "bfloat16", context=128)
+        for kernel in ("auto", "xla")
+    )
+    assert flops.executed(model, 128) == flops.executed(plain, 128)
 
 
 # ---- models ------------------------------------------------------------------------------------
