@@ -27,14 +27,15 @@ from efx.ahead_of_time import hlo, topology
 from efx.ahead_of_time.report import Compiled, Estimate, Memory, Report
 from efx.data import tokenizers
 from efx.errors import UsageError
+from efx.metrics import quantity
 
 _log = logging.getLogger(__name__)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, as_json=False):
-    """What `--mode=compile` does: prints a report of the training step, and of each program that
-    evaluates and samples in the training, as soon as it is compiled, as text; or all as JSON.
+    """What `--mode=compile` does: prints a report of the training step, and of each other program
+    of the run, as soon as it is compiled, as text; or all as JSON.
 
     Args:
       vocab_size: number of token ids; None: those of the config's tokenizer.
@@ -73,14 +74,16 @@ def _vocab_size(config, workdir):
 
 
 def compile_programs(config, topology_name, vocab_size):
-    """Yields the `Report` on the training step of a config on a topology, then a `Compiled` for
-    each program that evaluates and samples in such a training, one after the other.
+    """Yields the `Report` on the training step of a config on a topology, then a `Compiled` for the
+    step of each earlier stage of its capacity and for each program that evaluates and samples in
+    such a training, one after the other.
 
     UsageError for what cannot be asked. What needs more memory than there is and what the compiler
     refuses for another reason have a report, too.
     """
     run = _Run(config, topology_name, vocab_size)
     yield run.training_step()
+    yield from run.earlier_stages()
     yield from run.evaluation()
     if run.config.sample.every:
         yield from run.sampling()
@@ -128,9 +131,7 @@ class _Run:
         self.variables = {"params": state.params, **state.variables}
 
     def training_step(self):
-        e, c = self.experiment, self.config
-        rows = c.data.batch_size // c.train.accumulation
-        forward = flops.executed(self.plain_model, c.data.seq_len, rows)
+        e = self.experiment
         report = Report(
             topology=self.target.name,
             device=self.target.devices[0].device_kind,
@@ -139,8 +140,7 @@ class _Run:
             parameters=flops.count_params(self.training.shapes.params),
             tokens=e.tokens_per_step,
             ledger_flops=e.ledger.train_flops(e.tokens_per_step) + e.teacher_flops(),
-            executed_flops=flops.TRAIN_FACTOR * c.train.accumulation * forward
-            + e.teacher_flops(nominal=False),
+            executed_flops=self._flops_of_step(e.model),
             advice=self.training.advice(),
         )
         _log.info("compiling for %s, which may take minutes", self.target.name)
@@ -148,6 +148,29 @@ class _Run:
         with sharding.use(e.mesh, e.rules):
             self._compile(report, lambda: self.training.trace_step(e.model), e.mesh, useful=useful)
         return report
+
+    def earlier_stages(self):
+        """Yields a `Compiled` for the training step of each stage of the capacity but the last, the
+        first of which is often the one that needs most."""
+        e = self.experiment
+        for stage in e.stages[:-1]:
+            report = Compiled(
+                name=f"training step at capacity {stage.model.config.depth_routing.capacity:g}",
+                of=f"{quantity(e.tokens_per_step)} tokens",
+                executed_flops=self._flops_of_step(stage.model),
+            )
+            with sharding.use(e.mesh, e.rules):
+                trace = functools.partial(self.training.trace_step, stage.model)
+                self._compile(report, trace, e.mesh)
+            yield report
+
+    def _flops_of_step(self, model):
+        """Executed FLOPs of a training step of this model, a teacher's included."""
+        e, c = self.experiment, self.config
+        rows = c.data.batch_size // c.train.accumulation
+        forward = flops.executed(model, c.data.seq_len, rows)
+        of_model = flops.TRAIN_FACTOR * c.train.accumulation * forward
+        return of_model + e.teacher_flops(nominal=False)
 
     def evaluation(self):
         """Yields a `Compiled` for each way of routing in evaluations."""

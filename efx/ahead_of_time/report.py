@@ -149,13 +149,13 @@ class Compiled:
             return "\n".join([*lines, f"{'not compiled':13} {self.error}"])
         memory, estimate = self.memory, self.estimate
         lines.append(f"{'memory':13} {memory.verdict()}")
-        held = f"{'':13} beside it {_gib(memory.beside)} of the training"
+        held = [f"beside it {_gib(memory.beside)} of the training"] * bool(memory.beside)
         if memory.refused:
-            return "\n".join([*lines, held])
+            return "\n".join(lines + [f"{'':13} {text}" for text in held])
         parts = ("arguments", "temporaries", "outputs")
         sizes = {name: getattr(memory, name) for name in parts}
         listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-        lines.append(f"{held}; {listed}")
+        lines.append(f"{'':13} {'; '.join([*held, listed])}")
         if not estimate:
             return "\n".join(lines)
         moved = [

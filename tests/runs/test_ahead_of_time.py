@@ -470,6 +470,36 @@ def test_the_report_of_a_program_beside_the_training_step():
     )  # fmt: skip
 
 
+def test_steps_of_all_stages_are_compiled(monkeypatch):
+    """That of the last stage alone said that a run fits whose first steps compute all tokens."""
+    here = topology.Topology("here", topology.CHIPS["v5e"], tuple(jax.devices()[:1]), 0)
+    monkeypatch.setattr(topology, "describe", lambda name: here)
+    monkeypatch.setattr(compile_lib.flops, "device_peak", lambda *of: 1e12)
+    traced = []
+
+    def trace_step(training, model):
+        traced.append(model.config.depth_routing.capacity)
+
+    def compiled(run, report, trace, *of, **options):
+        if report.name.startswith("training"):
+            trace()
+
+    monkeypatch.setattr(compile_lib.build.Training, "trace_step", trace_step)
+    monkeypatch.setattr(compile_lib._Run, "_compile", compiled)
+    stages = {
+        "model.depth_routing.capacity": 0.25,
+        "model.depth_routing.capacity_stages": ((0.2, 1.0), (0.5, 0.5)),
+        "model.width": 32, "model.attention.num_heads": 2, "data.seq_len": 16, "sample.every": 0,
+    }  # fmt: skip
+    config = load_config("mod", stages)
+    last, first, second, *rest = compile_lib.compile_programs(config, "here", 45)
+    assert traced == [0.25, 1.0, 0.5]
+    assert first.name == "training step at capacity 1"
+    assert second.name == "training step at capacity 0.5"
+    assert first.executed_flops > second.executed_flops > last.executed_flops > 0
+    assert rest and all(program.name.startswith("evaluation") for program in rest)
+
+
 def test_all_programs_are_told_and_what_is_not_compiled_is_an_error(monkeypatch, capsys):
     """Each as soon as it is there, as text; and the status is that of bad input."""
     lost = dict(memory=None, estimate=None, collectives=[], error="Refused: no luck")
