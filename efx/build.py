@@ -163,9 +163,9 @@ class Training:
         options = dict(donate_argnums=0, keep_unused=True, out_shardings=self.shardings)
         return jax.jit(begin, **options)(state)
 
-    def trace_step(self, model):
+    def trace_step(self, model, start=0):
         """`step.make_train_step` of a stage's model, traced for arguments of the shapes and
-        shardings that a run of this experiment has."""
+        shardings that a run of this experiment has. start: the stage's."""
         e, c = self.experiment, self.experiment.config
         function = step_lib.make_train_step(
             model,
@@ -175,6 +175,7 @@ class Training:
             total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
             teacher=e.teacher and e.teacher.model,
+            start=start,
         )
         seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))

@@ -84,7 +84,9 @@ def _names(path):
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1, teacher=None):
+def make_train_step(
+    model, optimizer, schedule, config, *, total_steps, groups=1, teacher=None, start=0
+):
     """train_step(state, batch, seed, teacher_variables=None) -> (state, metrics), to be jitted with
     the state donated.
 
@@ -112,6 +114,8 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
       teacher: the model whose distribution `config.losses.distill` follows, on the same tokens and
         as it is in evaluation; its variables, an argument of the step, are neither trained nor part
         of the state. None: no such loss, and nothing of it in the program.
+      start: the step with which the model's stage of the capacity begins; in it the running
+        quantiles begin anew, since those of before are of another capacity.
     """
     accumulation, weights = config.train.accumulation, as_dict(config.losses)
 
@@ -147,6 +151,9 @@ def make_train_step(model, optimizer, schedule, config, *, total_steps, groups=1
     gradient = jax.grad(micro_loss, has_aux=True)
 
     def train_step(state, batch, seed, teacher_variables=None):
+        if start:
+            anew = quantiles.begun_anew(state.variables, state.step == start)
+            state = state.replace(variables=anew)
         total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         base = jax.random.fold_in(jax.random.key(seed), state.step)
 

@@ -503,7 +503,7 @@ class _Launch:
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):
-        return self.training.trace_step(stage.model).lower().compile()
+        return self.training.trace_step(stage.model, stage.start).lower().compile()
 
     def flops(self, step, nominal=True):
         """Training FLOPs of the first `step` steps. Earlier launches of the run may have had

@@ -156,6 +156,34 @@ def test_capacity_goes_through_its_stages(text, tmp_path):  # noqa: F811
         np.testing.assert_array_equal(parts[path], value, err_msg=path)
 
 
+def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
+    """Property: what the threshold routes is near the capacity of the stage. Having followed the
+    scores of a stage that computes all tokens, it let all pass for the time of its average, and
+    the first of each row filled all the room that there is. Resumed where a stage begins it is the
+    same, bit for bit."""
+    changes = {
+        "mesh.data": -1,
+        "steps": 12,
+        "checkpoint.every": 6,
+        "model.depth_routing.capacity_stages": ((0.5, 1.0),),
+        "model.depth_routing.train_selection": "threshold",
+        "model.depth_routing.threshold_warmup": 2,
+        "optim.learning_rate": 1e-4,
+        "model.depth_routing.causal": "threshold",
+    }
+    config = tiny(text, **changes)
+    run(tmp_path / "straight", config)
+    rows = [r for r in read_metrics(tmp_path / "straight") if "train/loss" in r]
+    decided = np.array([r["router/decided_fraction"] for r in rows])
+    assert np.all(decided[1:6] > 0.9) and np.all(np.abs(decided[7:] - 0.25) < 0.2)
+    shutil.copytree(tmp_path / "straight", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / CHECKPOINTS / "12")
+    run(tmp_path / "parts", config)
+    straight, parts = arrays(tmp_path / "straight"), arrays(tmp_path / "parts")
+    for path, value in straight.items():
+        np.testing.assert_array_equal(parts[path], value, err_msg=path)
+
+
 def test_flops_of_stages_decide_the_steps(text, monkeypatch):  # noqa: F811
     """Nominal ones, for which nothing is traced."""
     monkeypatch.setattr(flops, "executed", None)

@@ -34,6 +34,16 @@ class Scores:
     decay: float = struct.field(pytree_node=False)
 
 
+def begun_anew(variables, now):
+    """Variables whose quantiles count as those of no step, if `now`, a bool: the next batch's are
+    then taken as they are."""
+
+    def change(path, x):
+        return jnp.where(now, 0, x) if path[-1].key == "quantile_steps" else x
+
+    return jax.tree_util.tree_map_with_path(change, variables)
+
+
 def followed(averages, before, sown):
     """Running averages with those of quantiles moved by the scores of a batch.
 
