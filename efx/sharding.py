@@ -77,6 +77,17 @@ DEFAULT_RULES = (
     ("act_vocab", "tensor"),
 )
 
+# Logical axes of the activations that layers lay out, those of one array together.
+_TOGETHER = (
+    ("batch", "length", "act_embed"),
+    ("batch", "length", "act_heads"),
+    ("batch", "length", "act_kv_heads"),
+    ("batch", "length", "act_mlp"),
+    ("batch", "length", "act_vocab"),
+    ("act_vocab", "act_embed"),
+    ("act_expert", "expert_batch", "length", "act_embed"),
+    ("act_expert", "expert_batch", "act_mlp"),
+)
 
 _NO_MESH = types.SimpleNamespace(size=1)
 _TILE_ROWS, _TILE_LANES = 8, 128  # of the tiles in which a TPU keeps matrices
@@ -156,7 +167,8 @@ def _laid_out(sizes, groups, devices):
 
 
 def check_rules(rules):
-    """`rules` as a tuple of pairs, checked: a rule for every logical axis, no unknown mesh axis."""
+    """`rules` as a tuple of pairs, checked: a rule for every logical axis, no unknown mesh axis,
+    and one that can be taken for each axis of an activation."""
     for i, rule in enumerate(rules):
         is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2
         if not is_pair or not isinstance(rule[1], (str, tuple, list, types.NoneType)):
@@ -179,7 +191,29 @@ def check_rules(rules):
                     f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis; "
                     f"the axes are {', '.join(MESH_AXES)}"
                 )
+        if len(set(_as_tuple(axes))) < len(_as_tuple(axes)):
+            raise UsageError(f"config.rules maps {name!r} to {axes!r}: each mesh axis once")
+    for names in _TOGETHER:
+        _check_together(rules, names)
     return rules
+
+
+def _check_together(rules, names):
+    """UsageError unless each of these dimensions of an array has a rule that leaves the others'
+    mesh axes to them."""
+    taken = {}  # {mesh axis: the dimension that has it}
+    left = list(names)
+    for name, axes in rules:
+        axes = _as_tuple(axes)
+        if name in left and not taken.keys() & set(axes):
+            left.remove(name)
+            taken |= dict.fromkeys(axes, name)
+    for name in left:
+        axis = next(a for n, axes in rules if n == name for a in _as_tuple(axes) if a in taken)
+        raise UsageError(
+            f"config.rules maps both {taken[axis]!r} and {name!r} to {axis!r}, and these are "
+            f"dimensions of one array; map {name!r} to another mesh axis, or to None"
+        )
 
 
 @contextlib.contextmanager

@@ -167,11 +167,14 @@ def attend(
 
 
 def _divides(q_BTNH, k_BSKH):
-    """Whether the mesh splits these evenly. What it does not, such as the single row of
-    initialising, is left to the partitioner."""
+    """Whether the mesh splits these evenly, and each device has the keys that its heads of queries
+    read and no others. What it does not, such as the single row of initialising, is left to the
+    partitioner."""
     names = "batch", "length", "act_heads", "act_kv_heads"
     sizes = *q_BTNH.shape[:3], k_BSKH.shape[2]
-    return all(size % sharding.ways(name) == 0 for size, name in zip(sizes, names, strict=True))
+    of_queries, of_keys = (nn.logical_to_mesh_axes((name,)) for name in names[2:])
+    divides = (size % sharding.ways(n) == 0 for size, n in zip(sizes, names, strict=True))
+    return of_queries == of_keys and all(divides)
 
 
 def _over_devices(q_BTNH, k_BSKH, v_BSKH, first_BT, chunk, softcap):

@@ -207,6 +207,24 @@ def test_an_unknown_mesh_axis_is_named(axes):
         sharding.check_rules((*without("mlp"), ("mlp", axes)))
 
 
+@pytest.mark.parametrize(
+    "name, axes, message",
+    [
+        ("mlp", ("tensor", "tensor"), "maps 'mlp' to .*: each mesh axis once"),
+        ("length", "data", "maps both 'batch' and 'length' to 'data'"),
+        ("act_embed", "tensor", "maps both 'act_.*' and 'act_embed' to 'tensor'"),
+        ("act_expert", "data", "maps both 'expert_batch' and 'act_expert' to 'data'"),
+    ],
+)
+def test_rules_that_exclude_each_other_are_named(name, axes, message):
+    """They ended in an error of JAX or of Flax when a step was traced, or when parameters were
+    laid out."""
+    with pytest.raises(UsageError, match=rf"config\.rules {message}"):
+        sharding.check_rules((*without(name), (name, axes)))
+    # A later rule is taken where the first cannot be.
+    sharding.check_rules((*DEFAULT_RULES, ("length", "data")))
+
+
 def boxed_of(name):
     model = families.build(name)
     return models.variable_shapes(model)["params"]
@@ -347,6 +365,24 @@ def test_attention_over_a_sequence_takes_what_does_not_divide(sizes, rows):
     wanted = jax.jit(logits)(params, tokens_BT)
     with sharding.use(mesh_of(**sizes), DEFAULT_RULES):
         got = jax.jit(logits)(jax.device_get(params), tokens_BT)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+def test_heads_of_queries_read_their_own_keys_where_these_are_whole():
+    """Two heads of keys on every device, of four heads of queries two: each of these read another
+    one, as if they were four heads of two devices."""
+    changes = {"attention.num_kv_heads": 2, "vocab_multiple": 8, "depth": 1}
+    model = families.make(changes, context=8)
+    params = families.random_params(model, 1)
+    tokens_BT = np.random.default_rng(0).integers(0, families.VOCAB, (4, 8)).astype(np.int32)
+
+    def logits(params, tokens_BT):
+        return model.apply({"params": params}, tokens_BT)
+
+    wanted = families.jit(logits)(params, tokens_BT)
+    rules = sharding.check_rules(sharding.unsplit(DEFAULT_RULES, "kv_heads", "act_kv_heads"))
+    with sharding.use(mesh_of(data=2, sequence=2, tensor=2), rules):
+        got = families.jit(logits)(jax.device_get(params), tokens_BT)
     np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
