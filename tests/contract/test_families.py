@@ -399,6 +399,7 @@ MESHES = {
     "mixed": dict(data=2, fsdp=2, tensor=2),
     "expert": dict(data=2, fsdp=2, expert=2),
     "sequence": dict(data=2, sequence=4),
+    "places and features": dict(data=2, tensor=2, sequence=2),
 }
 
 
@@ -451,6 +452,8 @@ def gathered(compiled):
         # Routing included, a device needs no other's tokens.
         *((name, "data") for name in GATHERED),
         *((name, "sequence") for name in KEYS_OF_ALL),
+        # Latents that follow memory tokens in a row of which a device has a part.
+        ("latent_mod", "places and features"),
     ],
 )
 def test_eight_devices_are_one(name, mesh):

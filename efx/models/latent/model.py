@@ -131,7 +131,9 @@ class Latent(LanguageModel):
                 segments_BT = stack_info.tokens.segment_ids_BT
                 real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
                 self.prediction(x_BTD, segment_ids_BT=real_BT)
-            return x_BTD.reshape(x.shape)
+            # Laid out anew without the memory: of a part of a row that is laid out with it, XLA for
+            # CPUs has made a wrong gradient of the linear map that comes next.
+            return constrain(x_BTD, "batch", "length", "act_embed").reshape(x.shape)
 
         x = self._levels(x, views, stack)
         return self.norm_final(x.reshape(batch, -1, x.shape[-1])[:, :length])
