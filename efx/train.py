@@ -143,7 +143,7 @@ class _Launch:
         )
         self._check_subset()
         self.before = 0.0  # seconds of training of earlier launches
-        self.flops_before = None  # (step, {nominal: FLOPs up to it}) of the one gone on from
+        self.flops_before = None  # (step, FLOPs up to it as they are saved) of the one gone on from
         self.watch = _Stopwatch()
         self.row_at = 0.0  # what it said at the last row
         self.window = []
@@ -363,8 +363,7 @@ class _Launch:
                 iterator.set_state(restored.data_state)
                 self.before = restored.meta["seconds"]
                 if flops := restored.meta.get("flops"):
-                    by_kind = {True: flops["nominal"], False: flops["realised"]}
-                    self.flops_before = self.step, by_kind
+                    self.flops_before = self.step, flops
                 self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
@@ -513,7 +512,8 @@ class _Launch:
             return total
         begun_at, trained = self.flops_before
         # For the same stages this adds 0, so that no rounding tells a run that was interrupted.
-        return total + (trained[nominal] - e.flops(begun_at, nominal))
+        kind = "nominal" if nominal else "realised"
+        return total + (trained[kind] - e.flops(begun_at, nominal))
 
     def seconds(self):
         """Of training so far: without compiling, evaluating, sampling and saving."""

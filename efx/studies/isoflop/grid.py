@@ -154,14 +154,13 @@ def _check_tried(path, grid):
     if not grid["learning_rates"]:
         return
     tried = grid["seeds_at"][grid["rates_budget"]]
-    for budget, of_families in grid["seeds_at"].items():
-        for family, of_sizes in of_families.items():
-            for size, seeds in of_sizes.items():
-                if seeds and not tried[family][size]:
-                    raise UsageError(
-                        f"{path}: no seeds of {family}, {size}, at {grid['rates_budget']:g} FLOPs,"
-                        f" where learning rates are tried, but at {budget:g}; give it one there"
-                    )
+    places = itertools.product(grid["budgets"], grid["families"], grid["sizes"])
+    for budget, family, size in places:
+        if grid["seeds_at"][budget][family][size] and not tried[family][size]:
+            raise UsageError(
+                f"{path}: no seeds of {family}, {size}, at {grid['rates_budget']:g} FLOPs, where"
+                f" learning rates are tried, but at {budget:g}; give it one there"
+            )
 
 
 def _rates_of_sizes(path, grid, given):

@@ -296,11 +296,10 @@ def _pairs(analysis, other, told):
             if family not in (other, *told) and (*place, seed) in theirs:
                 groups.setdefault(tuple(place), {})[seed] = loss - theirs[*place, seed]
         for (budget, size), of_seeds in groups.items():
-            if (n := len(of_seeds)) > 1:
+            if len(of_seeds) > 1:
                 differences = [*of_seeds.values()]
-                mean, spread = np.mean(differences), np.std(differences, ddof=1)
-                reach = scipy.stats.t.ppf((1 + LEVEL / 100) / 2, n - 1) * spread / n**0.5
-                cell = text({"mean": mean, "interval": [mean - reach, mean + reach]}, ".4f")
+                interval = scipy.stats.ttest_1samp(differences, 0).confidence_interval(LEVEL / 100)
+                cell = text({"mean": np.mean(differences), "interval": interval}, ".4f")
                 seeds = ", ".join(map(str, of_seeds))
                 rows.append([quantity(budget, "FLOPs"), family, size, seeds, cell])
     if not rows:
