@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -327,6 +329,42 @@ def test_a_source_is_used(root, tmp_path, colab, monkeypatch):
     assert colab(source=str(folder), name="mixture_of_depths")[1:] == [cloned]
     shutil.rmtree(bare)
     assert colab(name="mixture_of_depths")[2:] == [cloned]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("setting", ["", "https://example.org/set.git"])
+def test_the_repository_that_colab_opened_the_notebook_from_is_cloned(
+    tmp_path, colab, monkeypatch, capfd, setting
+):
+    """Where nothing else says where efx is. Colab's server says it as its address of the file."""
+    opened = "fileId=https%3A//github.com/someone/efx-fork/blob/main/launch/notebooks/a.ipynb"
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/api/sessions" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps([{"name": "a.ipynb", "path": opened}]).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
+        monkeypatch.setenv("KMP_TARGET_PORT", str(server.server_port))
+        # No test reaches the network: git takes each address for a folder that is not there.
+        monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+        monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{tmp_path}/none/.insteadOf")
+        monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://")
+        with pytest.raises(SystemExit) as error:
+            colab(source=setting)
+        server.shutdown()
+    assert str(error.value).startswith(
+        f"git could not clone {setting or 'https://github.com/someone/efx-fork'} ("
+    )
+    assert f"{tmp_path}/none/" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="No efx here"):  # the server is gone
+        colab()
 
 
 @pytest.mark.quick
