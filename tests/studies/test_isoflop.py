@@ -489,6 +489,29 @@ def test_a_study_goes_on_on_another_machine(copy, trained, capsys):
         refused(capsys, words)
 
 
+def test_points_of_another_text_are_told_after_one_run(copy, trained, capsys):
+    """And not after all that are missing, hours later."""
+    assert call(copy, "--table-only") == 0
+    data = json.loads((copy / "w/isoflop.json").read_text())
+    for point in data["points"]:
+        point["text"] = "of another Python"
+    (copy / "points.json").write_text(json.dumps(data))
+    (copy / "grid.py").write_text(GRID.replace("(2e9, 1e9)", "(2e9, 4e9, 1e9)"))
+    made = trained(copy / "grid.py", copy / "elsewhere")
+    capsys.readouterr()
+    assert call(copy, f"--from={copy / 'points.json'}", workdir="elsewhere") == 2
+    refused(capsys, "are of other texts")
+    assert len(made) == 1
+
+    # Nothing is trained where those that are there are not of one text.
+    data["points"][0]["text"] = "of a third"
+    (copy / "points.json").write_text(json.dumps(data))
+    made = trained(copy / "grid.py", copy / "third")
+    assert call(copy, f"--from={copy / 'points.json'}", workdir="third") == 2
+    refused(capsys, "are of other texts")
+    assert made == []
+
+
 def test_points_of_several_files_and_families_that_are_left_out(copy, trained, capsys):
     """Two studies of a budget each, of which one has a family and a seed more."""
     grid, seeds = copy / "grid.py", '{"dense": (0, 1), "MoD": (0, 1), "MoE": (0,)}'

@@ -158,7 +158,7 @@ class Runs:
 
     def __init__(self, grid, workdir, extra, files):
         self.grid, self.workdir, self.extra = grid, workdir, extra
-        self._expected = {}
+        self._expected, self._found = {}, []  # points that were there before
         self.check([*grid_lib.rate_runs(grid), *self._first_runs()])
         self._given = {}
         for path in files:
@@ -210,7 +210,7 @@ class Runs:
 
     def _is_missing(self, run):
         try:
-            self.point(run, True)
+            self._found.append(self.point(run, True))
         except points_lib.Unfinished:
             return True
         return False
@@ -240,7 +240,10 @@ class Runs:
         return grid_lib.runs_of(self.grid, first)
 
     def train(self, runs, jobs):
-        """Makes the runs, `jobs` at a time."""
+        """Makes the runs, `jobs` at a time. Where points that were there before are of another text
+        or tokenizer, perhaps another machine's, the first run to end says so and not the last."""
+        if runs and self._found:
+            points_lib.check_together(self._found)
 
         def train_one(run, cpus):
             sweep_lib.run_one(
@@ -249,6 +252,7 @@ class Runs:
                 grid_lib.folder(self.workdir, run),
                 cpus,
             )
+            points_lib.check_together([*self._found[:1], self.point(run, True)])
 
         jobs_lib.run_all(train_one, runs, jobs)
 
