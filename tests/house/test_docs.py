@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import io
 import itertools
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 # What a command within a line of text begins with.
-COMMAND = r"(?:[A-Z_]+=\S+ )?(?:python -m|efx|\./launch/\S+|pip|git|sbatch|kubectl) \S"
+COMMAND = r"(?:[A-Z_]+=\S+ )?(?:python -m|efx|\./launch/\S+|pip|git|sbatch|kubectl|hf|\w+-cli) \S"
 # Studies that check the command line of every run before the first one starts.
 CHECKED_STUDIES = ("sweep", "isoflop", "phatgoose", "calm", "cbtm", "cbtm_table", "convert")
 SHELLS = ("bash", "sh", "console")
@@ -111,6 +112,10 @@ def check(command, stub):
         assert words[:2] == ["apply", "-f"] and Path(words[2]).is_file(), command
     elif program == "git":
         assert words[0] == "clone", command
+    elif program == "hf" or program.endswith("-cli"):
+        scripts = importlib.metadata.distribution("huggingface_hub").entry_points
+        assert program in scripts.select(group="console_scripts").names, f"there is no {program}"
+        assert words[0] == "download" and "--local-dir" in words, command
     else:
         assert program == "cd", f"there is no rule for {command!r}"
 
@@ -311,6 +316,7 @@ def test_every_command_is_one_that_its_program_takes(page, stub):
     ("pip install efx", "efx"),
     ("python - <<'END'\nfrom efx import nothing\nEND", "nothing"),
     ("sbatch launch/nothing.sbatch", "nothing"),
+    ("huggingface-cli download gpt2", "huggingface-cli"),
     ("sbatch --nodes=2 launch/gpu_slurm.sbatch --config configs/mod.py:smok --workdir runs/a",
      "smok"),
     ("make all", "no rule"),
