@@ -20,7 +20,8 @@ paper leaves open, see docs/mixture_of_depths.md:
     per*                    training's top-k within each "document" of a packed row, or over the
                             whole "row"
     gate*                   factor of a routed block's increment: "sigmoid" of the score (default),
-                            "identity" (the paper), "tanh", "one"
+                            "identity" (the paper), "tanh", "one"; "twice_sigmoid", 1 for a score of
+                            0, with which a dense model is converted
     train_selection         "topk"; "threshold", which is causal; or one of the controls:
                             "stochastic", random tokens, others in each batch, "random_fixed",
                             random positions, always the same, "position", evenly spaced ones,

@@ -2,13 +2,15 @@
 
 import pathlib
 import re
+import typing
 
 import pytest
 
 from efx import main, models, optim, sharding
 from efx.config import load_config
-from efx.configs import common
+from efx.configs import common, mod
 from efx.errors import UsageError
+from efx.layers.config import DepthRoutingConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -47,6 +49,13 @@ def test_a_config_builds(name, variant):
             config.data.batch_size * config.data.seq_len
         )
         assert config.steps * per_step < 1e12, "a smoke run takes about a minute on a CPU"
+
+
+@pytest.mark.parametrize("name", ["gate", "train_selection", "causal", "per"])
+def test_the_knobs_of_mod_have_every_choice(name):
+    """A gate was missing among them."""
+    choices = typing.get_args(typing.get_type_hints(DepthRoutingConfig)[name])
+    assert choices and not [one for one in choices if f'"{one}"' not in mod.__doc__]
 
 
 def test_docstrings_count_the_micro_batches_that_there_are():
