@@ -35,7 +35,7 @@ class DataConfig:
 
     # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
     # folder or glob); "tokens:PATH" (token shards); "arrayrecord:GLOB"; "jsonl:PATH" (also .gz,
-    # .zst); "parquet:PATH"; "hf:NAME"; "pydoc", Python's language reference;
+    # .zst); "parquet:PATH"; "hf:NAME" or "hf:NAME:CONFIG"; "pydoc", Python's language reference;
     # "mix:stdlib,text:PATH", the documents of several of these.
     source: str = "stdlib"
     # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"

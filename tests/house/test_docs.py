@@ -29,6 +29,7 @@ from test_launch import STUB, script
 from test_layout import CONFIGS, project_files
 
 from efx import command_line, main, models
+from efx.data import sources
 from efx.errors import UsageError
 from efx.studies import results
 
@@ -324,6 +325,15 @@ def test_every_command_is_one_that_its_program_takes(page, stub):
 def test_what_has_gone_stale_fails(command, words, stub):
     with pytest.raises((Exception, SystemExit), match=re.escape(words)):
         check(command, stub)
+
+
+def test_every_form_of_a_source_is_documented():
+    page = (ROOT / "docs/data.md").read_text()
+    forms = re.findall(r"^    ([a-z]+(?::\S+)?)  ", sources.__doc__, re.M)
+    assert {form.partition(":")[0] for form in forms} == {*sources.KINDS} - {"tokens"}
+    for form in forms:
+        whole = re.sub(r"[\[\]]|,\.\.\.", "", form)
+        assert f"`{whole}`" in page, form
 
 
 def test_every_sweep_is_documented():
