@@ -4,9 +4,9 @@
         --workdir runs/seed_claims --jobs 2
 
 Text, tokenizer and steps are those of `configs/sweeps/mod_evidence.py`. Masks have no penalty; two
-streams have an encoder and a decoder of half the depth each. A model with masks costs half as much
-again for a token as one of the same width and depth without: what is compared is the best size of
-each at the same FLOPs. Some hours on 2 CPU cores.
+streams have an encoder and a decoder of half the depth each. At these widths masks that attend make
+a token cost about twice what it does in a model of the same width and depth without: what is
+compared is the best size of each at the same FLOPs. Some hours on 2 CPU cores.
 """
 
 from efx.configs.sweeps import mod_evidence
