@@ -14,7 +14,8 @@ and sampling choose alike.
     token_frequency  the occurrences of the rarest types, in every block
 
 A control that tells from a token by itself whether to compute it, by whatever is known of it
-without its activations, is one function in `BY_TOKEN`.
+without its activations, is one function in `BY_TOKEN`, whose name is one of the choices of
+`DepthRoutingConfig.train_selection` too.
 """
 
 import fractions
