@@ -35,7 +35,11 @@ def load_config(source, changes=None):
 
 
 def train(config, workdir):
-    """Train in a run folder, or go on with the run that is there: the last row of its metrics."""
+    """Train in a run folder, or go on with the run that is there: the last row of its metrics.
+
+    Raises: UsageError; `efx.train.RunStopped`, a RuntimeError, where training cannot go on, such as
+      its `NotFinite` for a run whose loss is not finite at its last step.
+    """
     from efx.train import train_and_evaluate
 
     return train_and_evaluate(config, _folder(workdir))
