@@ -4,8 +4,8 @@
     common.apply(config, {"model.depth": 12})    # the changes of the experiment
     return common.variant(config, arg, smoke={...})
 
-All settings with their defaults and meaning: efx/run_blocks.py, efx/layers/config.py and the
-configs of the families in efx/models.
+All settings with their defaults and meaning: efx/run_settings.py, efx/run_blocks.py,
+efx/layers/config.py and the configs of the families in efx/models.
 """
 
 import itertools
