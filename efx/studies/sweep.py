@@ -337,9 +337,13 @@ def cell(title, values):
 
 
 def scored_text(sweep, workdir):
-    """The text that the held-out losses of the finished runs are taken over, in words."""
-    runs = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
-    return portion([final_row(run).get("eval/split_fraction") for run in runs])
+    """The text that the held-out losses of the finished runs are taken over, in words; also that it
+    is not the same text or its tokens are others, which rows may be about, or another Python's
+    standard library."""
+    folders = [folder(workdir, name, seed) for name in sweep["runs"] for seed in sweep["seeds"]]
+    split = portion([final_row(run).get("eval/split_fraction") for run in folders])
+    unlike = logged.differences([logged.read_run(run) for run in folders])
+    return "; ".join([split, *unlike.values()])
 
 
 def markdown(sweep, table, command, split):

@@ -161,6 +161,20 @@ def test_a_table_said_whole_split_of_one_that_max_batches_had_cut(
     assert words in capsys.readouterr().out
 
 
+def test_a_table_of_different_texts_says_so(spec, tmp_path, capsys):
+    """As those of a sweep are that went on with another Python, whose standard library it is."""
+    for name in spec["runs"]:
+        for seed in range(3):
+            fake_run(spec, tmp_path, name, seed, 1.0, accuracy=0.9)
+            text = {"source": "abc", "eval_source": None, "held_out": f"of {name}"}
+            (sweep.folder(tmp_path, name, seed) / "run.json").write_text(json.dumps({"text": text}))
+    given = ["--sweep", str(tmp_path / "sweep.py"), "--workdir", str(tmp_path), "--table-only"]
+    assert sweep.main(given) == 0
+    first, other = (sweep.folder(tmp_path, name, 0) for name in spec["runs"])
+    words = f"{first} and {other} have different held-out text (the same settings, of other text)."
+    assert f"whole held-out split; {words} " in capsys.readouterr().out
+
+
 def test_mean_and_spread():
     assert tables.mean_and_spread([1.0, 1.5, 2.0]) == "1.5000 ± 0.5000"
     assert tables.mean_and_spread([1.5]) == "1.5000"  # one seed has no spread
