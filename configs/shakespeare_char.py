@@ -11,7 +11,7 @@ The text is the 1,115,394 characters of tinyshakespeare; the first 90% train. Va
     gpu     6 layers, 6 heads, 384 wide, context 256, batch 64, dropout 0.2, 5000 steps; published
             best held-out loss 1.4697
     llama   the Llama-style block at equal training FLOPs
-    mod     every second block routed at 12.5%
+    mod     every second block routed at 12.5%, decided by the threshold as in configs/mod.py
     smoke   about half a minute
 The others are combined with "cpu", which need not be named, or with "gpu".
 """
@@ -53,7 +53,10 @@ VARIANTS = {
     "cpu": CPU,
     "gpu": GPU,
     "llama": {"model.preset": "llama", "model.use_bias": False},
-    "mod": {"model.depth_routing.kind": "mod"},
+    "mod": {
+        "model.depth_routing.kind": "mod",
+        "model.depth_routing.causal": "threshold",
+    },
     "smoke": {
         **common.SMOKE,
         "data.max_bytes": 100_000,

@@ -58,6 +58,16 @@ def test_the_knobs_of_mod_have_every_choice(name):
     assert choices and not [one for one in choices if f'"{one}"' not in mod.__doc__]
 
 
+@pytest.mark.parametrize(
+    "name", ["mod", "mode", "latent:mod", "convert_mod", "shakespeare_char:mod"]
+)
+def test_what_is_routed_by_depth_decides_by_the_threshold(name):
+    """The least loss of what small models were tried with (results/mod_table.json); one of the
+    configs was left with the auxiliary loss, by which such models route next to nothing."""
+    routing = load_config(name).model.depth_routing
+    assert (routing.kind, routing.causal) == ("mod", "threshold")
+
+
 def test_docstrings_count_the_micro_batches_that_there_are():
     """GPT-2's said 32 of its 20."""
     told = {
