@@ -205,12 +205,12 @@ class Adapter(nn.Module):
             bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
             bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
             means.sow(self, "losses", "inclusion_bce", bce)
+            # Of the decision, in training too, where it does not choose what is computed.
+            wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
+            lost = jnp.sum(wanted_BTE & ~selected(plan), dtype=jnp.float32)
+            means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
         plan = top if info.mode.selection == "train" else plan
-        run_BTE = selected(plan)
-        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, info)
-        wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
-        lost = jnp.sum(wanted_BTE & ~run_BTE, dtype=jnp.float32)
-        means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
+        self._report(jnp.where(selected(plan), weight_BTE, 0.0), valid_BT, info)
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
     def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
