@@ -261,6 +261,14 @@ def test_evenly_spaced_places_are_the_first_of_their_intervals():
     }
 
 
+@pytest.mark.parametrize("capacity, places", [(1e-4, [0, 10_000, 20_000]), (1e-30, [0])])
+def test_so_small_a_capacity_is_still_a_place(capacity, places):
+    """As `plans.capacity` gives every block one."""
+    tokens = Tokens(jnp.arange(30_000)[None])
+    chosen_BT = controls.position(tokens, None, capacity)
+    assert np.flatnonzero(chosen_BT).tolist() == places
+
+
 # ---- types of tokens ---------------------------------------------------------------------------
 
 SHARES = np.array([0.4, 0.02, 0.3, 0.0, 0.08, 0.2])  # of a vocabulary of 6

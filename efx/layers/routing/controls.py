@@ -19,6 +19,7 @@ without its activations, is one function in `BY_TOKEN`, whose name is one of the
 """
 
 import fractions
+import math
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,9 @@ def token_frequency(tokens, seed, capacity):
 def _intervals(positions_BT, capacity):
     """(number, start, size) of the interval of a position: for a capacity of a/b, interval k is
     [floor(b k / a), floor(b (k + 1) / a))."""
-    share = fractions.Fraction(capacity).limit_denominator(4096)
-    a, b = share.numerator, share.denominator
+    a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
+    if capacity < 1 / 4096:  # whose nearest fraction is 0, or more than it
+        a, b = 1, min(math.ceil(1 / capacity), 2**30)
     interval_BT = (a * positions_BT + a - 1) // b
     start_BT = b * interval_BT // a
     return interval_BT, start_BT, b * (interval_BT + 1) // a - start_BT
