@@ -75,12 +75,17 @@ class Mode:
     Attributes:
       train: dropout is on.
       selection: how routed blocks choose tokens: "train" as configured for training (top-k looks
-        ahead in the sequence), "causal" by the decision that a sampler uses, or by the name of a
-        trained decision.
+        ahead in the sequence), "topk" by top-k whatever training does, "causal" by the decision
+        that a sampler uses, or by the name of a trained decision.
     """
 
     train: bool = False
     selection: str = "causal"
+
+    @property
+    def looks_ahead(self):
+        """Whether what is trained by looking ahead in the sequence chooses so."""
+        return self.selection in ("train", "topk")
 
 
 @struct.dataclass

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from test_moe import Held
 from test_routing import (
     LENGTH,
     ROWS,
@@ -25,7 +26,9 @@ from test_routing import (
 )
 from test_train import TINY, batch_of, setup
 
+from efx import sharding
 from efx.configs import common
+from efx.evaluate import Evaluator
 from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.routing import decisions, plans, quantiles
 
@@ -322,6 +325,21 @@ def test_threshold_follows_the_quantile_and_then_decides():
     sown = evaluated({"params": p, "state": state}, x_BTD, info)[1]
     assert "stats" in sown and quantiles.COLLECTION not in sown
     assert jax.device_get(sown["state"]) == jax.device_get(state)
+
+
+def test_a_threshold_in_training_is_held_against_top_k_too():
+    """Evaluations say of a model what they would, had it been trained by top-k."""
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    config, said = common.base(), []
+    config.evaluate.batch_size = families.BATCH
+    for selection in ("topk", "threshold"):
+        changes = {"depth": 2, "depth_routing.kind": "mod", "depth_routing.causal": "threshold"}
+        model = families.make({**changes, "depth_routing.train_selection": selection})
+        evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
+        with sharding.use(mesh, sharding.DEFAULT_RULES):
+            said.append(evaluator(families.random_params(model), families.random_state(model)))
+    assert said[0] == said[1] and said[1]["eval/loss_topk"] != said[1]["eval/loss"]
+    assert 0 < said[1]["eval/router/accuracy"] < 1
 
 
 def test_running_quantile_moves_once_a_step_however_the_batch_is_split():

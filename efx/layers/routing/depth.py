@@ -134,9 +134,9 @@ class DepthRouted(nn.Module):
         top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
-        if info.mode.selection != "train":
+        if not info.mode.looks_ahead:
             plan, budget = room.first(wanted_BT[self._deciding(info)]), room
-        elif c.train_selection == "threshold":
+        elif info.mode.selection == "train" and c.train_selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
             by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
             plan, budget = room.first(by_threshold_BT), room
@@ -149,7 +149,7 @@ class DepthRouted(nn.Module):
     def _deciding(self, info):
         """The name of the decision that a sampler takes."""
         name = info.mode.selection
-        return self.config.causal if name in ("causal", "train") else name
+        return self.config.causal if name == "causal" or info.mode.looks_ahead else name
 
     def _by_token(self, info):
         choose = controls.BY_TOKEN[self.config.train_selection]

@@ -199,7 +199,7 @@ class MoE(nn.Module):
             return plan
         ahead = self._budget(length, "train", info)
         top = _over_experts(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        run = top if info.mode.selection == "train" else plan
+        run = top if info.mode.looks_ahead else plan
         self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
         return run
 

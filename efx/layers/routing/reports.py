@@ -1,15 +1,15 @@
 """What evaluation reports of depth routing and of experts.
 
-Where training's selection looks ahead, how well a causal decision predicts it is asked of the pass
-in which the selection decides what each router sees; how many tokens a decision routes, and what
-that costs, of the pass in which it decides itself.
+How well a causal decision predicts the top-k, which looks ahead, is asked of the pass in which the
+top-k decides what each router sees; how many tokens a decision routes, and what that costs, of the
+pass in which it decides itself.
 """
 
 from efx.layers.report import Report
 from efx.layers.stack import label
 from efx.settings import replaced
 
-# How well a decision agrees with training's selection.
+# How well a decision agrees with the top-k.
 AGREEMENT = ("accuracy", "precision", "recall")
 
 
@@ -34,10 +34,10 @@ def _as_measured(model, means):
 
 
 def _depth_selections(model):
-    """Training's own, and every decision that is trained beside the one that samples. A control
-    does in evaluation what it does in training, with other random numbers."""
+    """Top-k, and every decision that is trained beside the one that samples. A control does in
+    evaluation what it does in training, with other random numbers."""
     routing = routing_of(model)
-    return () if routing is None or routing.control else ("train", *routing.trained[1:])
+    return () if routing is None or routing.control else ("topk", *routing.trained[1:])
 
 
 def _depth_rows(model, length, passes):
@@ -48,12 +48,12 @@ def _depth_rows(model, length, passes):
         rows = passes.loss("causal", routing.train_selection)
         return rows | _routed(model, length, "router", passes.means["causal"])
     first, *others = routing.trained
-    rows = passes.loss("train", routing.train_selection)
+    rows = passes.loss("topk", "topk")
     for name in others:
         rows |= passes.loss(name, name)
     for name in routing.trained:
         prefix, selection = ("router", "causal") if name == first else (name, name)
-        rows |= passes.statistics("train", [f"{prefix}/{key}" for key in AGREEMENT])
+        rows |= passes.statistics("topk", [f"{prefix}/{key}" for key in AGREEMENT])
         rows |= _routed(model, length, prefix, passes.means[selection])
     return rows
 
@@ -86,15 +86,15 @@ DEPTH = Report(
 
 def _expert_selections(model):
     moe = _moe_of(model)
-    return ("train",) if moe is not None and moe.looks_ahead else ()
+    return ("topk",) if moe is not None and moe.looks_ahead else ()
 
 
 def _expert_rows(model, length, passes):
-    """The loss under training's selection, if that is another; FLOPs by what experts computed,
+    """The loss under a selection that looks ahead, if there is one; FLOPs by what experts computed,
     where nothing else changes how many tokens are."""
     rows, moe, causal = {}, _moe_of(model), passes.means["causal"]
-    if "train" in passes.means and passes.statistics("causal", ["moe/"]):
-        rows |= passes.statistics("train", ["moe/accuracy"]) | passes.loss("train", "topk")
+    if "topk" in passes.means and passes.statistics("causal", ["moe/"]):
+        rows |= passes.statistics("topk", ["moe/accuracy"]) | passes.loss("topk", "topk")
     if moe is not None and "moe/computed_fraction" in causal:
         rows["eval/moe/counted_fraction"] = moe.counted_fraction
         if routing_of(model) is None:

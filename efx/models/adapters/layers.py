@@ -209,7 +209,7 @@ class Adapter(nn.Module):
             wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
             lost = jnp.sum(wanted_BTE & ~selected(plan), dtype=jnp.float32)
             means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
-        plan = top if info.mode.selection == "train" else plan
+        plan = top if info.mode.looks_ahead else plan
         self._report(jnp.where(selected(plan), weight_BTE, 0.0), valid_BT, info)
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
