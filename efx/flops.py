@@ -15,6 +15,7 @@ import contextvars
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -201,8 +202,8 @@ def _subjaxprs(params):
                 yield inner
 
 
-# Dense peak FLOP/s of one device, without sparsity, by the start of jax's device_kind:
-# (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets.
+# Dense peak FLOP/s of one device, without sparsity, by the words with which jax's device_kind
+# begins: (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets.
 _PEAKS = {
     "TPU v4": (275e12, 275e12 / 6),
     "TPU v5 lite": (197e12, 197e12 / 6),
@@ -211,19 +212,27 @@ _PEAKS = {
     "TPU v5": (459e12, 459e12 / 6),
     "TPU v6 lite": (918e12, 918e12 / 6),
     "TPU v6e": (918e12, 918e12 / 6),
+    "NVIDIA A10": (125e12, 62.5e12),
     "NVIDIA A100": (312e12, 156e12),
     "NVIDIA H100": (989e12, 494e12),
+    "NVIDIA H100 PCIe": (756e12, 378e12),
+    "NVIDIA H100 NVL": (835e12, 417e12),
     "NVIDIA H200": (989e12, 494e12),
+    "NVIDIA H200 NVL": (835e12, 417e12),
+    "NVIDIA GH200": (989e12, 494e12),
+    "NVIDIA B200": (2250e12, 1100e12),
     "NVIDIA L4": (121e12, 60e12),
+    "NVIDIA L40S": (362e12, 183e12),
     "Tesla T4": (65e12, 8.1e12),
     "Tesla V100": (125e12, 15.7e12),
+    "Tesla V100 PCIE": (112e12, 14e12),
 }
 
 
 def device_peak(dtype, device=None):
     """Peak FLOP/s of one device for a dtype name, or None where it is not known (any CPU)."""
-    kind = (device or jax.devices()[0]).device_kind
-    for prefix, (bf16, f32) in _PEAKS.items():
-        if kind.startswith(prefix):
-            return bf16 if str(dtype) == "bfloat16" else f32
+    kind = re.split("[ -]", (device or jax.devices()[0]).device_kind)
+    for words in range(len(kind), 0, -1):
+        if peaks := _PEAKS.get(" ".join(kind[:words])):
+            return peaks[0 if str(dtype) == "bfloat16" else 1]
     return None

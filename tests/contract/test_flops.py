@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import families
 import jax
@@ -307,3 +308,16 @@ def test_device_peak():
     bf16, f32 = (flops.device_peak(dtype, Device()) for dtype in ("bfloat16", "float32"))
     assert 9e14 < bf16 < 1e15 and math.isclose(f32, bf16 / 2, rel_tol=0.01)
     assert flops.device_peak("bfloat16") is None  # a CPU
+    # Names go on, by blanks or hyphens, and another device's name may be the beginning of one's.
+    known = {
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "TPU v5 lite": 197e12,
+        "TPU v5": 459e12,
+        "NVIDIA L400": None,
+    }
+    for kind, peak in known.items():
+        assert flops.device_peak("bfloat16", SimpleNamespace(device_kind=kind)) == peak
