@@ -133,7 +133,10 @@ def write_own_digests(item_folder, item):
     """Writes the sizes and SHA-256 of the files that this process has written into the folder of
     an item, so that process 0 need not read those of all."""
     own = f"ocdbt.process_{jax.process_index()}"
-    names = sorted(_files(item_folder / own, f"{own}/"))
+    # What every device has whole, and does not divide over them, process 0 writes alone: another
+    # one may have written nothing, and has no folder then.
+    is_there = (item_folder / own).exists()
+    names = sorted(_files(item_folder / own, f"{own}/")) if is_there else []
     digests = {f"{item}/{name}": digest for name, digest in _digests(item_folder, names).items()}
     path = item_folder / f"{_OF_A_PROCESS}{jax.process_index()}.json"
     atomic.write_text(path, json.dumps(digests))

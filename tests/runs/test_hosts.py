@@ -69,8 +69,10 @@ sys.exit(main.main([]))
 # Connected, and then without an eye for the other: as on an accelerator, where a step that waits
 # for a lost process waits for ever.
 HANGING = """
-import sys, time
-from efx import hosts, runfolder
+import os, sys, time
+import jax, numpy as np
+from efx import hosts, runfolder, sharding
+from efx.checkpoint import Checkpointer
 from efx.errors import UsageError
 rank, port, folder = sys.argv[1:]
 hosts.connect(f"localhost:{port}", 2, int(rank), preemption=True)
@@ -80,6 +82,14 @@ for name in ("of_both/run", f"of_{rank}/run", "of_both/run"):
         runfolder.check_shared(f"{folder}/{name}")
     except UsageError as error:
         print("refused:", error)
+layout = sharding.replicated(sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 2}))
+x = jax.make_array_from_callback((3,), layout, lambda _: np.arange(3, dtype=np.float32))
+os.makedirs(f"{folder}_saved", exist_ok=True)
+options = dict(every=0, keep_last=1, keep_best=0, best_metric="", asynchronous=False)
+with Checkpointer(f"{folder}_saved/checkpoints", **options) as checkpoints:
+    checkpoints.save(1, {"x": x}, {}, {}, force=True)
+    restored = checkpoints.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)})
+    print("restored:", np.asarray(restored.state["x"]).tolist())
 print("ready", flush=True)
 time.sleep(1000)
 """
@@ -310,3 +320,14 @@ def test_a_run_folder_that_is_not_shared_is_refused(hanging):
             " process 1 does not see what process 0 writes there"
         )
     assert sorted(path.name for path in folder.iterdir()) == ["process_0.txt", "process_1.txt"]
+
+
+def test_a_process_that_writes_no_array_saves_with_the_others(hanging):
+    """Three numbers do not divide over two devices, and process 0 writes them all. The other looked
+    for what it had written in a folder that is not there, and ended both."""
+    _, outputs, _ = hanging
+    for output in outputs:
+        assert "restored: [0.0, 1.0, 2.0]" in output.read_text().splitlines()
+    folder = outputs[0].parent
+    state = folder.with_name(f"{folder.name}_saved") / "checkpoints" / "1" / "state"
+    assert [path.name for path in state.glob("ocdbt.process_*")] == ["ocdbt.process_0"]
