@@ -451,7 +451,10 @@ def check_shared(workdir, setting="--workdir"):
     def make():
         number = int.from_bytes(os.urandom(3), "big")
         with writing(folder):
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            # A bucket has no folders to make; who may write there need not be allowed to look at
+            # what is above it, the list of all buckets.
+            above = () if storage.is_remote(folder) else (folder, *folder.parents)
+            made = [path for path in above if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             made_by[:] = [folder / f"{_MARK}{number}", *made]
             made_by[0].write_text("")
@@ -466,8 +469,7 @@ def check_shared(workdir, setting="--workdir"):
     for path in made_by[:1]:
         path.unlink()
     for path in made_by[1:]:
-        if not storage.is_remote(path):
-            path.rmdir()
+        path.rmdir()
     if not np.all(seen):
         raise UsageError(
             f"{setting}={workdir} is not one folder for all processes: process"

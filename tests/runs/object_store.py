@@ -34,8 +34,18 @@ class Store(fsspec.AbstractFileSystem):
     def _strip_protocol(cls, path):
         return str(path).partition("://")[2].strip("/") or str(path).strip("/")
 
+    def exists(self, path, **_):
+        """As of gcsfs: other errors than that nothing is there are raised."""
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     def info(self, path, **_):
         path = self._strip_protocol(path)
+        if path in ("", "gs:"):
+            raise OSError("Forbidden: no access to the list of all buckets")
         with _lock:
             if path in OBJECTS:
                 data, generation = OBJECTS[path]

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import object_store
 import pytest
+from jax.experimental import multihost_utils
 
-from efx import main, storage, train, use
+from efx import main, runfolder, storage, train, use
 from efx.configs import common
 from efx.data import disk_cache, load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
@@ -272,6 +273,16 @@ def test_an_upload_that_fails(objects, monkeypatch, capsys):
         "bucket/runs/mirrored/samples/step_1.txt": b"old",
         "bucket/runs/mirrored/metrics.jsonl": b"rows",
     }
+
+
+def test_a_bucket_that_processes_share(objects, monkeypatch):
+    """Nobody may list all buckets, for which process 0 asked, and every such run was refused."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for name in ("broadcast_one_to_all", "process_allgather"):
+        monkeypatch.setattr(multihost_utils, name, np.asarray)
+    before = dict(objects)
+    runfolder.check_shared("gs://bucket/runs/shared")
+    assert objects == before
 
 
 def test_profiles_of_two_processes(objects, monkeypatch):
