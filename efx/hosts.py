@@ -7,6 +7,7 @@ asking Python. So an observer, a process of its own, says the line where this on
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,8 +51,8 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
 
     Without arguments JAX finds the others (Slurm, TPU pods, GKE).
 
-    preemption: whether SIGTERM is a notice that training looks at (`efx.signals`); False: it ends
-    the process.
+    preemption: whether SIGTERM is a notice that training looks at (`efx.signals`); False, or before
+    training if there is one process alone: it ends the process.
     """
     import jax
 
@@ -77,6 +78,10 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
             f"the processes of the run could not be connected (process 0 is {address}):"
             f" {str(error).splitlines()[0]}"
         ) from error
+    if preemption and jax.process_count() == 1:
+        # JAX's service has taken SIGTERM, also before training asks for it. Alone, nobody asks the
+        # service: the signal ends the process until `efx.signals` catches it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     line = (
         f"process {jax.process_index()} of {jax.process_count()} ended without a word of its own:"
         f" it was killed, or JAX's runtime ended it because another process is lost; {ADVICE}"

@@ -94,6 +94,15 @@ print("ready", flush=True)
 time.sleep(1000)
 """
 
+# A run of one process that is told to stop while it starts.
+SINGLE = """
+import os, signal, sys, time
+from efx import hosts
+hosts.connect(f"localhost:{sys.argv[1]}", 1, 0, preemption=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(10)
+"""
+
 
 def free_port():
     with socket.socket() as probe:
@@ -331,3 +340,10 @@ def test_a_process_that_writes_no_array_saves_with_the_others(hanging):
     folder = outputs[0].parent
     state = folder.with_name(f"{folder.name}_saved") / "checkpoints" / "1" / "state"
     assert [path.name for path in state.glob("ocdbt.process_*")] == ["ocdbt.process_0"]
+
+
+def test_one_process_is_ended_before_its_first_step(root):
+    """It was connected to no other, as on a TPU of one host, and JAX kept the notice to itself."""
+    command = [sys.executable, "-c", SINGLE, str(free_port())]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGTERM
