@@ -22,7 +22,7 @@ from flax import linen as nn
 from flax import traverse_util
 from jax import export
 
-from efx import atomic, hosts, runfolder
+from efx import atomic, hosts, runfolder, storage
 from efx.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ def keep_compiled():
         except UsageError as error:
             if jax.process_index() == 0:
                 _log.warning("compiled programs are not kept: %s", error)
+            # Nor where JAX_COMPILATION_CACHE_DIR says.
+            jax.config.update("jax_compilation_cache_dir", None)
             return
     jax.config.update("jax_compilation_cache_dir", cache_folder())
 
@@ -56,7 +58,7 @@ def keep_compiled():
 def kept(function, of, shapes):
     """The `jax.export.Exported` of a function, from an earlier process if one kept it.
 
-    Nothing is kept where JAX keeps no compiled programs.
+    Nothing is kept where JAX keeps no compiled programs, or keeps them in an object store.
 
     Args:
       of: a text that says what the function depends on: beside the code of efx, that of libraries
@@ -117,7 +119,7 @@ def _leaf(shape, dtype, names):
 def _path(of, suffix):
     """Where something is kept that depends on `of`; None: nothing is."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder:
+    if not folder or storage.is_remote(folder):  # to which JAX writes, and nothing here
         return None
     key = hashlib.sha256("\n".join([_environment(), of]).encode()).hexdigest()
     return pathlib.Path(folder) / f"efx_{key}{suffix}"

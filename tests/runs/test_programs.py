@@ -101,6 +101,18 @@ def test_a_number_is_made_out_once(folder):
     assert len(made) == 2
 
 
+def test_nothing_is_kept_in_an_object_store(folder, tmp_path, monkeypatch):
+    """JAX can write there. What is kept here was in a folder `gs:` of the current one."""
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
+    try:
+        assert programs.kept_number(lambda: 7, "a") == 7
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert not (tmp_path / "gs:").exists()
+
+
 def test_a_cache_that_processes_on_gpus_do_not_share_is_not_used(tmp_path, monkeypatch, caplog):
     """JAX writes it from process 0 alone, and where only some find a program there, the compilers
     of the others wait a day for what these do not say."""
@@ -121,5 +133,6 @@ def test_a_cache_that_processes_on_gpus_do_not_share_is_not_used(tmp_path, monke
         assert update.pop("jax_compilation_cache_dir") == str(tmp_path) and not asked
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     programs.keep_compiled()
-    assert not update and asked == [(str(tmp_path), "EFX_COMPILE_CACHE")]
+    assert update == {"jax_compilation_cache_dir": None}  # whatever JAX_COMPILATION_CACHE_DIR says
+    assert asked == [(str(tmp_path), "EFX_COMPILE_CACHE")]
     assert "compiled programs are not kept: is not one folder" in caplog.text
