@@ -182,6 +182,22 @@ def test_slurm_queues_a_stopped_job_again(machine, plan, state, tries, status, s
     assert done.stderr.count("queued again, to go on") == starts - 1
 
 
+@pytest.mark.parametrize("silent, starts", [(2, 2), (9, 1)])
+def test_slurm_that_does_not_answer_is_asked_again(machine, silent, starts):
+    """The job was not queued again then, and nothing said so."""
+    asked = machine.slurm / "asked"
+    (machine.tools / "squeue").unlink()
+    script(
+        machine.tools / "squeue",
+        f'#!/bin/sh\necho >>"{asked}"\n[ "$(wc -l <"{asked}")" -gt {silent} ] && echo RUNNING\n',
+    )
+    done = machine.call("sbatch", SBATCH, PLAN="told done", EFX_PAUSE=0)
+    assert machine.starts() == [starts, starts]
+    assert done.returncode == (0 if starts == 2 else 143)
+    said = "queued again, to go on" if starts == 2 else "squeue does not answer"
+    assert said in done.stderr, done.stderr
+
+
 # ---- GKE ---------------------------------------------------------------------------------------
 
 
