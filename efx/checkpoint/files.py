@@ -25,8 +25,9 @@ from efx.runfolder import MANIFEST, reason
 
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
+_COMMITTED = "commit_success.txt"  # in an object store, see `is_finished`
 # Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.
-_UNCHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST}
+_UNCHECKED = {"_CHECKPOINT_METADATA", _COMMITTED, MANIFEST}
 _SHOWN = 4  # differing leaves named in an error before "and N more"
 
 
@@ -65,11 +66,13 @@ def numbered(root):
 def is_finished(folder):
     """Whether a step was written to the end (it may have been damaged since).
 
-    On a disk it has its name from then on. In an object store it has it from the beginning, and the
-    manifest comes last.
+    On a disk it has its name from then on. In an object store it has it from the beginning; the
+    manifest comes last of ours, and after it the file without which orbax does not read it.
     """
-    if (folder / MANIFEST).exists() or storage.is_remote(folder):
-        return (folder / MANIFEST).exists()
+    if storage.is_remote(folder):
+        return (folder / MANIFEST).exists() and (folder / _COMMITTED).exists()
+    if (folder / MANIFEST).exists():
+        return True
     return all((folder / item).is_dir() and any((folder / item).iterdir()) for item in ITEMS)
 
 

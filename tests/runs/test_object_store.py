@@ -116,14 +116,16 @@ def test_a_bucket_has_no_locks(objects, tmp_path, capsys):
 
 
 def test_damage_in_a_bucket(run, objects, capsys):
-    """A flipped byte is found; a step without its manifest, as of a save that was interrupted, is
-    not taken for one."""
+    """A flipped byte is found; a step without its manifest, or without what orbax writes after it,
+    as of a save that was interrupted, is not taken for one. Orbax reads none without the latter,
+    and the run could not go on."""
     begin = "bucket/runs/a/checkpoints/6/"
     name = max(
         (n for n in objects if n.startswith(f"{begin}state")), key=lambda n: len(objects[n][0])
     )
-    before, manifest = objects[name], objects[f"{begin}efx_manifest.json"]
-    data = bytearray(before[0])
+    lasts = [f"{begin}{last}" for last in ("efx_manifest.json", "commit_success.txt")]
+    before = {key: objects[key] for key in (name, *lasts)}
+    data = bytearray(before[name][0])
     data[len(data) // 2] ^= 1
     recorded = config(run, **{"data.source": "text:gs://texts/one", "steps": 6})
     try:
@@ -132,13 +134,14 @@ def test_damage_in_a_bucket(run, objects, capsys):
             UsageError, match="checkpoint 6 in gs://bucket/.* is damaged: item state"
         ):
             use.sample(recorded, RUN)
-        objects[name] = before
-        del objects[f"{begin}efx_manifest.json"]
-        with pytest.raises(UsageError, match="there is no finished checkpoint in gs://bucket"):
-            use.sample(recorded, RUN)
-        assert "6 is not a finished checkpoint; ignored" in capsys.readouterr().err
+        for last in lasts:
+            objects.update(before)
+            del objects[last]
+            with pytest.raises(UsageError, match="there is no finished checkpoint in gs://bucket"):
+                use.sample(recorded, RUN)
+            assert "6 is not a finished checkpoint; ignored" in capsys.readouterr().err
     finally:
-        objects[name], objects[f"{begin}efx_manifest.json"] = before, manifest
+        objects.update(before)
 
 
 def first_inputs(tmp, source):
