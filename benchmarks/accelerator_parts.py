@@ -294,7 +294,8 @@ def _pytest(setup, path, names):
             output,
             JAX_PLATFORMS={"gpu": "cuda"}.get(setup.platform, setup.platform),
             JAX_DEFAULT_MATMUL_PRECISION="highest",
-            XLA_FLAGS="--xla_gpu_deterministic_ops=true",
+            # Under which caches are written wrongly, see `efx.sample`.
+            XLA_FLAGS="" if "decoding" in names else "--xla_gpu_deterministic_ops=true",
         )
     said = log.read_text(errors="replace").splitlines()
     if not report.is_file():

@@ -350,6 +350,16 @@ def _tokamax():
         return None
 
 
+@functools.cache
+def _tokamax_lacks():
+    """What an installed tokamax that cannot be imported says; "" if it can."""
+    try:
+        from tokamax._src.ops.attention import pallas_mosaic_gpu  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
 def _mosaic_refuses(case):
     installed, capability = _tokamax(), _capability()
     tried = _TOKAMAX.get(jax.__version__.rpartition(".")[0])
@@ -370,7 +380,7 @@ def _mosaic_refuses(case):
             "wants a GPU of compute capability 9.0 (H100) or newer, up to 10.x (B200), "
             f"not {capability}",
         ),
-    )
+    ) or (f"cannot be imported: {_tokamax_lacks()}" if _tokamax_lacks() else None)
 
 
 def mosaic(case, q_BTNH, k_BTKH, v_BTKH, first_BT, scale):

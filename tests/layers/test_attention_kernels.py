@@ -78,9 +78,9 @@ SHARED = {"7.5": 65_536, "8.0": 166_912, "8.9": 101_376, "9.0": 232_448, "12.0":
 NO_CUDNN = "cannot be called by JAX (cuDNN not found)"
 
 
-def on(monkeypatch, platform, capability="8.0", tokamax=None, without_cudnn=None):
-    """As if kernels were chosen for a device of this kind, with this release of tokamax, and with
-    cuDNN unless there is a reason why not."""
+def on(monkeypatch, platform, capability="8.0", tokamax=None, without_cudnn=None, lacks=""):
+    """As if kernels were chosen for a device of this kind, with this release of tokamax, which says
+    this if it cannot be imported, and with cuDNN unless there is a reason why not."""
     device = types.SimpleNamespace()
     if platform == "gpu":
         device.compute_capability = capability
@@ -88,6 +88,7 @@ def on(monkeypatch, platform, capability="8.0", tokamax=None, without_cudnn=None
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
     monkeypatch.setattr(attention_kernels, "_tokamax", lambda: tokamax)
+    monkeypatch.setattr(attention_kernels, "_tokamax_lacks", lambda: lacks)
     monkeypatch.setattr(attention_kernels, "_without_cudnn", lambda: without_cudnn)
     attention_kernels._say_why.cache_clear()
 
@@ -186,6 +187,15 @@ def test_mosaic_takes_every_interval(case, capability, jax_version, tokamax, ref
     else:
         for name in ("auto", "mosaic"):
             assert attention_kernels.choose(name, case) == KERNELS["mosaic"]
+
+
+def test_a_mosaic_that_cannot_be_imported_is_passed_over(monkeypatch):
+    """As one that lacks a package of its own: every step of `auto` failed of it on an H100."""
+    on(monkeypatch, "gpu", "9.0", TRIED, lacks="No module named 'xprof'")
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    with pytest.raises(UsageError, match="kernel='mosaic': .*imported: No module named 'xprof'"):
+        attention_kernels.choose("mosaic", HALF)
+    assert attention_kernels.choose("auto", HALF) == KERNELS["cudnn"]
 
 
 def test_the_extra_brings_what_goes_with_the_pinned_jax(root):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import families
 import jax
@@ -652,3 +653,19 @@ def test_stochastic_control_does_not_look_at_x():
     np.testing.assert_array_equal(a_BT, routed(activations(1), 0))  # another x, the same choice
     assert np.any(a_BT != routed(activations(0), 1))  # another step, another choice
     assert np.any(a_BT[0] != a_BT[1])  # each row its own
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_scatters_say_that_no_two_go_to_one_place(documents):
+    """Those of several rows that do not say so come out wrong under a flag of XLA for GPUs."""
+
+    def plan(scores_BT):
+        segments_BT = jnp.where(jnp.arange(LENGTH) < 5, 1, 2)[None].repeat(ROWS, 0)
+        of = plans.documents(segments_BT) if documents else None
+        budget = plans.Budget(0.5, LENGTH, of)
+        made = budget.top(scores_BT, scores_BT > -1), budget.first(scores_BT > 0)
+        return [plans.selected(one, LENGTH) for one in made]
+
+    jaxpr = str(jax.make_jaxpr(plan)(np.zeros((ROWS, LENGTH), np.float32)))
+    scatters = re.findall(r"scatter\[.*?unique_indices=(\w+)", jaxpr, re.S)
+    assert len(scatters) >= 4 and set(scatters) == {"True"}
