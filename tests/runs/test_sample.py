@@ -504,10 +504,10 @@ def test_statistics_over_slides_and_rows():
 
 
 def test_a_flag_under_which_caches_are_wrong_is_refused(monkeypatch):
-    ids_sampler()  # compiles nothing, and XLA reads its flags once
+    model = ids_sampler().model
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    ids_sampler()  # on a CPU it means nothing
+    sample.Sampler(model)  # on a CPU it means nothing
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(UsageError, match="sample without it, and train with it and --config.sampl"):
-        ids_sampler()
+        sample.Sampler(model)
