@@ -249,7 +249,9 @@ class Record:
             self.result = results.read_result(path)
         else:
             title = f"On {machine}"
-            about = "Training steps in bfloat16, medians; `python -m benchmarks.accelerator --help`"
+            about = (
+                "Training steps in bfloat16, medians; [the program](../benchmarks/accelerator.py)"
+            )
             about += " says what each part measures. A batch is the largest that fits, up to ours."
             if smoke:
                 title = "A smoke run of benchmarks.accelerator: its numbers mean nothing"
