@@ -644,7 +644,7 @@ def test_a_small_model_for_a_tpu(root):
     assert found["collectives_by_kind"]["all-reduce"][0] > 0
     programs = {program["name"]: program for program in found["programs"]}
     assert [*programs] == [
-        "evaluation with causal routing", "evaluation with train routing",
+        "evaluation with causal routing", "evaluation with topk routing",
         "sampling: copies of the parameters", "sampling: prefill", "sampling: decoding",
     ]  # fmt: skip
     for name, program in programs.items():

@@ -68,7 +68,7 @@ def evaluated(name):
     model, _, _, _, sown, _ = case(name)
     stats = by_layer(sown["stats"], model)
     own = {key: float(value) for key, value in stats.items()} | {"loss": 1.0}
-    selections = ("causal", "train", "aux_loss", "predictor", "threshold")
+    selections = ("causal", "topk", "aux_loss", "predictor", "threshold")
     passes = Passes(dict.fromkeys(selections, own), 1.0)
     rows = {}
     for report in REPORTS:
