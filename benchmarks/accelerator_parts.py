@@ -294,8 +294,7 @@ def _pytest(setup, path, names):
             output,
             JAX_PLATFORMS={"gpu": "cuda"}.get(setup.platform, setup.platform),
             JAX_DEFAULT_MATMUL_PRECISION="highest",
-            # Under which caches are written wrongly, see `efx.sample`.
-            XLA_FLAGS="" if "decoding" in names else "--xla_gpu_deterministic_ops=true",
+            XLA_FLAGS="--xla_gpu_deterministic_ops=true",
         )
     said = log.read_text(errors="replace").splitlines()
     if not report.is_file():
@@ -352,11 +351,15 @@ def dense(setup):
             f"dense 124M (GPT-2), {name}",
             functools.partial(_steps, setup, {"": config}, vocab=50257),
         )
-    for name, remat in [(name, "dots") for name in names] + [("auto", "none")]:
-        changes = {"model.attention.kernel": name, "model.remat": remat}
+    others = {
+        "nothing computed twice": {"model.remat": "none"},
+        "scanned layers": {"model.scan_layers": True},
+    }
+    listed = {name: {"model.attention.kernel": name} for name in names}
+    for title, changes in (listed | others).items():
         config = _sized(setup, mod.get_config("dense"), "350M", changes)
-        title = f"dense 350M, {name}" + ", nothing computed twice" * (remat == "none")
-        yield title, functools.partial(_steps, setup, {"": config}, mfu_target=MFU_TARGET)
+        step = functools.partial(_steps, setup, {"": config}, mfu_target=MFU_TARGET)
+        yield f"dense 350M, {title}", step
 
 
 def mixture_of_depths(setup):

@@ -42,7 +42,8 @@ ABOUT = (
     "Nothing has run: XLA compiled the real training step for chips that are described, and the"
     " times are estimates that no step can beat, the TPU compiler's cycles or a roofline of each"
     " kernel on GPUs, with attention kernels counted by their FLOPs at half of the peak. bfloat16,"
-    " a vocabulary of 32,000, scanned layers, recomputation `dots` (7B and 30B: `full`). Every"
+    " a vocabulary of 32,000, scanned layers (`unrolled`: each compiled by itself), recomputation"
+    " `dots` (7B and 30B: `full`). Every"
     " second block of MoD routes 12.5% of the tokens, by a threshold. Memory is what a chip needs"
     " of 15.75 (v5e) or 79.1 GiB (H100); exchanged is all communication at the links' full speed,"
     " between hosts that of the network of each GPU."
@@ -52,7 +53,7 @@ ABOUT_MISSING = " Some rows of the benchmark are not compiled yet."
 
 class Row(NamedTuple):
     """batch: sequences in a step. mesh: (axis, size) of the axes that are set. remat: what the
-    backward pass recomputes."""
+    backward pass recomputes. scanned: whether one compiled layer is all of them."""
 
     size: str
     kind: str
@@ -61,12 +62,14 @@ class Row(NamedTuple):
     batch: int
     mesh: tuple
     remat: str = "dots"
+    scanned: bool = True
 
     @property
     def name(self):
         chips = self.topology.replace(":", "-")
         name = f"{self.size}-{self.kind}-{chips}-T{self.length}"
-        return name if self.remat == "dots" else f"{name}-{self.remat}"
+        name = name if self.remat == "dots" else f"{name}-{self.remat}"
+        return name if self.scanned else f"{name}-unrolled"
 
     def command(self):
         """The arguments of `efx.main`."""
@@ -78,6 +81,7 @@ class Row(NamedTuple):
             "model.attention.num_kv_heads": heads,
             "model.tied": True,
             "model.remat": self.remat,
+            "model.scan_layers": self.scanned,
             "data.seq_len": self.length,
             "data.batch_size": self.batch,
             "evaluate.batch_size": self.batch,
@@ -105,6 +109,8 @@ def rows():
                 if length == 32_768:  # one row a chip is too much with what "dots" keeps
                     listed.append(listed[-1]._replace(remat="full"))
                 listed.append(Row(size, kind, "h100:1x1x8", length, gpu_batch, fsdp))
+        scanned = [row for row in listed if (row.size, row.length) == (size, 2048)]
+        listed += [row._replace(scanned=False) for row in scanned]
     for size in ("7B", "30B"):
         for kind in ("dense", "MoD"):
             mesh = whole_tiles.get(size, fsdp)

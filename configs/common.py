@@ -120,7 +120,6 @@ SMOKE = {
 ACCELERATOR = {
     "data.source": "stdlib",
     "data.eval_fraction": 0.01,
-    "model.scan_layers": True,
     "model.remat": "dots",
     "train.dtype": "bfloat16",
     "train.loss_chunk": 256,
@@ -130,7 +129,6 @@ ACCELERATOR = {
 ACCELERATOR_SMOKE = {
     **SMOKE,
     "data.tokenizer": "bytes",
-    "model.scan_layers": False,
     "model.remat": "none",
     "train.dtype": "float32",
     "train.accumulation": 1,

@@ -20,7 +20,27 @@ from efx import flops, sharding
 from efx.errors import UsageError, extra
 
 LANES = 128  # splash wants lengths that are multiples of this
-RESIDUALS = "attention_residuals"  # what a kernel keeps for its backward pass, by name
+_RESIDUALS = "attention_residuals"  # what splash keeps for its backward pass, by name
+_is_residual = jax.checkpoint_policies.save_only_these_names(_RESIDUALS)
+# The primitives whose results nothing names: of cuDNN one of JAX, of the others programs in Pallas.
+_PRIMITIVES = ("dot_product_attention_fwd_wrapper", "pallas_call")
+
+
+def keeps(primitive, *args, **params):
+    """A policy of `jax.checkpoint` that keeps the results of kernels of attention, so that the
+    backward pass, which wants them, does not compute them again."""
+    if primitive.name == "custom_vjp_call":  # of Triton, which calls its own once more
+        return _calls_kernel(params["call_jaxpr"])
+    return primitive.name in _PRIMITIVES or _is_residual(primitive, *args, **params)
+
+
+def _calls_kernel(jaxpr):
+    return any(
+        equation.primitive.name in _PRIMITIVES
+        or equation.primitive.name == "jit"
+        and _calls_kernel(equation.params["jaxpr"])
+        for equation in jaxpr.eqns
+    )
 
 
 class Case(NamedTuple):
@@ -200,7 +220,7 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=case.softcap or None,
-            residual_checkpoint_name=RESIDUALS,
+            residual_checkpoint_name=_RESIDUALS,
             interpret=interpret,
         )
         heads_first = [jnp.swapaxes(y, 1, 2) for y in (q_BTNH, k_BTKH, v_BTKH)]

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.layers.attend import attend_cache, attend_pairs
+from efx.layers.routing.plans import NO_TWO_ALIKE, apart
 
 
 def variables(module, tag, optional=(), **makers):
@@ -117,9 +118,9 @@ def admit(module, wanted, room, info, computed, refused):
     row_B = _rows(info, rows)
     before = count.value.at[row_B].get(mode="fill", fill_value=0)
     run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
-    count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), mode="drop")
+    count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), **NO_TWO_ALIKE)
     lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
-    lost.value = lost.value.at[row_B].add(lost_B, mode="drop")
+    lost.value = lost.value.at[row_B].add(lost_B, **NO_TWO_ALIKE)
     return run
 
 
@@ -129,11 +130,12 @@ def count(module, name, counted_BT, info):
     (total,) = variables(module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}).values()
     if not module.is_initializing():
         new_B = jnp.sum(counted_BT, axis=1)
-        total.value = total.value.at[_rows(info, rows)].add(new_B, mode="drop")
+        total.value = total.value.at[_rows(info, rows)].add(new_B, **NO_TWO_ALIKE)
 
 
 def _rows(info, rows):
-    """The rows of the cache that so many rows of new tokens are of."""
+    """The rows of the cache that so many rows of new tokens are of, no two alike; those out of
+    range are of none."""
     return jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
 
 
@@ -243,11 +245,11 @@ def _stored(slots, k_BTKH, v_BTKH, positions_BT, row_B=None):
     valid_BT = positions_BT >= 0
     used_B = slots["used"].at[row_B].get(mode="fill", fill_value=0)
     slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
-    slot_BT = jnp.where(valid_BT, slot_BT, size)  # out of range: dropped
+    slot_BT = apart(jnp.where(valid_BT, slot_BT, size), size)  # out of range: dropped
     store = _by_slices if sharding.platform() == "tpu" else _one_by_one
     new = {"cached_key": k_BTKH, "cached_value": v_BTKH, "position": positions_BT}
     result = store({name: slots[name] for name in new}, new, row_B, slot_BT, used_B)
-    result["used"] = slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), mode="drop")
+    result["used"] = slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), **NO_TWO_ALIKE)
     return result
 
 
@@ -256,12 +258,12 @@ def _one_by_one(slots, new, row_B, slot_BT, used_B):
     # One entry for each new token, and one that is dropped: XLA:CPU makes a slice update of a
     # scatter of a single entry, fuses it into every reader and so copies the whole cache.
     row_C = _and_one(jnp.broadcast_to(row_B[:, None], slot_BT.shape), 0)
-    slot_C = _and_one(slot_BT, slots["position"].shape[1])
+    slot_C = _and_one(slot_BT, slots["position"].shape[1] + slot_BT.shape[1])
     result = {}
     for name, y in new.items():
         places = (row_C, *[slice(None)] * (y.ndim - 2), slot_C)
         y_C = _and_one(y.astype(slots[name].dtype), 0)
-        result[name] = slots[name].at[places].set(y_C, mode="drop")
+        result[name] = slots[name].at[places].set(y_C, **NO_TWO_ALIKE)
     return result
 
 
@@ -274,9 +276,9 @@ def _by_slices(slots, new, row_B, slot_BT, used_B):
     # Which of the new tokens, if any, goes into each slot of the slice; no row out of range.
     b_B1 = jnp.arange(batch)[:, None]
     place_BT = jnp.where(slot_BT < size, slot_BT - start_B[:, None], width)
-    place_BT = jnp.where((row_B < rows)[:, None], place_BT, width)
+    place_BT = apart(jnp.where((row_B < rows)[:, None], place_BT, width), width)
     token_BT = jnp.broadcast_to(jnp.arange(tokens), slot_BT.shape)
-    token_BC = jnp.full((batch, width), -1).at[b_B1, place_BT].set(token_BT, mode="drop")
+    token_BC = jnp.full((batch, width), -1).at[b_B1, place_BT].set(token_BT, **NO_TWO_ALIKE)
     new = {name: jnp.moveaxis(y[b_B1, token_BC], 1, -1) for name, y in new.items()}
     row_B = jnp.minimum(row_B, rows - 1)
 
@@ -299,10 +301,12 @@ def _kept_apart(slots, k_B1KH, v_B1KH, position_B1, row_B=None):
     if row_B is not None:
         # A row without a token goes nowhere, and neither does one that is not among the rows.
         row_B = jnp.where(position_B1[:, 0] >= 0, row_B, len(slots["used"]))
-        return {
-            name: slots[name].at[row_B, step].set(y[:, 0].astype(slots[name].dtype), mode="drop")
-            for name, y in new.items()
-        }
+        row_B = apart(row_B, len(slots["used"]))
+
+        def stored(y, new_B1):
+            return y.at[row_B, step].set(new_B1[:, 0].astype(y.dtype), **NO_TWO_ALIKE)
+
+        return {name: stored(slots[name], y) for name, y in new.items()}
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=1)
     result = {}
     for name, y in new.items():
@@ -365,8 +369,8 @@ def attend_group(
     # Of the groups that come in one call only the last may go on.
     place_BS, group_BS = k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT
     kept_BS = (place_BS >= 0) & (group_BS == jnp.max(group_BS, axis=1, keepdims=True))
-    slot_BS = jnp.where(kept_BS, place_BS, size)
+    slot_BS = apart(jnp.where(kept_BS, place_BS, size), size)
     row_B1 = jnp.arange(rows)[:, None]
     for kept, y in new:
-        kept.value = kept.value.at[row_B1, slot_BS].set(y, mode="drop")
+        kept.value = kept.value.at[row_B1, slot_BS].set(y, **NO_TWO_ALIKE)
     return out_BTNH

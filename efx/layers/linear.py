@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from efx import sharding
 from efx.parameter import parameter
@@ -44,6 +45,19 @@ def padding_of_rows(rows):
     """How many rows of zeros to add to so few before a product with a matrix: the compiler for TPUs
     takes less than 8 from the matrix units, for which others are slower."""
     return max(0, 8 - rows) if sharding.platform() == "tpu" else 0
+
+
+_PROJECTION = "projection"
+is_projection = jax.checkpoint_policies.save_only_these_names(_PROJECTION)
+
+
+def projection(y):
+    """The result of a product of tokens with the matrix of their expert or channel, marked as such.
+
+    It has an axis of experts as scores of attention have one of heads, so that `jax.checkpoint`
+    takes it for no plain product. The policy `is_projection` keeps what is marked.
+    """
+    return checkpoint_name(y, _PROJECTION)
 
 
 def onto(vector_D, x_BTD):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import attention_kernels
+from efx.layers import attention_kernels, linear
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -19,12 +19,19 @@ from efx.layers.routing.depth import DepthRouted
 from efx.layers.routing.soft_experts import SoftBlock
 from efx.sharding import constrain
 
+
+def _any_of(*policies):
+    return lambda *args, **params: any(policy(*args, **params) for policy in policies)
+
+
 REMAT_POLICIES = {
     "full": None,
-    # Keep the results of the projections, recompute everything cheap and all attention scores.
-    "dots": jax.checkpoint_policies.save_from_both_policies(
+    # Keep the results of projections and of kernels of attention, recompute everything cheap and
+    # the scores of attention that no kernel computes.
+    "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-        jax.checkpoint_policies.save_only_these_names(attention_kernels.RESIDUALS),
+        linear.is_projection,
+        attention_kernels.keeps,
     ),
 }
 

@@ -15,6 +15,7 @@ from efx import sharding
 from efx.errors import UsageError
 from efx.layers import attend, attention_kernels
 from efx.layers.attention_kernels import KERNELS, Case
+from efx.layers.stack import REMAT_POLICIES
 
 LENGTH = 200  # no multiple of 128
 SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 2]], [90, 80, 30], axis=1)
@@ -70,6 +71,33 @@ def test_a_kernel_is_attention_in_plain_xla(name, case, monkeypatch):
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-3), got, loss(plain)
     )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 4, "tensor": 2}])
+@pytest.mark.parametrize("name", ["splash", "triton", "cudnn"])
+def test_recomputing_runs_no_kernel_again(name, sizes, monkeypatch):
+    """Where results of products are kept, those of kernels are as well."""
+    if name == "cudnn" and (reason := attention_kernels._without_cudnn()):
+        pytest.skip(reason)
+    on(monkeypatch, "tpu" if name == "splash" else "gpu")
+    devices = jax.devices() if sizes else jax.devices()[:1]
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | sizes, devices)
+    x = jnp.ones((4, 256, 2, 64), jnp.bfloat16)
+    case = Case(256, 2, 2, 64, x.dtype)
+    interpreted = {} if name == "cudnn" else {"interpret": True}
+
+    def kernels(remat):
+        def value(x):
+            y = 2 * jnp.sin(x)
+            return jnp.sum(KERNELS[name].run(case, y, y, y, None, 0.2, **interpreted) ** 2)
+
+        if remat != "none":
+            value = jax.checkpoint(value, policy=REMAT_POLICIES[remat])
+        with sharding.use(mesh, sharding.DEFAULT_RULES):
+            jaxpr = jax.make_jaxpr(jax.grad(value))(x)
+        return len(re.findall(r"\b(pallas_call|dot_product_attention_\w+)\[", str(jaxpr)))
+
+    assert 2 <= kernels("none") == kernels("dots") == kernels("full") - 1
 
 
 SHARED = {"7.5": 65_536, "8.0": 166_912, "8.9": 101_376, "9.0": 232_448, "12.0": 101_376}

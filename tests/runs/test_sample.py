@@ -1,7 +1,6 @@
 """Sampling: what is drawn, when it ends, what is compiled, what is reported."""
 
 import functools
-import os
 
 import families
 import jax
@@ -501,13 +500,3 @@ def test_statistics_over_slides_and_rows():
     assert (stats["new_tokens"], stats["slides"]) == (4 * n, slides)
     assert stats["overflow"] == overflow
     assert stats["routed_fraction"] == pytest.approx(routed / read)
-
-
-def test_a_flag_under_which_caches_are_wrong_is_refused(monkeypatch):
-    model = ids_sampler().model
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    sample.Sampler(model)  # on a CPU it means nothing
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(UsageError, match="sample without it, and train with it and --config.sampl"):
-        sample.Sampler(model)

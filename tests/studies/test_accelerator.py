@@ -336,7 +336,7 @@ def test_a_kernel_that_refuses_has_not_failed(call, monkeypatch):
 
     def dense(setup):
         entries = list(accelerator_parts.dense(setup))
-        assert len(entries) == 5
+        assert len(entries) == 6
         return (entry for entry in entries if "mosaic" in entry[0])
 
     monkeypatch.setattr(accelerator, "PARTS", {"dense": dense})

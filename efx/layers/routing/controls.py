@@ -128,7 +128,7 @@ class TokenTypes(nn.Module):
         share_V = jnp.where(steps.value > 0, share.value, 1.0 / size)
         sorted_V = jnp.argsort(ORDER_OF_TYPES[self.order](jnp.arange(size), share_V))
         ends_V = jnp.cumsum(share_V[sorted_V])
-        start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V])
+        start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V], unique_indices=True)
         if info.mode.train and not self.is_initializing():
             real_BT = info.tokens.valid(tokens_BT.shape[0]).astype(jnp.float32)
             counts_V = jnp.zeros(size).at[tokens_BT].add(real_BT)

@@ -19,6 +19,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
+from efx.layers.linear import projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import asked, sow_choice
 from efx.layers.routing import plans
@@ -53,7 +54,7 @@ class ExpertLinear(nn.Module):
         kernel = param("kernel", init, self.axes, x.shape[-1], self.features)
         x = x.astype(self.dtype)
         if experts_C is None:
-            y = jnp.einsum("ECD,EDF->ECF", x, kernel)
+            y = projection(jnp.einsum("ECD,EDF->ECF", x, kernel))
         else:
             y = jnp.einsum("CD,CDF->CF", x, kernel)
         if self.use_bias:

@@ -275,12 +275,22 @@ def _at_slots(place_BT, size, ascending=True):
     length = place_BT.shape[1]
     empty_C = length + jnp.arange(size, dtype=jnp.int32)
     time_T = jnp.arange(length, dtype=jnp.int32)
-    # Each to a slot of its own, also those left out: see `_scattered`.
-    slot_BT = jnp.where(place_BT < size, place_BT, size + time_T)
-    indices_BC = jax.vmap(
-        lambda slot: empty_C.at[slot].set(time_T, mode="drop", unique_indices=True)
-    )(slot_BT)
+    indices_BC = jax.vmap(lambda slot: empty_C.at[slot].set(time_T, **NO_TWO_ALIKE))(
+        apart(place_BT, size)
+    )
     return Plan(indices_BC, indices_BC < length, ascending)
+
+
+# What is dropped goes to places out of range, each to its own (`apart`), so that every scatter of
+# rows can say that no two go to one place. With jax 0.11.2 on an H100 those of several rows that
+# say nothing of it came out wrong under --xla_gpu_deterministic_ops=true.
+NO_TWO_ALIKE = dict(mode="drop", unique_indices=True)
+
+
+def apart(index, size):
+    """The indices [..., C], of which those out of range (`size` and more) are made to differ."""
+    own = jnp.arange(index.shape[-1], dtype=index.dtype)
+    return jnp.where(index < size, index, size + own)
 
 
 def selected(plan, length):
@@ -317,9 +327,7 @@ def scatter(x_BT, y_BC, plan):
 
 
 def _scattered(plan):
-    # That no two go to one place is said of every scatter here. With jax 0.11.2 on an H100 those of
-    # several rows that say nothing of it came out wrong under --xla_gpu_deterministic_ops=true.
-    return dict(mode="drop", indices_are_sorted=plan.ascending, unique_indices=True)
+    return NO_TWO_ALIKE | dict(indices_are_sorted=plan.ascending)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)

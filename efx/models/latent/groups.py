@@ -331,8 +331,8 @@ class Upsample(nn.Module):
         last_B1 = jnp.max(group_BT, axis=1, keepdims=True)
         stored_BC = (latents.place_BT >= 0) & (latents.group_BT >= last_B1 - 1)
         slot_BC = (latents.group_BT % 2) * c.inner + latents.place_BT
-        slot_BC = jnp.where(stored_BC, slot_BC, 2 * c.inner)
-        kept.value = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(
+        slot_BC = plans.apart(jnp.where(stored_BC, slot_BC, 2 * c.inner), 2 * c.inner)
+        kept.value = jax.vmap(lambda x, i, new: x.at[i].set(new, **plans.NO_TWO_ALIKE))(
             kept.value, slot_BC, z_BCD
         )
         return jnp.where((place_BT >= c.places - c.inner)[..., None], own_BTD, taken_BTD)
