@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -393,12 +394,17 @@ def _shards():
     return mesh, *_axes_of_dimensions(("batch", "length"))
 
 
+_EXCHANGED = "exchanged"
+is_exchanged = jax.checkpoint_policies.save_only_these_names(_EXCHANGED)
+
+
 def exchange(x, before, after):
     """x laid out by the logical axes `after`, where it was by `before`.
 
     Where they differ in one mesh axis, the last of those of a dimension, which goes to another
     dimension, devices exchange what the others need. The partitioner does not always see this and
-    then keeps all of x on every device.
+    then keeps all of x on every device. The policy `is_exchanged` of `jax.checkpoint` keeps it, so
+    that the backward pass need not exchange it once more.
     """
     x = constrain(x, *before)
     mesh = jax.sharding.get_abstract_mesh()
@@ -406,6 +412,8 @@ def exchange(x, before, after):
         return x
     old, new = (_axes_of_dimensions(names) for names in (before, after))
     changed = [i for i in range(x.ndim) if old[i] != new[i]]
+    if not changed:
+        return constrain(x, *after)
     giving = [i for i in changed if old[i][:-1] == new[i]]
     taking = [i for i in changed if old[i] == new[i][:-1]]
     if len(changed) == 2 and giving and taking and old[giving[0]][-1] == new[taking[0]][-1]:
@@ -419,7 +427,7 @@ def exchange(x, before, after):
                 out_specs=PartitionSpec(*new),
                 check_vma=False,
             )(x)
-    return constrain(x, *after)
+    return checkpoint_name(constrain(x, *after), _EXCHANGED)
 
 
 def platform():

@@ -467,6 +467,20 @@ def test_devices_exchange_tokens_of_experts(tensor):
     assert y_EBCD.sharding.shard_shape(y_EBCD.shape)[1] == 8 // (2 * (4 // tensor))
 
 
+def test_recomputing_exchanges_no_tokens_again():
+    """Where results of products are kept."""
+    axes = dict(data=1, fsdp=1, tensor=1, expert=2, sequence=1)
+    mesh = sharding.make_mesh(axes, jax.devices()[:2])
+
+    def exchanges(remat):
+        loss = families.loss_fn(models.changed(families.build("moe"), remat=remat))
+        with sharding.use(mesh, sharding.DEFAULT_RULES):
+            gradient = jax.jit(jax.grad(loss)).trace(families.params_of("moe"), families.tokens())
+        return str(gradient.jaxpr).count(" all_to_all[")
+
+    assert 0 < exchanges("none") == exchanges("dots") < exchanges("full")
+
+
 @pytest.mark.parametrize("batch, experts", [(1, 2), (3, 6), (4, 8), (8, 8)])
 def test_a_step_of_one_token_runs_few_experts(batch, experts):
     """Of 8, two a row as long as that is fewer than all on all rows would read."""
