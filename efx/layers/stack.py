@@ -332,6 +332,18 @@ def period(specs):
     )
 
 
+def first_of_scanned(path):
+    """The path of a module in scanned layers as it is in the first unrolled layer of those that it
+    stands for; other paths as they are."""
+    return re.sub("^layers/units/", "layers/", path)
+
+
+def first_of_unrolled(path, size):
+    """The path of a module in an unrolled layer as it is in the first of those that a scan of this
+    period computes as one with it; other paths as they are."""
+    return re.sub(r"(?<=^layers/block_)\d+", lambda number: str(int(number[0]) % size), path)
+
+
 def unroll_params(params, specs):
     """Parameters (or any collection) of a scanned stack as those of the unrolled stack."""
     size, unrolled = period(specs), {}

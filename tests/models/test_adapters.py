@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx import build, checkpoint, models, runfolder, train, use
 from efx.configs import common
@@ -449,6 +449,32 @@ def test_an_adapted_model_is_not_written_as_its_base():
 
     with pytest.raises(UsageError, match=r"config\.adapter\.kind='lora'.*no place for adapters"):
         config_to_hf(families.make({"adapter.kind": "lora"}))
+
+
+def test_sites_of_scanned_layers_are_those_of_unrolled_ones():
+    """A pattern that names layers means the same with scan_layers, or is refused: a scan has one
+    set of adapters for all layers that it computes as one."""
+
+    def adapted(scan_layers, sites, **changes):
+        changes = {"depth": 4, "scan_layers": scan_layers, "adapter.kind": "lora", **changes}
+        return families.make({**changes, "adapter.sites": sites})
+
+    def adapters_of(model):
+        _, params = models.unroll(model, families.random_params(model))
+        return {path for path in flatten_dict(params, sep="/") if "/adapter/" in path}
+
+    def check_same(*arguments, **changes):
+        unrolled = adapters_of(adapted(False, *arguments, **changes))
+        assert unrolled and adapters_of(adapted(True, *arguments, **changes)) == unrolled
+
+    check_same(r"layers/block_\d/.*/query")
+    mod = {"depth_routing.kind": "mod", "depth_routing.every": 2}
+    check_same("layers/block_[13]/.*/query", **mod)
+    words = r"matches layers/block_1/\S+ but not layers/block_0/\S+, which .*scan_layers=True"
+    with pytest.raises(UsageError, match=words):
+        adapted(True, "layers/block_1/.*/query")
+    with pytest.raises(UsageError, match="matches .*block_1/.* but not .*block_3/.*"):
+        adapted(True, "layers/block_1/.*/query", **mod)
 
 
 def test_inclusion_needs_to_know_the_tokens():

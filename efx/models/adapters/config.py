@@ -14,7 +14,7 @@ class AdapterConfig:
     kind: Literal["none", "lora", "mlp"] = "none"  # "lora": u A B; "mlp": gelu(u A) B
     rank: Count = 16
     scale: Number = 1.0
-    # Regex (whole path) of the linear layers that have one.
+    # Regex (whole path) of the linear layers that have one, as they are called when unrolled.
     sites: str = r".*/(query|key|value|out|gate|up|down)"
     gate: bool = False  # one adapter: times sigmoid(v.u), v trained when the adapter is
     # Run folders of experts, adapters of one base model (init.run), to be composed.

@@ -31,6 +31,7 @@ from efx.layers.mlp import exact_gelu
 from efx.layers.report import Report, asked, sow_choice
 from efx.layers.routing import plans
 from efx.layers.routing.moe import ROUTER_STD
+from efx.layers.stack import first_of_scanned
 from efx.models.adapters.config import AdapterConfig
 from efx.parameter import parameter
 
@@ -260,7 +261,9 @@ class Interceptor:
             # Whoever watches the same calls may run layers of its own in between, as bridges do.
             size = len(self._path)
             below = module.path[:size] == self._path
-            if not (below and re.fullmatch(self._config.sites, "/".join(module.path[size:]))):
+            # Sites are named as of unrolled layers, which is how a model samples.
+            path = first_of_scanned("/".join(module.path[size:]))
+            if not (below and re.fullmatch(self._config.sites, path)):
                 return y
             adapter = Adapter(
                 self._config,

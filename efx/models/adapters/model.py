@@ -18,7 +18,7 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers.linear import Linear
-from efx.layers.stack import RecursionStep, layer_of
+from efx.layers.stack import RecursionStep, first_of_unrolled, layer_of, period
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.layers import Adapter, Interceptor, Site, TokensOfCalls
 from efx.models.language_model import unrolled
@@ -61,6 +61,8 @@ def adapt(model, config):
             f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
+    if model.config.scan_layers:
+        _check_scanned(config.sites, linears, {*found}, period(model.specs()))
     for path in found:
         if config.looks_ahead and not linears[path]:
             raise UsageError(
@@ -78,6 +80,19 @@ def adapt(model, config):
                     " an adapter cannot tell which tokens these are; give skip_tile=0"
                 )
     return adapted_family(type(model))(**fields, adapter=config)
+
+
+def _check_scanned(sites, paths, found, size):
+    """UsageError unless layers that a scan computes as one have their adapters in common."""
+    for path in paths:
+        first = first_of_unrolled(path, size)
+        if (path in found) != (first in found):
+            has, lacks = (path, first) if path in found else (first, path)
+            raise UsageError(
+                f"config.adapter.sites={sites!r} matches {has} but not {lacks}, which "
+                "config.model.scan_layers=True computes as one; match both or neither, or give "
+                "scan_layers=False"
+            )
 
 
 class Adapted:
