@@ -7,6 +7,7 @@ expert comes into use, the text so far is read again.
 
 import collections
 import dataclasses
+import io
 import itertools
 import sys
 from functools import partial
@@ -144,7 +145,9 @@ class _HostMemory:
 
     def _restore(self, j):
         experiment, _, params, variables = self._ensemble.load_expert(j)
-        self._read[j] = jax.device_get(sharding.local({"params": params, **variables}))
+        # The sampler asks under a mesh of one device, and these may lie on those of all processes.
+        with jax.set_mesh(experiment.mesh):
+            self._read[j] = jax.device_get(sharding.local({"params": params, **variables}))
         return experiment
 
     def __getitem__(self, j):
@@ -162,7 +165,11 @@ def sample(config, workdir, step=None, stream=None):
         on_host.model, on_host, ensemble.clustering, tokenizer, config.ensemble
     )
     sampler = TextSampler(experts.model, tokenizer, config.sample)
-    sampler.write(experts, stream)
+    is_primary = jax.process_index() == 0
+    # All processes make the text, since each may hold a part of the experts' parameters.
+    sampler.write(experts, stream if is_primary else io.StringIO())
+    if not is_primary:
+        return sampler.stats
     tokens, switches = experts.usage(sampler.stats["new_tokens"])
     total = max(1, sampler.stats["new_tokens"])
     usage_text = ", ".join(f"{j} for {n / total:.0%}" for j, n in sorted(tokens.items()))

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -270,6 +274,33 @@ def test_sampling_from_the_command_line(trained, capsys):
     assert capsys.readouterr().out == first.out
     assert main_lib.main([*command, "--config.ensemble.top_k=1"]) == 0
     assert "0 for 100%, 1 for 100%" not in capsys.readouterr().err
+
+
+def test_two_processes_that_share_the_experts_sample_as_one(trained, root, capfd):
+    folder, _ = trained
+    command = ["--mode=sample", f"--workdir={folder}", "--prompt=def parse(self):"]
+    command += ["--config.sample.max_new_tokens=24", "--config.ensemble.every=8"]
+    assert main_lib.main(["efx", *command]) == 0
+    alone = capfd.readouterr().out
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command += [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
+    command += ["--config.mesh.data=1", "--config.mesh.fsdp=2"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "efx.main", *command, f"--process_id={rank}"],
+            cwd=root,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    said = ["".join(x for x in text.splitlines(True) if "[Gloo]" not in x) for text in outputs]
+    assert said == [alone, ""]
 
 
 def test_the_map_of_tokens_is_of_what_the_evaluation_mixes(trained, capsys):
