@@ -47,8 +47,13 @@ def mean_and_spread(values):
 
 def markdown(titles, rows):
     """Lines of a table; rows: lists of texts or numbers, each as long as `titles`."""
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (titles, *rows)]
+    lines = ["| " + " | ".join(map(_in_a_row, row)) + " |" for row in (titles, *rows)]
     return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
+
+
+def _in_a_row(cell):
+    """A cell, such as a name that a user gave, which neither ends its row nor begins another."""
+    return " ".join(str(cell).splitlines()).replace("|", r"\|")
 
 
 def write(workdir, name, text, numbers):

@@ -116,7 +116,9 @@ def check_command(name, arguments, made=()):
 def numbers(flag, text):
     """(0, 1, 2) of an argument "0,1,2"; UsageError for anything else, or a repeated number."""
     texts = text.split(",")
-    if not all(number.isdigit() for number in texts) or len({*map(int, texts)}) < len(texts):
+    # int() takes no other digits than decimal ones, and not any number of them.
+    right = all(number.isdecimal() and len(number) < 20 for number in texts)
+    if not right or len({*map(int, texts)}) < len(texts):
         raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
     return tuple(map(int, texts))
 

@@ -208,6 +208,10 @@ def test_what_the_command_lines_of_studies_share(tmp_path, capsys):
     assert parser().run(interrupted, ["--workdir=w"]) == 130
     text = tables.markdown(["run", "loss"], [["a", 1], ["b", "2.0"]])
     assert text == "| run | loss |\n|---|---|\n| a | 1 |\n| b | 2.0 |"
+    assert tables.markdown(["a|b"], [["c\nd"]]) == "| a\\|b |\n|---|\n| c d |"
+    for wrong in ("\u00b2", "9" * 5000, "1,1", ""):
+        with pytest.raises(UsageError, match="--seeds=.*expected different numbers"):
+            cli.numbers("--seeds", wrong)
     tables.save(tmp_path / "new", "table", text, {"a": 1})
     assert text in capsys.readouterr().out and (tmp_path / "new/table.md").read_text() == text
     assert json.loads((tmp_path / "new/table.json").read_text()) == {"a": 1}
