@@ -9,6 +9,7 @@ All of it in float32 and in log space.
 import dataclasses
 import functools
 import pathlib
+import re
 import sys
 
 import jax
@@ -24,6 +25,10 @@ from efx.data.subset import Subset
 from efx.errors import UsageError
 from efx.layers.routing import plans
 from efx.runfolder import TOKENIZER_FILE
+
+# What experts have in common, but for how it is computed: parameters of one shape may be those of
+# several models.
+_OF_THE_MODEL = r"model\.(?!(remat|attention\.(chunk|kernel))$).*|adapter\..*|data\.seq_len"
 
 
 @functools.partial(jax.jit, static_argnames="top_k")
@@ -91,6 +96,11 @@ class Ensemble:
                     f"{expert} has another vocabulary than expert 0; experts of one ensemble share "
                     "their tokenizer.json"
                 )
+            if other := _other_settings(self.folders[0], folder):
+                raise UsageError(
+                    f"{expert} has another model than expert 0, with which all are sampled from:"
+                    f" config.{other}; train it anew in an empty folder"
+                )
             if origin["parameters"] != self._origin["parameters"]:
                 raise UsageError(
                     f"{expert} was started from another seed model ({origin['run']} at step "
@@ -146,6 +156,18 @@ class Ensemble:
                 f"({self._origin['run']} at step {step}); put that one there, or none"
             )
         return None
+
+
+def _other_settings(folder, other):
+    """The first setting that makes the model of a run another one than that of `folder`, and what
+    it is in both; "" without any."""
+    here, there = (runfolder.dotted(config_of_run(run).to_dict()) for run in (folder, other))
+    differ = (
+        f"{key}={there.get(key)!r}, not {here.get(key)!r}"
+        for key in sorted(here.keys() | there.keys())
+        if re.fullmatch(_OF_THE_MODEL, key) and here.get(key) != there.get(key)
+    )
+    return next(differ, "")
 
 
 def load_run(folder, config, splits=()):

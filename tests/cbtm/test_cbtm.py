@@ -414,6 +414,13 @@ def test_what_does_not_belong_together_is_one_line(copy, capsys):
     CharTokenizer("ab").save(copy / "expert_1/tokenizer.json")
     refuse("has another vocabulary than expert 0")
     (copy / "expert_1/tokenizer.json").write_bytes(tokenizer)
+    config = copy / "expert_1/config.json"  # parameters have the same shapes with a window
+    whole = config.read_bytes()
+    contents = json.loads(whole)
+    contents["model"]["attention"]["window"] = 2
+    config.write_text(json.dumps({k: v for k, v in contents.items() if k != "checksum"}))
+    refuse("expert 1 of 2", "another model than expert 0", "config.model.attention.window=2, not 0")
+    config.write_bytes(whole)
     shutil.rmtree(copy / "seed")
     record(0, origin=records[0]["origin"] | {"run": "elsewhere"})
     assert main_lib.main(evaluate) == 0  # without the seed model on this machine
