@@ -4,12 +4,15 @@ A plain run starts from one run (`config.init`), composed adapters from a base a
 expert, a bridged model from its members.
 """
 
+import json
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import runfolder, storage
+from efx import runfolder, settings, storage
 from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
@@ -17,6 +20,8 @@ from efx.layers.stack import in_layers, scan_params, unroll_params
 
 # Settings that experts have to share with the run that composes them.
 EXPERT_KEYS = ("kind", "rank", "scale", "sites")
+# Of config.model: how it is computed, and for how long texts.
+_SAME_MODEL = r"remat|scan_layers|vocab_multiple|context|attention\.(chunk|kernel)"
 
 
 def start_from(state, config, model, report):
@@ -53,7 +58,24 @@ def start_from(state, config, model, report):
     if config.adapter.experts:
         params = with_expert_adapters(params, config.adapter, c.run, model.vocab_size)
         report(f"experts: {', '.join(config.adapter.experts)}")
+    if config.adapter.kind != "none":
+        for run in (c.run, *config.adapter.experts):
+            if changed := _changed(run, config):
+                report(f"not the model of {run}, which had other settings: {changed}")
     return state.replace(params=params, variables=variables), origin
+
+
+def _changed(run, config):
+    """The settings of the model of a run that are not those of `config`, as they were there; "" if
+    there are none. An adapter is one of its base: with a window, say, that the base had not, the
+    same parameters are another model, which nothing in them shows."""
+    now = runfolder.dotted(json.loads(json.dumps(settings.as_dict(config)["model"])))
+    recorded = runfolder.dotted(runfolder.recorded_config(run)["model"])
+    return ", ".join(
+        f"config.model.{key}={value!r}"
+        for key, value in recorded.items()
+        if key in now and value != now[key] and not re.fullmatch(_SAME_MODEL, key)
+    )
 
 
 def _averages(root, step, variables, config):

@@ -6,6 +6,7 @@ by the rows `adapter...` of test_families.py.
 
 import functools
 import math
+import re
 import shutil
 
 import families
@@ -388,6 +389,20 @@ def test_composing_again_and_training_on(runs, capsys, tmp_path):
     train.train_and_evaluate(config, tmp_path / "on")
     a, b = params_at(tmp_path / "on"), params_at(runs["joint"])
     assert all(a[path].tobytes() == b[path].tobytes() for path in b)
+
+
+def test_a_base_with_other_settings_of_its_model_was_taken_in_silence(runs, tmp_path, capsys):
+    """A window changes no parameter, and so was not seen."""
+    changes = {"init.run": str(runs["base"]), "adapter.experts": (str(runs["gate_a"]),)}
+    text, said = runs["folder"] / "both.txt", "not the model of .*, which had other settings"
+    changes |= {"adapter.top_k": 1}
+    train.compose(config_of("compose", text, **changes), tmp_path / "same")
+    assert not re.search(said, capsys.readouterr().out)
+    changes |= {"model.attention.window": 3, "model.remat": "full"}
+    train.compose(config_of("compose", text, **changes), tmp_path / "other")
+    lines = re.findall(said + ".*", capsys.readouterr().out)
+    assert [line.split(": ")[-1] for line in lines] == ["config.model.attention.window=0"] * 2
+    assert "base," in lines[0] and "gate_a," in lines[1]
 
 
 def test_resume_is_exact(runs, tmp_path):
