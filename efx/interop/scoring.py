@@ -273,7 +273,7 @@ class Answering:
         progress=iter,
     ):  # fmt: skip
         """A `Text` for each prompt, a list of token ids: what the model goes on with, up to the
-        first text of `until`, the end of a document or `max_new_tokens`.
+        first text of `until` that is not empty, the end of a document or `max_new_tokens`.
 
         A prompt loses its first tokens where there would be no room for that many new ones.
 
@@ -335,7 +335,7 @@ class Answering:
         for new in rows:
             for b, (ids, more) in enumerate(zip(made, new[: len(made)], strict=True)):
                 ids += more
-                if any(stop in self.tokenizer.decode(ids) for stop in until):
+                if any(stop in self.tokenizer.decode(ids) for stop in filter(None, until)):
                     ended.add(b)
         stats = sampler.stats
         computed_B = np.zeros(self.batch_size) + sum(

@@ -24,6 +24,7 @@ from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 from efx.interop import hf, lm_eval, scoring
 from efx.layers.routing import reports
+from efx.sample import STREAM
 
 T = families.LENGTH
 
@@ -143,6 +144,10 @@ def test_what_a_model_goes_on_with():
     assert [text.flops for text in found] == [score.flops for score in scores]
     stopped = asked.texts(prompts[:2], max_new_tokens=6, until=(made[0][2:4], made[1][3]))
     assert [text.text for text in stopped] == [made[0][:2].split(made[1][3])[0], made[1][:3]]
+    # A stop that is empty is none: it ended texts after the first tokens that came together.
+    whole = asked.texts(prompts[:1], max_new_tokens=STREAM + 4)
+    assert asked.texts(prompts[:1], max_new_tokens=STREAM + 4, until=("",)) == whole
+    assert whole[0].tokens == len(prompts[0]) + STREAM + 4
     with pytest.raises(UsageError, match="max_gen_toks=32: from 1 to 31, one less than"):
         asked.texts(prompts, max_new_tokens=T)
 
