@@ -314,6 +314,8 @@ def _is_file(task):
 def _tasks(names, manager):
     """What the manager finds by these; UsageError for what is none."""
     found = []
+    if not names:
+        raise UsageError("--tasks is empty: give names of lm-eval's tasks, or YAML files")
     for name in names:
         if _is_file(name):
             path = pathlib.Path(name).expanduser()

@@ -319,6 +319,7 @@ def test_scores_are_those_of_transformers(
 
 WRONG = {
     "--tasks=choicee,last": "no task, group or tag of lm-eval (did you mean 'choice'?)",
+    "--tasks=,": "--tasks is empty",
     "--tasks=nothing.yaml": "--tasks=nothing.yaml: there is no such file",
     "--limit=0": "--limit=0: must be at least 1",
     "--num-fewshot=-1": "--num-fewshot=-1: must be at least 0",
