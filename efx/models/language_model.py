@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
     def logits(self, x):
         """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
         c = self.config
-        logits = self.embed.attend(x) if c.tied else self.head(x).astype(jnp.float32)
+        logits = self.embed.attend(x) if c.tied else self.head(x)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if c.logit_softcap:
@@ -163,7 +163,9 @@ class LanguageModel(nn.Module):
     def output_layer(self, std):
         """That of a model whose token embedding is not tied."""
         padding = self.padded_vocab - self.vocab_size
-        return Linear(self.padded_vocab, HEAD_AXES, std, dtype=self.dtype, padding=padding)
+        return Linear(
+            self.padded_vocab, HEAD_AXES, std, dtype=self.dtype, padding=padding, wide=True
+        )
 
     @nn.nowrap
     def head_flops(self, length, width):

@@ -419,3 +419,31 @@ def test_swiglu_multiplies_the_gate():
     np.testing.assert_allclose(
         layer.apply({"params": params}, x)[0, 0], (g / (1 + np.exp(-g)) * u)[:2], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_logits_are_float32_products_whose_gradients_are_not(name):
+    """Of a tied table and of an output layer, in a model that computes in bfloat16."""
+    model = families.build(name, "bfloat16")
+    jaxpr = jax.make_jaxpr(jax.grad(families.loss_fn(model)))(
+        families.params_of(name), families.tokens()
+    )
+    products = [
+        tuple(variable.aval.dtype.name for variable in (*equation.invars, *equation.outvars))
+        for equation in equations(jaxpr.jaxpr)
+        if equation.primitive.name == "dot_general"
+        and any(
+            model.padded_vocab in variable.aval.shape
+            for variable in (*equation.invars, *equation.outvars)
+        )
+    ]
+    half = "bfloat16"
+    assert sorted(products) == [(half, half, half)] * 2 + [(half, half, "float32")]
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(value)
