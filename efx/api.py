@@ -13,8 +13,10 @@ Configs are named as on the command line, and `changes` are its `--config.<key>=
 is left to the caller: the command also keeps a compilation cache and freed memory (`efx.main`).
 """
 
+import importlib
 import io
 import os
+from collections.abc import Mapping
 
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -46,28 +48,26 @@ def train(config, workdir):
 
 
 def evaluate(workdir, changes=None, step=None):
-    """{metric: value} of a run over its held-out text, such as "eval/loss" in nats a token.
+    """{metric: value} of a run over its held-out text, such as "eval/loss" in nats a token; of a
+    folder of experts by cBTM what `efx.cbtm.evaluation.score` returns of their ensembles.
 
     Args:
       changes: of the run's config, such as {"data.eval_source": "text:test.txt"}.
       step: of the checkpoint; None: the newest.
     """
-    from efx import use
-
     workdir = _folder(workdir)
-    return use.evaluate(_config(workdir, changes), workdir, step)
+    config = _config(workdir, changes)
+    return _module(workdir, "evaluate").evaluate(config, workdir, step)
 
 
 def sample(workdir, prompt=None, changes=None, step=None):
     """A text that begins with the prompt (None: `config.sample.prompt`) and goes on as the run
     does; several in a row where `config.sample.num_samples` says so."""
-    from efx import use
-
-    workdir, changes = _folder(workdir), dict(changes or {})
+    workdir, changes = _folder(workdir), _changes(changes)
     if prompt is not None:
         changes["sample.prompt"] = prompt
     config, text = _config(workdir, changes), io.StringIO()
-    use.sample(config, workdir, step, text)
+    _module(workdir, "sample").sample(config, workdir, step, text)
     return text.getvalue().removesuffix("\n")
 
 
@@ -86,5 +86,19 @@ def _config(workdir, changes):
     from efx.config import config_of_run, override
 
     config = config_of_run(workdir)
-    override(config, changes or {}, str(workdir))
+    override(config, _changes(changes), str(workdir))
     return config
+
+
+def _changes(changes):
+    """A dict of its own of what is to be changed."""
+    if not isinstance(changes, Mapping | None):
+        raise UsageError(f"changes={changes!r}: expected {{dotted key: value}}")
+    return dict(changes or {})
+
+
+def _module(workdir, mode):
+    """The module that does this with what the folder holds."""
+    from efx import runfolder
+
+    return importlib.import_module(runfolder.USES[runfolder.kind_of_result(workdir) or "run", mode])

@@ -62,12 +62,6 @@ FLAGS_OF_MODES = {
     "json": ("compile",),
 }
 # The module whose `evaluate` or `sample` uses what a folder holds, by `runfolder.RESULTS`.
-USES = {
-    ("run", "evaluate"): "efx.use",
-    ("run", "sample"): "efx.use",
-    ("clustering", "evaluate"): "efx.cbtm.evaluation",
-    ("clustering", "sample"): "efx.cbtm.sampling",
-}
 
 
 def run(argv):
@@ -147,7 +141,7 @@ def _compile(values):
 def _module(values, kind):
     """The module that does what the mode says with a folder that holds this kind of result."""
     if values.mode in ("evaluate", "sample"):
-        return USES[kind or "run", values.mode]
+        return runfolder.USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
     if values.mode in ("import", "convert", "export"):

@@ -46,6 +46,13 @@ _MARK = ".shared_"  # beginning of the file by which processes find out whether 
 _SHARED_SECONDS = 10  # that a network file system may need to show a new file
 # The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
+# (kind of result, mode): the module that has a function of that name.
+USES = {
+    ("run", "evaluate"): "efx.use",
+    ("run", "sample"): "efx.use",
+    ("clustering", "evaluate"): "efx.cbtm.evaluation",
+    ("clustering", "sample"): "efx.cbtm.sampling",
+}
 # A folder that has one of these without config.json is somebody else's.
 _OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
 # Settings without which a config.json is that of another program: a model has one, too.

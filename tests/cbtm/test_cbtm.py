@@ -16,8 +16,8 @@ import pytest
 from data_helpers import same
 from run_files import edit, forget, move
 
+from efx import api, run_settings, runfolder
 from efx import main as main_lib
-from efx import run_settings, runfolder
 from efx.cbtm import documents_file
 from efx.config import config_of_run
 from efx.data.sources import Document, document_digest
@@ -274,6 +274,14 @@ def test_sampling_from_the_command_line(trained, capsys):
     assert capsys.readouterr().out == first.out
     assert main_lib.main([*command, "--config.ensemble.top_k=1"]) == 0
     assert "0 for 100%, 1 for 100%" not in capsys.readouterr().err
+    changes = {"sample.max_new_tokens": 40, "ensemble.every": 8}
+    assert api.sample(folder, "def parse(self):", changes) + "\n" == first.out
+
+
+def test_evaluating_from_python(trained):
+    folder, _ = trained
+    before, scores = evaluation(folder), api.evaluate(folder)
+    assert scores["mixtures"] | scores["models"] == before == evaluation(folder)
 
 
 def test_two_processes_that_share_the_experts_sample_as_one(trained, root, capfd):

@@ -141,6 +141,13 @@ def test_what_names_no_config_and_no_folder_is_one_line(wrong, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("call", [api.evaluate, api.sample])
+def test_changes_that_are_no_dict_are_one_line(call, tmp_path):
+    (tmp_path / "config.json").write_text(api.load_config("mod:smoke").to_json())
+    with pytest.raises(api.UsageError, match=r"changes=\[.*: expected \{dotted key: value\}"):
+        call(tmp_path, changes=[("sample.max_new_tokens", 3)])
+
+
 def test_a_prompt_that_is_no_text_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text(api.load_config("mod:smoke").to_json())
     with pytest.raises(api.UsageError, match=r"config\.sample\.prompt=3: expected str"):
