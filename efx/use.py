@@ -11,10 +11,8 @@ from efx import runfolder, settings, sharding
 from efx.build import check_tokenizer, finished
 from efx.evaluate import Evaluator, describe, scored
 from efx.metrics import quantity
+from efx.models.config import SAME_MODEL
 from efx.sample import TextSampler
-
-# Of config.model: how it is computed, not what.
-_SAME_MODEL = r"model\.(remat|scan_layers|vocab_multiple|attention\.(chunk|kernel))"
 
 
 def evaluate(config, workdir, step=None):
@@ -53,7 +51,7 @@ def _changed(config, workdir):
     return ", ".join(
         f"config.{key}={value!r} ({recorded.get(key)!r})"
         for key, value in now.items()
-        if value != recorded.get(key) and not re.fullmatch(_SAME_MODEL, key)
+        if value != recorded.get(key) and not re.fullmatch(rf"model\.({SAME_MODEL})", key)
     )
 
 

@@ -876,3 +876,13 @@ def assert_trees_close(a, b, rtol=1e-4, atol=1e-6):
         np.testing.assert_allclose(
             x, y, rtol=0, atol=atol + rtol * scale, err_msg=jax.tree_util.keystr(path)
         )
+
+
+def equations(jaxpr):
+    """All equations of a traced program, those of what it calls too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from equations(inner)

@@ -17,11 +17,10 @@ from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
 from efx.layers.stack import in_layers, scan_params, unroll_params
+from efx.models.config import SAME_MODEL
 
 # Settings that experts have to share with the run that composes them.
 EXPERT_KEYS = ("kind", "rank", "scale", "sites")
-# Of config.model: how it is computed, and for how long texts.
-_SAME_MODEL = r"remat|scan_layers|vocab_multiple|context|attention\.(chunk|kernel)"
 
 
 def start_from(state, config, model, report):
@@ -74,7 +73,7 @@ def _changed(run, config):
     return ", ".join(
         f"config.model.{key}={value!r}"
         for key, value in recorded.items()
-        if key in now and value != now[key] and not re.fullmatch(_SAME_MODEL, key)
+        if key in now and value != now[key] and not re.fullmatch(f"{SAME_MODEL}|context", key)
     )
 
 

@@ -60,6 +60,12 @@ def projection(y):
     return checkpoint_name(y, _PROJECTION)
 
 
+def broadcast(y, shape):
+    """y, broadcast to a shape. Its gradient is summed in float32: GPUs sum what is bfloat16 in
+    bfloat16, and of a bias all tokens of a batch come together."""
+    return jnp.broadcast_to(y.astype(jnp.float32), shape).astype(y.dtype)
+
+
 def onto(vector_D, x_BTD):
     """Products [B, T] of all places with one vector, in float32, whatever the dtype of x is.
 
@@ -170,7 +176,7 @@ class Linear(nn.Module):
         if self.use_bias:
             zeros = nn.initializers.zeros
             bias = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
-            y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+            y = y + broadcast(bias.astype(self.dtype), y.shape)
         return _unflattened(y, x)
 
 

@@ -15,6 +15,8 @@ from efx.layers.config import (
 )
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
+# The settings by which the same model is computed otherwise, as a regex.
+SAME_MODEL = r"remat|scan_layers|vocab_multiple|attention\.(chunk|kernel)"
 MOST_BLOCKS = 1000  # without `scan_layers` each is traced by itself, so more take many minutes
 
 

@@ -5,7 +5,7 @@ from flax import linen as nn
 
 from efx import flops
 from efx.layers import costs, norms, stack_specs
-from efx.layers.linear import Embedding
+from efx.layers.linear import Embedding, broadcast
 from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.parametrisation import deviations
 from efx.layers.routing.controls import make_token_types
@@ -54,7 +54,8 @@ class Decoder(LanguageModel):
         info = info.with_cache(first=decode == "first")
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
-            x_BTD = x_BTD + self.positions_embed(jnp.maximum(positions_BT, 0))
+            place_BTD = self.positions_embed(jnp.maximum(positions_BT, 0))
+            x_BTD = x_BTD + broadcast(place_BTD, x_BTD.shape)
         if self.token_types is not None:
             info = info.with_tokens(types=self.token_types(tokens_BT, info))
         if self.mask_input is not None:

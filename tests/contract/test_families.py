@@ -145,6 +145,18 @@ def test_bfloat16_is_close(name):
         assert error_BT.max() < 0.3
 
 
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, "latent_memory"])
+def test_gradients_are_summed_in_float32(name):
+    """Of what is broadcast in bfloat16, a bias or a position, GPUs sum the gradient as it comes."""
+    loss = families.loss_fn(families.build(name, "bfloat16"))
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(families.params_of(name), families.tokens())
+    for equation in families.equations(jaxpr.jaxpr):
+        if equation.primitive.name == "reduce_sum":
+            summed, result = equation.invars[0].aval, equation.outvars[0].aval
+            where = str(equation.source_info.name_stack)
+            assert summed.dtype != jnp.bfloat16 or result.size == summed.size, where
+
+
 @pytest.mark.parametrize("name", ["mod_options"])
 def test_jit_is_no_jit(name):
     eager_BTV = families.build(name).apply(families.variables_of(name), families.tokens())

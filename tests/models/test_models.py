@@ -430,7 +430,7 @@ def test_logits_are_float32_products_whose_gradients_are_not(name):
     )
     products = [
         tuple(variable.aval.dtype.name for variable in (*equation.invars, *equation.outvars))
-        for equation in equations(jaxpr.jaxpr)
+        for equation in families.equations(jaxpr.jaxpr)
         if equation.primitive.name == "dot_general"
         and any(
             model.padded_vocab in variable.aval.shape
@@ -439,11 +439,3 @@ def test_logits_are_float32_products_whose_gradients_are_not(name):
     ]
     half = "bfloat16"
     assert sorted(products) == [(half, half, half)] * 2 + [(half, half, "float32")]
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
-                yield from equations(value)

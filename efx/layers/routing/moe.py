@@ -19,7 +19,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
-from efx.layers.linear import projection
+from efx.layers.linear import broadcast, projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import asked, sow_choice
 from efx.layers.routing import plans
@@ -59,7 +59,7 @@ class ExpertLinear(nn.Module):
             y = jnp.einsum("CD,CDF->CF", x, kernel)
         if self.use_bias:
             bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
-            y = y + (bias[:, None] if experts_C is None else bias)
+            y = y + broadcast(bias[:, None] if experts_C is None else bias, y.shape)
         return y
 
 

@@ -21,7 +21,7 @@ from flax import linen as nn
 from efx.layers.attention import Attention
 from efx.layers.blocks import after_attention, apply_dropout, make_attention, sublayer_norms
 from efx.layers.config import BlockConfig
-from efx.layers.linear import projection
+from efx.layers.linear import broadcast, projection
 from efx.layers.mlp import activate
 from efx.layers.routing.moe import ExpertLinear, Experts
 from efx.parameter import parameter
@@ -119,11 +119,11 @@ class CommonLinear(nn.Module):
         kernel = param("kernel", init, self.axes, width, self.features)
         # A product a channel: were the rows of all channels one axis, devices that split the batch
         # would have to gather it.
-        kernel_XDF = jnp.broadcast_to(kernel[None], (channels, width, self.features))
+        kernel_XDF = broadcast(kernel, (channels, width, self.features))
         y_XCF = projection(jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF))
         if self.use_bias:
             bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
-            y_XCF = y_XCF + bias[None, None]
+            y_XCF = y_XCF + broadcast(bias, y_XCF.shape)
         return y_XCF
 
 
@@ -198,7 +198,7 @@ class SoftBlock(nn.Module):
         if info.access == "write":
             return None
         a_XBTD = _dropout(c, "attention_output", after(a_XBTD), info)
-        h_XBTD = after_attention(c, jnp.broadcast_to(x_BTD[None], a_XBTD.shape), a_XBTD)
+        h_XBTD = after_attention(c, broadcast(x_BTD, a_XBTD.shape), a_XBTD)
         before, after = sublayer_norms(c, "norm_mlp")
         m_XBTD = after(SoftMLP(c, name="mlp")(before(constrain(h_XBTD, *BY_CHANNEL))))
         m_XBTD = _dropout(c, "mlp_output", m_XBTD, info)

@@ -22,7 +22,7 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers import costs, norms, stack_specs
-from efx.layers.linear import Embedding, Linear
+from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
 from efx.layers.parametrisation import deviations
 from efx.layers.routing.controls import make_token_types
@@ -88,7 +88,7 @@ class EncoderDecoder(LanguageModel):
         here_BT = jnp.maximum(positions_BT, 0)
         embedded_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
-            embedded_BTD = embedded_BTD + self.positions_embed(here_BT)
+            embedded_BTD = embedded_BTD + self._positions(here_BT, embedded_BTD)
         if self.token_types is not None:
             info = info.with_tokens(types=self.token_types(tokens_BT, info))
         if self.mask_input is not None:
@@ -110,7 +110,7 @@ class EncoderDecoder(LanguageModel):
             self.loss(embedded_BTD, e_BTD, segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":
-            x_BTD = x_BTD - self.positions_embed(here_BT + 1)
+            x_BTD = x_BTD - self._positions(here_BT + 1, x_BTD)
         if c.output_positions == "subtract_norm":
             x_BTD = self.norm_output(x_BTD)
         return x_BTD
@@ -121,8 +121,11 @@ class EncoderDecoder(LanguageModel):
             self.norm_input(s_BTD) if self.config.decoder_input_norm else s_BTD
         )
         if next_BT is not None:
-            d_BTD = d_BTD + self.positions_embed(next_BT)
+            d_BTD = d_BTD + self._positions(next_BT, d_BTD)
         return s_BTD, constrain(d_BTD, "batch", "length", "act_embed")
+
+    def _positions(self, place_BT, x_BTD):
+        return broadcast(self.positions_embed(place_BT), x_BTD.shape)
 
     @property
     def logit_scale(self):

@@ -24,7 +24,7 @@ from efx.layers.blocks import (
     sublayer_norms,
 )
 from efx.layers.config import BlockConfig
-from efx.layers.linear import Linear
+from efx.layers.linear import Linear, broadcast
 from efx.layers.mask_dropout.modules import make_mask_input
 from efx.layers.routing import plans
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
@@ -111,7 +111,7 @@ def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
     the level has none of the new tokens.
     """
     if memory_BCD is not None:
-        memory_BCD = jnp.broadcast_to(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
+        memory_BCD = broadcast(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
     if info.decode:
         if memory_BCD is not None:
             memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
@@ -258,7 +258,7 @@ class EncoderLevel(nn.Module):
             x = compress(x.reshape(batch * groups, *x.shape[2:]), inner.inside, view.inside)
             x = x.reshape(batch, groups, c.places, c.block.width)
         if positions is not None:
-            x = x + positions(view.place_BT, c.places)
+            x = x + positions(view.place_BT, x)
         return LevelBlocks(c, name="blocks")(x, view)
 
 
@@ -302,8 +302,8 @@ class Upsample(nn.Module):
         if view.documents_BMP is not None:
             of_latent = latents.documents_BMP[:, :-1][:, :, index]
             same = view.documents_BMP[:, 1:, :early] == of_latent
-            before = jnp.where(same[..., None], before, first_PD[None, None])
-        start = jnp.broadcast_to(first_PD[None, None], (z.shape[0], 1, *first_PD.shape))
+            before = jnp.where(same[..., None], before, broadcast(first_PD, before.shape))
+        start = broadcast(first_PD, (z.shape[0], 1, *first_PD.shape))
         return jnp.concatenate([jnp.concatenate([start, before], axis=1), z], axis=2)
 
     def _decode(self, z_BCD, first_PD, index, latents, view):
@@ -357,7 +357,7 @@ class DecoderLevel(nn.Module):
         c, b = self.config, self.config.block
         x = Upsample(c, name="upsample")(y, latents, view)
         if positions is not None:
-            x = x + positions(view.place_BT, c.places)
+            x = x + positions(view.place_BT, x)
         spread, before = x, c.model.skip_joins == "before"
         if before:
             x = self._join(x, skip)

@@ -31,7 +31,7 @@ from efx import means
 from efx.errors import UsageError
 from efx.layers import norms, stack_specs
 from efx.layers.dropout import StandardDropout
-from efx.layers.linear import Embedding
+from efx.layers.linear import Embedding, broadcast
 from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel
@@ -159,9 +159,9 @@ class Latent(LanguageModel):
     def _enter(self, x, view, length, positions):
         """Embedded tokens of so many as the state of level 0; their positions in the document."""
         if self.config.positions == "absolute":
-            x = x + self.positions_embed[0](jnp.maximum(positions, 0))
+            x = x + broadcast(self.positions_embed[0](jnp.maximum(positions, 0)), x.shape)
         elif self.positions_embed:
-            x = x + self._positions(0)(view.place_BT, self.config.group_size)
+            x = x + self._positions(0)(view.place_BT, x)
         if self.config.embedding_noise and view.inside.mode.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
             bound = self.config.embedding_noise / (length * x.shape[-1]) ** 0.5
@@ -191,15 +191,16 @@ class Latent(LanguageModel):
         return x
 
     def _positions(self, level):
-        """A function of places in a group and their number, or None where there is no table."""
+        """A function of places in a group and the state there, which has all of them where there
+        are no others; None where there is no table."""
         if not self.positions_embed:
             return None
         table = self.positions_embed[level]
 
-        def embed(place_BT, size):
-            places = jnp.arange(size)[None, None] if place_BT is None else place_BT
+        def embed(place_BT, x):
+            places = jnp.arange(x.shape[2])[None, None] if place_BT is None else place_BT
             # Outside the table are only places without a token: padding of a short context.
-            return table(jnp.clip(places, 0, table.num_embeddings - 1))
+            return broadcast(table(jnp.clip(places, 0, table.num_embeddings - 1)), x.shape)
 
         return embed
 
@@ -252,7 +253,7 @@ class LatentMemory(nn.Module):
     @nn.compact
     def __call__(self, batch):
         memory_BCD = groups.memory_tokens(self, "memory_global", self.count, self.block)
-        return jnp.broadcast_to(memory_BCD, (batch, *memory_BCD.shape[1:]))
+        return broadcast(memory_BCD, (batch, *memory_BCD.shape[1:]))
 
 
 def _check_documents(model, info, length):
