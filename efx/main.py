@@ -61,7 +61,6 @@ FLAGS_OF_MODES = {
     "vocab_size": ("compile",),
     "json": ("compile",),
 }
-# The module whose `evaluate` or `sample` uses what a folder holds, by `runfolder.RESULTS`.
 
 
 def run(argv):

@@ -46,7 +46,7 @@ _MARK = ".shared_"  # beginning of the file by which processes find out whether 
 _SHARED_SECONDS = 10  # that a network file system may need to show a new file
 # The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
-# (kind of result, mode): the module that has a function of that name.
+# The module whose `evaluate` or `sample` uses a result, by its kind and the function's name.
 USES = {
     ("run", "evaluate"): "efx.use",
     ("run", "sample"): "efx.use",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx import losses, models
+from efx import flops, losses, models
 from efx.configs import common
 from efx.models import draws
 
@@ -882,7 +882,5 @@ def equations(jaxpr):
     """All equations of a traced program, those of what it calls too."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from equations(inner)
+        for inner in flops._subjaxprs(equation.params):
+            yield from equations(inner)

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from data_helpers import same
 from run_files import edit, forget, move
+from test_hosts import free_port
 
 from efx import api, run_settings, runfolder
 from efx import main as main_lib
@@ -290,9 +290,7 @@ def test_two_processes_that_share_the_experts_sample_as_one(trained, root, capfd
     command += ["--config.sample.max_new_tokens=24", "--config.ensemble.every=8"]
     assert main_lib.main(["efx", *command]) == 0
     alone = capfd.readouterr().out
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command += [f"--coordinator_address=localhost:{port}", "--num_processes=2"]
     command += ["--config.mesh.data=1", "--config.mesh.fsdp=2"]
     processes = [

@@ -281,6 +281,7 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     cache = models.init_cache(model, BATCH, LENGTH)
     size = 1 if name in REPRESENTATIVES else 5
     ends = [(5, 5, PROMPTS)] * 2 + [(size, 1, np.full(BATCH, LENGTH))] * (LENGTH - min(PROMPTS))
+    traced = set()
     for size, new, end_B in ends:
         place_BT = done_B[:, None] + np.arange(size)
         inside_BT = (place_BT < end_B[:, None]) & (np.arange(size) < new)
@@ -288,7 +289,9 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
         read_BT = np.where(inside_BT, np.take_along_axis(tokens_BT, place_BT, axis=1), 0)
         read_BT, place_BT = jnp.asarray(read_BT), np.where(inside_BT, place_BT, -1)
         arguments = cache, read_BT, jnp.asarray(place_BT, jnp.int32)
-        assert_no_two_alike(decode.trace(*arguments).jaxpr)
+        if size not in traced:
+            assert_no_two_alike(decode.trace(*arguments).jaxpr)
+            traced.add(size)
         logits_BTV, cache = decode(*arguments)
         wanted_BTV = np.take_along_axis(expected_BTV, place_BT[..., None], axis=1)
         np.testing.assert_allclose(

@@ -9,7 +9,6 @@ import os
 import pathlib
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -30,6 +29,7 @@ from checkpoint_helpers import (
     one_line,
     saved,
 )
+from test_hosts import free_port
 
 from efx.checkpoint import CheckpointError, files
 from efx.checkpoint.files import MANIFEST
@@ -490,9 +490,7 @@ def test_two_processes(tmp_path):
         print(f"rank {rank} done", flush=True)
         jax.distributed.shutdown()
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(rank), str(port)],

@@ -15,6 +15,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+# What is dropped goes to places out of range, each to its own (`apart`), so that every scatter of
+# rows can say that no two go to one place. With jax 0.11.2 on an H100 those of several rows that
+# say nothing of it came out wrong under --xla_gpu_deterministic_ops=true.
+NO_TWO_ALIKE = dict(mode="drop", unique_indices=True)
+
+
+def apart(index, size):
+    """The indices [..., C], of which those out of range (`size` and more) are made to differ."""
+    own = jnp.arange(index.shape[-1], dtype=index.dtype)
+    return jnp.where(index < size, index, size + own)
+
 
 @struct.dataclass
 class Plan:
@@ -279,18 +290,6 @@ def _at_slots(place_BT, size, ascending=True):
         apart(place_BT, size)
     )
     return Plan(indices_BC, indices_BC < length, ascending)
-
-
-# What is dropped goes to places out of range, each to its own (`apart`), so that every scatter of
-# rows can say that no two go to one place. With jax 0.11.2 on an H100 those of several rows that
-# say nothing of it came out wrong under --xla_gpu_deterministic_ops=true.
-NO_TWO_ALIKE = dict(mode="drop", unique_indices=True)
-
-
-def apart(index, size):
-    """The indices [..., C], of which those out of range (`size` and more) are made to differ."""
-    own = jnp.arange(index.shape[-1], dtype=index.dtype)
-    return jnp.where(index < size, index, size + own)
 
 
 def selected(plan, length):
