@@ -108,7 +108,11 @@ def _rates():
     elsewhere = {family: (0,) if family in SEVERAL else () for family in families}
     four = *SEVERAL, "random tokens"  # of which the text says whether MoD and its router pay
     seeds = {family: tuple(range(4 if family in four else 3)) for family in families}
-    rates = (5e-3, 1e-2, 2e-2), (2.5e-3, 5e-3, 1e-2), (2.5e-3, 5e-3)
+    rates = (
+        (2.5e-3, 5e-3, 1e-2, 2e-2),
+        (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+        (1.25e-3, 2.5e-3, 5e-3),
+    )
     return grid | dict(
         seeds={
             family: {
