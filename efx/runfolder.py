@@ -711,13 +711,8 @@ def _plain(value):
 
 def _check_same(workdir, stored, config, may_differ):
     """{key: [before, now]} of the permitted changes; UsageError on any other difference."""
-    stored, config = dotted(stored), dotted(config)
     changed, refused = {}, []
-    for key in sorted(stored.keys() | config.keys()):
-        before = stored[key] if key in stored else _ABSENT  # noqa: SIM401
-        after = config[key] if key in config else _ABSENT  # noqa: SIM401
-        if type(before) is type(after) and before == after or _equal_numbers(before, after):
-            continue
+    for key, (before, after) in differences(stored, config).items():
         if any(re.fullmatch(pattern, key) for pattern in may_differ):
             changed[key] = [before, after]
         else:
@@ -731,10 +726,21 @@ def _check_same(workdir, stored, config, may_differ):
     return changed
 
 
-def _equal_numbers(a, b):
+def differences(before, after, among=".*"):
+    """{dotted key: (before, after)} of the settings that differ between two nested plain dicts.
+
+    among: regex (full match on the dotted key) of the settings that count.
+    """
+    before, after = dotted(before), dotted(after)
+    keys = [key for key in sorted(before.keys() | after.keys()) if re.fullmatch(among, key)]
+    pairs = {key: (before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if not _are_equal(*pair)}
+
+
+def _are_equal(a, b):
     """1 and 1.0 are the same setting; True and 1 are not."""
     numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
-    return numeric and a == b
+    return a == b and (numeric or type(a) is type(b))
 
 
 def dotted(config, prefix=""):

@@ -2,17 +2,19 @@
 
 import io
 import json
-import re
 import sys
 
 import jax
 
-from efx import runfolder, settings, sharding
+from efx import run_settings, runfolder, settings, sharding
 from efx.build import check_tokenizer, finished
 from efx.evaluate import Evaluator, describe, scored
 from efx.metrics import quantity
 from efx.models.config import SAME_MODEL
 from efx.sample import TextSampler
+
+# Settings that make another model of a run's parameters, or draw other numbers in it.
+_OF_THE_MODEL = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
 
 
 def evaluate(config, workdir, step=None):
@@ -43,15 +45,13 @@ def _say_if_changed(config, workdir, stream):
 
 
 def _changed(config, workdir):
-    """The settings that make another model of a run's parameters, or draw other numbers in it, and
-    what they were in the training; "" without any."""
-    recorded = runfolder.dotted(runfolder.recorded_config(workdir))
-    blocks = {name: settings.as_dict(config)[name] for name in ("model", "adapter", "seed")}
-    now = runfolder.dotted(json.loads(json.dumps(blocks)))  # lists for tuples, as recorded
+    """The settings of another model than the one that was trained, and what they were in the
+    training; "" without any."""
+    recorded = run_settings.completed(runfolder.recorded_config(workdir))
+    now = json.loads(json.dumps(settings.as_dict(config)))  # lists for tuples, as recorded
     return ", ".join(
-        f"config.{key}={value!r} ({recorded.get(key)!r})"
-        for key, value in now.items()
-        if value != recorded.get(key) and not re.fullmatch(rf"model\.({SAME_MODEL})", key)
+        f"config.{key}={value!r} ({before!r})"
+        for key, (before, value) in runfolder.differences(recorded, now, _OF_THE_MODEL).items()
     )
 
 

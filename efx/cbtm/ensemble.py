@@ -9,7 +9,6 @@ All of it in float32 and in log space.
 import dataclasses
 import functools
 import pathlib
-import re
 import sys
 
 import jax
@@ -161,13 +160,10 @@ class Ensemble:
 def _other_settings(folder, other):
     """The first setting that makes the model of a run another one than that of `folder`, and what
     it is in both; "" without any."""
-    here, there = (runfolder.dotted(config_of_run(run).to_dict()) for run in (folder, other))
-    differ = (
-        f"{key}={there.get(key)!r}, not {here.get(key)!r}"
-        for key in sorted(here.keys() | there.keys())
-        if re.fullmatch(_OF_THE_MODEL, key) and here.get(key) != there.get(key)
-    )
-    return next(differ, "")
+    here, there = (config_of_run(run).to_dict() for run in (folder, other))
+    for key, (ours, theirs) in runfolder.differences(here, there, _OF_THE_MODEL).items():
+        return f"{key}={theirs!r}, not {ours!r}"
+    return ""
 
 
 def load_run(folder, config, splits=()):

@@ -5,20 +5,21 @@ expert, a bridged model from its members.
 """
 
 import json
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import runfolder, settings, storage
+from efx import run_settings, runfolder, settings, storage
 from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
 from efx.layers.stack import in_layers, scan_params, unroll_params
 from efx.models.config import SAME_MODEL
 
+# Settings that make another model of the same parameters; rows may become longer.
+_OF_THE_MODEL = rf"model\.(?!({SAME_MODEL}|context)$).*"
 # Settings that experts have to share with the run that composes them.
 EXPERT_KEYS = ("kind", "rank", "scale", "sites")
 
@@ -68,12 +69,11 @@ def _changed(run, config):
     """The settings of the model of a run that are not those of `config`, as they were there; "" if
     there are none. An adapter is one of its base: with a window, say, that the base had not, the
     same parameters are another model, which nothing in them shows."""
-    now = runfolder.dotted(json.loads(json.dumps(settings.as_dict(config)["model"])))
-    recorded = runfolder.dotted(runfolder.recorded_config(run)["model"])
+    recorded = run_settings.completed(runfolder.recorded_config(run))
+    now = json.loads(json.dumps(settings.as_dict(config)))  # lists for tuples, as recorded
     return ", ".join(
-        f"config.model.{key}={value!r}"
-        for key, value in recorded.items()
-        if key in now and value != now[key] and not re.fullmatch(f"{SAME_MODEL}|context", key)
+        f"config.{key}={value!r}"
+        for key, (value, _) in runfolder.differences(recorded, now, _OF_THE_MODEL).items()
     )
 
 
