@@ -15,6 +15,7 @@ distilled, drop).
 The config has the variants parent and scratch for what is trained from scratch, and distill.
 """
 
+import math
 import pathlib
 import statistics
 import sys
@@ -226,10 +227,12 @@ def _fractions(text):
         fractions = []
     if (
         not fractions
-        or not all(0 < fraction for fraction in fractions)
-        or len(set(fractions)) < len(fractions)
+        or not all(0 < fraction < math.inf for fraction in fractions)
+        or len({percent(fraction) for fraction in fractions}) < len(fractions)  # in names of runs
     ):
-        raise UsageError(f"--fractions={text}: expected different numbers above 0, e.g. 0.01,0.2")
+        raise UsageError(
+            f"--fractions={text}: expected numbers above 0 that differ in six digits, e.g. 0.01,0.2"
+        )
     return fractions
 
 
