@@ -698,7 +698,8 @@ def test_a_sampler_counts_choices_in_all_groups():
     sampler, prompt = Sampler(model, temperature=0.0), [1, 2, 3]
     texts = sampler.tokens(variables, [prompt], max_new_tokens=families.LENGTH - 3, seeds=[0])
     text = prompt + [token for (row,) in texts for token in row]
-    _, sown = model.apply(variables, np.array([text]), mutable=["choices"])
+    full_pass = jax.jit(functools.partial(model.apply, mutable=["choices"]))
+    _, sown = full_pass(variables, np.array([text]))
     choices = jax.tree_util.tree_leaves_with_path(
         sown["choices"], is_leaf=lambda leaf: isinstance(leaf, Choice)
     )
