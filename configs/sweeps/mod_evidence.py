@@ -20,7 +20,7 @@ two files of results; nothing is trained for one analysis, and one law, of both:
 
 `mod_evidence.py:rates` has the three main families at the largest budget with a learning rate of
 their own at each size, which the first seed finds, the others at MoD's best size, and tells whether
-models copy from their context (`config.evaluate.repeated_rows`): 64 runs, some three hours of 2 CPU
+models copy from their context (`config.evaluate.repeated_rows`): 93 runs, some five hours of 2 CPU
 cores.
 """
 
@@ -106,8 +106,6 @@ def _rates():
     halves = DENSE | {"model.depth": {name: half[name] for name in sizes}}
     best = dict.fromkeys(families, "64 wide, 8 deep") | {"dense": "48 wide, 6 deep"}
     elsewhere = {family: (0,) if family in SEVERAL else () for family in families}
-    four = *SEVERAL, "random tokens"  # of which the text says whether MoD and its router pay
-    seeds = {family: tuple(range(4 if family in four else 3)) for family in families}
     rates = (
         (2.5e-3, 5e-3, 1e-2, 2e-2),
         (1.25e-3, 2.5e-3, 5e-3, 1e-2),
@@ -116,7 +114,8 @@ def _rates():
     return grid | dict(
         seeds={
             family: {
-                name: seeds[family] if name == best[family] else elsewhere[family] for name in sizes
+                name: tuple(range(5)) if name == best[family] else elsewhere[family]
+                for name in sizes
             }
             for family in families
         },
