@@ -42,6 +42,7 @@ from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 from efx.settings import Count, Range, converted
 
+gc.freeze()
 gc.enable()
 # Of garbage there is little, of objects of traced programs millions: look through them seldom.
 gc.set_threshold(100_000, 30, 30)
