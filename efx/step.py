@@ -377,7 +377,8 @@ def make_eval_step(model, config, *, groups=1):
     "stats" is the tree of Means that was sown.
 
     Without packing nothing marks rows past the end of the split as padding and they are computed
-    like others, so the Means of a batch are weighted by its fraction of scored tokens.
+    like others, so the Means of a batch, which holds its own rows once more there, are weighted by
+    its fraction of scored tokens.
     """
 
     def eval_step(params, variables, batch, seed, index):

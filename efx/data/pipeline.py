@@ -237,9 +237,10 @@ class Data:
         """Batches over the whole held-out split, in order; can be iterated over repeatedly.
 
         Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
-        has weight 1 exactly once; the last batch is filled up with weight 0. `max_batches` limits
-        their number: then the rows are spread evenly over the split. `rows` limits each batch to
-        these rows.
+        has weight 1 exactly once; the last batch is filled up with weight 0: with its own rows and
+        tokens once more, since what layers report of a batch is of all that it holds (with packing
+        with padding, which they leave out). `max_batches` limits their number: then the rows are
+        spread evenly over the split. `rows` limits each batch to these rows.
         """
         return EvalBatches(self, batch_size, max_batches, rows)
 
@@ -323,13 +324,17 @@ class EvalBatches:
             yield row_numbers * self._total // chosen  # past the last chosen row: past the last row
 
     def _windows(self, row_numbers):
-        tokens = np.zeros((len(row_numbers), self._seq_len + 1), np.int32)
+        tokens = np.empty((len(row_numbers), self._seq_len + 1), np.int32)
         weights_BT = np.zeros((len(row_numbers), self._seq_len), np.float32)
-        for b, start in enumerate((row_numbers * self._seq_len).tolist()):
+        for b, row in enumerate(row_numbers.tolist()):
+            first = row // self._size * self._size  # of the batch, if rows of it are past the end
+            again = row >= self._total
+            start = (
+                first + (row - first) % (self._total - first) if again else row
+            ) * self._seq_len
             count = min(self._seq_len + 1, len(self._stream) - start)
-            if count > 1:
-                tokens[b, :count] = self._stream.windows([start], count)[0]
-                weights_BT[b, : count - 1] = 1
+            tokens[b] = np.resize(self._stream.windows([start], count)[0], self._seq_len + 1)
+            weights_BT[b, : 0 if again else count - 1] = 1
         return _batch(tokens, weights_BT)
 
 

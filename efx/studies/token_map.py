@@ -40,7 +40,7 @@ def held_out(data):
     """(the first tokens of the held-out split, the one after them): as far as one document goes."""
     batch = next(iter(data.eval_batches(1, 1)))
     ids_T, target_T = batch["inputs"][0], batch["targets"][0]
-    end = min(HELD_OUT, len(ids_T))
+    end = min(HELD_OUT, int(np.sum(batch["weights"][0])))  # a text may be shorter than a row
     if "segment_ids" in batch:
         segment_T = batch["segment_ids"][0]
         end = min(end, int(np.argmin(np.append(segment_T == segment_T[0], False))))

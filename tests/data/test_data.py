@@ -178,7 +178,7 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
     total = -(-(length - 1) // (6 * seq_len))
     count = min(total, max_batches) if max_batches else total
     assert {len(b) for b in hosts_batches} == {count}
-    scored, inputs = [], []
+    scored, inputs, again = [], [], []
     for step in range(count):
         for listed in hosts_batches:
             batch = listed[step]
@@ -186,8 +186,10 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
             assert set(np.unique(batch["weights"])) <= {0.0, 1.0}
             scored += batch["targets"][keep].tolist()
             inputs += batch["inputs"][keep].tolist()
-            assert (batch["targets"][~keep] == 0).all()
+            again += batch["inputs"][~keep].tolist()
     assert inputs == [t - 1 for t in scored] and scored == sorted(set(scored))
+    # What fills up the last batch is of the text of that batch.
+    assert {*again} <= {*inputs[(count - 1) * 6 * seq_len :], scored[-1]}
     if count == total:
         assert scored == list(range(1, length))
     else:  # spread over the split, not its beginning

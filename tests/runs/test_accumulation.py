@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import ConfigDict
 
 from efx import optim, sharding, step
+from efx.data.pipeline import Data
+from efx.data.stream import Stream
+from efx.data.tokenizers import ByteTokenizer
 from efx.models.latent import loss as latent_loss
 
 ROWS, LENGTH = 8, 16
@@ -189,10 +193,10 @@ def test_micro_batches_are_the_big_batch_on_a_mesh():
     check(name, *one_step(name, packed(), 2, mesh))
 
 
-def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
-    """Losses and statistics of the split: those were means of the batches' means."""
+def evaluation():
+    """A function of batches: loss and statistics of one variant over all of them."""
     name = "expert choice, inclusion"
-    model, batch = families.make(VARIANTS[name], context=LENGTH), packed()
+    model = families.make(VARIANTS[name], context=LENGTH)
     evaluate = families.jit(step.make_eval_step(model, settings(name, 1)))
     params = families.random_params(model)
 
@@ -201,11 +205,30 @@ def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
         sums = jax.tree.map(lambda *x: sum(x), *jax.device_get(sums))
         return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
 
-    parts = run([{k: v[rows] for k, v in batch.items()} for rows in np.split(np.arange(ROWS), 4)])
-    whole = run([batch])
-    assert {"moe/dropped_fraction", "moe/max_load/block_0"} <= whole.keys() == parts.keys()
-    for key, value in whole.items():
-        np.testing.assert_allclose(parts[key], value, rtol=2e-5, err_msg=key)
+    return run
+
+
+def same_numbers(got, expected):
+    assert {"moe/dropped_fraction", "moe/max_load/block_0"} <= expected.keys() == got.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(got[key], value, rtol=2e-5, err_msg=key)
+
+
+def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
+    """Losses and statistics of the split: those were means of the batches' means."""
+    run, batch = evaluation(), packed()
+    parts = [{k: v[rows] for k, v in batch.items()} for rows in np.split(np.arange(ROWS), 4)]
+    same_numbers(run(parts), run([batch]))
+
+
+def test_what_fills_up_the_last_batch_of_an_evaluation_is_not_measured():
+    """A batch of twice as many rows as there are: statistics were half of rows of zeros."""
+    config = ConfigDict(dict(seq_len=LENGTH, packing=False))
+    tokens = np.random.default_rng(0).integers(1, families.VOCAB, 4 * LENGTH + 1)
+    streams = {"eval": Stream([tokens.astype(np.uint16)])}
+    data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
+    run = evaluation()
+    same_numbers(run(data.eval_batches(8)), run(data.eval_batches(4)))
 
 
 def test_these_are_all_losses():

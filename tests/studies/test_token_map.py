@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_run
+from ml_collections import ConfigDict
 
 from efx import means, models
 from efx.data.bpe import train_bpe
+from efx.data.pipeline import Data
+from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 from efx.evaluate import Passes
@@ -291,6 +294,14 @@ def test_levels_and_blocks_of_latents_compute_at_their_tokens():
 
 
 # ---- the text ------------------------------------------------------------------------------------
+
+
+def test_a_held_out_text_shorter_than_a_row_is_shown_as_it_is():
+    """What fills up its row was shown as text, and as the token after it."""
+    config = ConfigDict(dict(seq_len=16, packing=False))
+    streams = {"eval": Stream([np.arange(1, 6, dtype=np.uint16)])}
+    data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
+    assert token_map.held_out(data) == ([1, 2, 3, 4], 5)
 
 
 def test_pieces_have_whole_characters_and_all_tokens():
