@@ -66,13 +66,19 @@ def causal_pairs(length, window=0):
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def thinned_pairs(tokens, length, window=0):
+def thinned_pairs(tokens, length, window=0, pairs=None):
     """Of `causal_pairs(length, window)` those whose query and key both are among so many of the
     tokens, as many as there are in the mean when each token is as likely as the others. A window
-    looks back over places of the whole sequence."""
+    looks back over places of the whole sequence.
+
+    pairs: how many there are without a window, where `tokens` is a mean over sequences; None:
+      `causal_pairs(tokens)`.
+    """
+    pairs = causal_pairs(tokens) if pairs is None else pairs
     if not window or window >= length:
-        return causal_pairs(tokens)
-    share = tokens * (tokens - 1) / (length * (length - 1))
+        return pairs
+    # A token always sees itself.
+    share = (pairs - tokens) / (length * (length - 1) / 2)
     return tokens + share * (causal_pairs(length, window) - length)
 
 

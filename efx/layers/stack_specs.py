@@ -61,11 +61,9 @@ def stack_flops(specs, length, selection, shares=None):
             parts.append(costs.routing_flops(first, r, length))
             if shares and path in shares:
                 token_share, pair_share = shares[path]
-                tokens, inner, outer = (
-                    token_share * length,
-                    pair_share * causal,
-                    token_share * causal,
-                )
+                tokens, outer = token_share * length, token_share * causal
+                routed = pair_share * flops.causal_pairs(length)
+                inner = flops.thinned_pairs(tokens, length, first.attention.window, routed)
             else:
                 tokens = r.slots(spec.capacity, length, selection)
                 inner = flops.thinned_pairs(tokens, length, first.attention.window)

@@ -431,6 +431,20 @@ def test_statistics_by_hand():
         np.testing.assert_allclose(got[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("window", [0, 2, 5])
+def test_realised_flops_of_as_many_tokens_as_planned_are_those_planned(window):
+    """With a window the scores were a few too few: a token sees itself however few are routed."""
+    model = families.make(
+        {
+            "depth_routing.kind": "mod",
+            "depth_routing.capacity": 0.25,
+            "attention.window": window,
+        }
+    )
+    shares = {"layers/block_1": (4 / 16, (4 * 5) / (16 * 17))}
+    assert model.ledger(16, shares=shares).nominal == pytest.approx(model.ledger(16).nominal)
+
+
 def test_realised_flops_follow_what_was_routed():
     """A ledger told that routed blocks compute everything is that of capacity 1."""
     changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25}
