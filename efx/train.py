@@ -55,6 +55,11 @@ MAY_DIFFER = (
 )
 
 
+# Of what a step reports the numbers that a row has as they are after its step; of the others it has
+# means over the steps since the last row.
+COUNTS = ("train/nonfinite_total", "train/nonfinite_run")
+
+
 class RunStopped(RuntimeError):
     """The run cannot go on; the message is one line for the user. status: the command's."""
 
@@ -533,7 +538,8 @@ class _Launch:
             tokens = step * e.tokens_per_step
             rate = steps / max(elapsed, 1e-9)
             flops = self.flops(step)
-            row = mean_of(self.window) | {
+            row = mean_of(self.window) | {name: row[name] for name in COUNTS}
+            row |= {
                 "tokens": tokens,
                 "flops": flops,
                 "flops_realised": self.flops(step, nominal=False),
