@@ -151,7 +151,8 @@ class _Launch:
         self.flops_before = None  # (step, FLOPs up to it as they are saved) of the one gone on from
         self.watch = _Stopwatch()
         self.row_at = 0.0  # what it said at the last row
-        self.window = []
+        # What the steps since the last row reported; how many of these an earlier launch made.
+        self.window, self.made_before = [], 0
         self.buffer = MetricsBuffer()
         self.last_row = {}
         self.step, self.restored = 0, False
@@ -369,6 +370,8 @@ class _Launch:
                 self.before = restored.meta["seconds"]
                 if flops := restored.meta.get("flops"):
                     self.flops_before = self.step, flops
+                self.window = restored.meta.get("window", [])
+                self.made_before = len(self.window)
                 self.remembered = restored.meta.get("fingerprints", {})
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
@@ -533,7 +536,7 @@ class _Launch:
             if step % config.log.every and step != e.steps:
                 continue
             now = self.watch.seconds()
-            elapsed, steps = now - self.row_at, len(self.window)
+            elapsed, steps = now - self.row_at, len(self.window) - self.made_before
             self.row_at = now
             tokens = step * e.tokens_per_step
             rate = steps / max(elapsed, 1e-9)
@@ -561,7 +564,7 @@ class _Launch:
                 flops=row["flops"],
                 flops_per_second=row["flops_per_second"],
             )
-            self.window = []
+            self.window, self.made_before = [], 0
 
     def _check_finite(self, step, row):
         limit = self.config.train.max_nonfinite
@@ -597,6 +600,7 @@ class _Launch:
         meta = self._done_so_far(pending) | {
             "seconds": self.seconds(),
             "flops": flops,
+            "window": self.window,
             "fingerprints": self.fingerprints,
         }
         self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)

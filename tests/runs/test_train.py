@@ -227,14 +227,15 @@ RESUMED = {
 @pytest.mark.parametrize("family, count", [("latent", 1), ("encoder_decoder", 8)])
 def test_three_steps_and_three_more_equal_six(text, tmp_path, family, count):
     """Losses, parameters and thresholds of the other families, bit for bit, on one device and on
-    eight. Decoders that are killed are in test_faults.py."""
+    eight; a row of metrics is of the steps on both sides of the break. Decoders that are killed are
+    in test_faults.py."""
     shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
     shared |= {"model.width": 16, "model.depth": 1, "model.depth_routing.every": 1}
 
     def run(folder, steps):
         config = common.base(family)
         changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": steps}
-        changes |= {"checkpoint.every": 3, "checkpoint.keep_last": 2}
+        changes |= {"checkpoint.every": 3, "checkpoint.keep_last": 2, "log.every": 2}
         common.apply(config, shared | changes | RESUMED[family])
         train.train_and_evaluate(config, folder)
         return build.finished(config, folder)[1:]
@@ -245,6 +246,11 @@ def test_three_steps_and_three_more_equal_six(text, tmp_path, family, count):
         shutil.rmtree(tmp_path / "broken/checkpoints/6")
         resumed = run(tmp_path / "broken", 6)
     assert losses_of(tmp_path / "straight") == losses_of(tmp_path / "broken")
+    assert list(losses_of(tmp_path / "straight")) == [2, 4, 6]
+    (row,) = (row for row in read_metrics(tmp_path / "broken") if row["step"] == 4)
+    meta = json.loads((tmp_path / "broken/checkpoints/3/meta/metadata").read_text())
+    seconds = row["seconds"] - meta["seconds"]  # of the one step since the break
+    np.testing.assert_allclose(row["tokens_per_second"], row["tokens"] / 4 / seconds)
     assert straight[0] == 6 and straight[2]  # there are thresholds
     close(straight, resumed, 0)
 
