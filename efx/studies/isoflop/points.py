@@ -328,6 +328,10 @@ def families(points):
             )
         of_family = groups.setdefault(point.run.family, {})
         of_family.setdefault((point.run.budget, point.run.size), []).append(point)
+    # Draws of two families are paired by the place of a seed, however each lists its seeds.
+    for of_family in groups.values():
+        for group in of_family.values():
+            group.sort(key=lambda point: point.run.seed)
     return {family: _measured(of_family, one_machine) for family, of_family in groups.items()}
 
 
