@@ -476,6 +476,11 @@ def test_comparisons_are_of_the_seeds_that_both_have():
     # Points that the other lacks stay whole.
     fewer = dataclasses.replace(one, budgets=one.budgets * 2)
     assert three.common_with(fewer).numbers[-1].tolist() == [0, 1, 2]
+    # Their seeds are none that both have.
+    lacks = {field.name: getattr(one, field.name)[1:] for field in dataclasses.fields(one)}
+    found = analysis.analyse({"three": three, "one": analysis.Measured(**lacks)}, 50)
+    text = report.details(found, [], {"further": [10.0], "against": ["one"]})[-1]
+    assert "| 1.00 TFLOPs | three | 1 | -0.1000 (" in text
 
 
 def test_pairs_of_seeds_have_the_interval_of_a_paired_t_test():

@@ -389,9 +389,9 @@ def copying_table(points):
 
 
 def _seeds_in_common(analysis, family, other):
-    """Which seeds a comparison of the two is of: their numbers at any point of it."""
-    own, its = (analysis.parabolas[name].measured for name in (family, other))
-    numbers = {int(number) for of in own.common_with(its).numbers for number in of}
+    """Which seeds both have, at any of the points that both have."""
+    own, its = (_runs(analysis.parabolas[name].measured) for name in (family, other))
+    numbers = {number for *_, number in own.keys() & its.keys()}
     return ", ".join(map(str, sorted(numbers)))
 
 
