@@ -5,9 +5,10 @@ are the products in the traced program, which also computes, for example, a part
 the causal mask hides, and slots of experts that no token fills. In both a multiply-add is 2 FLOPs,
 and training costs three times the forward pass (each product has two gradients of the same size).
 Recomputation in the backward pass (attention scores; under remat whatever its policy drops) is
-overhead and not counted. Element-wise operations, norms, softmax and lookups are not counted
-either; the compiler's own count, which has them, agrees with the traced one within 2% on unrolled
-models (tests/contract/test_flops.py).
+overhead and not counted, nor is the forward pass that accumulation makes first for a loss that
+needs the whole batch (`efx.step.make_train_step`). Element-wise operations, norms, softmax and
+lookups are not counted either; the compiler's own count, which has them, agrees with the traced one
+within 2% on unrolled models (tests/contract/test_flops.py).
 """
 
 import contextlib
