@@ -206,18 +206,28 @@ def _ticks(pieces, line, glyphs):
     for start, piece in zip(starts, pieces, strict=False):
         if line.start <= start < line.stop:
             places.append(start - line.start + min(piece.count - 1, line.stop - start - 1) / 2)
-            text = "".join(c if ord(c) in glyphs else f"u{ord(c):x}" for c in visible(piece.text))
-            texts.append(text.replace("$", r"\$"))
+            texts.append(_drawable(visible(piece.text), glyphs).replace("$", r"\$"))
     return places, texts
+
+
+def _drawable(text, glyphs):
+    """A text with numbers for what a font lacks, cut to the length that `visible` leaves: there is
+    no room for longer ones below the picture."""
+    parts = [c if ord(c) in glyphs else f"u{ord(c):x}" for c in text]
+    if sum(map(len, parts)) <= _LONGEST:
+        return "".join(parts)
+    ends = itertools.accumulate(map(len, parts))
+    return "".join(part for part, end in zip(parts, ends, strict=True) if end < _LONGEST) + "…"
 
 
 def visible(text):
     """A short text of one line in which white space is seen."""
     text = re.sub(r" {4,}", lambda run: f"·×{len(run[0])}", text)
     text = "".join(_SPACES.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
-    return text if len(text) <= 12 else f"{text[:11]}…"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
+_LONGEST = 12
 _SPACES = {" ": "·", "\n": "↵", "\t": "→"}
 
 

@@ -376,6 +376,22 @@ def test_rows_of_a_picture_that_do_not_compare_have_own_scales():
     np.testing.assert_allclose(over, [[0.25, -1, np.nan], [1, 0, 0.5], [0, 0, np.nan]])
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_picture_has_room_for_characters_that_its_font_lacks(tmp_path):
+    """They are written as numbers, which are longer than they are."""
+    rows = [token_choices.Row("block_1", "computed", np.array([0.0, 1.0]))]
+    numbers = np.ones(2)
+    made = token_choices.TokenMap(rows, {}, numbers, numbers, numbers, numbers)
+    pieces = [token_text.Piece("深度混合模型深度混合模型", 1), token_text.Piece("漢字", 1)]
+    token_map.draw(
+        made, pieces, "computed", tmp_path / "map.png"
+    )  # layouts that fail are warned of
+    assert token_map._ticks(pieces, slice(0, 2), set(range(128)))[1] == [
+        "u6df1u5ea6…",
+        "u6f22u5b57",
+    ]
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
