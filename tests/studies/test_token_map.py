@@ -551,6 +551,36 @@ def test_the_switch_shows_another_quantity(browser):
     assert browsers.said(browser) == []
 
 
+def test_tokens_of_no_width_are_seen_and_turn_no_others(browser, pages, tmp_path):
+    """Each begins where the one before ends, and can be pointed at."""
+    texts = ["a", "\u200b", " \u202e", "turned", "\u202c", "\r", "\ufeff\u200d", "👩\u200d🚀", "b"]
+    numbers = np.ones(len(texts))
+    rows = [token_choices.Row("block_1", "computed", np.arange(len(texts)) % 2.0)]
+    made = token_choices.TokenMap(rows, {}, numbers, numbers, numbers, numbers)
+    pieces = [token_text.Piece(text, 1) for text in texts]
+    path = tmp_path / "map.html"
+    page.write_page(path, "map", token_map.sections(made, range(len(texts)), pieces))
+    browser.get(path.as_uri())
+    browsers.awaited(browser, ".heatmap .main-svg")
+    spans = all_of(browser, ".tokens > span")
+    shown = [
+        "a",
+        r"\x200b",
+        r" \x202e",
+        "turned",
+        r"\x202c",
+        r"\x0d",
+        r"\xfeff\x200d",
+        texts[7],
+        "b",
+    ]
+    assert [span.get_attribute("textContent") for span in spans] == shown
+    boxes = [span.rect for span in spans]
+    assert all(box["width"] > 5 for box in boxes)
+    for box, after in itertools.pairwise(boxes):
+        assert box["x"] + box["width"] == pytest.approx(after["x"], abs=3)
+
+
 def test_it_works_within_the_output_of_a_notebook(browser, written, tmp_path):
     """As HTML of another page, without a file to load."""
     outer = tmp_path / "notebook.html"

@@ -90,14 +90,18 @@ efx.block("token_map.js", (element, data) => {
   const spans = []
   const starts = []
   const tokens = find(".tokens")
+  const codeOf = (character) => `\\x${character.codePointAt(0).toString(16).padStart(2, "0")}`
   data.pieces.forEach((piece) => {
     const span = make("span")
     const start = spans.length ? starts.at(-1) + data.pieces[spans.length - 1].count : 0
     if (/^(\\x[0-9a-f]{2})+$|^⟨.*⟩$/.test(piece.text)) span.classList.add("odd")
-    // White space at the end of a line would be lost, and so would what is of no width.
-    for (const part of piece.text.split(/(\n|\t)/)) {
+    // White space at the end of a line would be lost, and so would what is of no width. What turns
+    // the direction of writing would turn the tokens that follow it.
+    const alone = /^[\r\p{Cf}]+$/u.test(piece.text)
+    for (const part of piece.text.split(alone ? /(.)/su : /([\n\t\u202a-\u202e\u2066-\u2069])/u)) {
       if (part === "\n") span.append(make("span", "↵", "mark"), "\n")
       else if (part === "\t") span.append(make("span", "→", "mark"), "\t")
+      else if (/^[\r\p{Cf}]$/u.test(part)) span.append(make("span", codeOf(part), "mark"))
       else span.append(part)
     }
     tokens.append(span)
