@@ -214,7 +214,8 @@ def _show_own_log():
 
 def main(argv=None):
     """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input, 3 the run came
-    to its end with a loss that is not finite, 75 another process of the run is lost."""
+    to its end with a loss that is not finite, 75 another process of the run is lost, 141 nobody
+    reads any more what it writes."""
     # Libraries' INFO lines are not for users of efx; its own say what takes so long.
     logging.set_verbosity(logging.WARNING)
     _show_own_log()
@@ -246,12 +247,15 @@ def command():
 def _status(argv):
     try:
         run(argv)
+        sys.stdout.flush()  # where nobody reads it, that is noticed here
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr, flush=True)
         return getattr(error, "status", 2)
     except KeyboardInterrupt:
         print("efx: interrupted", file=sys.stderr, flush=True)
         return 130
+    except BrokenPipeError:
+        return signals.status_without_reader()
     except RuntimeError as error:
         if type(error).__name__ not in ("RunStopped", "NotFinite"):  # of efx.train
             raise

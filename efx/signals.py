@@ -7,8 +7,10 @@ signal is seen by a thread of its own (`SecondSignal`).
 
 import contextlib
 import os
+import select
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -236,6 +238,18 @@ def leave_work():
 def work_is_left():
     """Whether a thread still does what nobody waits for: Python would wait for it at its end."""
     return _left or any(thread.is_alive() for thread in _threads)
+
+
+def status_without_reader():
+    """Exit status of a program that writes to nobody any more, as with `| head`, for the
+    BrokenPipeError that it gets then; raises that again where it is of another pipe."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):  # which tells what is wrong with it, and nothing else is asked for
+        raise
+    # Python would write at its end what it could not write before.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141  # 128 and the number of SIGPIPE, which ends other programs then
 
 
 def _several():

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 
-from efx import storage
+from efx import signals, storage
 from efx.errors import UsageError, nearest
 from efx.studies import jobs
 
@@ -42,8 +42,9 @@ class Parser(argparse.ArgumentParser):
 
     def run(self, study, argv=None):
         """The exit status of `study(arguments)`: 0, 2 after the line of a UsageError, 128 and the
-        number of a signal that stopped it. `arguments` also has the text `command`, the whole
-        command line, and the list `extra`, with `add_runs` the arguments after `--`."""
+        number of a signal that stopped it, 141 if nobody reads any more what it writes. `arguments`
+        also has the text `command`, the whole command line, and the list `extra`, with `add_runs`
+        the arguments after `--`."""
         argv = list(sys.argv[1:] if argv is None else argv)
         takes_extra = self.get_default("extra") is not None and "--" in argv
         end = argv.index("--") if takes_extra else len(argv)
@@ -57,6 +58,7 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
             with jobs.Stoppable():
                 study(arguments)
+            sys.stdout.flush()  # where nobody reads it, that is noticed here
         except UsageError as error:
             print(f"efx: error: {error}", file=sys.stderr)
             return 2
@@ -67,6 +69,8 @@ class Parser(argparse.ArgumentParser):
                 line = f"efx: {how}; the same command goes on from here"
                 print(line, file=sys.stderr, flush=True)
             return 128 + number
+        except BrokenPipeError:
+            return signals.status_without_reader()
         return 0
 
     def parse_args(self, argv=None):

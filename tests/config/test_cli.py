@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import devices
 import numpy as np
@@ -143,6 +145,29 @@ def test_bad_files(tmp_path, capsys, content, words):
 def test_help(capsys):
     assert main.main(["efx", "--help"]) == 0
     assert "--workdir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["main", "studies.plot"])
+def test_nobody_reads_what_is_written(tmp_path, command, unbuffered):
+    """As with `| head`: the command ends without a word."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    rows = [{"step": step, "tokens": 8 * step, "eval/loss": 1.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--help"] if command == "main" else [str(run), f"--out={tmp_path / 'a.png'}"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", f"efx.{command}", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, capsys, one_of_eight):
