@@ -210,15 +210,16 @@ def _subjaxprs(params):
 
 
 # Dense peak FLOP/s of one device, without sparsity, by the words with which jax's device_kind
-# begins: (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets.
+# begins: (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets. By default a
+# TPU multiplies float32 in one pass of bfloat16; only a product at the highest precision takes six.
 _PEAKS = {
-    "TPU v4": (275e12, 275e12 / 6),
-    "TPU v5 lite": (197e12, 197e12 / 6),
-    "TPU v5e": (197e12, 197e12 / 6),
-    "TPU v5p": (459e12, 459e12 / 6),
-    "TPU v5": (459e12, 459e12 / 6),
-    "TPU v6 lite": (918e12, 918e12 / 6),
-    "TPU v6e": (918e12, 918e12 / 6),
+    "TPU v4": (275e12, 275e12),
+    "TPU v5 lite": (197e12, 197e12),
+    "TPU v5e": (197e12, 197e12),
+    "TPU v5p": (459e12, 459e12),
+    "TPU v5": (459e12, 459e12),
+    "TPU v6 lite": (918e12, 918e12),
+    "TPU v6e": (918e12, 918e12),
     "NVIDIA A10": (125e12, 62.5e12),
     "NVIDIA A100": (312e12, 156e12),
     "NVIDIA H100": (989e12, 494e12),

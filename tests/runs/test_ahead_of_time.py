@@ -661,6 +661,47 @@ def test_a_small_model_for_a_tpu(root):
 
 
 # Prints, of the programs that sample, the temporary memory of each and the bytes of all keys of a block.
+PRODUCTS = """
+import json
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from efx import flops
+from efx.ahead_of_time import hlo, topology
+
+target, found = topology.describe("v5e:2x2"), {}
+device = target.devices[0]
+square = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+for precision in ("default", "highest"):
+    product = jax.jit(
+        lambda x, y: jnp.matmul(x, y, precision=precision),
+        in_shardings=SingleDeviceSharding(device),
+        out_shardings=SingleDeviceSharding(device),
+    )
+    program = hlo.Program(product.lower(square, square).compile().as_text())
+    seconds = sum(c for _, c in hlo.estimated_cycles(program)[0]) / target.chip.clock
+    found[precision] = 2 * 4096**3 / seconds / flops.device_peak("float32", device)
+print(json.dumps(found))
+"""
+
+
+def test_products_of_float32_on_a_tpu_are_below_its_peak(root):
+    """By default they are made in one pass of bfloat16, as those of the models are."""
+    if find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu)")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS],
+        cwd=root,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 1 / 3 < found["default"] < 1 and found["highest"] < found["default"] / 2, found
+
+
 SAMPLING = """\
 import json
 import jax
