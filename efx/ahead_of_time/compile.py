@@ -53,7 +53,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
         step, *others = (compiled.as_dict() for compiled in done)
         print(json.dumps(step | {"programs": others}))
     else:
-        print("\nAn estimate is a lower bound; nothing has run.")
+        print("\nEstimates leave out what is launched and what waits; nothing has run.")
     if refused := [compiled.name for compiled in done if compiled.error]:
         raise UsageError(f"--topology={topology_name}: not compiled: {', '.join(refused)}")
 

@@ -42,7 +42,8 @@ class Chip:
 
     def seconds(self, collective):
         """Of an `hlo.Collective` in a step, with all links at their full speed."""
-        # A sum of all devices' arrays is passed around twice, everything else once.
+        # A sum of all devices' arrays is passed around twice, everything else once. That one of n
+        # members keeps the n-th part to itself is left out.
         sent = (1 + (collective.kind == "all-reduce")) * collective.bytes
         if collective.hosts == 1:
             return sent / self.link

@@ -215,6 +215,8 @@ def page():
 
 def write(arguments):
     path = pathlib.Path(arguments.root) / PAGE
+    if not path.is_file():
+        raise UsageError(f"--root={arguments.root}: not a checkout of efx: it has no {PAGE}")
     write_atomic(path, page())
     print(f"wrote {path}")
 

@@ -27,6 +27,11 @@ def test_the_page_is_what_the_code_says(root):
     assert (root / features.PAGE).read_text() == features.page()
 
 
+def test_the_page_is_written_in_a_checkout_alone(tmp_path, capsys):
+    assert features.main([f"--root={tmp_path}"]) == 2
+    assert "not a checkout of efx: it has no docs/features.md" in capsys.readouterr().err
+
+
 def test_what_the_page_refuses_is_a_usage_error_in_its_own_words(root):
     """For each reason the first model that it is given for."""
     (titles, rows), (_, pairs), reasons = cells_of((root / features.PAGE).read_text())
