@@ -383,11 +383,9 @@ def _keys(x_BKSH, span, q0):
 
 
 def _add_at(d_BKHS, start, y_BKHS):
-    """d with y added to the places from `start` on."""
-    size = y_BKHS.shape[3]
-    if isinstance(start, int):
-        return d_BKHS.at[..., start : start + size].add(y_BKHS)
-    y_BKHS = y_BKHS + jax.lax.dynamic_slice_in_dim(d_BKHS, start, size, axis=3)
+    """d with y added to the places from `start` on. Not by `d_BKHS.at[...]`, whose empty array of
+    indices ends the process in the partitioner of jaxlib 0.11.2, within a `shard_map`."""
+    y_BKHS = y_BKHS + jax.lax.dynamic_slice_in_dim(d_BKHS, start, y_BKHS.shape[3], axis=3)
     return jax.lax.dynamic_update_slice_in_dim(d_BKHS, y_BKHS, start, axis=3)
 
 
