@@ -387,6 +387,8 @@ def test_devices_that_share_few_keys_and_values_have_those_of_their_queries(kv_h
 
     def loss(function):
         value = jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(function(*qkv))), (0, 1, 2))
+        # An empty array within a `shard_map` ends the process in the partitioner of jaxlib 0.11.2.
+        assert all(x.size for x in jax.make_jaxpr(value)(q, k, v).consts)
         return jax.jit(value)(q, k, v)
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
