@@ -561,7 +561,7 @@ def test_the_grid_of_learning_rates_is_that_of_its_results():
     assert {point.run for point in tried} == {*grid_lib.rate_runs(grid)}
     fitted = {point.run for point in points if point.fitted}
     assert fitted == {*grid_lib.runs_of(grid, points_lib.best_rates(tried))}
-    assert len(points) == 64 and all(point.copied is not None for point in points)
+    assert len(points) == 84 and all(point.copied is not None for point in points)
 
 
 @pytest.mark.parametrize("change, words", [
