@@ -65,7 +65,17 @@ def _whole_operands(equation, whole, dtype):
         body = _read_whole(params["body_jaxpr"].jaxpr, dtype)[:of_body]
         return [*test, *body, *[True] * (count - of_test - of_body)]
     if name == "scan":
-        constants, carried = params["num_consts"], params["num_carry"]
-        inner = _read_whole(params["jaxpr"].jaxpr, dtype)
+        jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        # JAX 0.10 and 0.11 tell these numbers otherwise. What a scan takes slices of, or stacks,
+        # has an axis more outside of it.
+        carried = _as_many_axes(equation.outvars, jaxpr.outvars)
+        constants = _as_many_axes(equation.invars, jaxpr.invars) - carried
+        inner = _read_whole(jaxpr, dtype)
         return [*inner[:constants], *[True] * carried, *inner[constants + carried :]]
     return [True] * count
+
+
+def _as_many_axes(outside, inside):
+    """How many of the variables outside of a loop have as many axes as those inside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
