@@ -1,13 +1,13 @@
 """Using a finished (or running) run: evaluate it, or sample from it."""
 
 import io
-import json
 import sys
 
 import jax
 
-from efx import run_settings, runfolder, settings, sharding
+from efx import runfolder, sharding
 from efx.build import check_tokenizer, finished
+from efx.checkpoint.start import changed_settings
 from efx.evaluate import Evaluator, describe, scored
 from efx.metrics import quantity
 from efx.models.config import SAME_MODEL
@@ -39,20 +39,11 @@ def evaluate(config, workdir, step=None):
 
 def _say_if_changed(config, workdir, stream):
     """A line where it is another model than the run's that was scored or that wrote."""
-    if changed := _changed(config, workdir):
-        line = f"not the model that was trained, which had other settings: {changed}"
+    changed = changed_settings(workdir, config, _OF_THE_MODEL)
+    listed = (f"config.{key}={value!r} ({before!r})" for key, (before, value) in changed.items())
+    if changed:
+        line = f"not the model that was trained, which had other settings: {', '.join(listed)}"
         print(line, file=stream)
-
-
-def _changed(config, workdir):
-    """The settings of another model than the one that was trained, and what they were in the
-    training; "" without any."""
-    recorded = run_settings.completed(runfolder.recorded_config(workdir))
-    now = json.loads(json.dumps(settings.as_dict(config)))  # lists for tuples, as recorded
-    return ", ".join(
-        f"config.{key}={value!r} ({before!r})"
-        for key, (before, value) in runfolder.differences(recorded, now, _OF_THE_MODEL).items()
-    )
 
 
 def sample(config, workdir, step=None, stream=None):

@@ -60,21 +60,19 @@ def start_from(state, config, model, report):
         report(f"experts: {', '.join(config.adapter.experts)}")
     if config.adapter.kind != "none":
         for run in (c.run, *config.adapter.experts):
-            if changed := _changed(run, config):
-                report(f"not the model of {run}, which had other settings: {changed}")
+            if changed := changed_settings(run, config, _OF_THE_MODEL):
+                # With a window, say, that the base had not, its parameters are another model.
+                listed = ", ".join(f"config.{key}={value!r}" for key, (value, _) in changed.items())
+                report(f"not the model of {run}, which had other settings: {listed}")
     return state.replace(params=params, variables=variables), origin
 
 
-def _changed(run, config):
-    """The settings of the model of a run that are not those of `config`, as they were there; "" if
-    there are none. An adapter is one of its base: with a window, say, that the base had not, the
-    same parameters are another model, which nothing in them shows."""
+def changed_settings(run, config, among):
+    """{dotted key: (what a run recorded, what it is in `config`)} of the settings that differ, of
+    those whose key is matched by the regex `among`."""
     recorded = run_settings.completed(runfolder.recorded_config(run))
     now = json.loads(json.dumps(settings.as_dict(config)))  # lists for tuples, as recorded
-    return ", ".join(
-        f"config.{key}={value!r}"
-        for key, (value, _) in runfolder.differences(recorded, now, _OF_THE_MODEL).items()
-    )
+    return runfolder.differences(recorded, now, among)
 
 
 def _averages(root, step, variables, config):

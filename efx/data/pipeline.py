@@ -328,13 +328,10 @@ class EvalBatches:
         weights_BT = np.zeros((len(row_numbers), self._seq_len), np.float32)
         for b, row in enumerate(row_numbers.tolist()):
             first = row // self._size * self._size  # of the batch, if rows of it are past the end
-            again = row >= self._total
-            start = (
-                first + (row - first) % (self._total - first) if again else row
-            ) * self._seq_len
+            start = (first + (row - first) % (self._total - first)) * self._seq_len
             count = min(self._seq_len + 1, len(self._stream) - start)
             tokens[b] = np.resize(self._stream.windows([start], count)[0], self._seq_len + 1)
-            weights_BT[b, : 0 if again else count - 1] = 1
+            weights_BT[b, : count - 1] = row < self._total
         return _batch(tokens, weights_BT)
 
 

@@ -383,9 +383,7 @@ def test_a_picture_has_room_for_characters_that_its_font_lacks(tmp_path):
     numbers = np.ones(2)
     made = token_choices.TokenMap(rows, {}, numbers, numbers, numbers, numbers)
     pieces = [token_text.Piece("深度混合模型深度混合模型", 1), token_text.Piece("漢字", 1)]
-    token_map.draw(
-        made, pieces, "computed", tmp_path / "map.png"
-    )  # layouts that fail are warned of
+    token_map.draw(made, pieces, "computed", tmp_path / "map.png")  # warns of a layout that fails
     assert token_map._ticks(pieces, slice(0, 2), set(range(128)))[1] == [
         "u6df1u5ea6…",
         "u6f22u5b57",
