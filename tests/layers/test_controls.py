@@ -1,5 +1,6 @@
 """Controls of depth routing: no activation decides; fresh or fixed places, always as trained."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,7 +15,7 @@ from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, describe
 from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import controls, plans
+from efx.layers.routing import controls, depth, plans
 from efx.layers.stack import scan_params
 from efx.step import evaluation_keys
 
@@ -42,22 +43,24 @@ def control(selection):
 
 def places(model, variables, tokens_BT, keys, selection="causal"):
     """bool [block, B, T]: what the blocks computed, in no order."""
-    seen, selected = [], plans.selected
+    seen, apply = [], depth._apply
 
-    def keep(chosen_BT):
-        seen.append(np.array(chosen_BT))
-        return seen[-1]
+    def keep(indices_BC):
+        chosen_BT = np.zeros((len(indices_BC), tokens_BT.shape[1] + 1), bool)
+        np.put_along_axis(chosen_BT, np.minimum(indices_BC, tokens_BT.shape[1]), True, 1)
+        seen.append(chosen_BT[:, :-1])  # without that of empty slots
+        return np.array(indices_BC)
 
-    def spy(plan, length):
-        chosen_BT = selected(plan, length)
-        # Not `jax.debug.callback`, an effect, which flax 0.12.12 takes in no scanned layer.
-        return jax.pure_callback(keep, jax.eval_shape(lambda: chosen_BT), chosen_BT)
+    def spy(block, plan, *arguments):
+        # Not `jax.debug.callback`, an effect, which flax 0.12.12 takes in no scanned layer. What a
+        # pure one returns has to be used, or it does not run.
+        seen_BC = jax.pure_callback(keep, jax.typeof(plan.indices_BC), plan.indices_BC)
+        return apply(block, dataclasses.replace(plan, indices_BC=seen_BC), *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "selected", spy)
+        patch.setattr(depth, "_apply", spy)
         run = families.jit(functools.partial(model.clone(selection=selection).apply))
         jax.block_until_ready(run(variables, tokens_BT, rngs=keys))
-        jax.effects_barrier()
     return np.unique(seen, axis=0)
 
 
