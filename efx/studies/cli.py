@@ -94,6 +94,30 @@ def check_extra(extra):
             raise UsageError(f"{argument}: the study gives each of its runs its own")
 
 
+def extra_of_run(extra, name):
+    """Those of the arguments for runs that are for the run of this name: "stage:--config.x=1" is
+    for the runs whose name begins with the stage, others are for all."""
+    for argument in extra:
+        stage, colon, setting = argument.partition(":--")
+        if not colon:
+            yield argument
+        elif name.startswith(stage):
+            yield f"--{setting}"
+
+
+def check_stages(extra, names, stages):
+    """UsageError for an argument whose stage none of these runs has.
+
+    stages: what names of runs begin with, to be suggested.
+    """
+    for argument in extra:
+        stage, colon, _ = argument.partition(":--")
+        if colon and not (stage and any(name.startswith(stage) for name in names)):
+            raise UsageError(
+                f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
+            )
+
+
 def check_command(name, arguments, made=()):
     """The checked config of arguments of `efx.main`; UsageError, which names the run, for those
     that it would refuse.

@@ -10,7 +10,7 @@ import sysconfig
 
 from efx import tables
 from efx.config import with_variants
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError
 from efx.metrics import portion
 from efx.runfolder import holds_result, write_atomic
 from efx.studies import cli, jobs, rehearsal
@@ -93,25 +93,18 @@ class SeedStudy:
 
     def command(self, name, variant, source, mode="train", **changes):
         """Arguments of `efx.main` for a run, from the arguments of `run`."""
-        command = [
+        return [
             f"--config={with_variants(self._config, variant)}",
             f"--mode={mode}",
             f"--workdir={self.path(name)}",
             f"--config.seed={self.seed}",
             f"--config.data.source={source}",
             *(f"--config.{key}={value}" for key, value in changes.items()),
+            *cli.extra_of_run(self._extra, name),
         ]
-        for argument in self._extra:
-            stage, colon, setting = argument.partition(":--")
-            if not colon:
-                command.append(argument)
-            elif name.startswith(stage):
-                command.append(f"--{setting}")
-        return command
 
     def run(self, name, *arguments, **changes):
-        """Makes a run of the config's variant; returns its folder, as text. Extra arguments
-        "stage:--config.x=1" go to the runs whose name begins with the stage, the others to all.
+        """Makes a run of the config's variant; returns its folder, as text.
 
         Args:
           name: of its folder. arguments: variant and source; `mode` of `efx.main` by keyword.
@@ -213,12 +206,7 @@ class Rehearsal(SeedStudy):
     def check(self, extra):
         """UsageError for an argument whose stage no run has, and for a model that cannot be."""
         stages = [*self.names, *(name.partition("_")[0] for name in self.names)]
-        for argument in extra:
-            stage, colon, _ = argument.partition(":--")
-            if colon and not (stage and any(name.startswith(stage) for name in self.names)):
-                raise UsageError(
-                    f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
-                )
+        cli.check_stages(extra, self.names, stages)
         missing = [name for name in self.names if not holds_result(self.path(name))]
         rehearsal.check([(name, self.commands[name], False) for name in missing], in_order=True)
 

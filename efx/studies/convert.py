@@ -22,7 +22,7 @@ import sys
 
 from efx import runfolder, tables
 from efx.config import with_variants
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError
 from efx.metrics import portion
 from efx.studies import cli, rehearsal, sweep
 from efx.studies import jobs as jobs_lib
@@ -87,12 +87,8 @@ class Study:
         ]
         if to:
             command += ["--mode=convert", f"--from={self.folder('parent', seed)}", f"--to={to}"]
-        for argument in ("--config.evaluate.every=0", "--config.sample.every=0", *self.extra):
-            stage, colon, setting = argument.partition(":--")
-            if not colon:
-                command.append(argument)
-            elif name.startswith(stage):
-                command.append(f"--{setting}")
+        command += ["--config.evaluate.every=0", "--config.sample.every=0"]
+        command += cli.extra_of_run(self.extra, name)
         if budget:
             command += ["--config.steps=0", f"--config.train_flops={budget}"]
         return command
@@ -101,13 +97,7 @@ class Study:
         """UsageError, before anything trains, for a run whose command `efx.main` would refuse, and
         for a model that cannot be of those that no parent decides."""
         cli.check_extra(self.extra)
-        stages = ("parent", "scratch", *CONVERSIONS)
-        for argument in self.extra:
-            stage, colon, _ = argument.partition(":--")
-            if colon and not (stage and any(name.startswith(stage) for name in self.titles)):
-                raise UsageError(
-                    f"{argument}: no run's name begins with {stage!r}{nearest(stage, stages)}"
-                )
+        cli.check_stages(self.extra, self.titles, ("parent", "scratch", *CONVERSIONS))
         commands = {name: self.command(name, self.seeds[0], 0) for name in self.titles}
         for name, command in commands.items():
             # The parent, which decides the model of a conversion, is still to be made.
