@@ -277,10 +277,6 @@ class Data:
                 for name, half_T in halves.items()
             }
 
-    def eval_batch_count(self, batch_size, max_batches=0):
-        """How many batches `eval_batches` yields."""
-        return len(self.eval_batches(batch_size, max_batches))
-
 
 class EvalBatches:
     """See `Data.eval_batches`."""

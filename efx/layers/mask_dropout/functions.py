@@ -8,8 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-ROUNDINGS = ("none", "stochastic", "sigmoid", "sigmoid_straight_through")
-
 # Of cos(sqrt(h)), highest power first; enough for float32 up to h = (pi / 2)^2.
 _COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(6, -1, -1)]
 _TURN = 6.28125  # 2 pi in eight bits: its multiples are exact

@@ -35,7 +35,7 @@ class AdapterConfig:
             rule = "needs the config.adapter.kind that these experts have"
             require(not self.experts, "experts", rule)
             require(not self.gate, "gate", "needs a config.adapter.kind other than 'none'")
-        require(self.scale != 0, "scale", "must be a finite number but 0")
+        require(self.scale != 0, "scale", "must not be 0, by which adapters add nothing")
         require(len(set(self.experts)) == len(self.experts), "experts", "names a run twice")
         if self.experts and self.routing == "topk":
             rule = f"must be from 1 to the number of config.adapter.experts, {self.choices}"
@@ -54,7 +54,7 @@ class AdapterConfig:
     def budget(self, length, selection, documents=None):
         """Inclusion: `plans.Budget` of an expert."""
         fraction = self.capacity if selection == "train" else self.capacity * self.slack
-        return plans.Budget(min(1.0, fraction), length, documents)
+        return plans.Budget(fraction, length, documents)
 
     def slots(self, length, selection):
         """Inclusion: tokens of a sequence that an expert has room for."""
