@@ -38,7 +38,7 @@ class Attention(nn.Module):
         info). Where the latter has the `Tokens` of `info`, the context is another state of the same
         tokens (S = T), causal in the same order. While decoding, the context is what the cache
         takes, and S may differ from T inside of groups alone. See `CacheView.access`."""
-        c, width, read = self.config, self.width, (x_BTD, info) if context is None else context
+        c, read = self.config, (x_BTD, info) if context is None else context
         q_BTNH = k_BSKH = v_BSKH = None
         if info.access != "write":
             q_BTNH = self._queries(x_BTD, info)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
             view = info.with_cache(access="write") if as_forward else info
             out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, view, read[1], dropout, options)
             if not as_forward:
-                return None if out_BTNH is None else self._out(out_BTNH, width)
+                return None if out_BTNH is None else self._out(out_BTNH)
         probs_fn = None
         if dropout is not None:
             probs_fn = dropout.probs_fn(info, read[1].tokens.positions_BT)
@@ -75,20 +75,20 @@ class Attention(nn.Module):
             )
         if dropout is not None:
             dropout.report(probs_fn)
-        return self._out(out_BTNH, width)
+        return self._out(out_BTNH)
 
     @property
     def bias_out(self):
         return self.config.bias == "all"
 
-    def _out(self, out_BTNH, width):
+    def _out(self, out_BTNH):
         out_BTD = out_BTNH.reshape(
             *out_BTNH.shape[:2], self.config.num_heads * self.config.head_dim
         )
-        if width is None:
+        if self.width is None:
             return out_BTD
         return Linear(
-            width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype, name="out"
+            self.width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype, name="out"
         )(out_BTD)
 
     def _queries(self, x_BTD, info):

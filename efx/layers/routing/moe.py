@@ -195,11 +195,11 @@ class MoE(nn.Module):
         """Plan of the tokens of each expert, [E, B, C]."""
         length = logits_BTE.shape[1]
         causal = self._budget(length, "causal", info)
-        plan = _over_experts(causal.first, wanted_BTE)
+        plan = plans.for_each_expert(causal.first, wanted_BTE)
         if self.config.router == "token_choice":
             return plan
         ahead = self._budget(length, "train", info)
-        top = _over_experts(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
+        top = plans.for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
         run = top if info.mode.looks_ahead else plan
         self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
         return run
@@ -209,7 +209,7 @@ class MoE(nn.Module):
         if not means.wanted(self):
             return
         length = logits_BTE.shape[1]
-        target_BTE = _selected(top, length)
+        target_BTE = plans.selected_by_experts(top, length)
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))
         bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
         means.sow(self, "losses", "expert_bce", bce)
@@ -217,7 +217,7 @@ class MoE(nn.Module):
         dropped = _surplus(wanted_BTE, causal)
         correct_BT = jnp.mean(wanted_BTE == target_BTE, axis=-1)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
-        unserved_BT = ~jnp.any(_selected(run, length), axis=-1)
+        unserved_BT = ~jnp.any(plans.selected_by_experts(run, length), axis=-1)
         for name, mean in {
             "dropped_fraction": means.Mean(dropped, jnp.sum(load.total)),
             "entropy": means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
@@ -233,7 +233,7 @@ class MoE(nn.Module):
         `full`, how many more it wants; `noop`, how many of its choices are no-op experts."""
         if not asked(self):
             return
-        served_BTE = _selected(plan, wanted_BTE.shape[1])
+        served_BTE = plans.selected_by_experts(plan, wanted_BTE.shape[1])
         sow_choice(self, "served", served_BTE, info)
         sow_choice(self, "weights", jnp.where(served_BTE, weight_BTE, 0.0), info)
         sow_choice(self, "full", jnp.sum(wanted_BTE & ~served_BTE, axis=-1), info)
@@ -292,16 +292,6 @@ def _compute(start_BTD, x_BTD, weight_BTE, plan, experts):
     y_EBCD = exchange(y_EBCD, by_expert, by_row)
     y_BTD = plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC)
     return constrain(y_BTD, "batch", "length", "act_embed")
-
-
-def _over_experts(make_plan, values_BTE, *rest):
-    """A plan for each expert: arrays [E, B, C]."""
-    return jax.vmap(lambda values_BT: make_plan(values_BT, *rest), in_axes=2)(values_BTE)
-
-
-def _selected(plan, length):
-    """bool [B, T, E]: the tokens of each expert, of plans [E, B, C]."""
-    return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
 
 
 def _balance(mean_2E):

@@ -299,6 +299,16 @@ def selected(plan, length):
     )
 
 
+def for_each_expert(make_plan, values_BTE, *rest):
+    """What `make_plan` (values [B, T], *rest) makes for each expert: a plan of arrays [E, B, C]."""
+    return jax.vmap(lambda values_BT: make_plan(values_BT, *rest), in_axes=2)(values_BTE)
+
+
+def selected_by_experts(plan, length):
+    """bool [B, T, E]: the tokens of each expert, of a plan [E, B, C]."""
+    return jax.vmap(lambda of_one: selected(of_one, length), out_axes=2)(plan)
+
+
 def gather(x_BT, plan, fill=0):
     """Rows of x [B, T, ...] at the plan's slots -> [B, C, ...]; empty slots get `fill`."""
     return jax.vmap(
@@ -417,7 +427,7 @@ def in_rounds(module, selected_BT, size, start, body, carries=False):
         done, out = carry
         left_BT = selected_BT & (rank_BT > done)
         if left_BT.ndim == 3:
-            plan = jax.vmap(lambda left_BT: first_plan(left_BT, size), in_axes=2)(left_BT)
+            plan = for_each_expert(first_plan, left_BT, size)
         else:
             plan = first_plan(left_BT, size)
         return done + size, body(module, plan, out)

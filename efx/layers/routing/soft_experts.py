@@ -88,16 +88,16 @@ class ChannelAttention(Attention):
         y = y.reshape(*y.shape[:3], *rest, self.config.head_dim)
         return jnp.moveaxis(y, 2, 2 + place).reshape(*y.shape[:2], heads * self.config.head_dim)
 
-    def _out(self, out_BTNH, width):
+    def _out(self, out_BTNH):
         batch, length = out_BTNH.shape[:2]
         y = self._by_channel(out_BTNH.reshape(batch, length, -1), self.config.num_heads)
         y = exchange(jnp.moveaxis(y, 2, 0), BY_ROW, BY_CHANNEL)
         y = y.reshape(self.channels, batch * length, -1)
         axes = ("heads", "embed")
         linear = ExpertLinear(
-            self.channels, width, axes, self.std_out, self.bias_out, self.dtype, name="out"
+            self.channels, self.width, axes, self.std_out, self.bias_out, self.dtype, name="out"
         )
-        return linear(y).reshape(self.channels, batch, length, width)
+        return linear(y).reshape(self.channels, batch, length, self.width)
 
 
 class CommonLinear(nn.Module):

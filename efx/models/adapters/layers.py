@@ -191,27 +191,22 @@ class Adapter(nn.Module):
             weight_CE = weight_BTE.reshape(-1, c.choices)
             return self._all(x_BTD.reshape(-1, width), weight_CE, down_EDR, up_ERF)
 
-        def for_each_expert(make, values_BTE, *rest):
-            return jax.vmap(lambda values_BT: make(values_BT, *rest), in_axes=2)(values_BTE)
-
-        def selected(plan):
-            return jax.vmap(lambda p: plans.selected(p, length), out_axes=2)(plan)
-
         documents = info.tokens.documents()
         ahead = c.budget(length, "train", documents)
-        top = for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        plan = for_each_expert(c.budget(length, "causal", documents).first, wanted_BTE)
+        top = plans.for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
+        plan = plans.for_each_expert(c.budget(length, "causal", documents).first, wanted_BTE)
         if means.wanted(self):
-            target_BTE = selected(top).astype(jnp.float32)
+            target_BTE = plans.selected_by_experts(top, length).astype(jnp.float32)
             bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE)
             bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
             means.sow(self, "losses", "inclusion_bce", bce)
             # Of the decision, in training too, where it does not choose what is computed.
             wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
-            lost = jnp.sum(wanted_BTE & ~selected(plan), dtype=jnp.float32)
+            lost = jnp.sum(wanted_BTE & ~plans.selected_by_experts(plan, length), dtype=jnp.float32)
             means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
         plan = top if info.mode.looks_ahead else plan
-        self._report(jnp.where(selected(plan), weight_BTE, 0.0), valid_BT, info)
+        run_BTE = plans.selected_by_experts(plan, length)
+        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, info)
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
     def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
