@@ -1,4 +1,4 @@
-"""The latent prediction loss: by hand, over valid pairs only."""
+"""The latent prediction loss: by hand, over pairs within documents only."""
 
 import functools
 import math
@@ -16,7 +16,6 @@ from efx.models.latent.config import LatentLossConfig
 from efx.models.latent.loss import LatentPrediction
 
 B, T, D = 3, 7, 6
-VALID = np.arange(T)[None] < np.array([7, 5, 1])[:, None]
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 2, 0, 0, 0], [1] * 7])
 
 
@@ -43,60 +42,50 @@ def latents(seed=0):
 
 @functools.cache
 def compiled(module):
-    def run(params, x_BTD, masks):
-        _, sown = module.apply({"params": params}, x_BTD, mutable=["losses"], **masks)
+    def run(params, x_BTD, segment_ids_BT):
+        _, sown = module.apply({"params": params}, x_BTD, segment_ids_BT, mutable=["losses"])
         return losses.collect_sown(sown["losses"])["latent_prediction"]
 
     return jax.jit(run)
 
 
-def loss(module, params, x_BTD, **masks):
-    return compiled(module)(params, x_BTD, masks)
+def loss(module, params, x_BTD, segment_ids_BT=None):
+    return compiled(module)(params, x_BTD, segment_ids_BT)
 
 
 def unit(x):
     return x / np.linalg.norm(x)
 
 
-def pairs(valid=None, segments=None):
+def pairs(segments):
     """The (row, t) that count, one by one."""
     for b in range(B):
         for t in range(T - 1):
-            if valid is not None and not (valid[b, t] and valid[b, t + 1]):
-                continue
-            if segments is not None and (
-                segments[b, t] != segments[b, t + 1] or segments[b, t] == 0
-            ):
-                continue
-            yield b, t
+            if segments is None or segments[b, t] == segments[b, t + 1] != 0:
+                yield b, t
 
 
-MASKS = [
-    {},
-    {"valid_BT": VALID},
-    {"segment_ids_BT": SEGMENTS},
-    {"valid_BT": VALID, "segment_ids_BT": SEGMENTS},
-]
+of_documents = pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["none", "documents"])
 
 
-@pytest.mark.parametrize("masks", MASKS, ids=lambda m: "+".join(m) or "none")
-def test_cosine_by_hand(masks):
+@of_documents
+def test_cosine_by_hand(segments):
     m, x = module(), np.asarray(latents(), np.float64)
     params = params_of(m)
     w = np.asarray(params["predict"]["kernel"], np.float64)
-    chosen = list(pairs(masks.get("valid_BT"), masks.get("segment_ids_BT")))
-    assert len(chosen) in (18, 10, 13, 7)
+    chosen = list(pairs(segments))
+    assert len(chosen) == (18 if segments is None else 13)
     expected = np.mean([1 - unit(x[b, t] @ w) @ unit(x[b, t + 1]) for b, t in chosen])
-    np.testing.assert_allclose(loss(m, params, latents(), **masks), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss(m, params, latents(), segments), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("candidates", ["row", "batch"])
-@pytest.mark.parametrize("masks", MASKS, ids=lambda m: "+".join(m) or "none")
-def test_siglip_by_hand(masks, candidates):
+@of_documents
+def test_siglip_by_hand(segments, candidates):
     m, x = module("siglip", candidates=candidates), np.asarray(latents(), np.float64)
     params = params_of(m)
     w = np.asarray(params["predict"]["kernel"], np.float64)
-    chosen = list(pairs(masks.get("valid_BT"), masks.get("segment_ids_BT")))
+    chosen = list(pairs(segments))
     total = 0.0
     for b, t in chosen:
         for c, s in chosen:
@@ -104,7 +93,7 @@ def test_siglip_by_hand(masks, candidates):
                 continue
             logit = math.exp(0.7) * (unit(x[b, t] @ w) @ unit(x[c, s + 1])) - 1.3
             total += math.log1p(math.exp(-logit if (b, t) == (c, s) else logit))
-    np.testing.assert_allclose(loss(m, params, latents(), **masks), total / len(chosen), rtol=1e-5)
+    np.testing.assert_allclose(loss(m, params, latents(), segments), total / len(chosen), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "siglip"])
@@ -139,7 +128,7 @@ def test_one_latent_and_zeros_are_no_trouble():
             np.zeros((B, T, D), np.float32)
         )
         assert np.isfinite(value) and np.isfinite(grad).all()
-    nothing = loss(m, params_of(m), latents(), valid_BT=np.zeros((B, T), bool))
+    nothing = loss(m, params_of(m), latents(), np.zeros((B, T), int))
     assert nothing == 0.0
 
 

@@ -1,6 +1,6 @@
 """The causal prediction loss of latents: from the latent at t, the one at t + 1.
 
-With p_t = W x_t and z_t = x_{t+1}, over pairs (t, t+1) that are valid and of one document:
+With p_t = W x_t and z_t = x_{t+1}, over the pairs (t, t+1) of one document:
     cosine   1 - cos(p_t, z_t), averaged over pairs (regression of the next latent, as in Mirasol,
              arXiv 2311.05698, with the cosine as the distance)
     siglip   the sigmoid loss of Zhai et al. 2023 (arXiv 2303.15343, equation 1): for unit vectors,
@@ -24,25 +24,20 @@ LOSS = "latent_prediction"
 LOG_TEMPERATURE, BIAS = 2.302585092994046, -10.0
 
 
-def pair_validity(length, valid_BT=None, segment_ids_BT=None):
-    """bool [B or 1, T-1]: whether t and t + 1 are both valid and of the same document."""
-    pairs_BT = jnp.ones((1, length - 1), bool)
-    if valid_BT is not None:
-        pairs_BT = pairs_BT & valid_BT[:, :-1] & valid_BT[:, 1:]
-    if segment_ids_BT is not None:
-        same_BT = segment_ids_BT[:, :-1] == segment_ids_BT[:, 1:]
-        pairs_BT = pairs_BT & same_BT & (segment_ids_BT[:, 1:] > 0)
-    return pairs_BT
+def pairs_within(segment_ids_BT):
+    """bool [B, T-1]: whether t and t + 1 are of the same document."""
+    same_BT = segment_ids_BT[:, :-1] == segment_ids_BT[:, 1:]
+    return same_BT & (segment_ids_BT[:, 1:] > 0)
 
 
 def cosine_loss(p_BTD, z_BTD, pairs_BT):
-    """Mean of 1 - cos(p_t, z_t) over valid pairs; `pairs_BT` of full shape."""
+    """Mean of 1 - cos(p_t, z_t) over the pairs that count, bool."""
     loss_BT = 1.0 - jnp.sum(_unit(p_BTD) * _unit(z_BTD), axis=-1)
     return means.over(loss_BT, pairs_BT)
 
 
 def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"):
-    """The sigmoid loss of the module's docstring; `pairs_BT` of full shape."""
+    """The sigmoid loss of the module's docstring; pairs_BT: those that count, bool."""
     p_BTD, z_BSD, pairs_BS = _unit(p_BTD), _unit(z_BTD), pairs_BT
     if candidates == "batch":  # one row of all
         p_BTD, z_BSD = (y.reshape(1, -1, y.shape[-1]) for y in (p_BTD, z_BSD))
@@ -72,17 +67,19 @@ class LatentPrediction(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD, valid_BT=None, segment_ids_BT=None):
-        """Of x [B, T, D]. `valid_BT`, bool, and `segment_ids_BT`, 0 for padding, say which pairs
-        count; each may be None. A sequence of one latent has the loss 0."""
+    def __call__(self, x_BTD, segment_ids_BT=None):
+        """Of x [B, T, D], whose documents, 0 for padding, say which pairs count; None: all. A
+        sequence of one latent has the loss 0."""
         c, (batch, length, width) = self.config, x_BTD.shape
         linear = Linear(width, ("embed", "heads"), self.std, dtype=self.dtype, name="predict")
         p_BTD = linear(x_BTD[:, :-1])
         z_BTD = x_BTD[:, 1:]
         if not c.target_gradient:
             z_BTD = jax.lax.stop_gradient(z_BTD)
-        pairs_BT = pair_validity(length, valid_BT, segment_ids_BT)
-        pairs_BT = jnp.broadcast_to(pairs_BT, (batch, length - 1))
+        if segment_ids_BT is None:
+            pairs_BT = jnp.ones((batch, length - 1), bool)
+        else:
+            pairs_BT = pairs_within(segment_ids_BT)
         if c.kind == "cosine":
             loss = cosine_loss(p_BTD, z_BTD, pairs_BT)
         else:

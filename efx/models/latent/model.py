@@ -130,7 +130,7 @@ class Latent(LanguageModel):
             if c.latent_loss.kind != "none" and (means.wanted(self) or self.is_initializing()):
                 segments_BT = stack_info.tokens.segment_ids_BT
                 real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
-                self.prediction(x_BTD, segment_ids_BT=real_BT)
+                self.prediction(x_BTD, real_BT)
             # Laid out anew without the memory: of a part of a row that is laid out with it, XLA for
             # CPUs has made a wrong gradient of the linear map that comes next.
             return constrain(x_BTD, "batch", "length", "act_embed").reshape(x.shape)
