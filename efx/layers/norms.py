@@ -33,7 +33,6 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * scale over the last axis."""
 
     eps: float = 1e-5
-    use_scale: bool = True
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
@@ -41,9 +40,7 @@ class RMSNorm(nn.Module):
         shape = x.shape
         x = x.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        if self.use_scale:
-            y = y * _vector(self, "scale", nn.initializers.ones, shape)
-        return y.astype(self.dtype)
+        return (y * _vector(self, "scale", nn.initializers.ones, shape)).astype(self.dtype)
 
 
 def _vector(module, name, init, shape):
