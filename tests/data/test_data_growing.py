@@ -102,6 +102,18 @@ def test_windows_come_once_an_epoch_in_the_order_of_the_text(tmp_path):
     assert np.abs(np.diff(places)).mean() > 500
 
 
+def test_every_block_and_every_seed_is_mixed_otherwise(tmp_path):
+    config, orders = growing_config(tmp_path, buffer_tokens=256), []  # blocks of 16 windows
+    for seed in (3, 4):
+        data = open_data(config, seed=seed)
+        ids, batches = ids_of(data, "train"), take(data.train_iterator(), 20)
+        windows = np.concatenate([batch["inputs"] for batch in batches])
+        numbers = [_place(ids, window.tolist()) // 16 for window in windows]
+        orders += [tuple(number % 16 for number in numbers[i : i + 16]) for i in range(0, 80, 16)]
+    assert all(sorted(order) == [*range(16)] for order in orders)
+    assert len(set(orders)) == len(orders) == 10
+
+
 @pytest.mark.parametrize("kill", [False, True])
 def test_batches_depend_on_seed_and_step_alone(kill, tmp_path):
     """Property: not on how far the text was tokenised, by whom, or how often it was interrupted."""

@@ -131,8 +131,8 @@ def settings(name, accumulation):
     return config
 
 
-def one_step(name, batch, accumulation, mesh=None):
-    """(gradient, state variables, metrics) of one step of a variant."""
+def one_step(name, batch, accumulation, mesh=None, number=0, seed=0):
+    """(gradient, state variables, metrics) of one step of a variant, the step of this number."""
     config = settings(name, accumulation)
     model = families.make(changes_of(name), context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
@@ -143,9 +143,9 @@ def one_step(name, batch, accumulation, mesh=None):
     )
     zero = jnp.zeros((), jnp.int32)
     opt_state = params, optim.GradNormState(jnp.zeros(()))
-    state = step.TrainState(zero, params, opt_state, variables, zero, zero)
+    state = step.TrainState(zero + number, params, opt_state, variables, zero, zero)
     if mesh is None:
-        state, metrics = families.jit(train_step)(state, batch, np.uint32(0), taught)
+        state, metrics = families.jit(train_step)(state, batch, np.uint32(seed), taught)
     else:
         with sharding.use(mesh, sharding.DEFAULT_RULES):
             placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, ROWS)
@@ -185,6 +185,18 @@ def test_every_micro_batch_draws_for_itself():
     )
     assert np.abs(of_one).max() > 1e-3
     assert np.isclose(of_one, of_two, rtol=0.01, atol=0).mean() < 0.2
+
+
+def test_every_step_and_every_seed_draws_for_itself():
+    """The same batch at another step, or with another seed, has other elements dropped."""
+
+    def gradient(**of):
+        return one_step("dropout", packed(), 1, **of)[0]["layers"]["block_0"]["mlp"]["up"]["kernel"]
+
+    first, *others = gradient(), gradient(number=1), gradient(seed=1)
+    np.testing.assert_array_equal(first, gradient())
+    for other in others:
+        assert np.isclose(first, other, rtol=0.01, atol=0).mean() < 0.2
 
 
 def test_micro_batches_are_the_big_batch_on_a_mesh():

@@ -115,11 +115,16 @@ def test_accumulation_in_chunks_equals_the_big_batch(text):
         np.testing.assert_allclose(metrics[name], metrics_small[name], rtol=1e-5)
 
 
+def bad_batch_of(config):
+    """The batch without a finite loss."""
+    batch = batch_of(config)
+    batch["weights"][0, 0] = np.nan
+    return batch
+
+
 def test_a_nonfinite_step_is_skipped_and_counted(reference):
     config, state, step = reference
-    good = batch_of(config)
-    bad = dict(good, weights=good["weights"].copy())
-    bad["weights"][0, 0] = np.nan
+    good, bad = batch_of(config), bad_batch_of(config)
     after, metrics = step(state, bad, np.uint32(0))
     close(state.params, after.params, 0)
     close(jax.tree.leaves(state.opt_state), jax.tree.leaves(after.opt_state), 0)
@@ -133,6 +138,27 @@ def test_a_nonfinite_step_is_skipped_and_counted(reference):
         np.any(np.asarray(x) != np.asarray(y))
         for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True)
     )
+
+
+def test_a_nonfinite_step_moves_no_average_and_no_rate(text):
+    """The scores of a batch without a finite loss count in no threshold; the rate that is logged is
+    that of the steps that were taken."""
+    config = tiny(
+        text, **{"model.depth_routing.causal": "threshold", "optim.schedule.warmup_steps": 3}
+    )
+    state, step = setup(config)
+    after, metrics = step(state, bad_batch_of(config), np.uint32(0))
+    close(state.variables, after.variables, 0)
+    rates = [metrics["train/learning_rate"]]
+    for _ in range(2):
+        before, (after, metrics) = after, step(after, batch_of(config), np.uint32(0))
+        rates.append(metrics["train/learning_rate"])
+        for old, new in zip(
+            *map(jax.tree.leaves, (before.variables, after.variables)), strict=True
+        ):
+            assert np.all(old != new)
+    peak = config.optim.learning_rate
+    np.testing.assert_allclose(rates, [peak / 4, peak / 4, peak / 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [dict(data=8), dict(data=2, fsdp=2, tensor=2)])
