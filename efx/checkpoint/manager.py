@@ -152,9 +152,8 @@ class Checkpointer:
         return None if step < 0 else step
 
     def best_step(self):
-        """The finished step with the lowest finite `best_metric`, or None."""
-        scores = {step: self._score(step) for step in self.steps()}
-        return min((s for s in scores if scores[s] is not None), key=scores.get, default=None)
+        """The finished step with the lowest finite `best_metric`, of equals the newest; or None."""
+        return next(iter(self._from_the_best(self.steps())), None)
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -351,10 +350,14 @@ class Checkpointer:
         usable = {s for s in steps if s == saving or files.is_finished(self._root / str(s))}
         # A folder that is not one of these checkpoints is never deleted.
         keep = (set(steps) - usable) | set(sorted(usable)[-self._keep_last :]) | {saving}
-        scores = {s: self._score(s) for s in usable}
-        ranked = sorted((s for s in usable if scores[s] is not None), key=lambda s: (scores[s], -s))
-        keep.update(ranked[: self._keep_best])
+        keep.update(self._from_the_best(usable)[: self._keep_best])
         return [step in keep for step in steps]
+
+    def _from_the_best(self, steps):
+        """Those of the steps that have a finite `best_metric`: the lowest first, of equals the
+        newest."""
+        scores = {s: self._score(s) for s in steps}
+        return sorted((s for s in scores if scores[s] is not None), key=lambda s: (scores[s], -s))
 
     def _score(self, step):
         """The step's best_metric, or None."""

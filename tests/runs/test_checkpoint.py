@@ -267,6 +267,16 @@ def test_keeps_the_last_and_the_best(tmp_path):
     ]
 
 
+def test_of_equals_the_newest_is_the_best(tmp_path):
+    """The best that was told of was the oldest, which the next save deleted."""
+    with make(tmp_path, keep_last=2, keep_best=1) as checkpointer:
+        for step, loss, best in ((1, 1.0, 1), (2, 1.0, 2), (3, 4.0, 2), (4, 5.0, 2)):
+            checkpointer.save(step, {"x": jnp.ones(3)}, {}, {}, {"loss": loss})
+            checkpointer.wait()
+            assert checkpointer.best_step() == best
+        assert checkpointer.steps() == [2, 3, 4]
+
+
 def test_retention_leaves_foreign_folders_alone_and_does_not_count_them(tmp_path):
     (tmp_path / "900").mkdir(parents=True)
     (tmp_path / "901").mkdir()
