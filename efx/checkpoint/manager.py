@@ -110,13 +110,6 @@ class Checkpointer:
     """
 
     def __init__(self, root, *, every, keep_last, keep_best, best_metric, asynchronous):
-        for name, value, minimum in (
-            ("every", every, 0),
-            ("keep_last", keep_last, 1),
-            ("keep_best", keep_best, 0),
-        ):
-            if value < minimum:
-                raise UsageError(f"config.checkpoint.{name}={value}: must be at least {minimum}")
         self._root = files.as_root(root)
         self._every, self._asynchronous = every, asynchronous
         self._keep_last, self._keep_best = keep_last, keep_best
@@ -388,10 +381,6 @@ class Checkpointer:
         Returns: Restored.
         Raises: CheckpointError.
         """
-        if on_damage not in ("error", "fall_back"):
-            raise UsageError(
-                f"config.checkpoint.on_damage={on_damage!r}: must be 'error' or 'fall_back'"
-            )
         self.wait()
         finished = self.steps()
         for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):

@@ -65,14 +65,12 @@ class Topics:
 
 
 class Pieces:
-    """The documents of a source, each cut into pieces of at most `size` bytes.
+    """The documents of a source, each cut into pieces of at most `size` bytes, 16 or more.
 
     A piece ends after a line if one ends in its second half, and never inside a character.
     """
 
     def __init__(self, source, size):
-        if size < 16:
-            raise UsageError(f"config.data.document_bytes={size} should be 0 (whole) or 16 or more")
         self.name, self._source, self._size = source.name, source, size
 
     def identity(self):

@@ -167,8 +167,6 @@ def _check_latents(model, bad):
         bad("latents", "expected the latents a group of each level, such as (16, 2)")
     before, whose = model.group_size, f"config.model.group_size={model.group_size}"
     for count in model.latents:
-        if count < 1:
-            bad("latents", "must be at least 1 at every level")
         if count >= before:
             bad(
                 "latents", f"{count} are not fewer than {whose}; latents shrink from level to level"
