@@ -398,6 +398,20 @@ def test_dropout_of_probabilities():
     assert np.array_equal(same, dropped_BTD) and not np.array_equal(other, dropped_BTD)
 
 
+def test_every_block_of_queries_drops_by_itself():
+    probs_BKGTS = np.ones((1, 1, 1, 16, 16), np.float32)
+    training = CallInfo(Tokens(np.zeros((1, 1), int)), Mode(train=True))
+
+    @families.jit
+    def dropped(key, q_start):
+        dropout = StandardDropout(0.5).bind({}, rngs={"dropout": key})
+        return dropout.probs_fn(training, None)(probs_BKGTS, q_start, 0, None)[0]
+
+    first, again, next_block = (dropped(jax.random.key(0), start) for start in (0, 0, 16))
+    np.testing.assert_array_equal(first, again)
+    assert 0.3 < np.mean(first == next_block) < 0.7
+
+
 # ---- the cache ---------------------------------------------------------------------------------
 
 

@@ -462,6 +462,26 @@ def test_training_and_inference(kind):
         assert np.abs(one - inference).max() > 1e-2 and np.abs(one - other).max() > 1e-2
 
 
+def test_every_mask_and_every_row_is_rounded_by_itself():
+    """Where all m are a half: of any two rows of masks half of the entries agree, also of two rows
+    of the batch that hold the same tokens."""
+    model = one_site("attention", "mlp_output", depth=2)
+
+    def at_half(path, leaf):
+        return {"mask_value": 0 * leaf, "mask_shift": 0 * leaf + PI / 2}.get(path[-1].key, leaf)
+
+    params = jax.tree_util.tree_map_with_path(at_half, families.random_params(model))
+    tokens_BT = np.tile(families.tokens(batch=1), (3, 1))
+    rngs, options = {"dropout": jax.random.key(0)}, dict(train=True, mutable=["masks"])
+    run = families.jit(
+        lambda rngs: model.apply({"params": params}, tokens_BT, rngs=rngs, **options)
+    )
+    rounded = [np.reshape(mask, (3, -1)) for mask in jax.tree.leaves(run(rngs)[1]["masks"])]
+    rows = np.concatenate(rounded)
+    agree = np.mean(rows[:, None] == rows[None], axis=-1)[~np.eye(len(rows), dtype=bool)]
+    assert len(rows) == 6 and np.all(np.abs(agree - 0.5) < 0.1)
+
+
 def test_probabilities_are_masked_by_the_position_of_the_key():
     """A mask that closes the key of position 2 in a cache whose slots lie in another order."""
     phase = np.float32(np.where(np.arange(8) == 2, PI, 0))
