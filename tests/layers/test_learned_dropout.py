@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from efx import changes as changes_lib
 from efx import flops, losses, main, means, models, optim, sharding
 from efx.changes import Changes
 from efx.config import load_config
@@ -680,6 +681,15 @@ def test_what_changes_of_masks_of_probabilities_counts_each_pair_once(others):
     which the first has 15 pairs and later ones up to 150, counted alike and each as a mask."""
     cut, whole = (turned_over(chunk, "attention_probs", *others) for chunk in (5, 32))
     assert cut == pytest.approx(whole, rel=1e-6) and 0 < cut["dropout/changed"] < 1
+
+
+def test_what_was_empty_either_time_has_not_changed():
+    """A slot of a routed block that holds a token in one of the evaluations alone."""
+    old, new = (
+        {"x": ((np.int8([entries]),),)} for entries in ([1, -1, 0, 1, 0], [0, 1, -1, 1, -1])
+    )
+    (changed,) = changes_lib._changes(old, new)["x"]
+    assert (changed.total, changed.count) == (1, 2)
 
 
 def test_masks_of_a_block_that_routes_nothing_say_nothing():
