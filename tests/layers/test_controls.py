@@ -346,6 +346,7 @@ def test_types_share_the_line_by_how_frequent_they_are(selection):
     choose = families.jit(controls.BY_TOKEN[selection])
     chosen = np.concatenate([choose(tokens, seed, 0.25) for seed in (0, 1500, 3000)])
     np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
+    assert len(np.unique(chosen, axis=0)) == 3  # of a type that is cut each block has other tokens
     by_type = np.array([chosen[:, text_BT[0] == v].mean(1) for v in (0, 1, 2, 4, 5)]).T
     whole, some = by_type == 1.0, (by_type > 0) & (by_type < 1)
     assert some.sum(1).max() <= 2  # an arc ends inside of two types at most
