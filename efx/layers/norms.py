@@ -43,6 +43,13 @@ class RMSNorm(nn.Module):
         return (y * _vector(self, "scale", nn.initializers.ones, shape)).astype(self.dtype)
 
 
+def unit(x):
+    """x at length one along the last axis, in float32; 0 stays 0."""
+    x = x.astype(jnp.float32)
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
+
+
 def _vector(module, name, init, shape):
     """A parameter [D], shaped to multiply an array of `shape` [..., D]."""
     vector_D = parameter(module, name, init, shape[-1:], ("norm",))

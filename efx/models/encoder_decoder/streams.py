@@ -17,7 +17,7 @@ from efx.layers.blocks import (
     sublayer_norms,
 )
 from efx.layers.config import AttentionConfig
-from efx.layers.norms import LayerNorm
+from efx.layers.norms import LayerNorm, unit
 from efx.layers.routing.soft_experts import SoftBlock
 from efx.layers.stack import Layer, LayerSpec
 
@@ -215,10 +215,5 @@ def distance(kind, c_BTD, s_BTD):
     which is bounded at 1e-6 so that opposite vectors have a finite loss."""
     if kind == "mse":
         return jnp.mean(jnp.square(c_BTD - s_BTD), axis=-1)
-
-    def unit(x_BTD):
-        square_BT = jnp.sum(jnp.square(x_BTD), axis=-1, keepdims=True)
-        return x_BTD * jax.lax.rsqrt(jnp.maximum(square_BT, 1e-12))
-
     near_BT = (jnp.sum(unit(c_BTD) * unit(s_BTD), axis=-1) + 1.0) / 2.0
     return 1.0 - near_BT if kind == "cosine" else -jnp.log(jnp.maximum(near_BT, 1e-6))

@@ -17,6 +17,7 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers.linear import Linear
+from efx.layers.norms import unit
 from efx.parameter import parameter
 
 LOSS = "latent_prediction"
@@ -32,13 +33,13 @@ def pairs_within(segment_ids_BT):
 
 def cosine_loss(p_BTD, z_BTD, pairs_BT):
     """Mean of 1 - cos(p_t, z_t) over the pairs that count, bool."""
-    loss_BT = 1.0 - jnp.sum(_unit(p_BTD) * _unit(z_BTD), axis=-1)
+    loss_BT = 1.0 - jnp.sum(unit(p_BTD) * unit(z_BTD), axis=-1)
     return means.over(loss_BT, pairs_BT)
 
 
 def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"):
     """The sigmoid loss of the module's docstring; pairs_BT: those that count, bool."""
-    p_BTD, z_BSD, pairs_BS = _unit(p_BTD), _unit(z_BTD), pairs_BT
+    p_BTD, z_BSD, pairs_BS = unit(p_BTD), unit(z_BTD), pairs_BT
     if candidates == "batch":  # one row of all
         p_BTD, z_BSD = (y.reshape(1, -1, y.shape[-1]) for y in (p_BTD, z_BSD))
         pairs_BT = pairs_BS = pairs_BT.reshape(1, -1)
@@ -47,12 +48,6 @@ def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"
     sign_BTS = 2.0 * jnp.eye(cos_BTS.shape[-1])[None] - 1.0
     loss_BTS = -jax.nn.log_sigmoid(sign_BTS * logits_BTS)
     return means.over(jnp.sum(loss_BTS * pairs_BS[:, None], axis=-1), pairs_BT)
-
-
-def _unit(x_BTD):
-    x_BTD = x_BTD.astype(jnp.float32)
-    square_BT = jnp.sum(jnp.square(x_BTD), axis=-1, keepdims=True)
-    return x_BTD * jax.lax.rsqrt(jnp.maximum(square_BT, 1e-12))
 
 
 class LatentPrediction(nn.Module):
