@@ -283,9 +283,10 @@ def test_several_decisions_are_trained_and_any_can_decide():
 # ---- the threshold -----------------------------------------------------------------------------
 
 
-def train(module, variables, x_BTD):
+def train(module, variables, x_BTD, segment_ids_BT=None):
     """(out, state after the step)."""
-    info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(train=True, selection="train"))
+    tokens = Tokens(jnp.arange(LENGTH)[None], segment_ids_BT)
+    info = CallInfo(tokens, Mode(train=True, selection="train"))
     out_BTD, sown = module.apply(variables, x_BTD, info, mutable=[quantiles.COLLECTION])
     state = variables["state"]
     return out_BTD, quantiles.followed(state, state, sown[quantiles.COLLECTION])
@@ -325,6 +326,19 @@ def test_threshold_follows_the_quantile_and_then_decides():
     sown = evaluated({"params": p, "state": state}, x_BTD, info)[1]
     assert "stats" in sown and quantiles.COLLECTION not in sown
     assert jax.device_get(sown["state"]) == jax.device_get(state)
+
+
+def test_padding_has_no_say_in_the_threshold():
+    module, p = layer(depth_routing__causal="threshold", depth_routing__capacity=0.25)
+    p, x_BTD = jax.tree.map(np.float32, p), activations()
+    real_BT = np.arange(LENGTH)[None] < np.linspace(2, LENGTH, ROWS)[:, None]
+    state = {"quantile": np.float32(0), "quantile_steps": np.int32(0)}
+    step = families.jit(functools.partial(train, module))
+    _, after = step({"params": p, "state": state}, x_BTD, real_BT.astype(np.int32))
+    falling = np.sort((x_BTD @ p["router"])[real_BT])[::-1]
+    above = len(falling) // 4
+    expected = 0.5 * (falling[above - 1] + falling[above])
+    np.testing.assert_allclose(after["quantile"], expected, rtol=1e-5)
 
 
 def test_a_threshold_in_training_is_held_against_top_k_too():
