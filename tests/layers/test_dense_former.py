@@ -9,6 +9,7 @@ import pytest
 from efx.errors import UsageError
 from efx.interop import hf_config
 from efx.layers.config import DenseFormerConfig
+from efx.layers.dense_former import StateAverage
 from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer, Stack
 
@@ -50,6 +51,18 @@ def test_at_first_it_is_the_plain_stack(changes):
         families.jit(dense.apply)({"params": params}, tokens_BT),
         families.jit(plain.apply)({"params": alike}, tokens_BT),
     )
+
+
+def test_an_average_in_bfloat16_is_rounded_once():
+    rng = np.random.default_rng(0)
+    alpha_J, x_JBTD = np.float32(rng.normal(size=9)), rng.normal(size=(9, 2, LENGTH, 32))
+    states = [jnp.asarray(x_BTD, jnp.bfloat16) for x_BTD in x_JBTD]
+    average = families.jit(
+        lambda states: StateAverage().apply({"params": {"alpha": alpha_J}}, states)
+    )
+    wide = average([x_BTD.astype(jnp.float32) for x_BTD in states])
+    same = average(states) == wide.astype(jnp.bfloat16)
+    assert np.mean(same) > 0.99
 
 
 @pytest.mark.parametrize("dilation, period", [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (7, 6)])

@@ -4,6 +4,7 @@ import dataclasses
 
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -196,6 +197,12 @@ def test_merging_increments_is_merging_states(kind):
     np.testing.assert_allclose(
         families.jit(lambda d: merge(kind, d))(np.float32(d)), merged - x, atol=1e-5
     )
+
+
+def test_channels_in_bfloat16_are_merged_in_float32():
+    d = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 30, 40)), jnp.bfloat16)
+    run = families.jit(lambda d: merge("softmax", d))
+    assert np.mean(run(d) == run(d.astype(jnp.float32)).astype(jnp.bfloat16)) > 0.99
 
 
 def test_every_so_manieth_block():

@@ -176,6 +176,16 @@ def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
     rows = [r for r in read_metrics(tmp_path / "straight") if "train/loss" in r]
     decided = np.array([r["router/decided_fraction"] for r in rows])
     assert np.all(decided[1:6] > 0.9) and np.all(np.abs(decided[7:] - 0.25) < 0.2)
+    shapes = {"state": models.unboxed_shapes(build.experiment(config).model)["state"]}
+    averages, _ = restore_params(
+        tmp_path / "straight" / CHECKPOINTS, shapes, collection=("variables",)
+    )
+    followed = [
+        int(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(averages)
+        if path[-1].key == "quantile_steps"
+    ]
+    assert followed == [6]  # the steps of the stage, all of them
     shutil.copytree(tmp_path / "straight", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / CHECKPOINTS / "12")
     run(tmp_path / "parts", config)
