@@ -111,6 +111,14 @@ def test_a_gate_multiplies_in_float32_under_bfloat16():
     assert np.all(np.abs(np.float64(y_CF) - exact_C1) <= 0.501 * step_C1)
 
 
+def test_affinities_are_of_float32_under_bfloat16():
+    rng = np.random.default_rng(0)
+    u_CD, gate_ED = jnp.asarray(rng.normal(size=(40, 64)), jnp.bfloat16), rng.normal(size=(3, 64))
+    run = families.jit(adapters.affinities)
+    wide_CE = run(u_CD.astype(jnp.float32), np.float32(gate_ED))
+    np.testing.assert_allclose(run(u_CD, np.float32(gate_ED)), wide_CE, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("kind", ["lora", "mlp"])
 def test_composition_is_the_papers(kind, top_k):

@@ -808,6 +808,24 @@ def test_blocks_are_numbered_through_both_streams():
     }
 
 
+@pytest.mark.parametrize(
+    "order, sublayers", [("self_first", 3), ("cross_first", 3), ("cross_only", 2)]
+)
+def test_residual_outputs_start_by_how_many_are_added_to_their_stream(order, sublayers):
+    model = make({"depth": 4, "encoder_depth": 2, "order": order})
+    added = {"encoder_0": 2 * 2, "encoder_1": 2 * 2, "decoder": sublayers * 4}
+    for path, spec in model.blocks().items():
+        expected = model.deviations.hidden / added[path.rpartition("/")[2]] ** 0.5
+        assert spec.block.std_out == pytest.approx(expected), path
+
+
+def test_a_block_without_rotary_positions_has_none_in_its_cross_attention():
+    model = make({"depth": 4, "positions": "rope", "attention.no_rope_every": 2})
+    decoders = [spec for path, spec in model.blocks().items() if path.endswith("decoder")]
+    turned = [{kind.attention.rope_theta > 0 for kind in s.kinds.values()} for s in decoders]
+    assert turned == [{True}, {False}] * 2
+
+
 def test_rotary_positions_have_no_table_and_no_end():
     """Nor anything that needs one by default; longer texts than in training have logits."""
     model = make({"positions": "rope"}, context=8)
