@@ -1,6 +1,7 @@
 """FLOPs, nominal and executed: against hand counts and the compiler; published sizes."""
 
 import functools
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -24,6 +25,18 @@ def test_primitives():
     # Scores and weighted values: 2 products of 2 * H FLOPs for each pair and head.
     assert flops.attention_scores(10, num_heads=3, head_dim=5) == 10 * 3 * 2 * 2 * 5
     assert flops.add([{"a": 1, "b": 2}, {"a": 10}]) == {"a": 11, "b": 2}
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 6])
+def test_pairs_of_some_tokens_are_the_mean_over_all_choices_of_them(window):
+    length = 6
+    for tokens in range(1, length + 1):
+        pairs = [
+            sum(0 <= q - k < (window or length) for q in chosen for k in chosen)
+            for chosen in itertools.combinations(range(length), tokens)
+        ]
+        mean = flops.thinned_pairs(tokens, length, window)
+        assert mean == pytest.approx(sum(pairs) / len(pairs)), tokens
 
 
 def test_jaxpr_count_by_hand():
@@ -160,6 +173,25 @@ def test_ledger_by_hand():
     assert model.ledger(16, "causal").nominal["mlp"] == (16 + 8) * per_token[1]
     more = 4 * sum(per_token) + (8 * 8 - 4 * 4) * 4 * 4 * 8
     assert flops.executed(model, 16, train=False) == sum(parts.values()) + more
+
+
+@pytest.mark.parametrize("kv_for_skipped", [False, True])
+def test_measured_shares_by_hand(kv_for_skipped):
+    """A block that computed 5 of 16 tokens and a tenth of the causal pairs; with the keys of all
+    tokens its queries see what is before them, whatever is computed of that."""
+    changes = {
+        "width": 32,
+        "attention.num_heads": 4,
+        "depth": 1,
+        "depth_routing.kind": "mod",
+        "depth_routing.every": 1,
+        "depth_routing.kv_for_skipped": kv_for_skipped,
+    }
+    model, causal = families.make(changes), 16 * 17 / 2
+    ledger = model.ledger(16, "causal", {"layers/block_0": (5 / 16, 0.1)}).nominal
+    pairs, keys = (5 / 16 * causal, 16) if kv_for_skipped else (0.1 * causal, 5)
+    assert ledger["attention_scores"] == pytest.approx(pairs * 4 * 32)
+    assert ledger["attention_projections"] == pytest.approx(2 * 32 * 2 * 32 * (5 + keys))
 
 
 def test_routing_saves_what_the_paper_says():
