@@ -109,6 +109,7 @@ class Data:
         self.fingerprint = key
         self._config, self._streams, self._packings = config, streams, {}
         self._spans, self._text_bytes = spans or {}, text_bytes or {}
+        self._bytes_per_token = {}
         # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
         # common (grain derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
@@ -194,24 +195,31 @@ class Data:
         stand for no bytes. If the tokenizer does not know the bytes of an id, the bytes of the
         whole split are counted.
         """
-        stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
         scored = self.scored_tokens(split)
+        # Every evaluation asks, and devices would wait until all of a long split is counted.
+        if (split, scored) not in self._bytes_per_token:
+            self._bytes_per_token[split, scored] = self._scored_bytes(split) / scored
+        return self._bytes_per_token[split, scored]
+
+    def _scored_bytes(self, split):
+        """Bytes of text that the scored tokens of `split` stand for together."""
+        stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
         if lengths is None:
             if split in self._text_bytes:
-                return self._text_bytes[split] / scored
+                return self._text_bytes[split]
             texts = (
                 self.tokenizer.decode(array[i : i + (1 << 20)])
                 for array in stream.arrays()
                 for i in range(0, len(array), 1 << 20)
             )
-            return sum(len(t.encode("utf-8", "replace")) for t in texts) / scored
+            return sum(len(t.encode("utf-8", "replace")) for t in texts)
         if not self._config.packing:
-            return count_bytes(stream, lengths, start=1) / scored
+            return count_bytes(stream, lengths, start=1)
         total = count_bytes(stream, lengths)
         if self.tokenizer.eot is None:  # then nothing predicts a document's first token
             firsts = stream.windows(self.documents(split)[:, 0], 1)
             total -= int(lengths[firsts].sum())
-        return total / scored
+        return total
 
     def train_iterator(self, start_step=0, rows=None):
         """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""

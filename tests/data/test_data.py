@@ -275,6 +275,20 @@ def test_bytes_per_token(folder, tmp_path):
             assert data.bytes_per_token(split) == pytest.approx(expected)
 
 
+def test_bytes_are_counted_once(letters, tmp_path, monkeypatch):
+    """Every evaluation asks for them, and a long split takes seconds."""
+    count, counted = pipeline.count_bytes, []
+
+    def spy(*arguments, **options):
+        counted.append(count(*arguments, **options))
+        return counted[-1]
+
+    monkeypatch.setattr(pipeline, "count_bytes", spy)
+    data = open_data(make_config(f"text:{letters}", tmp_path))
+    found = [data.bytes_per_token(split) for split in ("eval", "eval", "train", "eval")]
+    assert len(counted) == 2 and found[0] == found[1] == found[3]
+
+
 def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
     library = pytest.importorskip("tokenizers")
     inner = library.Tokenizer(library.models.WordLevel({"é": 0, "b": 1, "?": 2}, unk_token="?"))
