@@ -290,10 +290,14 @@ class _Program:
         return logits_BV[..., : self.model.vocab_size]
 
 
+_compiled_for = set()  # (decode, mesh) of what `_compiled` gives, once it is compiled
+
+
 @functools.cache
 def _compiled(program, shapes, is_split):
-    """(prefill of first tokens, a function that gives the prefill of others, decode, shapes of what
-    they work on: the cache, and the features of each row's last token). Equal programs share them.
+    """(prefill of first tokens, a function that gives the prefill of others, decode, one that makes
+    what they work on: the cache, and the features of each row's last token). Equal programs share
+    them.
 
     Args:
       shapes: of the variables, as (leaves, structure).
@@ -302,7 +306,7 @@ def _compiled(program, shapes, is_split):
     if is_split:
         functions = program.first(), program.prefill, program.decode
         first, prefill, decode = map(_jitted, functions)
-        return first, lambda: prefill, decode, program.room()
+        return first, lambda: prefill, decode, _maker(program.room())
 
     variables = jax.tree.unflatten(shapes[1], shapes[0])
 
@@ -318,7 +322,16 @@ def _compiled(program, shapes, is_split):
     arguments, _ = jax.tree.unflatten(decode.in_tree, decode.in_avals)
     # One with kernels is not kept: JAX does not write down those of all libraries.
     first = _jitted(program.first()) if program.two_prefills else prefill()
-    return first, prefill, _jitted(decode.call), arguments[1:3]
+    return first, prefill, _jitted(decode.call), _maker(arguments[1:3])
+
+
+def _maker(shapes):
+    """A function that makes arrays of these shapes where they are wanted: nothing is sent."""
+
+    def zeros():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=PartitionSpec())
 
 
 def _jitted(function):
@@ -446,21 +459,17 @@ class _Run:
         self.counts = {
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
-        with self.timed("compile"):  # if need be; no rows, and finished rows, change nothing
-            self.prefill_first, self.prefill, self.decode_loop, shapes = self._call(
+        with self.timed("compile"):
+            self.prefill_first, self.prefill, self.decode_loop, make_room = self._call(
                 _compiled, self.program, _shapes(self.variables), self.is_split
             )
-            # Room for what they work on, not empty yet. To put zeros of the host on devices of
-            # several processes would be to compare them first, which gathers those of all.
-            everywhere = sharding.replicated(self.mesh)
-            self.cache, self.last_BD = jax.tree.map(
-                lambda x: jax.make_array_from_callback(
-                    x.shape, everywhere, lambda _: np.zeros(x.shape, x.dtype)
-                ),
-                shapes,
-            )
-            self.read({})
-            self.decode(np.ones(sampler.batch_size, bool), 0, 0)
+            # For what they work on, not empty yet. It may be gigabytes on every device.
+            self.cache, self.last_BD = self._call(make_room)
+            # No rows, and finished rows, change nothing, and take the time of a prompt.
+            if (self.decode_loop, self.mesh) not in _compiled_for:
+                self.read({})
+                self.decode(np.ones(sampler.batch_size, bool), 0, 0)
+                _compiled_for.add((self.decode_loop, self.mesh))
 
     def take_variables(self, texts):
         """The variables for these texts, from now on."""

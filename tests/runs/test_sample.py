@@ -1,6 +1,7 @@
 """Sampling: what is drawn, when it ends, what is compiled, what is reported."""
 
 import functools
+import tracemalloc
 
 import families
 import jax
@@ -378,12 +379,13 @@ def compiled():
 
 
 def test_everything_is_compiled_once(compiled):
-    """Prefill and decode: whatever the prompts, seeds, settings and parameters."""
+    """Prefill, decode and what makes room for them: whatever the prompts, seeds, settings and
+    parameters."""
     other = jax.device_put(jax.tree.map(lambda x: x * 1.01, build()[1]), jax.devices()[0])
     before = compiled()
     sampler = sample.Sampler(build()[0], batch_size=2, cache_size=20, top_p=0.9)
     make(sampler, [prompt(1), prompt(3)])
-    assert compiled() - before == 2
+    assert compiled() - before == 3
     for top_k in (0, 3):
         options = dict(cache_size=20, temperature=0.7, top_k=top_k)
         sampler = sample.Sampler(build()[0], batch_size=2, **options)
@@ -391,7 +393,33 @@ def test_everything_is_compiled_once(compiled):
             prompts = [prompt(length) for length in lengths]
             make(sampler, prompts, n=30, seeds=[5, 6])
             make(sampler, prompts, n=7, params=other)
-    assert compiled() - before == 2
+    assert compiled() - before == 3
+
+
+def test_programs_are_compiled_by_one_run_of_a_sampler(monkeypatch):
+    """Those after it do not process a prompt of nothing first."""
+    make(greedy(), [prompt(4)], n=3)
+    read, texts_read = sample._Run.read, []
+
+    def spy(run, texts):
+        texts_read.append(texts)
+        read(run, texts)
+
+    monkeypatch.setattr(sample._Run, "read", spy)
+    assert make(greedy(), [prompt(4)], n=3) == [reference(prompt(4), 3)]
+    assert texts_read == [{0: prompt(4)}]
+
+
+def test_no_cache_comes_from_the_host():
+    """Of a large model it would be gigabytes, sent to each device whenever a run samples."""
+    sampler = sample.Sampler(build()[0], batch_size=64, temperature=0.0)
+    prompts = [prompt(4)] * 64
+    rows = make(sampler, prompts, n=3)
+    tracemalloc.start()
+    assert make(sampler, prompts, n=3) == rows
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < sampler.stats["cache_bytes"] / 4
 
 
 # ---- on a mesh ---------------------------------------------------------------------------------
