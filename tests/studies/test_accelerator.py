@@ -292,6 +292,13 @@ def without_windows(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale):
     return attend.attend(q_BTNH, k_BSKH, v_BSKH, kernel="xla", **options)
 
 
+def test_products_are_timed_alone():
+    """A loop over them copied each result, which took time of its own."""
+    x = jnp.ones((64, 64))
+    compiled = accelerator_parts.chain.lower(x, x, 3).compile().as_text()
+    assert " copy(" not in compiled and " while(" not in compiled
+
+
 def test_a_kernel_that_is_wrong_somewhere_is_found(call, monkeypatch):
     def reason(case):
         if case.softcap:
