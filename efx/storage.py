@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 
 from efx.errors import UsageError, extra
@@ -175,7 +176,7 @@ class Mirror:
         self._run_folder, self._names = run_folder, names
         self.path = run_folder
         self._uploaded = {}  # relative name: (size, time) of the local file
-        self._next = 0.0
+        self._next, self._beside = 0.0, None  # when an upload is due, and the last that was
 
     def __enter__(self):
         if is_remote(self._run_folder):
@@ -195,16 +196,33 @@ class Mirror:
             self._uploaded[name] = _identity(target)
 
     def upload(self, if_due=False):
-        """if_due: only if the last upload is a minute ago, and the next one will do if it fails."""
+        """if_due: only if the last upload is a minute ago, beside what the caller does meanwhile,
+        and the next one will do if it fails."""
         if self.path == self._run_folder or (if_due and time.monotonic() < self._next):
             return
+        if if_due and self._beside and self._beside.is_alive():
+            return
         self._next = time.monotonic() + _UPLOAD_SECONDS
+        if if_due:
+            self._beside = threading.Thread(target=self._upload_or_warn, daemon=True)
+            self._beside.start()
+            return
+        self.wait()
+        try:
+            self._upload()
+        except Exception as error:  # see `_opened`
+            raise unreachable(self._run_folder, error) from error
+
+    def wait(self):
+        """Waits until no upload is under way, which would miss files that go."""
+        if self._beside:
+            self._beside.join()
+
+    def _upload_or_warn(self):
         try:
             self._upload()
         except Exception as error:  # see `_opened`
             problem = unreachable(self._run_folder, error)
-            if not if_due:
-                raise problem from error
             print(f"efx: warning: {problem}", file=sys.stderr, flush=True)
 
     def _upload(self):

@@ -680,6 +680,7 @@ class _Launch:
         if self.profile is None:
             return
         jax.block_until_ready(self.state)
+        self.mirror.wait()
         self.profile.end()
         count, self.profile = self.step - self.profile.step, None
         steps = f"{count} step{'s' * (count != 1)}"

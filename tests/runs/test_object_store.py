@@ -261,6 +261,7 @@ def test_an_upload_that_fails(objects, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             patch.setattr(object_store, "put", None)
             mirror.upload(if_due=True)
+            mirror.wait()
             said = capsys.readouterr().err
             assert said.startswith(
                 "efx: warning: gs://bucket/runs/mirrored cannot be reached: Type"
@@ -276,6 +277,30 @@ def test_an_upload_that_fails(objects, monkeypatch, capsys):
         "bucket/runs/mirrored/samples/step_1.txt": b"old",
         "bucket/runs/mirrored/metrics.jsonl": b"rows",
     }
+
+
+def test_an_upload_that_takes_long(objects, monkeypatch):
+    """Training goes on beside it; one that has to be done waits for it and adds what is new."""
+    run_folder, put = storage.folder("gs://bucket/runs/slow"), object_store.put
+    begun, may_end, waited = threading.Event(), threading.Event(), []
+
+    def slow(name, data):
+        begun.set()
+        waited.append(may_end.wait(5))
+        return put(name, data)
+
+    monkeypatch.setattr(object_store, "put", slow)
+    with storage.Mirror(run_folder, ()) as mirror:
+        (mirror.path / "metrics.jsonl").write_text("one\n")
+        mirror.upload(if_due=True)
+        assert begun.wait(5)
+        (mirror.path / "metrics.jsonl").write_text("one\ntwo\n")
+        monkeypatch.setattr(mirror, "_next", 0.0)
+        mirror.upload(if_due=True)  # not beside another one
+        may_end.set()
+        mirror.upload()
+        assert waited == [True, True]
+        assert objects["bucket/runs/slow/metrics.jsonl"][0] == b"one\ntwo\n"
 
 
 def test_a_bucket_that_processes_share(objects, monkeypatch):
