@@ -188,9 +188,13 @@ class Answering:
                 (length, of_length[i : i + self.batch_size])
                 for i in range(0, len(of_length), self.batch_size)
             ]
+        begun = (
+            (indices, self._begun(length, [rows[i] for i in indices]))
+            for length, indices in progress(batches)
+        )
         found = [None] * len(rows)
-        for length, indices in progress(batches):
-            scored = self._batch(length, [rows[i] for i in indices])
+        for indices, arrays in _one_ahead(begun):
+            scored = self._finished([rows[i] for i in indices], arrays)
             for i, score in zip(indices, scored, strict=True):
                 found[i] = score
         return found
@@ -204,8 +208,8 @@ class Answering:
             )
         return [*context, *continuation][-self.max_length - 1 :], len(continuation)
 
-    def _batch(self, length, rows):
-        """The scores of up to `batch_size` rows."""
+    def _begun(self, length, rows):
+        """What `_score` gives of up to `batch_size` rows, on the devices."""
         shape = self.batch_size, length
         tokens_BT, targets_BT = np.zeros((2, *shape), np.int32)
         positions_BT, scored_BT = np.full(shape, -1, np.int32), np.zeros(shape, bool)
@@ -216,9 +220,11 @@ class Answering:
         batch = dict(tokens=tokens_BT, targets=targets_BT, positions=positions_BT, scored=scored_BT)
         local = {name: x[self._placement.rows] for name, x in batch.items()}
         with sharding.use(self.mesh, self.rules):
-            logprob_BT, greedy_B, (routed, computed) = jax.device_get(
-                self._scored(self.variables, self._placement(local))
-            )
+            return self._scored(self.variables, self._placement(local))
+
+    def _finished(self, rows, arrays):
+        """The scores of rows by what `_begun` gave."""
+        logprob_BT, greedy_B, (routed, computed) = jax.device_get(arrays)
         logprob_B = np.sum(logprob_BT, axis=1, dtype=np.float64)
         computed_B = np.broadcast_to(computed, len(logprob_B))
         for b, (tokens, _) in enumerate(rows):
@@ -348,6 +354,16 @@ class Answering:
             of_row = {name: int(count_B[b]) for name, count_B in stats["routed_by_row"].items()}
             flops = self.cost(n, of_row, int(computed_B[b]))
             yield Text(until_first(self.tokenizer.decode(ids), until), n, flops)
+
+
+def _one_ahead(begun):
+    """What an iterator begins, each when the one after it has begun too: that is what devices
+    compute while the host looks at this one."""
+    before = []
+    for one in begun:
+        yield from before
+        before = [one]
+    yield from before
 
 
 def until_first(text, stops):

@@ -113,6 +113,28 @@ def test_what_is_too_long_loses_its_beginning():
         answering(model, params, devices=2, batch_size=3)
 
 
+def test_devices_have_the_next_batch_while_one_is_read(monkeypatch):
+    model, params = families.build("llama_options"), families.params_of("llama_options")
+    asked, events, get = answering(model, params, batch_size=1), [], jax.device_get
+    scored = asked._scored
+
+    def begin(*arguments):
+        events.append("begun")
+        return scored(*arguments)
+
+    def read(arrays):
+        events.append("read")
+        return get(arrays)
+
+    monkeypatch.setattr(asked, "_scored", begin)
+    monkeypatch.setattr(jax, "device_get", read)
+    requests = [([1, 2], [3, 4]), ([1], [5]), ([2], [6, 7, 8])]
+    together = asked.scores(requests)
+    assert events == ["begun", "begun", "read", "begun", "read", "read"]
+    assert together == [asked.scores([request])[0] for request in requests]
+    assert asked.scores([]) == []
+
+
 def test_which_models_have_room_for_a_share_of_a_row():
     for name, expected in (
         ("adapter", False), ("adapter_inclusion", True), ("latent_moe", True), ("recursion", True),
