@@ -1,6 +1,7 @@
 """The transformer block, and the parts that blocks are built from."""
 
 from functools import partial
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -23,6 +24,8 @@ class Block(nn.Module):
     """
 
     config: BlockConfig
+
+    writes_as_it_goes: ClassVar[bool] = False
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):

@@ -295,6 +295,8 @@ class SharedStack(nn.Module):
 
     layers: tuple[nn.Module, ...]
 
+    writes_as_it_goes: ClassVar[bool] = True
+
     @property
     def config(self):
         return self.layers[0].spec.block

@@ -136,10 +136,11 @@ def decoder_block(x_TD, all_SD, p, c, e_TD, **at):
             soft_at = dict(q_at=q_at) if cross else at
             return delta_TD + channels(d_TD, read_SD, p["soft"], c, cross, **soft_at)
         if sublayer == "s":
-            # Keys of the computed tokens are of what they are here, those of all tokens of what
+            # Keys of the computed tokens are of what they are here, those of the others of what
             # enters the block.
-            whole = len(all_SD) > len(x_TD)
-            delta_TD = delta_TD + self_attention(d_TD, all_SD if whole else d_TD, p, c, **at)
+            read_SD = all_SD.copy()
+            read_SD[np.isin(at["k_at"], q_at)] = d_TD
+            delta_TD = delta_TD + self_attention(d_TD, read_SD, p, c, **at)
         else:
             q_TD, kv_SD = norm(d_TD, p["norm_cross"]), norm(e_TD, p["norm_encoder"])
             heads = heads_of(c, True)
@@ -317,6 +318,33 @@ def test_parts_of_the_decoder_family_are_the_formulas(changes):
     """Rotary positions, fewer keys, averages, soft experts and routing, in both streams."""
     changes = {"depth": 3, **changes}
     check_forward(changes, make(changes).config.reads, seed=1)
+
+
+@pytest.mark.parametrize("kv_for_skipped", [False, True])
+@pytest.mark.parametrize("order", ["self_first", "cross_first"])
+def test_full_capacity_and_gate_one_is_the_dense_model(order, kv_for_skipped):
+    """Whatever self-attention comes after, keys of a computed token are of the same state."""
+    changes = {"depth": 2, "cross_source": "same_layer", "order": order}
+    routed = make(
+        {
+            **changes,
+            "depth_routing.kind": "mod",
+            "depth_routing.every": 1,
+            "depth_routing.capacity": 1.0,
+            "depth_routing.gate": "one",
+            "depth_routing.kv_for_skipped": kv_for_skipped,
+        }
+    ).clone(selection="train")
+    params, tokens_BT = families.random_params(routed), families.tokens(batch=2)
+    dense = families.jit(make(changes).apply)({"params": without_routers(params)}, tokens_BT)
+    result = families.jit(routed.apply)({"params": params}, tokens_BT)
+    np.testing.assert_allclose(result, dense, rtol=0, atol=1e-4)
+
+
+def without_routers(tree):
+    """The parameters of the same model whose blocks compute all tokens."""
+    inner = {name: leaf for name, leaf in tree.items() if name != "router"}
+    return {k: without_routers(v) if isinstance(v, dict) else v for k, v in inner.items()}
 
 
 def test_orders_and_sources_differ():

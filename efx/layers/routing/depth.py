@@ -38,7 +38,8 @@ class DepthRouted(nn.Module):
     into `quantiles.COLLECTION`; of a control that is drawn once, it holds the seed.
 
     Attributes:
-      make_block: constructor of the block, a module (x, info, context=None) -> increment.
+      make_block: constructor of the block, a module (x, info, context=None) -> increment. With
+        `writes_as_it_goes`, what it keeps of a token that it computes is not made of x alone.
       capacity: share of the sequence that is routed.
       make_skip_mlp: constructor of the skip MLP, a module x -> increment, or None.
       shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
@@ -253,9 +254,9 @@ class DepthRouted(nn.Module):
             written = inside.with_cache(access="write")
             if self.shared is None:
                 inside = inside.with_cache(access="read")
-            else:
-                # What a token that is computed writes in a layer comes of the layer before: it
-                # writes that as it goes, and here are the others.
+            if self.block.writes_as_it_goes:
+                # What a token that is computed writes comes of the layer, or of the attention,
+                # before: it writes that as it goes, and here are the others.
                 skipped_BT = jnp.where(run_BT, -1, info.tokens.positions_BT)
                 written = written.with_tokens(positions_BT=skipped_BT)
             self.block(x_BTD, written)

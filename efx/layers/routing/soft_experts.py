@@ -13,6 +13,7 @@ batched product. In arrays they are the axis X, in logical axes "expert".
 
 import dataclasses
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,8 @@ class SoftBlock(nn.Module):
 
     config: BlockConfig
     norm_context: str = "norm_attention"
+
+    writes_as_it_goes: ClassVar[bool] = False
 
     @nn.compact
     def __call__(self, x_BTD, info, context=None):

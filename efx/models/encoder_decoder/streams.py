@@ -109,21 +109,32 @@ class DecoderBlock(nn.Module):
     def config(self):
         return self.spec.block
 
+    @property
+    def writes_as_it_goes(self):
+        """See `DepthRouted`. Self-attention that comes second reads another state than d."""
+        return "self" in ATTENTIONS[self.spec.order][1:]
+
     @nn.compact
     def __call__(self, d_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info): what self-attention attends over instead."""
+        """`context` = (tokens [B, S, D], their info, the plan by which d was taken from them): what
+        self-attention attends over instead."""
         infos, contexts = {"self": info, "cross": info}, {"self": context, "cross": info.encoder}
         if info.decode:
             # Cross-attention keeps keys and values of all tokens. Self-attention, unless it does so
             # too, keeps those of the computed tokens, as they are computed.
             infos["cross"] = info.with_cache(kv_size=info.encoder[1].cache.size)
-            if not info.cache.kv_size:
+            if info.access == "write":
+                infos["cross"] = infos["cross"].replace(tokens=info.encoder[1].tokens)
+            if not info.cache.kv_size or (self.writes_as_it_goes and info.access == "read"):
                 infos["self"] = info.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
 
         for kind, block in self.spec.kinds.items():
             if info.access != "write":
                 read_BTD = after_attention(self.config, d_BTD, delta_BTD)
+                if context is not None and self.writes_as_it_goes:
+                    # Computed tokens have read the encoder by then, the others are what they were.
+                    contexts["self"] = context[2].put(context[0], read_BTD), context[1]
                 y_BTD = self._attend(kind, block, read_BTD, infos[kind], contexts[kind])
                 delta_BTD = delta_BTD + y_BTD
             elif infos[kind].access == "write":
