@@ -379,27 +379,82 @@ def test_causal_decision_is_the_formula():
     )
 
 
+def np_model(model, p, tokens_T, size_of):
+    """Logits of one sequence; `size_of`: of a routed layer's spec, how many tokens it computes."""
+    length, x_TD = len(tokens_T), p["embed"]["embedding"][tokens_T]
+    if model.config.positions == "learned":
+        x_TD = x_TD + p["positions_embed"]["embedding"][:length]
+    for i, spec in enumerate(model.specs()):
+        block = {"router": np.zeros(model.config.width), **p["layers"][f"block_{i}"]}
+        routed_T, gate = np.ones(length, bool), "one"
+        if spec.routing is not None:
+            routed_T = np_topk(x_TD @ block["router"], size_of(spec))
+            gate = spec.routing.gate
+        x_TD = np_layer(x_TD, block, spec, routed_T, np.arange(length), gate)
+    x_TD = norm(x_TD, p["norm_final"], model.config.norm, model.config.norm_eps)
+    table = p["embed"]["embedding"].T if model.config.tied else p["head"]["kernel"]
+    return (x_TD @ table)[:, : model.vocab_size]
+
+
 @pytest.mark.parametrize("name", ["mod", "mod_options", "mod_capacity_list"])
 def test_model_is_the_formula(name):
     """A whole decoder, with RoPE or learned positions, routed by top-k."""
     model, p = families.build(name), jax.tree.map(np.float64, families.params_of(name))
     tokens_BT = families.tokens()
     logits_BTV = families.logits_of(name, tokens_BT, "train")
-    length = tokens_BT.shape[1]
+
+    def size_of(spec):
+        return plans.capacity(spec.capacity, tokens_BT.shape[1])
+
     for b in range(2):
-        x_TD = p["embed"]["embedding"][tokens_BT[b]]
-        if model.config.positions == "learned":
-            x_TD = x_TD + p["positions_embed"]["embedding"][:length]
-        for i, spec in enumerate(model.specs()):
-            block = {"router": np.zeros(model.config.width), **p["layers"][f"block_{i}"]}
-            routed_T, gate = np.ones(length, bool), "one"
-            if spec.routing is not None:
-                size = plans.capacity(spec.capacity, length)
-                routed_T, gate = np_topk(x_TD @ block["router"], size), spec.routing.gate
-            x_TD = np_layer(x_TD, block, spec, routed_T, np.arange(length), gate)
-        x_TD = norm(x_TD, p["norm_final"], model.config.norm, model.config.norm_eps)
-        table = p["embed"]["embedding"].T if model.config.tied else p["head"]["kernel"]
-        np.testing.assert_allclose(logits_BTV[b], (x_TD @ table)[:, : model.vocab_size], atol=1e-3)
+        expected_TV = np_model(model, p, tokens_BT[b], size_of)
+        np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=1e-3)
+
+
+def test_packed_documents_and_the_gradient_are_the_formulas():
+    """Each document is computed alone, with its part of the room of the row, [ceil(c s), ceil(c e))
+    for the places [s, e); the gradient in a direction is what small steps along it give."""
+    model, params = families.build("mod_options"), families.params_of("mod_options")
+    model, length = model.clone(selection="train"), families.LENGTH
+    documents = [(0, 0, 11), (0, 11, 16), (0, 16, 32), (1, 0, 3), (1, 3, 23)]  # row, places
+    tokens_BT, rng = np.asarray(families.tokens(batch=2)), np.random.default_rng(0)
+    positions_BT, segments_BT = np.zeros((2, 2, length), np.int32)
+    for number, (row, start, end) in enumerate(documents, 1):
+        positions_BT[row, start:end], segments_BT[row, start:end] = np.arange(end - start), number
+    weight_BTV = np.where(
+        segments_BT[..., None] > 0, rng.normal(size=(2, length, families.VOCAB)), 0
+    )
+
+    @families.jit
+    def run(params):
+        def total(params):
+            logits = model.apply({"params": params}, tokens_BT, positions_BT, segments_BT)
+            return jnp.sum(logits[..., : families.VOCAB] * weight_BTV.astype(np.float32)), logits
+
+        return jax.grad(total, has_aux=True)(params)
+
+    def formula(p):
+        """[(place of a document, its logits)]"""
+        for row, start, end in documents:
+
+            def size_of(spec, start=start, end=end):
+                return plans.share(spec.capacity, end) - plans.share(spec.capacity, start)
+
+            places = row, slice(start, end)
+            yield places, np_model(model, p, tokens_BT[places], size_of)
+
+    gradient, logits_BTV = jax.device_get(run(params))
+    p = jax.tree.map(np.float64, params)
+    for places, expected_TV in formula(p):
+        np.testing.assert_allclose(logits_BTV[places], expected_TV, atol=1e-3)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape), p)
+
+    def along(step):
+        moved = jax.tree.map(lambda x, d: x + step * d, p, direction)
+        return sum(np.sum(weight_BTV[places] * y_TV) for places, y_TV in formula(moved))
+
+    slope = sum(map(np.vdot, jax.tree.leaves(gradient), jax.tree.leaves(direction)))
+    np.testing.assert_allclose(slope, (along(1e-6) - along(-1e-6)) / 2e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
