@@ -87,7 +87,11 @@ def control(selection):
 
 
 def get_grid(part="all"):
-    parts = {"all": _all, "largest": _largest, "three": _three, "rates": _rates}
+    return part_of({"all": _all, "largest": _largest, "three": _three, "rates": _rates}, part)
+
+
+def part_of(parts, part):
+    """What the function of a part gives: what `FILE.py:PART` names."""
     if part not in parts:
         raise UsageError(f"part {part!r}: expected {', '.join(parts)}")
     return parts[part]()

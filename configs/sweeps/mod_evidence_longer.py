@@ -18,7 +18,6 @@ does. Twenty minutes.
 """
 
 from efx.configs.sweeps import mod_evidence
-from efx.errors import UsageError
 
 DENSE = mod_evidence.DENSE
 LONGER = 4 * mod_evidence.LARGEST
@@ -26,9 +25,7 @@ LONGER = 4 * mod_evidence.LARGEST
 
 def get_sweep(part="longer"):
     parts = {"longer": _longer, "seeds": _seeds, "dense": _dense}
-    if part not in parts:
-        raise UsageError(f"part {part!r}: expected {', '.join(parts)}")
-    return parts[part]() | dict(
+    return mod_evidence.part_of(parts, part) | dict(
         config="mod", equal="", columns={"a repeat gains (nats)": "eval/repeated/gain"}
     )
 
