@@ -8,7 +8,7 @@ small width serves a large one. Relative to `base_width`:
     output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
                          (`mup.zero_head`)
     attention            scores / H in place of / sqrt(H), unless `mup.attention` says otherwise
-    embeddings, vectors  as they are
+    embeddings, vectors  as they are (memory tokens and first latents of the latent family too)
 Routers and gates (of depth, of experts, of adapters; the last layer of a predictor) are output
 layers, whose outputs stay as few as they are: one number, or one for each expert. Decoupled weight
 decay keeps its strength, lr * weight_decay.

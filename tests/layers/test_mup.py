@@ -108,6 +108,28 @@ def test_both_streams_of_an_encoder_decoder_follow_the_width():
     np.testing.assert_allclose(logits[0], logits[1] / 4.0, atol=1e-5)
 
 
+def test_learned_vectors_of_the_latent_family_start_as_embeddings():
+    """Memory tokens and the first group's latents enter blocks as a token's embedding does, so they
+    keep their size whatever the width is, while hidden matrices shrink."""
+    changes = {
+        "family": "latent", "group_size": 8, "latents": (4, 2), "level_widths": (32, 64),
+        "width": 128, "depth": 1, "attention.num_heads": 4, "level_heads": (4, 4),
+        "memory_local": 8, "memory_global": 8, "init_std": 0.02, "mup.base_width": 8,
+    }  # fmt: skip
+    params = optim.param_paths(families.initial(families.make(changes))["params"])
+    learned = [path for path in params if path.endswith(("_local", "_global", "first"))]
+    # Of two levels, twice, local and global memory; first latents of the decoder's; the stack's.
+    assert len(learned) == 2 * (2 + 2) + 2 + 1
+    for path in learned:
+        assert np.std(params[path]) == pytest.approx(0.02, rel=0.2), path
+    square = [path for path in params if path.endswith("/query/kernel")]
+    square = [path for path in square if len(set(params[path].shape)) == 1]
+    assert {params[path].shape[0] for path in square} == {32, 64, 128}
+    for path in square:
+        expected = 0.02 * (8 / params[path].shape[0]) ** 0.5
+        assert np.std(params[path]) == pytest.approx(expected, rel=0.1), path
+
+
 def updates(changes, base, value=0.25):
     """{path: update of the first step, divided by the rate} of gradients of 1."""
     model = families.make({**SMALL, "mup.base_width": base, "tied": False})

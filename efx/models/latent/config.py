@@ -312,6 +312,7 @@ def levels(c, dtype, encoder):
                 inner_width=c.level_widths[inner],
                 local_blocks=local_blocks[i - 1],
                 global_blocks=global_blocks[i - 1],
+                std_table=deviations(c, level).table,
             )
         )
     return result

@@ -43,6 +43,7 @@ class LevelConfig:
       inner, inner_width: P and D of the level that lies nearer to the tokens (encoder) or nearer
         to the latent stack (decoder): what the level reads.
       local_blocks, global_blocks: how many of each.
+      std_table: standard deviation that memory tokens and first latents start from.
     """
 
     model: object
@@ -54,6 +55,7 @@ class LevelConfig:
     inner_width: int
     local_blocks: int
     global_blocks: int
+    std_table: float
 
     @property
     def runs(self):
@@ -94,13 +96,17 @@ def if_any(wanted, stack, x_BTD, info):
     )[1]
 
 
-def memory_tokens(module, name, count, c):
-    """Learned tokens [1, count, D] of the module, or None. c: `BlockConfig`."""
+def memory_tokens(module, name, count, block, std):
+    """Learned tokens [1, count, D] of the module, or None.
+
+    block: the `BlockConfig` of those that read them. std: what they start from, that of an
+    embedding's rows, since they enter as those do.
+    """
     if not count:
         return None
-    init = nn.initializers.normal(c.std)
-    memory_CD = parameter(module, name, init, (count, c.width), ("position", "table"))
-    return memory_CD.astype(c.dtype)[None]
+    init = nn.initializers.normal(std)
+    memory_CD = parameter(module, name, init, (count, block.width), ("position", "table"))
+    return memory_CD.astype(block.dtype)[None]
 
 
 def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
@@ -161,7 +167,7 @@ class LevelBlocks(nn.Module):
         memory, infos = {}, {}
         for kind in dict(c.runs):
             block, count, info, memory_info = kinds[kind]
-            memory[kind] = memory_tokens(self, f"memory_{kind}", count, block)
+            memory[kind] = memory_tokens(self, f"memory_{kind}", count, block, c.std_table)
             infos[kind] = with_mask_input(
                 make_mask_input(block, f"mask_input_{kind}"),
                 rows(kind),
@@ -292,7 +298,7 @@ class Upsample(nn.Module):
         """`latents` and `view` are the views of levels i and i - 1."""
         c, b = self.config, self.config.block
         linear = _wider(b, c.inner_width, "linear")
-        early, init = c.places - c.inner, nn.initializers.normal(b.std)
+        early, init = c.places - c.inner, nn.initializers.normal(c.std_table)
         first_PD = parameter(self, "first", init, (early, c.inner_width), ("position", "table"))
         z, first_PD = linear(y), linear(first_PD.astype(b.dtype))
         index = repeat_index(c.places, c.inner, c.model.repeat)

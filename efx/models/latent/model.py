@@ -61,7 +61,10 @@ class Latent(LanguageModel):
             self.head = self.output_layer(std.head)
         # The latent stack, and what stands before it.
         block = self.stack_block()
-        self.memory = LatentMemory(block, c.memory_global) if c.memory_global else None
+        self.memory = None
+        if c.memory_global:
+            std_table = config.deviations(c, len(c.latents)).table
+            self.memory = LatentMemory(block, c.memory_global, std_table)
         self.dropout_embedding = None
         if c.dropout.learned:
             self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
@@ -249,10 +252,11 @@ class LatentMemory(nn.Module):
 
     block: object
     count: int
+    std: float
 
     @nn.compact
     def __call__(self, batch):
-        memory_BCD = groups.memory_tokens(self, "memory_global", self.count, self.block)
+        memory_BCD = groups.memory_tokens(self, "memory_global", self.count, self.block, self.std)
         return broadcast(memory_BCD, (batch, *memory_BCD.shape[1:]))
 
 
