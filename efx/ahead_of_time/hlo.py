@@ -580,6 +580,8 @@ def _read(inner, array):
             total += user.bytes
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == array.name:
             total += 0
+        elif user.opcode == "scatter" and user.operands[0] == array.name:
+            total += inner.operand(user, 2).bytes  # the rows that it changes
         elif user.opcode == "bitcast":
             total += _read(inner, user)
         else:
@@ -592,4 +594,13 @@ def _written(inner, result):
         result = inner.operand(result, 0)
     if result.opcode == "dynamic-update-slice":
         return inner.operand(result, 1).bytes
+    if result.opcode == "scatter" and _comes_in(inner, inner.operand(result, 0)):
+        return inner.operand(result, 2).bytes
     return result.bytes
+
+
+def _comes_in(inner, array):
+    """Whether an array is one that a fusion is given, and so can be updated where it lies."""
+    while array.opcode == "bitcast":
+        array = inner.operand(array, 0)
+    return array.opcode == "parameter"

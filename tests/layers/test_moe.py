@@ -273,7 +273,7 @@ def test_an_expert_picks_exactly_its_places(places, monkeypatch):
     plans = []
     monkeypatch.setattr(
         "efx.layers.routing.moe._compute",
-        lambda start, x, weight, plan, experts: plans.append(plan) or start,
+        lambda start, x, best, weight, plan, experts: plans.append(plan) or start,
     )
 
     @families.jit

@@ -174,9 +174,12 @@ def test_first_plan_takes_the_first(selected_BT, x_BT):
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_gradients_of_a_weighed_sum_are_those_of_its_definition(weighs):
-    """Places that repeat and places past the end; y may be narrower than what it is added to."""
+    """Places that several experts have and places past the end; y may be narrower than what it is
+    added to."""
     rng = np.random.default_rng(0)
-    indices_EBC = rng.integers(0, 7, (3, 2, 4)).astype(np.int32)  # of 5 places
+    indices_EBC = np.sort(
+        rng.permuted(np.tile(np.int32(np.arange(7)), (3, 2, 1)), axis=-1)[..., :4]
+    )
     hit_EBCT = np.float32(indices_EBC[..., None] == np.arange(5))
     start_BTD, y_EBCD, of_BTD = (
         np.float32(rng.normal(size=size)) for size in ((2, 5, 6), (3, 2, 4, 6), (2, 5, 6))
@@ -204,6 +207,67 @@ def test_gradients_of_a_weighed_sum_are_those_of_its_definition(weighs):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_fetches_what_its_choices_return(dtype):
+    """Sums and gradients of `slots_of_choices` are those of their definition, rounded once: of two
+    choices a token, one of which may be no expert, and of experts that have not room for all. No
+    row is added to one that another row may be added to, which GPUs do in any order."""
+    rng = np.random.default_rng(0)
+    experts, rows, length, room, width = 3, 2, 9, 3, 6
+    choices_BTK = rng.permuted(np.tile(np.arange(experts + 1), (rows, length, 1)), axis=-1)[..., :2]
+    wanted_BTE = np.any(choices_BTK[..., None] == np.arange(experts), axis=-2)
+    plan = plans.for_each_expert(functools.partial(plans.first_plan, size=room), wanted_BTE)
+    slots_BTK = np.asarray(families.jit(plans.slots_of_choices, static_argnums=2)(
+        plan, choices_BTK, length
+    ))  # fmt: skip
+    indices_EBC = np.asarray(plan.indices_BC)
+    nowhere = experts * room
+    for b, t, k in np.ndindex(slots_BTK.shape):
+        expert = choices_BTK[b, t, k]
+        found = np.flatnonzero(indices_EBC[expert, b] == t) if expert < experts else []
+        assert slots_BTK[b, t, k] == (expert * room + found[0] if len(found) else nowhere)
+    assert (slots_BTK == nowhere).sum() > (choices_BTK == experts).sum()  # some have no room
+    hit_EBCT = np.float32(indices_EBC[..., None] == np.arange(length))
+
+    def drawn(*size):
+        return jnp.asarray(rng.normal(size=size), dtype)
+
+    x_BTD, start_BTD, of_EBCD = (
+        drawn(rows, length, width),
+        drawn(rows, length, width),
+        drawn(experts, rows, room, width),
+    )
+    weight_EBC = np.float32(rng.normal(size=(experts, rows, room)))
+
+    def ours(x_BTD, start_BTD, weight_EBC):
+        y_EBCD = plans.take_for_experts(x_BTD, plan, slots_BTK) * of_EBCD
+        return plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC, slots_BTK)
+
+    def definition(x_BTD, start_BTD, weight_EBC):
+        einsum = functools.partial(jnp.einsum, precision="highest")
+        x_EBCD = einsum("EBCT,BTD->EBCD", hit_EBCT, x_BTD.astype(jnp.float32))
+        y_EBCD = (x_EBCD.astype(dtype) * of_EBCD).astype(jnp.float32) * weight_EBC[..., None]
+        wide_BTD = start_BTD.astype(jnp.float32) + einsum("EBCT,EBCD->BTD", hit_EBCT, y_EBCD)
+        return wide_BTD.astype(dtype)
+
+    def value(function):
+        def summed(*arrays):
+            out_BTD = function(*arrays)
+            return jnp.sum(out_BTD.astype(jnp.float32)), out_BTD
+
+        return jax.grad(summed, argnums=(0, 1, 2), has_aux=True)
+
+    arrays = x_BTD, start_BTD, weight_EBC
+    got, expected = (families.jit(value(f))(*arrays) for f in (ours, definition))
+    # In bfloat16 the terms of a gradient are of that type, and their sum is rounded once.
+    close = dict(rtol=1e-5, atol=1e-6) if dtype == jnp.float32 else dict(rtol=1e-2, atol=1e-2)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.float32(a), np.float32(b), **close)
+    jaxpr = str(jax.make_jaxpr(value(ours))(*arrays))
+    assert "gather[" in jaxpr and "scatter-add[" not in jaxpr
 
 
 # ---- a routed layer against numpy --------------------------------------------------------------

@@ -325,7 +325,7 @@ def test_flops_of_kernels(text, name, flops):
 
 def test_the_roofline_counts_products_and_memory():
     """A product is bound by its FLOPs, a sum by its memory; of stacked arrays only the layer that
-    is read or written counts."""
+    is read or written counts, and of what a scatter adds to where it lies, the rows."""
     gemm = """%gemm (l: bf16[128,256], r: bf16[256,64]) -> bf16[128,64] {
   %l = bf16[128,256]{1,0} parameter(0)
   %r = bf16[256,64]{1,0} parameter(1)
@@ -338,6 +338,19 @@ def test_the_roofline_counts_products_and_memory():
   %row = f32[1,32]{1,0} dynamic-slice(%s, %i, %zero.1), dynamic_slice_sizes={1,32}
   ROOT %put = f32[10,32]{1,0} dynamic-update-slice(%s, %row, %i, %zero.1)
 }"""
+    added = """%added (a: f32[100,8], j: s32[3], u: f32[3,8]) -> f32[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %j = s32[3]{0} parameter(1)
+  %u = f32[3,8]{1,0} parameter(2)
+  ROOT %rows = f32[100,8]{1,0} scatter(%a, %j, %u), to_apply=%sum
+}"""
+    made = """%made (k: s32[3], v: f32[3,8]) -> f32[100,8] {
+  %k = s32[3]{0} parameter(0)
+  %v = f32[3,8]{1,0} parameter(1)
+  %zero.2 = f32[] constant(0)
+  %zeros = f32[100,8]{1,0} broadcast(%zero.2), dimensions={}
+  ROOT %rows.1 = f32[100,8]{1,0} scatter(%zeros, %k, %v), to_apply=%sum
+}"""
     step = program(
         """  %l.1 = bf16[128,256]{1,0} parameter(0)
   %r.1 = bf16[256,64]{1,0} parameter(1)
@@ -345,23 +358,33 @@ def test_the_roofline_counts_products_and_memory():
   %i.1 = s32[] parameter(3)
   %product = bf16[128,64]{1,0} fusion(%l.1, %r.1), kind=kCustom, calls=%gemm
   %stack = f32[10,32]{1,0} fusion(%s.1, %i.1), kind=kLoop, calls=%layer
+  %a.1 = f32[100,8]{1,0} parameter(4)
+  %j.1 = s32[3]{0} parameter(5)
+  %u.1 = f32[3,8]{1,0} parameter(6)
+  %in_place = f32[100,8]{1,0} fusion(%a.1, %j.1, %u.1), kind=kInput, calls=%added
+  %anew = f32[100,8]{1,0} fusion(%j.1, %u.1), kind=kInput, calls=%made
   ROOT %twice = bf16[128,64]{1,0} add(%product, %product)""",
         gemm,
         layer,
+        added,
+        made,
     )
     flops, slow = 2 * 128 * 64 * 256, 1e30
     bytes_of_product = 2 * (128 * 256 + 256 * 64 + 128 * 64)
     bytes_of_stack = 4 + 2 * 4 * 32
     bytes_of_sum = 3 * 2 * 128 * 64
+    row = 4 * 8
+    in_place = 3 * 4 + 3 * row + 2 * 3 * row
+    anew = 3 * 4 + 3 * row + 100 * row
+    others = bytes_of_stack + bytes_of_sum + in_place + anew
 
     def seconds(peak, bandwidth):
         return sum(time for _, time in hlo.roofline(step, peak, bandwidth))
 
     assert seconds(1.0, slow) == flops
-    memory = bytes_of_product + bytes_of_stack + bytes_of_sum
-    assert seconds(slow, 1.0) == memory
+    assert seconds(slow, 1.0) == bytes_of_product + others
     both = seconds(flops / bytes_of_product / 10, 1.0)
-    assert both == pytest.approx(10 * bytes_of_product + bytes_of_stack + bytes_of_sum)
+    assert both == pytest.approx(10 * bytes_of_product + others)
 
 
 # ---- the report ---------------------------------------------------------------------------------

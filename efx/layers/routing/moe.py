@@ -146,7 +146,7 @@ class MoE(nn.Module):
             return self._decode(start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, info)
         plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
         self._report_choices(plan, best, wanted_BTE, weight_BTE, info)
-        return _compute(start_BTD, x_BTD, weight_BTE, plan, experts)
+        return _compute(start_BTD, x_BTD, best, weight_BTE, plan, experts)
 
     def _choose(self, logits_BTE, valid_BT, info):
         """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
@@ -252,7 +252,7 @@ class MoE(nn.Module):
         if length > 1:
 
             def add_round(experts, plan, y_BTD):
-                return _compute(y_BTD, x_BTD, weight_BTE, plan, experts)
+                return _compute(y_BTD, x_BTD, best, weight_BTE, plan, experts)
 
             # The experts of a token may come in several rounds, between which nothing is rounded.
             wide_BTD = start_BTD.astype(jnp.float32)
@@ -276,13 +276,17 @@ class MoE(nn.Module):
         return (start_BTD + y_BD[:, None]).astype(start_BTD.dtype)
 
 
-def _compute(start_BTD, x_BTD, weight_BTE, plan, experts):
-    """start plus the sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
-    batch, _, width = x_BTD.shape
+def _compute(start_BTD, x_BTD, best, weight_BTE, plan, experts):
+    """start plus the sum over experts of weight * expert(x) at the slots of a plan [E, B, C].
+
+    best: the choices of each token [B, T, k], or None where it may have any number of experts.
+    """
+    batch, length, width = x_BTD.shape
     num_experts, _, slots = plan.indices_BC.shape
     by_row = None, "batch", None, "act_embed"
     by_expert = "act_expert", "expert_batch", None, "act_embed"
-    x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
+    slots_BTK = None if best is None else plans.slots_of_choices(plan, best, length)
+    x_EBCD = plans.take_for_experts(x_BTD, plan, slots_BTK)
     weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
     # Each device takes the tokens of its own rows, then they go to where their expert is.
     x_EBCD = exchange(x_EBCD, by_row, by_expert)
@@ -290,7 +294,7 @@ def _compute(start_BTD, x_BTD, weight_BTE, plan, experts):
     y_ECD = experts(x_EBCD.reshape(num_experts, batch * slots, width))
     y_EBCD = y_ECD.reshape(num_experts, batch, slots, width)
     y_EBCD = exchange(y_EBCD, by_expert, by_row)
-    y_BTD = plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC)
+    y_BTD = plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC, slots_BTK)
     return constrain(y_BTD, "batch", "length", "act_embed")
 
 

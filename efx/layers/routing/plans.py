@@ -309,6 +309,47 @@ def selected_by_experts(plan, length):
     return jax.vmap(lambda of_one: selected(of_one, length), out_axes=2)(plan)
 
 
+def slots_of_choices(plan, choices_BTK, length):
+    """Where the K choices of each token are computed, of a plan [E, B, C]: int32 [B, T, K], slot c
+    of expert e as e * C + c; E * C where there was no room, and for a choice that is no expert."""
+    num_experts, _, size = plan.indices_BC.shape
+    nowhere = num_experts * size
+
+    def of_expert(of_one, expert):
+        own_C = expert * size + jnp.arange(size, dtype=jnp.int32)
+        return jax.vmap(
+            lambda index: jnp.full(length, nowhere).at[index].set(own_C, **_scattered(of_one))
+        )(of_one.indices_BC)
+
+    slots_BTE = jax.vmap(of_expert, out_axes=2)(plan, jnp.arange(num_experts, dtype=jnp.int32))
+    chosen_BTKE = jax.nn.one_hot(choices_BTK, num_experts, dtype=bool)
+    return jnp.min(jnp.where(chosen_BTKE, slots_BTE[:, :, None], nowhere), axis=-1)
+
+
+@jax.custom_vjp
+def take_for_experts(x_BTD, plan, slots_BTK=None):
+    """Rows of x at the slots of a plan [E, B, C]: [E, B, C, D]; 0 in empty ones.
+
+    A token may have several slots, so its gradient is a sum, and that is made as `add_weighed`
+    makes one, from `slots_BTK` where each token has so many at the most.
+    """
+    return jax.vmap(gather, in_axes=(None, 0))(x_BTD, plan)
+
+
+def _take_forward(x_BTD, plan, slots_BTK):
+    # An empty slice carries the shape and type of x.
+    return take_for_experts(x_BTD, plan, slots_BTK), (x_BTD[..., :0], plan.indices_BC, slots_BTK)
+
+
+def _take_backward(residuals, gradient_EBCD):
+    empty_BT0, indices_EBC, slots_BTK = residuals
+    start_BTD = jnp.zeros((*empty_BT0.shape[:2], gradient_EBCD.shape[-1]), empty_BT0.dtype)
+    return add_weighed(start_BTD, indices_EBC, gradient_EBCD, None, slots_BTK), None, None
+
+
+take_for_experts.defvjp(_take_forward, _take_backward)
+
+
 def gather(x_BT, plan, fill=0):
     """Rows of x [B, T, ...] at the plan's slots -> [B, C, ...]; empty slots get `fill`."""
     return jax.vmap(
@@ -351,35 +392,50 @@ def weighed(y, weight):
 
 
 @jax.custom_vjp
-def add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC=None):
-    """start plus the sum of weight * y at these places of each row, which may repeat; those from T
-    on are dropped. Without weights, of y.
+def add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC=None, slots_BTK=None):
+    """start plus the sum of weight * y at the slots of a plan [E, B, C]; without weights, of y.
 
     In float32, rounded once, to the type of `start`: a sum in bfloat16 is rounded once for each of
-    its terms. The scatter reads float32 terms then, which live as long as it takes. What would be
-    wide for longer is not: y is kept for the backward pass as it came, and gradients are gathered
-    in the type that they have, not in that of the sum. The memory of a training step so stays what
-    it is with all of this in bfloat16; by the count of the compiler for TPUs, 8 experts of 1024,
-    two a token, move 3% more bytes, and a scanned stack of such layers 8%.
+    its terms. And in one order, which a scatter of all terms has not on a GPU: with
+    `slots_of_choices` each token fetches its K terms, otherwise experts add theirs in turns. What
+    would be wide for longer is not: y is kept for the backward pass as it came, and gradients are
+    gathered in the type that they have, not in that of the sum.
     """
-    wide_EBCD = y_EBCD.astype(jnp.float32)
-    if weight_EBC is not None:
-        wide_EBCD = wide_EBCD * weight_EBC[..., None]
+    wide_BTD = start_BTD.astype(jnp.float32)
+    if slots_BTK is not None:
+        sums_BTD = jax.vmap(_sum_of_slots, in_axes=(1, 1, 0))(y_EBCD, weight_EBC, slots_BTK)
+        return (wide_BTD + sums_BTD).astype(start_BTD.dtype)
 
-    def add(start_TD, indices_EC, y_ECD):
-        return start_TD.at[indices_EC].add(y_ECD, mode="drop")
+    def add(wide_BTD, expert):
+        index_BC, y_BCD, weight_BC = expert
+        wide_BCD = y_BCD.astype(jnp.float32)
+        if weight_BC is not None:
+            wide_BCD = wide_BCD * weight_BC[..., None]
+        return jax.vmap(lambda x, index, y: x.at[index].add(y, **NO_TWO_ALIKE))(
+            wide_BTD, index_BC, wide_BCD
+        ), None
 
-    wide_BTD = jax.vmap(add, in_axes=(0, 1, 1))(
-        start_BTD.astype(jnp.float32), indices_EBC, wide_EBCD
-    )
+    wide_BTD, _ = jax.lax.scan(add, wide_BTD, (indices_EBC, y_EBCD, weight_EBC))
     return wide_BTD.astype(start_BTD.dtype)
 
 
-def _add_weighed_forward(start_BTD, indices_EBC, y_EBCD, weight_EBC):
+def _sum_of_slots(y_ECD, weight_EC, slots_TK):
+    """float32 [T, D] of a row: the sum over the slots of each token of weight * y."""
+    terms = []
+    for slot_T in slots_TK.T:  # K gathers that are fused into the sum, and no array of K rows
+        place = jnp.divmod(slot_T, y_ECD.shape[1])
+        term_TD = y_ECD.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
+        if weight_EC is not None:
+            term_TD = term_TD * weight_EC.at[place].get(mode="fill", fill_value=0)[:, None]
+        terms.append(term_TD)
+    return sum(terms)
+
+
+def _add_weighed_forward(start_BTD, indices_EBC, y_EBCD, weight_EBC, slots_BTK):
     # An empty slice carries the type of y where y itself is not needed.
     kept = y_EBCD[..., :0] if weight_EBC is None else y_EBCD
     residuals = indices_EBC, kept, weight_EBC
-    return add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC), residuals
+    return add_weighed(start_BTD, indices_EBC, y_EBCD, weight_EBC, slots_BTK), residuals
 
 
 def _add_weighed_backward(residuals, gradient_BTD):
@@ -387,11 +443,11 @@ def _add_weighed_backward(residuals, gradient_BTD):
     of_rows = jax.vmap(_filled)
     of_terms_EBCD = jax.vmap(of_rows, in_axes=(None, 0))(gradient_BTD, indices_EBC)
     if weight_EBC is None:
-        return gradient_BTD, None, of_terms_EBCD.astype(y_EBCD.dtype), None
+        return gradient_BTD, None, of_terms_EBCD.astype(y_EBCD.dtype), None, None
     wide_EBCD = of_terms_EBCD.astype(jnp.float32)
     of_weight_EBC = jnp.sum(wide_EBCD * y_EBCD.astype(jnp.float32), axis=-1)
     of_y_EBCD = (wide_EBCD * weight_EBC[..., None]).astype(y_EBCD.dtype)
-    return gradient_BTD, None, of_y_EBCD, of_weight_EBC
+    return gradient_BTD, None, of_y_EBCD, of_weight_EBC, None
 
 
 def _filled(x_TD, indices_C):

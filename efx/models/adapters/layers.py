@@ -213,7 +213,7 @@ class Adapter(nn.Module):
         """Sum over experts of weight * expert(x) at the slots of a plan [E, B, C]."""
         length, width = x_BTD.shape[1:]
         experts, batch, slots = plan.indices_BC.shape
-        x_EBCD = jax.vmap(plans.gather, in_axes=(None, 0))(x_BTD, plan)
+        x_EBCD = plans.take_for_experts(x_BTD, plan)
         weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
         x_ECD = x_EBCD.reshape(experts, batch * slots, width)
         h_ECR = self._inner(jnp.einsum("ECD,EDR->ECR", x_ECD, down_EDR))
