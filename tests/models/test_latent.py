@@ -350,6 +350,30 @@ def test_repeated_latents_by_hand():
     assert groups.repeat_index(8, 3, "in_place").tolist() == [0, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("places, latents", [(8, 2), (8, 3), (4, 4)])
+@pytest.mark.parametrize("repeat", ["tile", "in_place"])
+def test_latents_are_repeated_as_their_index_says(repeat, places, latents):
+    """In bfloat16; the gradient is summed in float32, without a scatter."""
+    rng = np.random.default_rng(0)
+    early = places - latents
+    z_BMPD = jnp.asarray(rng.normal(size=(2, 3, latents, 5)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(2, 3, early, 5)), jnp.bfloat16)
+
+    def ours(z_BMPD):
+        return groups.repeated(z_BMPD, early, repeat) * weight
+
+    def definition(z_BMPD):
+        index = groups.repeat_index(places, latents, repeat)
+        return z_BMPD.astype(jnp.float32)[:, :, index] * weight.astype(jnp.float32)
+
+    def gradient(function):
+        return jax.grad(lambda z: jnp.sum(function(z).astype(jnp.float32)))
+
+    np.testing.assert_array_equal(ours(z_BMPD), definition(z_BMPD).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(gradient(ours)(z_BMPD), gradient(definition)(z_BMPD))
+    assert "scatter" not in str(jax.make_jaxpr(gradient(ours))(z_BMPD))
+
+
 def test_a_learned_skip_in_bfloat16_has_all_of_its_share():
     share_D = np.float32([[0.5 + 2**-10]])
     skip, x = jnp.ones((1, 1), jnp.bfloat16), -jnp.ones((1, 1), jnp.bfloat16)

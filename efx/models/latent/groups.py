@@ -281,6 +281,20 @@ def repeat_index(places, latents, repeat):
     return index % latents if repeat == "tile" else index // copies
 
 
+def repeated(latents_BMPD, early, repeat):
+    """[B, M, early, D]: of the latents [B, M, P, D] of each group those that `repeat_index` names.
+
+    By copying and not by index, whose gradient would add the places of a latent to each other in
+    the type that they have and, on a GPU, in any order.
+    """
+    batch, groups, count, width = latents_BMPD.shape
+    copies = -(-early // count)
+    axis, order = (2, (copies, count)) if repeat == "tile" else (3, (count, copies))
+    wide = broadcast(jnp.expand_dims(latents_BMPD, axis), (batch, groups, *order, width))
+    wide = wide.reshape(batch, groups, copies * count, width)
+    return wide[:, :, copies * count - early :]
+
+
 class Upsample(nn.Module):
     """[B, M, P_i, D_i] -> [B, M, P_{i-1}, D_{i-1}] (decoding: [B, C, D] of the new tokens that the
     levels have).
@@ -304,7 +318,7 @@ class Upsample(nn.Module):
         index = repeat_index(c.places, c.inner, c.model.repeat)
         if view.inside.decode:
             return self._decode(z, first_PD, index, latents, view)
-        before = z[:, :-1][:, :, index]
+        before = repeated(z[:, :-1], early, c.model.repeat)
         if view.documents_BMP is not None:
             of_latent = latents.documents_BMP[:, :-1][:, :, index]
             same = view.documents_BMP[:, 1:, :early] == of_latent
