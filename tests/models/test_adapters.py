@@ -344,6 +344,33 @@ def test_a_composition_holds_its_experts_as_they_are(runs):
             assert composed[path][e].tobytes() == expert[path].tobytes(), path
 
 
+def test_experts_of_scanned_layers_are_stacked_behind_the_layers(runs, tmp_path):
+    """An adapter of layers that are scanned is [layer, expert, ...]; its experts are what theirs
+    are."""
+    text = runs["folder"] / "both.txt"
+
+    def run(name, variant, action, **changes):
+        config = config_of(variant, text, **{"model.scan_layers": True, "steps": 2, **changes})
+        action(config, tmp_path / name)
+        return tmp_path / name
+
+    base = run("base", "", train.train_and_evaluate, **{"data.tokenizer": "bytes"})
+    adapter = {"init.run": str(base), "adapter.gate": True}
+    experts = [
+        run(name, "adapter", train.train_and_evaluate, **adapter, seed=seed)
+        for seed, name in enumerate("ab")
+    ]
+    composed = run("compose", "compose", train.compose, **{
+        "init.run": str(base), "adapter.experts": tuple(map(str, experts)),
+    })  # fmt: skip
+    values = params_at(composed)
+    found = [path for path in values if "/units/" in path and "/adapter/" in path]
+    assert {path.rsplit("/", 1)[1] for path in found} == {"down", "up", "gate"}
+    for e, expert in enumerate(map(params_at, experts)):
+        for path in found:
+            assert values[path][:, e].tobytes() == expert[path].tobytes(), path
+
+
 def test_running_averages_are_the_bases(runs, tmp_path):
     """The threshold of a routed base, without which the composition would route nothing."""
     text, mod = runs["folder"] / "both.txt", {
