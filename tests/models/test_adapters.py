@@ -568,6 +568,16 @@ def test_flops_follow_what_was_routed(changes):
     assert cost(0.25) - cost(0.0) == pytest.approx((cost(1.0) - cost(0.0)) / 4)
 
 
+def test_flops_of_a_gate_are_counted_where_there_is_one():
+    """One product of D for each token and site; an adapter alone has a gate if its config says."""
+    changes = {"width": 16, "depth": 2, "adapter.kind": "lora", "adapter.sites": ".*/query"}
+    plain, gated = (
+        families.make({**changes, "adapter.gate": gate}).ledger(8).nominal["adapters"]
+        for gate in (False, True)
+    )
+    assert gated - plain == 2 * (2 * 8 * 16)
+
+
 def test_mlps_of_open_tokens_alone_do_not_say_which_these_are():
     """What an adapter reports or decides is of tokens that it does not know there."""
     model = families.make(
