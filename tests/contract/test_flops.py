@@ -205,6 +205,19 @@ def test_routing_saves_what_the_paper_says():
     )
 
 
+def test_what_decides_is_counted_by_hand():
+    """The router's product for each token, and both layers of a predictor's."""
+    changes = {"width": 16, "depth": 2, "depth_routing.kind": "mod"}
+
+    def routers(**more):
+        more = {f"depth_routing.{name}": value for name, value in more.items()}
+        return families.make({**changes, **more}).ledger(8).nominal["router"]
+
+    assert routers(causal="threshold") == 2 * 8 * 16
+    assert routers(causal="predictor", predictor_hidden=4) == 2 * 8 * (16 + 16 * 4 + 4)
+    assert routers(train_selection="position") == 0
+
+
 def test_experts_cost_what_they_have_room_for():
     """16 tokens, 2 of 4 experts each, room for 1.5 times a fair share: 12 places an expert."""
     changes = {
