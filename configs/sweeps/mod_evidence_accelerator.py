@@ -1,14 +1,14 @@
 """Does Mixture-of-Depths pay at 1,000 TFLOPs? An isoFLOP curve for one accelerator.
 
     python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence_accelerator.py \\
-        --workdir runs/mod_evidence_accelerator --jobs 6
+        --workdir runs/mod_evidence_accelerator --jobs 8
 
 The text, the tokenizer and the context of `configs/sweeps/mod_evidence.py`, with 80 times the FLOPs
-of its largest budget: batches of 64 rows instead of 4, in bfloat16. All families choose between the
-same learning rates at each size, by their first seed. No size reads the text more than once, which
-is why the narrowest is trained for the dense model alone: the others would. Whether models copy from
-their context is measured, as it decided at smaller budgets. Some ten minutes of an H100, several
-runs at a time (`XLA_PYTHON_CLIENT_PREALLOCATE=false` lets them share its memory).
+of its largest budget: batches of 64 rows instead of 4, in bfloat16. All families share a learning
+rate. No size reads the text more than once, which is why the narrowest is trained for the dense
+model alone: the others would. Whether models copy from their context is measured, as it decided at
+smaller budgets. Some ten minutes of an H100, several runs at a time
+(`XLA_PYTHON_CLIENT_PREALLOCATE=false` lets them share its memory, and CUDA's MPS its time).
 """
 
 from efx.configs.sweeps import mod_evidence
@@ -28,23 +28,22 @@ def get_grid():
             "model.attention.num_heads": width // 32,
             "data.batch_size": 64,
             "train.dtype": "bfloat16",
+            "optim.learning_rate": 3e-3,
             "evaluate.repeated_rows": 64,
         }
         for width, depth in WIDTHS_AND_DEPTHS
     }
-    for size in sizes.values():
-        del size["optim.learning_rate"]
     narrowest, small, middle, large = NAMES
     half = {name: size["model.depth"] // 2 for name, size in sizes.items()}
-    shallow = {narrowest: (), small: (0,), middle: SEEDS, large: (0,)}
+    shallow = {narrowest: (), small: (0,), middle: SEEDS, large: SEEDS}
     return dict(
         config="mod",
         budgets=(FLOPS,),
         seeds={
-            "dense": {narrowest: (0,), small: SEEDS, middle: (0,), large: ()},
+            "dense": {narrowest: (0,), small: SEEDS, middle: SEEDS, large: ()},
             "dense, half as deep": shallow,
             "MoD 12.5%": shallow,
-            "positions": {narrowest: (), small: (), middle: (0,), large: ()},
+            "positions": {narrowest: (), small: (), middle: SEEDS, large: ()},
         },
         families={
             "dense": mod_evidence.DENSE,
@@ -54,6 +53,5 @@ def get_grid():
         },
         against=("dense, half as deep", "MoD 12.5%"),
         sizes=sizes,
-        learning_rates=(3e-3, 6e-3),
         timed_budgets=(),
     )
