@@ -1,6 +1,7 @@
 """Tokenizers: any text comes back, ids mean the same after saving, errors are one line."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -123,6 +124,45 @@ def test_a_template_begins_documents(words, bpe_280):
     ids = [list(each) for each in tokenizer.encode_documents(documents)]
     assert ids == [[0, *tokenizer.encode("hello!")], [], [0, *tokenizer.encode("wörld")]]
     assert tokenizer.decode([0, 3, 0, 4]) == "hello wörld"
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_documents_of_several_threads_come_in_their_order(bpe_280, monkeypatch, threads):
+    monkeypatch.setenv("RAYON_NUM_THREADS", threads)
+    monkeypatch.setattr(bpe, "_BATCH", 50)
+    monkeypatch.setattr(bpe, "_CHUNK", 20)
+    texts = [SAMPLE[i : i + i % 90] for i in range(0, 400)]
+    names = iter(map(str, range(400)))
+    coming = bpe_280.encode_documents((next(names), text.encode()) for text in texts)
+    assert [bpe_280.decode(ids) for ids in coming] == texts
+
+
+def test_of_several_threads_the_first_wrong_document_is_told(words, monkeypatch):
+    monkeypatch.setattr(bpe, "_BATCH", 1)
+    tokenizer, texts = load_tokenizer(words), [b"hello!"] * 9 + [b"\xff"] + [b"hello!"] * 9
+    documents = [(str(i), text) for i, text in enumerate(texts)]
+    with pytest.raises(UsageError, match="^9: "):
+        list(tokenizer.encode_documents(documents))
+
+
+@pytest.mark.parametrize("before", [None, "true", "false"])
+def test_how_the_library_shares_its_work_is_said_again_afterwards(bpe_280, monkeypatch, before):
+    """Also if several texts are tokenised at a time, and one not to its end."""
+    name = "TOKENIZERS_PARALLELISM"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "5")
+    first, second = (bpe_280.encode_documents([("a", b"x"), ("b", b"y")]) for _ in "ab")
+    next(first)
+    next(second)
+    first.close()
+    assert os.environ[name] == "false"
+    with bpe._OneThreadACall() as call:
+        assert call.threads == (1 if before == "false" else 5)
+        assert os.environ[name] == "false"
+    assert len(list(second)) == 1
+    assert os.environ.get(name) == before
 
 
 def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
