@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
+from efx import sharding
 from efx.layers import norms
 from efx.layers.attend import attend, attend_context
 from efx.layers.config import AttentionConfig
@@ -12,6 +15,9 @@ from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import Linear
 from efx.layers.positions import rope
 from efx.sharding import constrain
+
+_ROTATED = "rotated"
+is_rotated = jax.checkpoint_policies.save_only_these_names(_ROTATED)
 
 
 class Attention(nn.Module):
@@ -95,7 +101,7 @@ class Attention(nn.Module):
         c = self.config
         q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
         if c.rope_theta:
-            q_BTNH = rope(q_BTNH, info.tokens.positions_BT, c)
+            q_BTNH = self._rotated(q_BTNH, info)
         return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
     def _keys_values(self, x_BSD, info):
@@ -104,11 +110,22 @@ class Attention(nn.Module):
         v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = v_BSKH.reshape(k_BSKH.shape)
         if c.rope_theta:
-            k_BSKH = rope(k_BSKH, info.tokens.positions_BT, c)
+            k_BSKH = self._rotated(k_BSKH, info)
         k_BSKH, v_BSKH = (
             constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
         )
         return k_BSKH, v_BSKH
+
+    def _rotated(self, y, info):
+        """Queries or keys by `rope`.
+
+        On a GPU they are marked to be kept in place of what they are made of, which the backward
+        pass needs for the gradient of a norm alone: rotating them again takes it two passes over
+        memory. On a TPU it takes no time, and what is kept would take more room than the products.
+        """
+        y = rope(y, info.tokens.positions_BT, self.config)
+        kept = sharding.platform() == "gpu" and self.config.qk_norm == "none"
+        return checkpoint_name(y, _ROTATED) if kept else y
 
     def _project(self, name, x_BTD, heads, axis):
         features, bias = heads * self.config.head_dim, self.config.bias != "none"

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.errors import UsageError
-from efx.layers import attention_kernels, linear
+from efx.layers import attention, attention_kernels, linear
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -27,13 +27,15 @@ def _any_of(*policies):
 
 REMAT_POLICIES = {
     "full": None,
-    # Keep the results of projections and of kernels of attention, and what devices have exchanged
-    # of it; recompute everything cheap and the scores of attention that no kernel computes.
+    # Keep the results of projections (on GPUs rotated ones) and of kernels of attention, and what
+    # devices have exchanged of it; recompute everything cheap and the scores of attention that no
+    # kernel computes.
     "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         linear.is_projection,
         sharding.is_exchanged,
         attention_kernels.keeps,
+        attention.is_rotated,
     ),
 }
 

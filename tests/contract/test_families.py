@@ -405,6 +405,35 @@ def test_products_of_experts_and_channels_are_kept(name):
     assert 0 < count("none") == count("dots") < count("full")
 
 
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
+def test_gpus_keep_rotated_queries_and_keys(monkeypatch, qk_norm):
+    """By remat `dots`, and nothing beside them; under a norm its gradient needs both."""
+    changes = {"remat": "dots", "attention.kernel": "xla", "attention.qk_norm": qk_norm}
+    model = families.make(changes)
+    params = families.random_params(model)
+
+    def gradient(platform):
+        monkeypatch.setattr(sharding, "platform", lambda: platform)
+        function = jax.grad(families.loss_fn(model))
+        jaxpr = jax.make_jaxpr(function)(params, families.tokens())
+        rotations = [
+            e for e in families.equations(jaxpr.jaxpr) if e.primitive.name == "concatenate"
+        ]
+        kept = _kept_by_remat(families.loss_fn(model), params)
+        return len(rotations), kept, families.jit(function)(params, families.tokens())
+
+    cpu, gpu = gradient("cpu"), gradient("gpu")
+    assert cpu[0] - gpu[0] == (2 * model.config.depth if qk_norm == "none" else 0)
+    assert cpu[1] == gpu[1]
+    families.assert_trees_close(cpu[2], gpu[2])
+
+
+def _kept_by_remat(loss, params):
+    """Bytes that the backward pass finds."""
+    pullback = jax.eval_shape(lambda params: jax.vjp(loss, params, families.tokens())[1], params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REPRESENTATIVES])
 def test_other_rows_train_by_their_shapes(name):
     """The forward pass of training in bfloat16, recomputed: parts compute in bfloat16, logits are
