@@ -7,8 +7,7 @@ The text, the tokenizer and the context of `configs/sweeps/mod_evidence.py`, wit
 of its largest budget: batches of 64 rows instead of 4, in bfloat16. All families share a learning
 rate. No size reads the text more than once, which is why the narrowest is trained for the dense
 model alone: the others would. Whether models copy from their context is measured, as it decided at
-smaller budgets. Some ten minutes of an H100, several runs at a time
-(`XLA_PYTHON_CLIENT_PREALLOCATE=false` lets them share its memory, and CUDA's MPS its time).
+smaller budgets. Some ten minutes of an H100, of which several runs take part at a time.
 """
 
 from efx.configs.sweeps import mod_evidence

@@ -48,6 +48,8 @@ class Stoppable:
 # A pipe to which nothing is written: its end is that of this process, also by a kill -9.
 _alive = ()
 _running = set()  # processes
+# For runs that may share a GPU: alone each would take three quarters of its memory.
+_SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 _stopped_by = 0  # the number of the signal that came
 
 
@@ -61,11 +63,14 @@ def _pass_on(number, frame):
         raise Stopped(_stopped_by)
 
 
-def _status_of(command, **streams):
-    """The exit status of a process; Stopped, when it has ended, if a signal came."""
+def _status_of(command, defaults=(), **streams):
+    """The exit status of a process; Stopped, when it has ended, if a signal came.
+
+    defaults: of its environment.
+    """
     if _stopped_by:
         raise Stopped(_stopped_by)
-    process = subprocess.Popen(command, **streams, **_ends_with_this_process())
+    process = subprocess.Popen(command, **streams, **_ends_with_this_process(dict(defaults)))
     _running.add(process)
     try:
         if _stopped_by:  # while it was started
@@ -82,11 +87,11 @@ def _status_of(command, **streams):
     return status
 
 
-def _ends_with_this_process():
+def _ends_with_this_process(defaults):
     """Arguments of `Popen` for a run that stops when this process is no more."""
     global _alive
     _alive = _alive or os.pipe()
-    environment = os.environ | {ENDS_WITH: str(_alive[0])}
+    environment = defaults | os.environ | {ENDS_WITH: str(_alive[0])}
     return {"pass_fds": [_alive[0]], "env": environment}
 
 
@@ -146,7 +151,7 @@ def run_main(title, arguments, log, cpus=None):
     log = pathlib.Path(log)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
-        status = _status_of(run, stdout=file, stderr=subprocess.STDOUT)
+        status = _status_of(run, _SHARED, stdout=file, stderr=subprocess.STDOUT)
     last_lines = [line for line in log.read_text().splitlines() if line.startswith("finished")]
     print(f"-- {title}: {' '.join(last_lines[-1:])}", flush=True)
     return status, str(log)

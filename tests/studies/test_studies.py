@@ -353,6 +353,22 @@ def test_nothing_starts_after_a_failure():
         assert started == [0]
 
 
+@pytest.mark.parametrize("said", [None, "true"])
+def test_runs_at_a_time_share_the_memory_of_a_gpu(tmp_path, monkeypatch, said):
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.delenv(name, raising=False)
+    if said:
+        monkeypatch.setenv(name, said)
+    run = tmp_path / "run"
+    run.write_text(f"#!/bin/sh\necho ${name} >> {tmp_path}/said")
+    run.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(run))
+    jobs.run_all(lambda _, cpus: jobs.run_main("", [], tmp_path / "log", cpus), range(2), jobs=2)
+    jobs.run_all(lambda _, cpus: jobs.run_main("", [], tmp_path / "log", cpus), range(1))
+    alone = said or ""
+    assert (tmp_path / "said").read_text().split("\n") == [said or "false"] * 2 + [alone, ""]
+
+
 # In the place of Python: a run that says where it is, and saves for half a second when told to.
 RUN = """#!{python}
 import os, pathlib, signal, sys, time
