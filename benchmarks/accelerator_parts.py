@@ -640,7 +640,9 @@ def _isoflop(setup):
         grid = folder / "grid.py"
         grid.write_text(SMOKE_GRID)
     command = [sys.executable, "-m", "efx.studies.isoflop", f"--grid={grid}"]
-    status = setup.run([*command, f"--workdir={folder}"])
+    # Compiling, on the host, takes as long as training. A TPU belongs to one process at a time.
+    jobs = 4 if setup.platform == "gpu" else 1
+    status = setup.run([*command, f"--workdir={folder}", f"--jobs={jobs}"])
     if status:
         raise RuntimeError(f"the study in {folder} ended with status {status}")
     path = folder / "isoflop.json"

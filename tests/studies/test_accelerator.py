@@ -559,14 +559,16 @@ def test_curves_of_the_recipe_are_recorded_or_compared(tmp_path, root):
     assert reference.read_curves(setup.curves)["curves"]["gpu"] == curves
 
 
-def test_an_isoflop_study_is_read(tmp_path, root, monkeypatch):
+@pytest.mark.parametrize("platform, jobs", [("gpu", 4), ("tpu", 1)])
+def test_an_isoflop_study_is_read(tmp_path, root, monkeypatch, platform, jobs):
     """One that has been measured, in place of the one that the part makes."""
-    setup = Setup(False, tmp_path, tmp_path, 0.0)
+    setup, commands = Setup(False, tmp_path, tmp_path, 0.0, platform=platform), []
     folder = setup.runs("isoflop")
     folder.mkdir(parents=True)
     studies = [results.read_result(path) for path in sorted((root / "results").glob("*.json"))]
     study = next(one["study"] for one in studies if "points" in one["study"])
     (folder / "isoflop.json").write_text(json.dumps(study))
-    monkeypatch.setattr(Setup, "run", lambda self, command: 0)
+    monkeypatch.setattr(Setup, "run", lambda self, command: commands.append(command) or 0)
     found = accelerator_parts._isoflop(setup)
+    assert f"--jobs={jobs}" in commands[0]
     assert found and all(cells["loss"] > 0 for cells in found.values())
