@@ -532,8 +532,7 @@ def test_seconds_until_the_loss_are_read_from_the_run(call, tmp_path, monkeypatc
 
 def test_curves_of_the_recipe_are_recorded_or_compared(tmp_path, root):
     setup = Setup(False, tmp_path, tmp_path / "input.txt", 0.0, tmp_path / "kept/curves.json")
-    known = results.read_result(root / reference.CURVES)
-    assert known["curves"]["gpu"] is None  # of the file of the project, which another begins with
+    known = results.read_result(root / reference.CURVES)  # which another file begins with
     *measured, (title, measure) = accelerator_parts.characters(setup)
     assert title == "nanoGPT's characters, reference curves"
     titles = ["dense", "dense, seed 1", "dense, seed 2"]
@@ -543,6 +542,10 @@ def test_curves_of_the_recipe_are_recorded_or_compared(tmp_path, root):
     for seed, name in enumerate(titles):
         folder = setup.runs("characters") / name
         make_run(folder, shifted(0.01 * seed), recipe="gpu", seed=seed, device="H100")
+    with pytest.raises(UsageError, match="a run of another text than that of the recipe 'gpu'"):
+        measure()
+    assert results.read_result(setup.curves)["curves"] == known["curves"]
+    results.write_result(setup.curves, known | {"curves": known["curves"] | {"gpu": None}})
     assert measure() == {"": {"says": "recorded as those of the recipe in curves.json"}}
     curves = reference.read_curves(setup.curves)["curves"]["gpu"]
     assert curves["device"] == "1 x H100" and list(curves["seeds"]) == ["0", "1", "2"]
