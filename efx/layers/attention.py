@@ -2,22 +2,17 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 
 from efx import sharding
 from efx.layers import norms
 from efx.layers.attend import attend, attend_context
 from efx.layers.config import AttentionConfig
 from efx.layers.kv_cache import attend_cached
-from efx.layers.linear import Linear
+from efx.layers.linear import Linear, projection
 from efx.layers.positions import rope
 from efx.sharding import constrain
-
-_ROTATED = "rotated"
-is_rotated = jax.checkpoint_policies.save_only_these_names(_ROTATED)
 
 
 class Attention(nn.Module):
@@ -125,7 +120,7 @@ class Attention(nn.Module):
         """
         y = rope(y, info.tokens.positions_BT, self.config)
         kept = sharding.platform() == "gpu" and self.config.qk_norm == "none"
-        return checkpoint_name(y, _ROTATED) if kept else y
+        return projection(y) if kept else y
 
     def _project(self, name, x_BTD, heads, axis):
         features, bias = heads * self.config.head_dim, self.config.bias != "none"

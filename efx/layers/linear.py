@@ -52,10 +52,12 @@ is_projection = jax.checkpoint_policies.save_only_these_names(_PROJECTION)
 
 
 def projection(y):
-    """The result of a product of tokens with the matrix of their expert or channel, marked as such.
+    """The result of a product of tokens with a matrix, marked as such where `jax.checkpoint` does
+    not see it.
 
-    It has an axis of experts as scores of attention have one of heads, so that `jax.checkpoint`
-    takes it for no plain product. The policy `is_projection` keeps what is marked.
+    It takes none for a plain product that has an axis of experts or channels, as scores of
+    attention have one of heads, nor one that has been rotated. The policy `is_projection` keeps
+    what is marked.
     """
     return checkpoint_name(y, _PROJECTION)
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.errors import UsageError
-from efx.layers import attention, attention_kernels, linear
+from efx.layers import attention_kernels, linear
 from efx.layers.blocks import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
@@ -35,7 +35,6 @@ REMAT_POLICIES = {
         linear.is_projection,
         sharding.is_exchanged,
         attention_kernels.keeps,
-        attention.is_rotated,
     ),
 }
 

@@ -498,21 +498,22 @@ def test_losses_that_are_quoted_are_results():
     """What a page writes as 2.257 ± 0.013 or as 3.654 (3.602 to 3.715) is a mean with its spread,
     or its interval, of one cell of results/, or of the seeds of a study at one point. Differences,
     below 1, are of several cells."""
-    known, number = set(), r"\d\.\d{3,4}"
+    quotable, number = [], r"\d\.\d{3,4}"
     for result in results.read_results(ROOT / "results").values():
         seeds = collections.defaultdict(list)
         for point in dict(result["study"]).get("points", ()):
-            seeds[tuple(point[key] for key in ("family", "size", "budget", "rate"))] += [point]
-        for losses in ([point["loss"] for point in points] for points in seeds.values()):
-            if len(losses) > 1:
-                values = statistics.mean(losses), statistics.stdev(losses)
-                known |= {tuple(f"{one:.{digits}f}" for one in values) for digits in (3, 4)}
+            at = tuple(point[key] for key in ("family", "size", "budget", "rate"))
+            seeds[at].append(point["loss"])
+        several = [losses for losses in seeds.values() if len(losses) > 1]
+        quotable += [(statistics.mean(losses), statistics.stdev(losses)) for losses in several]
         cells = [cell for row in result["rows"] for cell in row["cells"].values()]
         for cell in (cell for cell in cells if isinstance(cell, dict)):
             for others in ([cell.get("spread")], cell.get("interval", [None])):
                 if None not in others:
-                    values = (cell["mean"], *others)
-                    known |= {tuple(f"{one:.{digits}f}" for one in values) for digits in (3, 4)}
+                    quotable.append((cell["mean"], *others))
+    known = {
+        tuple(f"{one:.{digits}f}" for one in values) for values in quotable for digits in (3, 4)
+    }
     assert ("2.257", "0.013") in known and ("3.684", "3.634", "3.742") in known
     for page in set(PAGES) - {ROOT / "docs/results.md"}:
         quoted = re.findall(rf"({number}) ±\s({number})", page.read_text())
