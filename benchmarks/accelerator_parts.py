@@ -31,7 +31,7 @@ from efx.layers.attention_kernels import KERNELS, Refused
 from efx.metrics import quantity, read_metrics
 from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report
-from efx.studies.step_time import take_turns
+from efx.studies.step_time import compiled_together, take_turns
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # All that a row may say, with the formats of its numbers.
@@ -429,12 +429,13 @@ def _sized(setup, config, size, changes=()):
 
 
 def _steps(setup, configs, *, vocab=VOCAB, mfu_target=None, saving_target=None):
-    """Rows of training steps, one model after the other so that each has the memory to itself;
-    those after the first are compared with it."""
-    rows, baseline = {}, None
+    """Rows of training steps, one model after the other so that each has the memory to itself, but
+    all compiled before; those after the first are compared with it."""
+    rows, baseline, vocab = {}, None, setup.vocab(vocab)
+    compiled = compiled_together(configs, vocab)
     for suffix, config in configs.items():
         try:
-            step = _fitting(config, setup.vocab(vocab), setup.rounds)
+            step = _fitting(config, vocab, setup.rounds, compiled.pop(suffix))
         except Exception as error:
             if baseline is None:
                 raise
@@ -465,15 +466,21 @@ def _steps(setup, configs, *, vocab=VOCAB, mfu_target=None, saving_target=None):
     return rows
 
 
-def _fitting(config, vocab, rounds):
-    """`common.TrainingStep` of a config, with half its batch as often as memory demands."""
+def _fitting(config, vocab, rounds, compiled):
+    """`common.TrainingStep` of a config, with half its batch as often as memory demands.
+
+    Args:
+      compiled: Future of its `Stepper`.
+    """
     config = copy.deepcopy(config)
     while True:
         try:
-            return common.training_steps({"": config}, vocab, rounds, warmup=2)[""]
+            steppers = compiled and {"": compiled.result()}
+            return common.training_steps({"": config}, vocab, rounds, 2, steppers)[""]
         except jax.errors.JaxRuntimeError as error:
             if not memory_is_full(error) or config.data.batch_size == 1:
                 raise
+        steppers = compiled = None
         gc.collect()
         apply(config, {"data.batch_size": config.data.batch_size // 2})
 

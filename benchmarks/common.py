@@ -92,14 +92,15 @@ class TrainingStep:
         return self.model.ledger(self.context).train_flops(1)
 
 
-def training_steps(configs, vocab_size, steps, warmup):
+def training_steps(configs, vocab_size, steps, warmup, compiled=None):
     """{name: `TrainingStep`} of configs of equal batches, whose steps take turns on random tokens.
 
     Args:
       configs: {name: config}.
       steps, warmup: timed and untimed ones of each.
+      compiled: {name: their `Stepper`} where they are there.
     """
-    steppers = {name: Stepper(config, vocab_size) for name, config in configs.items()}
+    steppers = compiled or {name: Stepper(config, vocab_size) for name, config in configs.items()}
     data = next(iter(configs.values()))
     batches = random_tokens(data, vocab_size, warmup + steps)
     turns = take_turns(

@@ -1,4 +1,4 @@
-"""Does Mixture-of-Depths pay at 1,000 TFLOPs? An isoFLOP curve for one accelerator.
+"""Does Mixture-of-Depths pay at 1,000 TFLOPs? isoFLOP curves for one accelerator.
 
     python -m efx.studies.isoflop --grid configs/sweeps/mod_evidence_accelerator.py \\
         --workdir runs/mod_evidence_accelerator --jobs 8
@@ -8,36 +8,48 @@ of its largest budget: batches of 64 rows instead of 4, in bfloat16. All familie
 rate. No size reads the text more than once, which is why the narrowest is trained for the dense
 model alone: the others would. Whether models copy from their context is measured, as it decided at
 smaller budgets. Some ten minutes of an H100, of which several runs take part at a time.
+
+`mod_evidence_accelerator.py:300` and `mod_evidence_accelerator.py:100` are the same at 300 and 100
+TFLOPs, with batches of 32 and 16 rows and smaller sizes: what comes between that budget and those
+of `mod_evidence.py`. Five minutes each.
 """
 
 from efx.configs.sweeps import mod_evidence
 
-WIDTHS_AND_DEPTHS = ((128, 8), (192, 8), (256, 10), (384, 10))
-NAMES = [mod_evidence.name_of(*size) for size in WIDTHS_AND_DEPTHS]
-FLOPS = 1e15
+# {TFLOPs: (rows of a batch, ((width, depth) of each size, ascending))}
+BUDGETS = {
+    1000: (64, ((128, 8), (192, 8), (256, 10), (384, 10))),
+    300: (32, ((96, 8), (128, 8), (192, 8), (256, 10))),
+    100: (16, ((64, 8), (96, 8), (128, 8), (192, 8))),
+}
 SEEDS = (0, 1, 2)
 
 
-def get_grid():
+def get_grid(part="1000"):
+    return mod_evidence.part_of({str(budget): lambda b=budget: _of(b) for budget in BUDGETS}, part)
+
+
+def _of(tera_flops):
+    rows, widths_and_depths = BUDGETS[tera_flops]
     sizes = {
         mod_evidence.name_of(width, depth): mod_evidence.BASE
         | {
             "model.width": width,
             "model.depth": depth,
             "model.attention.num_heads": width // 32,
-            "data.batch_size": 64,
+            "data.batch_size": rows,
             "train.dtype": "bfloat16",
             "optim.learning_rate": 3e-3,
             "evaluate.repeated_rows": 64,
         }
-        for width, depth in WIDTHS_AND_DEPTHS
+        for width, depth in widths_and_depths
     }
-    narrowest, small, middle, large = NAMES
+    narrowest, small, middle, large = sizes
     half = {name: size["model.depth"] // 2 for name, size in sizes.items()}
     shallow = {narrowest: (), small: (0,), middle: SEEDS, large: SEEDS}
     return dict(
         config="mod",
-        budgets=(FLOPS,),
+        budgets=(tera_flops * 1e12,),
         seeds={
             "dense": {narrowest: (0,), small: SEEDS, middle: SEEDS, large: ()},
             "dense, half as deep": shallow,

@@ -1,6 +1,8 @@
 """Training step times of several models, taking turns in one process."""
 
+import concurrent.futures
 import dataclasses
+import functools
 import time
 
 import jax
@@ -19,7 +21,8 @@ class Stepper:
     step depends on shapes alone.
 
     Attributes:
-      config: as given. model: built from it. state: TrainState.
+      config: as given. model: built from it.
+      state: TrainState, which takes no memory before it is first used.
       compile_seconds: tracing and compiling.
       memory: bytes that the compiled step needs: its arguments and its temporary arrays.
     """
@@ -28,18 +31,23 @@ class Stepper:
         keep_freed_memory()
         experiment = build.without_text(config, vocab_size)
         self.config, self.model = experiment.config, experiment.model
-        training, mesh, rules = build.Training(experiment), experiment.mesh, experiment.rules
+        self._training = build.Training(experiment)
+        mesh, rules = self._mesh_and_rules = experiment.mesh, experiment.rules
         self._placement = sharding.Placement(mesh, rules, self.config.data.batch_size)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
         self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
+        begin = time.perf_counter()
         with sharding.use(mesh, rules):
-            self.state = training.new_state(self._seed)
-            begin = time.perf_counter()
-            self._step = training.trace_step(self.model).lower().compile()
+            self._step = self._training.trace_step(self.model).lower().compile()
         self.compile_seconds = time.perf_counter() - begin
         needs = self._step.memory_analysis()
         self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
+
+    @functools.cached_property
+    def state(self):
+        with sharding.use(*self._mesh_and_rules):
+            return self._training.new_state(self._seed)
 
     @property
     def parameters(self):
@@ -64,6 +72,17 @@ class Stepper:
             batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
             batch["segment_ids"] = np.ones(shape, np.int32)
         return self._placement(batch)
+
+
+def compiled_together(configs, vocab_size):
+    """{name: Future of the `Stepper` of a config}, all of them compiled when this returns.
+
+    In threads: for a GPU 24 layers take a minute or two, most of it on one core. A CPU's compiler
+    takes all of them, and `sharding.use` may change what all threads have there.
+    """
+    threads = 1 if jax.default_backend() == "cpu" else len(configs)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return {name: pool.submit(Stepper, config, vocab_size) for name, config in configs.items()}
 
 
 def random_tokens(config, vocab_size, count):

@@ -1,5 +1,6 @@
 """benchmarks/accelerator.py: what a call leaves for the next one, and its cheap parts for real."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from efx.configs import mod
 from efx.errors import UsageError
 from efx.layers import attend, attention_kernels
 from efx.layers.attention_kernels import KERNELS, Kernel
-from efx.studies import reference, results
+from efx.studies import reference, results, step_time
 
 
 @pytest.fixture
@@ -354,7 +355,8 @@ def test_a_kernel_that_refuses_has_not_failed(call, monkeypatch):
     # Also of one model among several.
     refused = attention_kernels.Refused("mosaic", "has no softcap")
 
-    def fitting(config, vocab, rounds):
+    def fitting(config, vocab, rounds, compiled):
+        assert compiled == f"{config}, compiled"
         if config == "MoD":
             raise refused
         return SimpleNamespace(
@@ -362,6 +364,7 @@ def test_a_kernel_that_refuses_has_not_failed(call, monkeypatch):
         )
 
     monkeypatch.setattr(accelerator_parts, "_fitting", fitting)
+    monkeypatch.setattr(accelerator_parts, "compiled_together", compiled_by_name)
     configs = {name: _Config(name) for name in ("dense", "MoD")}
     found = accelerator_parts._steps(Setup(True, None, None, 0.0), configs)
     assert found["MoD"] == {"says": "refused: has no softcap"}
@@ -384,6 +387,10 @@ OF_A_KERNEL = (
 )
 
 
+def compiled_by_name(configs, vocab_size):
+    return {name: f"{config}, compiled" for name, config in configs.items()}
+
+
 def test_a_full_memory_is_told_from_what_a_kernel_lacks():
     errors = [jax.errors.JaxRuntimeError(message) for message in (*FULL, *OF_A_KERNEL)]
     found = list(map(accelerator_parts.memory_is_full, errors))
@@ -403,8 +410,9 @@ def test_the_tests_for_a_device_are_there(root):
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     tried = []
 
-    def steps(configs, vocab, rounds, warmup):
+    def steps(configs, vocab, rounds, warmup, compiled):
         (config,) = configs.values()
+        assert compiled == (None if tried else {"": "the whole batch's"})
         tried.append(config.data.batch_size)
         if config.data.batch_size > 4 or vocab == 0:
             raise jax.errors.JaxRuntimeError(FULL[0] if vocab else OF_A_KERNEL[0])
@@ -413,16 +421,34 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
     monkeypatch.setattr(common, "training_steps", steps)
     config = mod.get_config()
     assert config.data.batch_size == 16
-    assert accelerator_parts._fitting(config, 64, 1) == 4 and tried == [16, 8, 4]
+    whole = concurrent.futures.Future()
+    whole.set_result("the whole batch's")
+    assert accelerator_parts._fitting(config, 64, 1, whole) == 4 and tried == [16, 8, 4]
+    tried.clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory"):
-        accelerator_parts._fitting(config, 0, 1)
-    assert tried[3:] == [16]  # which no smaller batch would mend
+        accelerator_parts._fitting(config, 0, 1, whole)
+    assert tried == [16]  # which no smaller batch would mend
+
+
+def test_an_error_of_one_compilation_is_its_own(monkeypatch):
+    """Also where the others are compiled beside it."""
+
+    def stepper(config, vocab_size):
+        if config == "bad":
+            raise RuntimeError("no kernel")
+        return f"{config}, {vocab_size}"
+
+    monkeypatch.setattr(step_time, "Stepper", stepper)
+    found = step_time.compiled_together({"": "dense", " MoD": "bad"}, 64)
+    assert found[""].result() == "dense, 64"
+    assert str(found[" MoD"].exception()) == "no kernel"
 
 
 def test_training_steps_are_compared_by_tokens(monkeypatch):
     """Time, FLOPs and the share of what could be saved, also of batches that differ."""
 
-    def fitting(config, vocab, rounds):
+    def fitting(config, vocab, rounds, compiled):
+        assert compiled == f"{config}, compiled"
         if config == "bad":
             raise RuntimeError("out of memory")
         batch, seconds, per_token = {"dense": (8, 2.0, 100.0), "MoD": (4, 0.75, 60.0)}[config]
@@ -436,6 +462,7 @@ def test_training_steps_are_compared_by_tokens(monkeypatch):
         )
 
     monkeypatch.setattr(accelerator_parts, "_fitting", fitting)
+    monkeypatch.setattr(accelerator_parts, "compiled_together", compiled_by_name)
     monkeypatch.setattr(accelerator_parts.flops, "device_peak", lambda dtype: 1000.0)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     configs = {name: _Config(name) for name in ("dense", "MoD", "bad")}
