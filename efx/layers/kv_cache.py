@@ -3,7 +3,9 @@ keys and values it holds.
 
 A loop over tokens keeps its own apart from those in the slots (`with_newest`) and stores them when
 it has ended (`absorbed`). Compilers for TPUs lay the slots out either for writing one token or for
-reading all, and where a loop does both they move the whole cache at every token.
+reading all, and where a loop does both they move the whole cache at every token. On a GPU, where
+they do not, each token is stored when it comes: what it costs there is how many kernels are
+started, and attention over two places takes half as many again in all of a layer.
 """
 
 import functools
@@ -48,7 +50,9 @@ def with_newest(cache, tokens):
     """The cache with room for so many tokens of each row that are apart from the slots, and none
     there yet. Layers then leave the slots as they are, and put the one new token of a call into
     the place that `at_step` says. (Not where learned masks lie on the slots, nor in caches of
-    groups: these store at every call.)"""
+    groups, nor on a GPU: these store at every call.)"""
+    if sharding.platform() == "gpu":
+        return cache
 
     def change(layer):
         *rows, heads, width, _ = layer["cached_key"].shape
@@ -63,6 +67,8 @@ def at_step(cache, step):
     """The cache of `with_newest` for the token of a step."""
 
     def change(layer):
+        if "newest_step" not in layer:
+            return layer
         return layer | {"newest_step": jnp.full_like(layer["newest_step"], step)}
 
     return _with_slots_changed(cache, change)
@@ -77,6 +83,8 @@ def absorbed(cache):
         return slots | _stored(slots, k_BNKH, v_BNKH, position_BN)
 
     def change(layer):
+        if "newest_step" not in layer:
+            return layer
         several = layer["used"].ndim - 1  # models that are decoded together
         function = store
         for _ in range(several):
@@ -115,12 +123,12 @@ def admit(module, wanted, room, info, computed, refused):
     count, lost = variables(module, info.cache.tag, **makers).values()
     if module.is_initializing():
         return wanted
-    row_B = _rows(info, rows)
-    before = count.value.at[row_B].get(mode="fill", fill_value=0)
+    rows_B = info.cache.rows_B
+    before = count.value if rows_B is None else count.value.at[rows_B].get(mode="fill", fill_value=0)
     run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
-    count.value = count.value.at[row_B].add(jnp.sum(run, axis=1), **NO_TWO_ALIKE)
+    count.value = _added(count.value, jnp.sum(run, axis=1), rows_B)
     lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
-    lost.value = lost.value.at[row_B].add(lost_B, **NO_TWO_ALIKE)
+    lost.value = _added(lost.value, lost_B, rows_B)
     return run
 
 
@@ -129,14 +137,13 @@ def count(module, name, counted_BT, info):
     rows = len(counted_BT)
     (total,) = variables(module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}).values()
     if not module.is_initializing():
-        new_B = jnp.sum(counted_BT, axis=1)
-        total.value = total.value.at[_rows(info, rows)].add(new_B, **NO_TWO_ALIKE)
+        total.value = _added(total.value, jnp.sum(counted_BT, axis=1), info.cache.rows_B)
 
 
-def _rows(info, rows):
-    """The rows of the cache that so many rows of new tokens are of, no two alike; those out of
-    range are of none."""
-    return jnp.arange(rows) if info.cache.rows_B is None else info.cache.rows_B
+def _added(total, new, rows_B):
+    """total with `new` added: to these rows of it, no two of which are alike and of which those
+    out of range are none, or, for None, to all in order, which no scatter has to do."""
+    return total + new if rows_B is None else total.at[rows_B].add(new, **NO_TWO_ALIKE)
 
 
 def _admit_in_groups(module, wanted, room, info, makers):
@@ -238,18 +245,18 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
     )
 
 
-def _stored(slots, k_BTKH, v_BTKH, positions_BT, row_B=None):
+def _stored(slots, k_BTKH, v_BTKH, positions_BT, rows_B=None):
     """{name: array} of the slots that change when tokens come; padding is left out."""
-    rows, size = len(k_BTKH), slots["cached_value"].shape[3]
-    row_B = jnp.arange(rows) if row_B is None else row_B
-    valid_BT = positions_BT >= 0
-    used_B = slots["used"].at[row_B].get(mode="fill", fill_value=0)
+    size, valid_BT, used_B = slots["cached_value"].shape[3], positions_BT >= 0, slots["used"]
+    if rows_B is not None:
+        used_B = used_B.at[rows_B].get(mode="fill", fill_value=0)
     slot_BT = used_B[:, None] + jnp.cumsum(valid_BT, axis=1) - 1
     slot_BT = apart(jnp.where(valid_BT, slot_BT, size), size)  # out of range: dropped
     store = _by_slices if sharding.platform() == "tpu" else _one_by_one
     new = {"cached_key": k_BTKH, "cached_value": v_BTKH, "position": positions_BT}
+    row_B = jnp.arange(len(k_BTKH)) if rows_B is None else rows_B
     result = store({name: slots[name] for name in new}, new, row_B, slot_BT, used_B)
-    result["used"] = slots["used"].at[row_B].add(jnp.sum(valid_BT, axis=1), **NO_TWO_ALIKE)
+    result["used"] = _added(slots["used"], jnp.sum(valid_BT, axis=1), rows_B)
     return result
 
 

@@ -258,9 +258,33 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     for one token, of others by that of chunks, with padding. Caches are read in blocks of 10 slots,
     of which the last overlaps the one before."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
+    cache = decoded_as_in_full(name, size=1 if name in REPRESENTATIVES else 5)
+    if name == "mod_options":  # its room is short: what does not fit is left out, and counted
+        overflow = [cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]
+        assert np.sum(overflow) > 0
+    if name == "moe":
+        assert np.sum(cache["layers"]["block_1"]["mlp"]["dropped"]) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["mod_options", "mod_context", "mode_staged", "dropout_elementwise_mod"]
+)
+def test_decoding_is_the_full_forward_on_a_gpu(name, monkeypatch):
+    """Where routed blocks take all rows at once, without a loop, also with experts, learned masks
+    and what caches hold for skipped tokens inside of them."""
+    expected_BTV = families.logits_of(name, families.tokens())
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    traced = []
+    decoded_as_in_full(name, size=1, expected_BTV=expected_BTV, traced=traced)
+    assert "while[" not in str(traced[-1])
+
+
+def decoded_as_in_full(name, size, expected_BTV=None, traced=None):
+    """The cache at the end. size: tokens of the program for a token at a time."""
     model, params = families.build(name), families.params_of(name)
     tokens_BT, done_B = np.asarray(families.tokens()), np.zeros(BATCH, int)
-    expected_BTV = families.logits_of(name, families.tokens())
+    if expected_BTV is None:
+        expected_BTV = families.logits_of(name, families.tokens())
 
     @families.jit
     def decode(cache, tokens_BT, positions_BT):
@@ -278,9 +302,8 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     # The wide angles of these masks make 7e-5 of logits of a relative change of 1e-7 in parameters.
     atol = 3e-4 if name == "latent_masks" else 1e-4
     cache = models.init_cache(model, BATCH, LENGTH)
-    size = 1 if name in REPRESENTATIVES else 5
     ends = [(5, 5, PROMPTS)] * 2 + [(size, 1, np.full(BATCH, LENGTH))] * (LENGTH - min(PROMPTS))
-    traced = set()
+    sizes, traced = set(), [] if traced is None else traced
     for size, new, end_B in ends:
         place_BT = done_B[:, None] + np.arange(size)
         inside_BT = (place_BT < end_B[:, None]) & (np.arange(size) < new)
@@ -288,9 +311,10 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
         read_BT = np.where(inside_BT, np.take_along_axis(tokens_BT, place_BT, axis=1), 0)
         read_BT, place_BT = jnp.asarray(read_BT), np.where(inside_BT, place_BT, -1)
         arguments = cache, read_BT, jnp.asarray(place_BT, jnp.int32)
-        if size not in traced:
-            assert_no_two_alike(decode.trace(*arguments).jaxpr)
-            traced.add(size)
+        if size not in sizes:
+            sizes.add(size)
+            traced.append(decode.trace(*arguments).jaxpr)
+            assert_no_two_alike(traced[-1])
         logits_BTV, cache = decode(*arguments)
         wanted_BTV = np.take_along_axis(expected_BTV, place_BT[..., None], axis=1)
         np.testing.assert_allclose(
@@ -298,11 +322,7 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
         )
         done_B = done_B + inside_BT.sum(axis=1)
     assert np.all(done_B == LENGTH)
-    if name == "mod_options":  # its room is short: what does not fit is left out, and counted
-        overflow = [cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]
-        assert np.sum(overflow) > 0
-    if name == "moe":
-        assert np.sum(cache["layers"]["block_1"]["mlp"]["dropped"]) > 0
+    return cache
 
 
 # ---- layers: scanned, recomputed ---------------------------------------------------------------

@@ -551,6 +551,17 @@ def test_tokens_kept_apart_are_stored_as_they_came():
     jax.tree.map(np.testing.assert_array_equal, both, doubled)
 
 
+def test_tokens_are_stored_when_they_come_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    attention = {"cached_key": jnp.zeros((B, K, H, 6)), "used": jnp.zeros(B, jnp.int32)}
+    cache = {"layer": {"attention": attention}, "routed": np.zeros(B)}
+    for changed in (
+        kv_cache.with_newest(cache, 3), kv_cache.at_step(cache, 1), kv_cache.absorbed(cache)
+    ):  # fmt: skip
+        assert jax.tree.structure(changed) == jax.tree.structure(cache)
+        jax.tree.map(np.testing.assert_array_equal, changed, cache)
+
+
 @pytest.mark.parametrize("row_B", [None, [2, 0], [1, 3, 0]], ids=["all", "some", "none of one"])
 @pytest.mark.parametrize("tokens", [1, 4, 9])
 def test_tokens_are_stored_by_slices_on_a_tpu(monkeypatch, tokens, row_B):

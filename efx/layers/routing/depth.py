@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import means
+from efx import means, sharding
 from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
 from efx.layers.linear import onto
@@ -283,6 +283,11 @@ class DepthRouted(nn.Module):
         # they and their caches are.
         by_row = length == 1
         slots = self.config.room(self.capacity, batch if by_row else length)
+        # On a GPU the host waits for each turn of a loop, and a layer takes the time that its
+        # kernels take to start: of one row as of all. One turn is expected where half a row is.
+        if by_row and sharding.platform() == "gpu" and self.capacity * batch >= 0.5:
+            plan = plans.WholePlan(run_BT)
+            return _apply(self.block, plan, start_BTD, x_BTD, gate_BT, plan.info(info))
 
         def as_planned(block, plan, out_BTD):
             if by_row:
