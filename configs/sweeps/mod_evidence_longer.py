@@ -12,6 +12,9 @@ text is read less than once. Some 20 minutes of 2 CPU cores.
 one at two sizes, since its best one may be larger than with 12 TFLOPs: does MoD pay there? Two
 hours.
 
+`mod_evidence_longer.py:context` has MoD again, with keys and values of all tokens in its routed
+blocks: is it for what these do not see that it copies late? An hour.
+
 `mod_evidence_longer.py:dense` has four seeds of the dense model with 12 TFLOPs, at the rate that is
 best there among runs that do not copy: the rate that its first seed found is that of a run that
 does. Twenty minutes.
@@ -24,7 +27,7 @@ LONGER = 4 * mod_evidence.LARGEST
 
 
 def get_sweep(part="longer"):
-    parts = {"longer": _longer, "seeds": _seeds, "dense": _dense}
+    parts = {"longer": _longer, "seeds": _seeds, "context": _context, "dense": _dense}
     return mod_evidence.part_of(parts, part) | dict(
         config="mod", equal="", columns={"a repeat gains (nats)": "eval/repeated/gain"}
     )
@@ -58,6 +61,12 @@ def _seeds():
             "dense, 48 wide": _run(48, 6, 5e-3, LONGER, DENSE),
         },
     )
+
+
+def _context():
+    changes = {"model.depth_routing.kv_for_skipped": True}
+    run = _run(64, 8, 5e-3, LONGER, changes)
+    return dict(seeds=(0, 1, 2), runs={"MoD 12.5%, keys of all tokens": run})
 
 
 def _dense():
