@@ -123,8 +123,9 @@ def admit(module, wanted, room, info, computed, refused):
     count, lost = variables(module, info.cache.tag, **makers).values()
     if module.is_initializing():
         return wanted
-    rows_B = info.cache.rows_B
-    before = count.value if rows_B is None else count.value.at[rows_B].get(mode="fill", fill_value=0)
+    before, rows_B = count.value, info.cache.rows_B
+    if rows_B is not None:
+        before = before.at[rows_B].get(mode="fill", fill_value=0)
     run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
     count.value = _added(count.value, jnp.sum(run, axis=1), rows_B)
     lost_B = jnp.sum(wanted & ~run, axis=tuple(range(1, wanted.ndim)))
