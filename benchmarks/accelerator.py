@@ -31,6 +31,8 @@ The parts:
     masks       learned masks over none
     decode      greedy decoding at batch 1, 16 and 128, dense and MoD, over transformers' generate
                 (with its default and its static cache) where the extra `interop` is installed
+    compiling   seconds until training steps of 6 layers are compiled, and milliseconds of a step,
+                with flags that spare XLA what it tries on the device
     characters  nanoGPT's recipe for a GPU on tinyshakespeare (--text), dense, three seeds, and MoD:
                 the loss, and seconds of training until it; the dense curves go to
                 reference_curves.json in --results, or are compared with those that are there

@@ -353,7 +353,7 @@ def dense(setup):
         name for name, kernel in KERNELS.items() if kernel.platform == jax.default_backend()
     ]
     for name in names:
-        config = _sized(setup, gpt2.get_config(), "124M", {"model.attention.kernel": name})
+        config = sized(setup, gpt2.get_config(), "124M", {"model.attention.kernel": name})
         config.train.accumulation = 1
         yield (
             f"dense 124M (GPT-2), {name}",
@@ -365,7 +365,7 @@ def dense(setup):
     }
     listed = {name: {"model.attention.kernel": name} for name in names}
     for title, changes in (listed | others).items():
-        config = _sized(setup, mod.get_config("dense"), "350M", changes)
+        config = sized(setup, mod.get_config("dense"), "350M", changes)
         step = functools.partial(_steps, setup, {"": config}, mfu_target=MFU_TARGET)
         yield f"dense 350M, {title}", step
 
@@ -373,7 +373,7 @@ def dense(setup):
 def mixture_of_depths(setup):
     for size in ("350M", "1.3B"):
         configs = {
-            f" {variant or 'MoD'}": _sized(setup, mod.get_config(variant), size)
+            f" {variant or 'MoD'}": sized(setup, mod.get_config(variant), size)
             for variant in ("dense", "")
         }
         yield size, functools.partial(_steps, setup, configs, saving_target=MOD_TARGET)
@@ -383,7 +383,7 @@ def mixture_of_experts(setup):
     width = setup.size("124M")["width"]
     changes = {"model.mlp.hidden": 11 * width // 4, "model.mlp.moe.expert_hidden": 11 * width // 8}
     configs = {
-        f", {variant or 'token_choice'}": _sized(setup, moe.get_config(variant), "124M", changes)
+        f", {variant or 'token_choice'}": sized(setup, moe.get_config(variant), "124M", changes)
         for variant in ("dense", "", "expert_choice")
     }
     yield "8 experts", functools.partial(_steps, setup, configs)
@@ -404,13 +404,13 @@ def latent(setup):
 
 def masks(setup):
     configs = {
-        f", {variant or 'attention'}": _sized(setup, learned_dropout.get_config(variant), "124M")
+        f", {variant or 'attention'}": sized(setup, learned_dropout.get_config(variant), "124M")
         for variant in ("none", "", "elementwise", "embedding_linear", "skip")
     }
     yield "learned masks", functools.partial(_steps, setup, configs)
 
 
-def _sized(setup, config, size, changes=()):
+def sized(setup, config, size, changes=()):
     """The config for an accelerator, at this size."""
     sizes = setup.size(size)
     return apply(
@@ -496,6 +496,34 @@ _FULL = re.compile(
 
 def memory_is_full(error):
     return "RESOURCE_EXHAUSTED" in str(error) and bool(_FULL.search(str(error)))
+
+
+# XLA's, of which each spares it something that it tries on the device: which of two of its
+# compilers makes the faster kernel of a fusion, kernels of Triton for products, all of that.
+COMPILING = {
+    "as it is": "",
+    "fusions not tried": "--xla_gpu_experimental_enable_fusion_autotuner=false",
+    "products by cuBLAS": "--xla_gpu_enable_triton_gemm=false",
+    "nothing tried": "--xla_gpu_autotune_level=0",
+}
+
+
+def compiling(setup):
+    for title, flags in COMPILING.items() if setup.platform == "gpu" else [("as it is", "")]:
+        yield f"compiling 6 layers, {title}", functools.partial(_compiling, setup, flags)
+
+
+def _compiling(setup, flags):
+    """Seconds of compiling and milliseconds of a step, by `benchmarks.compiling`."""
+    path = setup.runs("compiling") / "found.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.compiling", f"--json={path}", "--layers=6"]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    status = setup.run([*command, *["--smoke"] * setup.smoke], XLA_FLAGS=flags)
+    if status:
+        raise RuntimeError(f"benchmarks.compiling ended with status {status}")
+    return {f", {name}": row for name, row in json.loads(path.read_text()).items()}
 
 
 def decoding(setup):
@@ -679,8 +707,9 @@ PARTS = {
     "latent": latent,
     "masks": masks,
     "decode": decoding,
+    "compiling": compiling,
     "characters": characters,
     "isoflop": isoflop_study,
 }
 # Those that run programs of their own: a TPU belongs to one process at a time.
-OF_PROGRAMS = ("tests", "characters", "isoflop")
+OF_PROGRAMS = ("tests", "compiling", "characters", "isoflop")

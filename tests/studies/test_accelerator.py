@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -405,6 +406,32 @@ def test_the_tests_for_a_device_are_there(root):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     for name in names:
         assert name.split()[0] in done.stdout, done.stdout + done.stderr
+
+
+def test_compiling_is_timed_with_flags_of_its_own(tmp_path, monkeypatch):
+    """In a process of its own, beside the flags that are set, and each time anew."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    calls = []
+
+    class Recorded(Setup):
+        def run(self, command, **environment):
+            calls.append((command[2], environment["XLA_FLAGS"]))
+            (path,) = [part.removeprefix("--json=") for part in command if "--json=" in str(part)]
+            assert not pathlib.Path(path).exists()
+            pathlib.Path(path).write_text('{"dense": {"seconds": 3.0, "ms": 2.0}}')
+            return len(calls) // 3
+
+    setup = Recorded(False, tmp_path, tmp_path, 0.0, platform="gpu")
+    entries = dict(accelerator_parts.compiling(setup))
+    assert len(entries) == len(accelerator_parts.COMPILING)
+    cells = {", dense": {"seconds": 3.0, "ms": 2.0}}
+    assert entries["compiling 6 layers, as it is"]() == cells
+    assert entries["compiling 6 layers, nothing tried"]() == cells
+    assert calls[0] == ("benchmarks.compiling", "--xla_mine=1")
+    assert calls[1] == ("benchmarks.compiling", "--xla_mine=1 --xla_gpu_autotune_level=0")
+    with pytest.raises(RuntimeError, match="status 1"):
+        entries["compiling 6 layers, as it is"]()
+    assert len(list(accelerator_parts.compiling(Setup(True, tmp_path, tmp_path, 0.0)))) == 1
 
 
 def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
