@@ -15,6 +15,7 @@ from efx.checkpoint.params import fingerprint
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
+from efx.layers import attention_kernels
 from efx.metrics import (
     MetricsBuffer,
     MetricsWriter,
@@ -157,6 +158,7 @@ class _Launch:
         self.last_row = {}
         self.step, self.restored = 0, False
         self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
+        self.kernels = set()  # of attention, in the step
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
@@ -510,7 +512,9 @@ class _Launch:
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):
-        return self.training.trace_step(stage.model, stage.start).lower().compile()
+        with attention_kernels.taken() as self.kernels:
+            traced = self.training.trace_step(stage.model, stage.start)
+        return traced.lower().compile()
 
     def flops(self, step, nominal=True):
         """Training FLOPs of the first `step` steps. Earlier launches of the run may have had
@@ -690,7 +694,8 @@ class _Launch:
         total = time.monotonic() - self.started
         self.timings["other"] = total - sum(self.timings.values())
         durations = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
-        self.progress.println(f"first step after {total:.1f} s ({durations})")
+        attention = f"; attention by {', '.join(sorted(self.kernels))}" if self.kernels else ""
+        self.progress.println(f"first step after {total:.1f} s ({durations}){attention}")
         row = {"startup_seconds": total, "parameters": self.parameters}
         self.writer.write(self.step, row)
 

@@ -4,6 +4,8 @@ Which of them runs is decided where attention is traced, by the platform of the 
 program compiled ahead of time for other devices has their kernel. Each says what it cannot do.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib.metadata
 import logging
@@ -103,8 +105,30 @@ def choose(name, case):
     Args:
       name: `config.model.attention.kernel`.
     """
+    chosen = _chosen(name, case)
+    if (names := _taken.get()) is not None:
+        names.add(chosen)
+    return KERNELS.get(chosen)
+
+
+_taken = contextvars.ContextVar("names of the kernels that a program takes", default=None)
+
+
+@contextlib.contextmanager
+def taken():
+    """The set of what the programs that are traced inside take for attention: names of kernels, and
+    "xla"."""
+    token = _taken.set(names := set())
+    try:
+        yield names
+    finally:
+        _taken.reset(token)
+
+
+def _chosen(name, case):
+    """The name of the kernel, "xla" for none."""
     if name == "xla" or flops.is_counting():
-        return None
+        return "xla"
     here = sharding.platform()
     if name != "auto":
         kernel = KERNELS[name]
@@ -113,7 +137,7 @@ def choose(name, case):
             reason = f"runs on a {kernel.platform} only, and the devices here are of kind {here!r}"
         if reason:
             raise Refused(name, reason)
-        return kernel
+        return name
     reasons = {}
     for candidate, kernel in KERNELS.items():
         if kernel.platform == here:
@@ -122,10 +146,10 @@ def choose(name, case):
                 # JAX for GPUs brings cuDNN: that another kernel takes its place is no choice.
                 if reasons.get("cudnn") and reasons["cudnn"] == _without_cudnn():
                     _say_why(f"by {candidate}", (("cudnn", reasons["cudnn"]),))
-                return kernel
+                return candidate
     if reasons:
         _say_why("in plain XLA", tuple(reasons.items()))
-    return None
+    return "xla"
 
 
 def _refuses(kernel, case):

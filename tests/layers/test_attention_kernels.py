@@ -142,8 +142,9 @@ HALF = Case(LENGTH, 2, 2, 64, jnp.bfloat16)
 )
 def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
     on(monkeypatch, platform)
-    chosen = attention_kernels.choose("auto", case)
-    assert chosen == (expected and KERNELS[expected])
+    with attention_kernels.taken() as names:
+        chosen = attention_kernels.choose("auto", case)
+    assert chosen == (expected and KERNELS[expected]) and names == {expected or "xla"}
     assert attention_kernels.choose("xla", case) is None
 
 

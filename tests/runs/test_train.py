@@ -470,7 +470,9 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert row["eval/repeated/gain"] == pytest.approx(first - second, abs=1e-5) != 0
     assert list((tmp_path / "run/samples").iterdir())
     assert list((tmp_path / "run/tensorboard").iterdir())
-    assert "first step after" in out and "finished" in out and "--mode=sample" in out
+    (started,) = [line for line in out.splitlines() if line.startswith("first step after")]
+    assert started.endswith("; attention by xla")
+    assert "finished" in out and "--mode=sample" in out
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
     assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == command
 
