@@ -28,12 +28,10 @@ import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
 
 from benchmarks.common import command, table
 from efx import programs
-from efx.checkpoint import files
+from efx.checkpoint import arrays, files
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 
@@ -293,9 +291,9 @@ def leaves(folder):
     files.verify(newest)
     targets = {
         path: files.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        for path, leaf in files.read_metadata(newest).items()
+        for path, leaf in arrays.read_metadata(newest).items()
     }
-    state = files.read_items(newest, state=ocp.args.StandardRestore(unflatten_dict(targets))).state
+    state = arrays.read_state(newest, targets, partial=False)
     return {path: np.asarray(leaf) for path, leaf in files.flatten(state).items()}
 
 

@@ -10,6 +10,7 @@ Each checks what it needs and writes nothing.
 import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import optax
 from flax import linen as nn
 
 from efx import (
+    draws,
     flops,
     memory,
     models,
@@ -35,7 +37,7 @@ from efx.checkpoint.files import finished_steps, warn
 from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.models import draws
+from efx.layers import attention_kernels
 from efx.parameter import only_shapes
 from efx.runfolder import TOKENIZER_FILE
 
@@ -150,8 +152,10 @@ class Training:
 
     def new_state(self, seed):
         """The `TrainState` of step 0."""
-        init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)
-        return draws.by_pieces(init, self.shardings, np.uint32(seed))
+        model = self.experiment.model
+        init = functools.partial(step_lib.init_state, model, self.optimizer)
+        of = f"state of step 0 of {self._depends_on(model)}" if self.keeps_traced else None
+        return draws.by_pieces(init, self.shardings, np.uint32(seed), of=of)
 
     def begun_anew(self, state):
         """The `TrainState` of step 0 with the parameters and averages of `state`, which is donated:
@@ -166,20 +170,76 @@ class Training:
     def trace_step(self, model, start=0):
         """`step.make_train_step` of a stage's model, traced for arguments of the shapes and
         shardings that a run of this experiment has. start: the stage's."""
-        e, c = self.experiment, self.experiment.config
-        function = step_lib.make_train_step(
+        return self._traced(self._step(model, start))
+
+    def compile_step(self, model, start=0):
+        """(Compiled program of `trace_step`, names of the kernels that its attention takes). With
+        `keeps_traced` an earlier process may have traced it."""
+        with attention_kernels.taken() as kernels:
+            if not self.keeps_traced:
+                return self.trace_step(model, start).lower().compile(), kernels
+            step, structure = self._step(model, start), jax.tree.structure(self.shapes)
+
+            def of_leaves(leaves, *arguments):  # JAX writes down no classes of others
+                state, metrics = step(jax.tree.unflatten(structure, leaves), *arguments)
+                return jax.tree.leaves(state), metrics
+
+            def shapes():
+                return jax.tree.leaves(self.shapes), *self._arguments()
+
+            of = f"step from {start} of {self._depends_on(model)}"
+            kept = programs.kept(of_leaves, of, shapes)
+            kernels = programs.kept_value(lambda: sorted(kernels), of)
+
+        def train_step(state, *arguments):
+            leaves, metrics = kept.call(jax.tree.leaves(state), *arguments)
+            return jax.tree.unflatten(structure, leaves), metrics
+
+        return self._traced(train_step).lower().compile(), kernels
+
+    @property
+    def keeps_traced(self):
+        """Whether `new_state` and `compile_step` keep what they trace: of one CPU. JAX does not
+        write down all kernels for others, and efx not how arrays lie on several."""
+        devices = self.experiment.mesh.devices
+        return devices.size == 1 and devices.flat[0].platform == "cpu" and programs.are_kept()
+
+    def _depends_on(self, model):
+        """What decides about the state and the step of a model, as a text."""
+        e, c = self.experiment, self._step_config
+        teacher = e.teacher and e.teacher.model
+        parts = model, teacher, e.config.optim, c, e.steps, e.rules, *self._arguments()
+        return "\n".join(map(repr, parts))
+
+    @property
+    def _step_config(self):
+        """The blocks of the config that a step reads: no other, or it could be found by the wrong
+        one."""
+        c = self.experiment.config
+        return types.SimpleNamespace(train=c.train, losses=c.losses)
+
+    def _step(self, model, start):
+        e = self.experiment
+        return step_lib.make_train_step(
             model,
             self.optimizer,
             self.schedule,
-            c,
+            self._step_config,
             total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
             teacher=e.teacher and e.teacher.model,
             start=start,
         )
-        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self.shardings, None))
-        return jitted.trace(self.shapes, self.batch, seed, self.teacher)
+
+    def _traced(self, step):
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
+        return jitted.trace(self.shapes, *self._arguments())
+
+    def _arguments(self):
+        """Those of a step beside the state, as shapes with shardings."""
+        seed = sharding.replicated(self.experiment.mesh)
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=seed)
+        return self.batch, seed, self.teacher
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
@@ -215,7 +275,7 @@ class Training:
 def _executed(model, length, batch, train=True):
     """`flops.executed`, which is kept for the next process."""
     of = f"FLOPs of {batch} rows of {length} tokens, train={train}: {model}"
-    return programs.kept_number(lambda: flops.executed(model, length, batch, train), of)
+    return programs.kept_value(lambda: flops.executed(model, length, batch, train), of)
 
 
 def variable_shapes(built, model):

@@ -27,7 +27,7 @@ from efx.errors import UsageError
 
 _log = logging.getLogger(__name__)
 # Packages whose code is part of a traced program.
-_TRACED = ("flax", "jax", "jaxlib", "numpy")
+_TRACED = ("flax", "jax", "jaxlib", "numpy", "optax")
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -55,10 +55,14 @@ def keep_compiled():
     jax.config.update("jax_compilation_cache_dir", cache_folder())
 
 
+def are_kept():
+    """Whether anything is kept: not where JAX keeps no compiled programs, or keeps them in an
+    object store."""
+    return _path("", "") is not None
+
+
 def kept(function, of, shapes):
     """The `jax.export.Exported` of a function, from an earlier process if one kept it.
-
-    Nothing is kept where JAX keeps no compiled programs, or keeps them in an object store.
 
     Args:
       of: a text that says what the function depends on: beside the code of efx, that of libraries
@@ -73,14 +77,14 @@ def kept(function, of, shapes):
     return exported
 
 
-def kept_number(function, of):
-    """`function()`, a number, from an earlier process if one kept it. of: as in `kept`."""
+def kept_value(function, of):
+    """`function()`, of what JSON has, from an earlier process if one kept it. of: as in `kept`."""
     path = _path(of, ".json")
     if content := _read(path):
         return json.loads(content)
-    number = function()
-    _write(path, json.dumps(number).encode())
-    return number
+    value = function()
+    _write(path, json.dumps(value).encode())
+    return value
 
 
 def kept_shapes(function, of):

@@ -357,7 +357,7 @@ def _converted_places(program, shapes):
         of_decode = reads.only_as(dtype, program.decode, *program.shapes_of_decode(variables))
         return [a and b for a, b in zip(of_prefill, of_decode, strict=True)]
 
-    return programs.kept_number(places, f"converted {program} {shapes}")
+    return programs.kept_value(places, f"converted {program} {shapes}")
 
 
 class Outline:

@@ -15,7 +15,6 @@ from efx.checkpoint.params import fingerprint
 from efx.errors import UsageError
 from efx.evaluate import Evaluator, cut, describe
 from efx.flops import count_params, device_peak
-from efx.layers import attention_kernels
 from efx.metrics import (
     MetricsBuffer,
     MetricsWriter,
@@ -158,7 +157,7 @@ class _Launch:
         self.last_row = {}
         self.step, self.restored = 0, False
         self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
-        self.kernels = set()  # of attention, in the step
+        self.kernels = ()  # of attention, in the step
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
@@ -507,14 +506,14 @@ class _Launch:
         begun, beside = self.ahead or (None, None)
         self.ahead = None
         with self._timed("compile"):
-            # Traced before timed steps, and, if the compiler is at work, beside it.
+            # Traced and imported before timed steps, and, if the compiler is at work, beside it.
             self.experiment.flops(stage.start + 1, nominal=False)
+            self.checkpoints.prepare()
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):
-        with attention_kernels.taken() as self.kernels:
-            traced = self.training.trace_step(stage.model, stage.start)
-        return traced.lower().compile()
+        compiled, self.kernels = self.training.compile_step(stage.model, stage.start)
+        return compiled
 
     def flops(self, step, nominal=True):
         """Training FLOPs of the first `step` steps. Earlier launches of the run may have had

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx import flops, losses, models
+from efx import draws, flops, losses, models
 from efx.configs import common
-from efx.models import draws
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
 

@@ -1,6 +1,7 @@
 """The files of checkpoints: which folders are finished, checksums, reading, one-line reasons.
 
-Used by `manager` (whole states) and `params` (parameters alone).
+Used by `manager` (whole states), `params` (parameters alone) and `arrays`, which reads and writes
+arrays by orbax.
 """
 
 import concurrent.futures
@@ -15,9 +16,7 @@ import warnings
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
-from flax.traverse_util import unflatten_dict
 
 from efx import atomic, reading, storage
 from efx.errors import UsageError
@@ -243,18 +242,6 @@ def with_sharding(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def restore_arguments(targets, partial):
-    """Orbax's arguments to read {path: ShapeDtypeStruct}; `partial`: the checkpoint holds more."""
-    target_tree = unflatten_dict(targets)
-    if not partial:
-        return ocp.args.StandardRestore(target_tree, strict=False)
-    return ocp.args.PyTreeRestore(
-        target_tree,
-        partial_restore=True,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(target_tree, strict=False),
-    )
-
-
 # The axis of token ids of the parameters that have one, by the end of their paths. The moments of
 # an optimiser have the names of their parameters.
 VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
@@ -278,18 +265,6 @@ def without_padding(path, x, vocab_size):
     """A parameter without the padding of its vocabulary, if it has one."""
     axis = VOCABULARY.get(tuple(path[-2:]))
     return x if axis is None else jax.lax.slice_in_dim(x, 0, vocab_size, axis=axis)
-
-
-def read_metadata(folder):
-    """{path: shape and dtype} of the arrays in a step's `state`."""
-    handler = ocp.PyTreeCheckpointHandler()
-    return flatten(handler.metadata(folder / "state").tree)
-
-
-def read_items(folder, **arguments):
-    """Orbax's restore of the named items of one step, without a manager that owns the folder."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(folder, args=ocp.args.Composite(**arguments))
 
 
 def dtype_and_shape(leaf):

@@ -1,6 +1,6 @@
 """Checkpointer: a thin adapter on orbax that adds checksums, retention and one-line errors.
 
-    root/STEP/state/              train state as a nested dict of arrays (orbax, OCDBT)
+    root/STEP/state/              train state as a nested dict of arrays (orbax, OCDBT; `arrays`)
     root/STEP/data/, meta/        position in the data and free metadata, JSON
     root/STEP/efx_manifest.json   size and SHA-256 of every file above, and the step's metrics
 
@@ -16,14 +16,12 @@ its share of the files.
 
 import contextlib
 import dataclasses
-import json
+import importlib
 import math
 import time
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from flax.traverse_util import unflatten_dict
 
 from efx import storage
 from efx.checkpoint import files
@@ -33,7 +31,6 @@ from efx.runfolder import Home
 from efx.signals import Beside
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
-_WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are read in parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,53 +41,6 @@ class Restored:
     state: Any
     data_state: dict
     meta: dict
-
-
-def _of_one_device(leaf):
-    """A small array that every device of this process has, as that of one of them: orbax would cut
-    it into a piece a device, by a program for each shape and piece."""
-    copies = isinstance(leaf, jax.Array) and jax.process_count() == 1 and leaf.is_fully_replicated
-    return leaf.addressable_data(0) if copies and leaf.nbytes < _WORTH_CUTTING else leaf
-
-
-class _Manager(ocp.CheckpointManager):
-    """Orbax's own, which leaves the notice of a preemption alone.
-
-    JAX counts the calls of all who ask for it in one place, and orbax asks by the number of the
-    step: of a run that was gone on from, the processes would agree to stop as many calls later.
-    """
-
-    def reached_preemption(self, step):
-        return False
-
-
-class _StateHandler(ocp.StandardCheckpointHandler):
-    """Orbax's own; each process then hashes what it has written, before process 0 goes on.
-
-    noting: makes a context that notes an error of what is done in it, in the background.
-    """
-
-    def __init__(self, noting):
-        super().__init__()
-        self._noting = noting
-
-    async def async_save(self, directory, *arguments, **options):
-        futures = await super().async_save(directory, *arguments, **options)
-        return [_OwnDigests(directory, futures or [], self._noting)]
-
-
-class _OwnDigests:
-    """The future of a save: orbax asks for its result in the background, in every process."""
-
-    def __init__(self, directory, futures, noting):
-        self._directory, self._futures, self._noting = directory, futures, noting
-
-    def result(self, timeout=None):
-        with self._noting():
-            for future in self._futures:
-                future.result(timeout)
-            is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
-            files.write_own_digests(self._directory if is_path else self._directory.path, "state")
 
 
 class Checkpointer:
@@ -135,6 +85,10 @@ class Checkpointer:
                 raise
             warn(str(problem))  # the error that is being raised is the one to report
 
+    def prepare(self):
+        """Imports what the first save or restore needs; better while others work than then."""
+        importlib.import_module("efx.checkpoint.arrays")
+
     def steps(self):
         """Finished steps in increasing order; unfinished folders and known damage left out."""
         return [s for s in files.finished_steps(self._root) if s not in self._damaged]
@@ -169,20 +123,22 @@ class Checkpointer:
         self.wait()
         if files.from_primary(step in self.steps()):
             return False
-        leaves = {path: _of_one_device(leaf) for path, leaf in files.flatten(state).items()}
-        items = {
-            "state": ocp.args.StandardSave(unflatten_dict(leaves)),
-            # Through JSON here, so that a wrong type is an error now and not in the background.
-            "data": ocp.args.JsonSave(json.loads(json.dumps(data_state))),
-            "meta": ocp.args.JsonSave(json.loads(json.dumps(meta))),
-        }
+        from efx.checkpoint import arrays
+
+        items = arrays.items(state, data_state, meta)
         self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
         self._began = time.monotonic()
         try:
             self._check_home()
             self._rename_unusable(step)
-            self._manager = self._manager or self._open()
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._manager = self._manager or arrays.manager(
+                self._root,
+                preservation_policy=self,  # see should_preserve
+                noting=self._noting_failure,
+                before_commit=self._write_manifest,
+                timeout=_COMMIT_TIMEOUT,
+            )
+            self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._save_failed(error) from error
         if not self._asynchronous:
@@ -280,23 +236,6 @@ class Checkpointer:
         if not storage.is_remote(self._root):
             self._home.check()
 
-    def _open(self):
-        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.StandardSave, _StateHandler(self._noting_failure))
-        for item in ("data", "meta"):
-            handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-        return _Manager(
-            self._root,
-            handler_registry=handlers,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self,  # see should_preserve
-                cleanup_tmp_directories=True,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=_COMMIT_TIMEOUT, post_finalization_callback=self._write_manifest
-                ),
-            ),
-        )
-
     def _rename_unusable(self, step):
         """Renames folders that saving would collide with; deletes nothing.
 
@@ -323,12 +262,14 @@ class Checkpointer:
 
     def _write_manifest(self):
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
+        from efx.checkpoint import arrays
+
         with self._noting_failure():
             self._check_home()
             step, metrics = self._saving
             names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
             # If committing is not a rename (object stores) the folder has its final name already.
-            temporary = [name for name in names if ocp.utils.TMP_DIR_SUFFIX in name]
+            temporary = [name for name in names if arrays.TEMPORARY in name]
             files.write_manifest(self._root / (temporary or names)[0], step, metrics)
 
     def should_preserve(self, checkpoints, *, context):
@@ -419,21 +360,18 @@ class Checkpointer:
         return "no checkpoint before it is sound: copy one back from a backup, or start anew"
 
     def _read(self, step, abstract_state, vocab_size, whole):
+        from efx.checkpoint import arrays
+
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
         targets = {
             path: files.with_sharding(leaf) for path, leaf in files.flatten(abstract_state).items()
         }
         try:
-            stored = files.read_metadata(folder)
+            stored = arrays.read_metadata(folder)
             if not whole:
                 stored = {path: leaf for path, leaf in stored.items() if path in targets}
             _check_fit(name, stored, targets, vocab_size)
-            items = files.read_items(
-                folder,
-                state=files.restore_arguments(targets, partial=not whole),
-                data=ocp.args.JsonRestore(),
-                meta=ocp.args.JsonRestore(),
-            )
+            items = arrays.read_items(folder, targets, partial=not whole)
         except UsageError:
             raise
         except Exception as error:  # orbax raises bare Exception too

@@ -87,8 +87,10 @@ def restore_params(
         raise files.no_such_step(root, finished, step if by_number else None)
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
+    from efx.checkpoint import arrays
+
     try:
-        stored = files.read_metadata(folder)
+        stored = arrays.read_metadata(folder)
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
@@ -235,16 +237,15 @@ def _load(name, folder, stored_paths, targets, collection, averages):
     made_of = {path: averages.get(tuple(path.split("/")), ()) for path in target_of}
     for path, (z, b1) in ((path, leaves) for path, leaves in made_of.items() if leaves):
         target_tree |= {z: target_of[path], b1: _scalar_beside(target_of[path])}
+    from efx.checkpoint import arrays
+
     try:
-        stored = files.read_items(
-            folder,
-            state=files.restore_arguments(target_tree, partial=True),
-        )
+        read = flatten_dict(arrays.read_state(folder, target_tree, partial=True))
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(
             f"{name}, item state, cannot be read: {files.explain(error)}"
         ) from error
-    read, stored = flatten_dict(stored.state), {}
+    stored = {}
     for path, leaves in made_of.items():
         stored[path] = read[*collection, *path.split("/")]
         if leaves:

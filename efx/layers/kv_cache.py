@@ -67,11 +67,9 @@ def at_step(cache, step):
     """The cache of `with_newest` for the token of a step."""
 
     def change(layer):
-        if "newest_step" not in layer:
-            return layer
         return layer | {"newest_step": jnp.full_like(layer["newest_step"], step)}
 
-    return _with_slots_changed(cache, change)
+    return _with_newest_changed(cache, change)
 
 
 def absorbed(cache):
@@ -83,15 +81,22 @@ def absorbed(cache):
         return slots | _stored(slots, k_BNKH, v_BNKH, position_BN)
 
     def change(layer):
-        if "newest_step" not in layer:
-            return layer
         several = layer["used"].ndim - 1  # models that are decoded together
         function = store
         for _ in range(several):
             function = jax.vmap(function, in_axes=1, out_axes=1)
         return function(layer)
 
-    return _with_slots_changed(cache, change)
+    return _with_newest_changed(cache, change)
+
+
+def _with_newest_changed(cache, change):
+    """The cache with another {name: array} for each layer that has room for tokens apart."""
+
+    def changed(layer):
+        return change(layer) if "newest_step" in layer else layer
+
+    return _with_slots_changed(cache, changed)
 
 
 def _with_slots_changed(cache, change):

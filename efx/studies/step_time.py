@@ -39,7 +39,7 @@ class Stepper:
         self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
         begin = time.perf_counter()
         with sharding.use(mesh, rules):
-            self._step = self._training.trace_step(self.model).lower().compile()
+            self._step, _ = self._training.compile_step(self.model)
         self.compile_seconds = time.perf_counter() - begin
         needs = self._step.memory_analysis()
         self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes

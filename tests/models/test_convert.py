@@ -12,7 +12,7 @@ import pytest
 from run_files import forget
 
 from efx import build, flops, main, models, optim, runfolder, sharding, use
-from efx.checkpoint import files
+from efx.checkpoint import arrays
 from efx.config import config_of_run
 from efx.data import bpe
 from efx.errors import UsageError
@@ -179,11 +179,11 @@ def test_it_follows_its_parent(parents, distilled):
     own = 3 * flops.executed(c.model, 16, 4)
     assert rows[-1]["flops_realised"] == 4 * (own + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    arrays, untaught = (
-        files.read_metadata(run / "checkpoints" / step).keys()
+    taught, untaught = (
+        arrays.read_metadata(run / "checkpoints" / step).keys()
         for run, step in ((folder, "4"), (start, "0"))
     )
-    assert arrays == untaught
+    assert taught == untaught
     record = runfolder.run_record(folder)["teacher"]
     assert record["run"] == str(parents["trained"]) and record["step"] == 2
 

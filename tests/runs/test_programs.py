@@ -97,7 +97,7 @@ def test_a_number_is_made_out_once(folder):
         made.append(1)
         return 2**70 + 1  # more than a float or an int64 holds
 
-    assert [programs.kept_number(number, of) for of in "aab"] == [2**70 + 1] * 3
+    assert [programs.kept_value(number, of) for of in "aab"] == [2**70 + 1] * 3
     assert len(made) == 2
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_kept_in_an_object_store(folder, tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")
     try:
-        assert programs.kept_number(lambda: 7, "a") == 7
+        assert programs.kept_value(lambda: 7, "a") == 7
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert not (tmp_path / "gs:").exists()

@@ -281,17 +281,16 @@ class DepthRouted(nn.Module):
         batch, length, _ = x_BTD.shape
         # Of a single token a row it is rows that are taken, and if they are all, they stay where
         # they and their caches are.
-        by_row = length == 1
+        by_row, all_rows = length == 1, plans.WholePlan(run_BT)
         slots = self.config.room(self.capacity, batch if by_row else length)
         # On a GPU the host waits for each turn of a loop, and a layer takes the time that its
         # kernels take to start: of one row as of all. One turn is expected where half a row is.
         if by_row and sharding.platform() == "gpu" and self.capacity * batch >= 0.5:
-            plan = plans.WholePlan(run_BT)
-            return _apply(self.block, plan, start_BTD, x_BTD, gate_BT, plan.info(info))
+            return _apply(self.block, all_rows, start_BTD, x_BTD, gate_BT, all_rows.info(info))
 
         def as_planned(block, plan, out_BTD):
             if by_row:
-                plan = plans.WholePlan(run_BT) if slots == batch else plans.RowPlan(plan)
+                plan = all_rows if slots == batch else plans.RowPlan(plan)
             return _apply(block, plan, out_BTD, x_BTD, gate_BT, plan.info(info))
 
         selected = jnp.swapaxes(run_BT, 0, 1) if by_row else run_BT

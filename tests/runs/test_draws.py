@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import models, sharding
-from efx.models import draws
+from efx import draws, models, sharding
 
 ROWS = {
     "drawn states and adapters": {
