@@ -22,12 +22,15 @@ A file holds
     seeds, machine, revision, revision_of   a row may have a revision of its own
     headline                  [[row, the row it is compared with], ...] for the README
     picture                   "dots": the first column of every row, "curves": of an isoFLOP study
-                              (from `study`), "probe": of a router probe (from `study`), "kept":
+                              (from `study`), "probe": of a router probe (from `study`),
+                              "budgets": of differences by budget (from `derived`), "kept":
                               docs/NAME.png as it is, or ""
     first, columns            title of the rows' names; {title: format of its numbers}
     rows                      [{name, cells: {column: number, text, {mean, spread, n}, or
                               {mean, interval}}}]
     tables                    of an isoFLOP study all others, as Markdown
+    derived                   how the rows follow from other results, which have them then: see
+                              `efx.studies.by_budget`
     study                     of an isoFLOP study all points, with the settings of their runs, from
                               which `python -m efx.studies.isoflop --from` goes on elsewhere; of a
                               router probe its data
@@ -49,7 +52,7 @@ import numpy as np
 from efx import runfolder, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
-from efx.studies import cli, isoflop, router_probe, sweep
+from efx.studies import by_budget, cli, isoflop, router_probe, sweep
 from efx.studies.isoflop import picture, report
 from efx.studies.router_probe import picture as probe_picture
 from efx.studies.router_probe import report as probe_report
@@ -98,14 +101,15 @@ FIELDS = {
     "sweep": "",
     "commands": None,
     "seeds": (),
-    "machine": None,
-    "revision": None,
+    "machine": "",
+    "revision": "",
     "revision_of": "the code that ran",
     "headline": (),
     "picture": "",
     "first": "run",
-    "columns": None,
-    "rows": None,
+    "columns": (),
+    "rows": (),
+    "derived": (),
     "tables": (),
     "study": (),
     "curves": (),
@@ -130,6 +134,11 @@ def checked(path, fields):
             raise UsageError(f"{path}: {key!r} is not a field of a result{nearest(key, FIELDS)}")
     for key, default in FIELDS.items():
         if key not in fields and default is None:
+            raise UsageError(f"{path}: the result lacks {key!r}")
+    if derived := fields.get("derived"):
+        by_budget.check(path, derived)
+    for key in () if derived else ("machine", "revision", "columns", "rows"):
+        if key not in fields:
             raise UsageError(f"{path}: the result lacks {key!r}")
     fields = FIELDS | fields
     if fields["section"] not in SECTIONS:
@@ -179,6 +188,10 @@ def read_results(folder):
     results = {path.stem: read_result(path) for path in sorted(pathlib.Path(folder).glob("*.json"))}
     if not results:
         raise UsageError(f"{folder}: there are no results (*.json)")
+    for result in results.values():
+        if derived := result["derived"]:
+            result["columns"] = by_budget.columns(derived)
+            result["rows"] = by_budget.rows(derived, results)
     return dict(sorted(results.items(), key=lambda item: SECTIONS.index(item[1]["section"])))
 
 
@@ -202,6 +215,12 @@ def table(result):
 
 def provenance(result):
     """A sentence on the origin of the numbers: config, seeds, machine, revisions."""
+    if result["derived"]:
+        links = dict.fromkeys(
+            f"[{budget['result']}.json](../results/{budget['result']}.json)"
+            for budget in result["derived"]["budgets"]
+        )
+        return f"From {', '.join(links)}, with the seeds, machines and revisions told there."
     facts = [f"`{result['config']}`"] if result["config"] else []
     if len(result["seeds"]) > 1:
         facts.append(f"seeds {', '.join(map(str, result['seeds']))}: mean ± standard deviation")
@@ -278,7 +297,8 @@ def page(results):
 
 def readme_part(results):
     """The part of the README between START and END: the picture and the headlines."""
-    drawn = {name: result for name, result in results.items() if result["picture"] == "dots"}
+    kinds = "budgets", "dots"
+    drawn = {name: result for name, result in results.items() if result["picture"] in kinds}
     paragraphs = [f"![{result['title']}](docs/{name}.png)" for name, result in drawn.items()]
     lines = ["| measured | held-out loss (nats) | against | its loss |", "|---|---|---|---|"]
     for result in results.values():
@@ -317,6 +337,8 @@ def publish(root):
             points = isoflop.points_of(study, root / f"results/{name}.json")
             analysis = isoflop.analysis_of(points, study)
             picture.draw(analysis, root / f"docs/{name}.png", study["further"])
+        elif result["picture"] == "budgets":
+            by_budget.draw(result, root / f"docs/{name}.png")
         elif result["picture"] == "probe":
             probe_picture.draw(result["study"], root / f"docs/{name}.png")
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from test_isoflop import GRID, fake_runs, quick  # noqa: F401
 from test_studies import SWEEP, fake_run
@@ -206,6 +207,78 @@ def test_what_is_missing_is_one_line(arguments, words, top, tmp_path, capsys):
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and error.startswith("efx: error: ")
     assert not (top / "results/new.json").exists()
+
+
+DERIVED = {
+    "family": "MoD",
+    "over": {"dense": "dense"},
+    "budgets": [
+        {"name": "1 GFLOP", "flops": 1e9, "result": "iso"},
+        {"name": "4 GFLOPs", "flops": 4e9, "result": "swept"},
+    ],
+}
+
+
+@pytest.fixture
+def by_budget(top):
+    """(derived) -> its rows, after what it is derived of: an isoFLOP study and a sweep."""
+
+    def point(family, size, budget, seed, loss, fitted=True):
+        said = dict(family=family, size=size, budget=budget, seed=seed, loss=loss, fitted=fitted)
+        return said | {"revision": "c0ffee"}
+
+    points = [point("dense", "a", 1e9, seed, 2.0 + seed / 10) for seed in range(3)]
+    points += [point("dense", "b", 1e9, seed, 1.0) for seed in range(2)]  # too few seeds
+    points += [point("dense", "a", 2e9, seed, 0.5) for seed in range(3)]  # of another budget
+    points += [point("MoD", "a", 1e9, seed, 9.0) for seed in range(3)]  # not the best size
+    points += [point("MoD", "b", 1e9, seed, [2.5, 2.5, 2.8, 2.0][seed]) for seed in range(4)]
+    points += [point("MoD", "b", 1e9, 0, 0.1, fitted=False)]  # looked for a rate
+    step = results.read_result(top / "results/step.json")
+    iso = step | {"title": "Iso", "study": {"points": points}}
+    losses = {"MoD": [1.0, 2.0, 3.0], "dense, 8 wide": [3.0, 3.0, 3.0], "dense": [4.0] * 3}
+    losses["dense, half as deep"] = [0.0] * 3  # another family
+    rows = [
+        {"name": name, "cells": {"held-out loss (nats)": {"mean": 0.0, "values": values}}}
+        for name, values in losses.items()
+    ]
+    columns = {"held-out loss (nats)": ".3f"}
+    swept = step | {"title": "Swept", "rows": rows, "seeds": [0, 1, 2], "columns": columns}
+    for name, result in (("iso", iso), ("swept", swept)):
+        results.write_result(top / f"results/{name}.json", result)
+
+    def made(derived):
+        said = {"title": "By budget", "section": "Mixture-of-Depths", "commands": ["python -m x"]}
+        said |= {"picture": "budgets", "first": "budget", "derived": derived}
+        (top / "results/by_budget.json").write_text(json.dumps(said))
+        return results.read_results(top / "results")["by_budget"]["rows"]
+
+    return made
+
+
+def test_differences_by_budget_follow_from_other_results(top, by_budget):
+    first, second = by_budget(DERIVED)
+    assert first["cells"]["size"] == "b" and first["cells"]["held-out loss (nats)"]["n"] == 4
+    over = first["cells"]["over dense"]
+    np.testing.assert_allclose(over["values"], [0.5, 0.4, 0.6])  # seed 3 has no pair
+    # 0.5 and 4.303 standard errors, by a table of Student's t.
+    np.testing.assert_allclose([over["mean"], *over["interval"]], [0.5, 0.2516, 0.7484], atol=1e-4)
+    assert second["cells"]["over dense"]["values"] == [-2.0, -1.0, 0.0]
+    results.publish(top)
+    assert "![By budget](by_budget.png)" in page(top)
+    assert "| 1 GFLOP | b | 2.450 ± 0.332 | 0.500 (0.252 to 0.748) |" in page(top)
+    assert "From [iso.json](../results/iso.json), [swept.json](../results/swept.json)" in page(top)
+    assert "![By budget](docs/by_budget.png)" in (top / "README.md").read_text()
+    assert (top / "docs/by_budget.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"family": "MoE"}, "derived, 1 GFLOP: no size of 'MoE' has 3 seeds"),
+    ({"budgets": [{"name": "1", "flops": 1, "result": "is"}]}, "derived names 'is', which is no"),
+    ({"budgets": [{"name": "1", "result": "iso"}]}, "derived lacks flops of budget 0"),
+])  # fmt: skip
+def test_what_cannot_be_derived_is_one_line(change, words, by_budget):
+    with pytest.raises(UsageError, match=words):
+        by_budget(DERIVED | change)
 
 
 @pytest.mark.parametrize("change, words", [
