@@ -486,7 +486,10 @@ def test_results_are_written_from_their_data(written):
 
 def test_numbers_of_a_result_are_what_they_are_called():
     for name, result in results.read_results(ROOT / "results").items():
-        assert result["revision"] and result["commands"] and result["machine"], name
+        assert result["commands"], name
+        if result["derived"]:  # of results that say it
+            continue
+        assert result["revision"] and result["machine"], name
         for row in result["rows"]:
             for cell in row["cells"].values():
                 if isinstance(cell, dict):
