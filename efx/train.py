@@ -303,9 +303,12 @@ class _Launch:
             if config.checkpoint.keep_best:
                 shapes, metric = self.training.shapes, config.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
+            with self._timed("data and model"):
+                iterator = e.data.train_iterator(rows=self.placement.rows)
+                self.checkpoints.prepare()
             if not untrained:
                 self._compile_ahead()
-            iterator, origin = self._restore()
+            origin = self._restore(iterator)
             if self.step > e.steps and not self.pending:
                 # Nothing is trained with this config, so it is not that of the run.
                 self.progress.println(
@@ -348,12 +351,11 @@ class _Launch:
             self.progress.println(f"composed already: {self.workdir} is at step {self.step}")
         return self._finish()
 
-    def _restore(self):
-        """(iterator over the data, origin of the parameters); reads only. State, position in the
-        data and elapsed seconds are those of the newest undamaged checkpoint, if there is one."""
+    def _restore(self, iterator):
+        """Origin of the parameters; reads only. State, position of the iterator in the data and
+        elapsed seconds are those of the newest undamaged checkpoint, if there is one."""
         e, origin = self.experiment, None
         with self._timed("restore or initialise"):
-            iterator = e.data.train_iterator(rows=self.placement.rows)
             if self.checkpoints.latest_step() is None:
                 self.state, origin = start_from(
                     self.training.new_state(self.seed), self.config, e.model, self.progress.println
@@ -378,7 +380,7 @@ class _Launch:
                     self.ending = restored.meta["ending"]
                 if "pending" in restored.meta:
                     self.pending, self.written = restored.meta["pending"], restored.meta["rows"]
-        return iterator, origin
+        return origin
 
     def _read_teacher(self):
         """Read the model that this run follows: the one that it began with, if it did begin."""
@@ -494,7 +496,11 @@ class _Launch:
     def _compile_ahead(self):
         """Begin to compile the first step, beside what else there is to do before it: initialising
         and restoring take as long. Of several processes each waits for its turn, since compilers of
-        several devices may talk to each other, and threads would not do so in one order."""
+        several devices may talk to each other, and threads would not do so in one order.
+
+        Libraries that these need are imported before. A library that grain imports puts a lazy
+        import in the place of Python's own for a moment, and what another thread imports
+        meanwhile, as JAX does in places, is then no module."""
         e, step = self.experiment, self.checkpoints.latest_step() or 0
         if step >= e.steps or jax.process_count() > 1:
             return
@@ -506,9 +512,8 @@ class _Launch:
         begun, beside = self.ahead or (None, None)
         self.ahead = None
         with self._timed("compile"):
-            # Traced and imported before timed steps, and, if the compiler is at work, beside it.
+            # Traced before timed steps, and, if the compiler is at work, beside it.
             self.experiment.flops(stage.start + 1, nominal=False)
-            self.checkpoints.prepare()
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):

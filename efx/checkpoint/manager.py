@@ -86,7 +86,7 @@ class Checkpointer:
             warn(str(problem))  # the error that is being raised is the one to report
 
     def prepare(self):
-        """Imports what the first save or restore needs; better while others work than then."""
+        """Imports what the first save or restore needs: better while no other thread works."""
         importlib.import_module("efx.checkpoint.arrays")
 
     def steps(self):

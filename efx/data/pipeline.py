@@ -223,6 +223,10 @@ class Data:
 
     def train_iterator(self, start_step=0, rows=None):
         """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""
+        # Before a text that grows has a thread: what that imports meanwhile would be no module, see
+        # `train._Launch._compile_ahead`.
+        import grain  # noqa: F401
+
         config, stream = self._config, self._streams["train"]
         if config.packing:
             rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
