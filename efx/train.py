@@ -305,7 +305,6 @@ class _Launch:
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
             with self._timed("data and model"):
                 iterator = e.data.train_iterator(rows=self.placement.rows)
-                self.checkpoints.prepare()
             if not untrained:
                 self._compile_ahead()
             origin = self._restore(iterator)

@@ -1,8 +1,4 @@
-"""What of checkpoints orbax does: writing and reading arrays.
-
-Imported where that is done and not with the rest of the package: importing orbax takes a sixth of
-the time that a command needs until it begins to work.
-"""
+"""What of checkpoints orbax does: writing and reading arrays."""
 
 import json
 

@@ -16,7 +16,6 @@ its share of the files.
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import time
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import jax
 
 from efx import storage
-from efx.checkpoint import files
+from efx.checkpoint import arrays, files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 from efx.errors import UsageError
 from efx.runfolder import Home
@@ -85,10 +84,6 @@ class Checkpointer:
                 raise
             warn(str(problem))  # the error that is being raised is the one to report
 
-    def prepare(self):
-        """Imports what the first save or restore needs: better while no other thread works."""
-        importlib.import_module("efx.checkpoint.arrays")
-
     def steps(self):
         """Finished steps in increasing order; unfinished folders and known damage left out."""
         return [s for s in files.finished_steps(self._root) if s not in self._damaged]
@@ -123,8 +118,6 @@ class Checkpointer:
         self.wait()
         if files.from_primary(step in self.steps()):
             return False
-        from efx.checkpoint import arrays
-
         items = arrays.items(state, data_state, meta)
         self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
         self._began = time.monotonic()
@@ -262,8 +255,6 @@ class Checkpointer:
 
     def _write_manifest(self):
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
-        from efx.checkpoint import arrays
-
         with self._noting_failure():
             self._check_home()
             step, metrics = self._saving
@@ -360,8 +351,6 @@ class Checkpointer:
         return "no checkpoint before it is sound: copy one back from a backup, or start anew"
 
     def _read(self, step, abstract_state, vocab_size, whole):
-        from efx.checkpoint import arrays
-
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
         targets = {
             path: files.with_sharding(leaf) for path, leaf in files.flatten(abstract_state).items()

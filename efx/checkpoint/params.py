@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx import optim, sharding
-from efx.checkpoint import files
+from efx.checkpoint import arrays, files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 
 
@@ -87,8 +87,6 @@ def restore_params(
         raise files.no_such_step(root, finished, step if by_number else None)
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
-    from efx.checkpoint import arrays
-
     try:
         stored = arrays.read_metadata(folder)
     except Exception as error:  # orbax raises bare Exception too
@@ -237,8 +235,6 @@ def _load(name, folder, stored_paths, targets, collection, averages):
     made_of = {path: averages.get(tuple(path.split("/")), ()) for path in target_of}
     for path, (z, b1) in ((path, leaves) for path, leaves in made_of.items() if leaves):
         target_tree |= {z: target_of[path], b1: _scalar_beside(target_of[path])}
-    from efx.checkpoint import arrays
-
     try:
         read = flatten_dict(arrays.read_state(folder, target_tree, partial=True))
     except Exception as error:  # orbax raises bare Exception too

@@ -12,6 +12,7 @@ import re
 
 import numpy as np
 
+from efx import tables
 from efx.errors import UsageError
 from efx.studies.isoflop.report import LEVEL
 
@@ -53,15 +54,10 @@ def rows(derived, results):
         if result is None:
             raise UsageError(f"derived names {budget['result']!r}, which is no result")
 
-        def best(family, budget=budget, result=result):
-            return _best(_losses(result, family, budget["flops"]), family, budget["name"])
-
-        size, losses = best(derived["family"])
-        values = [*losses.values()]
-        of_loss = {"mean": np.mean(values), "spread": np.std(values, ddof=1), "n": len(values)}
-        cells = {SIZE: size, LOSS: of_loss | {"values": values}}
+        size, losses = _best(result, derived["family"], budget)
+        cells = {SIZE: size, LOSS: tables.summary(losses.values())}
         for title, family in derived["over"].items():
-            _, others = best(family)
+            _, others = _best(result, family, budget)
             pairs = [loss - others[seed] for seed, loss in losses.items() if seed in others]
             interval = scipy.stats.ttest_1samp(pairs, 0).confidence_interval(LEVEL / 100)
             cells[over(title)] = {
@@ -88,11 +84,12 @@ def _losses(result, family, flops):
     return found
 
 
-def _best(losses, family, budget):
-    """(size, {seed: loss}) of the size with the least mean loss."""
+def _best(result, family, budget):
+    """(size, {seed: loss}) of a family's size with the least mean loss."""
+    losses = _losses(result, family, budget["flops"])
     complete = {size: of for size, of in losses.items() if len(of) >= _SEEDS}
     if not complete:
-        raise UsageError(f"derived, {budget}: no size of {family!r} has {_SEEDS} seeds")
+        raise UsageError(f"derived, {budget['name']}: no size of {family!r} has {_SEEDS} seeds")
     size = min(complete, key=lambda size: np.mean([*complete[size].values()]))
     return size, complete[size]
 

@@ -101,19 +101,21 @@ FIELDS = {
     "sweep": "",
     "commands": None,
     "seeds": (),
-    "machine": "",
-    "revision": "",
+    "machine": None,
+    "revision": None,
     "revision_of": "the code that ran",
     "headline": (),
     "picture": "",
     "first": "run",
-    "columns": (),
-    "rows": (),
+    "columns": None,
+    "rows": None,
     "derived": (),
     "tables": (),
     "study": (),
     "curves": (),
 }
+# What a derived result has of those that it names.
+_OF_OTHERS = {"machine": "", "revision": "", "columns": {}, "rows": []}
 _CHANGED = " with changes"  # of a revision: what the run had was not committed
 START, END = "<!-- results -->", "<!-- end of results -->"
 
@@ -132,13 +134,11 @@ def checked(path, fields):
     for key in fields:
         if key not in FIELDS:
             raise UsageError(f"{path}: {key!r} is not a field of a result{nearest(key, FIELDS)}")
-    for key, default in FIELDS.items():
-        if key not in fields and default is None:
-            raise UsageError(f"{path}: the result lacks {key!r}")
     if derived := fields.get("derived"):
         by_budget.check(path, derived)
-    for key in () if derived else ("machine", "revision", "columns", "rows"):
-        if key not in fields:
+        fields = _OF_OTHERS | fields
+    for key, default in FIELDS.items():
+        if key not in fields and default is None:
             raise UsageError(f"{path}: the result lacks {key!r}")
     fields = FIELDS | fields
     if fields["section"] not in SECTIONS:
