@@ -460,6 +460,11 @@ def _ways(mesh, axes):
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def path_names(path):
+    """A key path of a pytree as a tuple of strings, one for each level."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
 def tree_shardings(boxed, mesh, rules):
     """NamedSharding of every leaf of a tree of (possibly boxed) abstract arrays.
 

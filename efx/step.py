@@ -66,22 +66,18 @@ def state_shardings(boxed_params, state, mesh, rules):
     for (path, leaf), spec in zip(
         jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
     ):
-        by_path[_names(path)] = (leaf.shape, spec)
+        by_path[sharding.path_names(path)] = (leaf.shape, spec)
     longest = max(len(path) for path in by_path)
 
     def sharding_of(path, leaf):
-        path_names = _names(path)
-        for size in range(min(longest, len(path_names)), 0, -1):
-            shape, spec = by_path.get(path_names[-size:], (None, None))
+        names = sharding.path_names(path)
+        for size in range(min(longest, len(names)), 0, -1):
+            shape, spec = by_path.get(names[-size:], (None, None))
             if shape == leaf.shape:
                 return spec
         return sharding.replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding_of, state)
-
-
-def _names(path):
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def make_train_step(

@@ -21,6 +21,7 @@ from etils import epath
 from efx import atomic, reading, storage
 from efx.errors import UsageError
 from efx.runfolder import MANIFEST, reason
+from efx.sharding import path_names
 
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
@@ -218,11 +219,6 @@ def _files(folder, prefix=""):
 
 
 # ---- trees and reading -----------------------------------------------------------------------
-
-
-def path_names(path):
-    """A pytree key path as a tuple of strings, one for each level."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def flatten(tree):

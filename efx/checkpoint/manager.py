@@ -27,6 +27,7 @@ from efx.checkpoint import arrays, files
 from efx.checkpoint.files import CheckpointError, Damage, warn
 from efx.errors import UsageError
 from efx.runfolder import Home
+from efx.sharding import path_names
 from efx.signals import Beside
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
@@ -369,7 +370,7 @@ class Checkpointer:
             ) from error
         leaves = files.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
-        state = structure.unflatten(leaves[files.path_names(path)] for path, _ in paths)
+        state = structure.unflatten(leaves[path_names(path)] for path, _ in paths)
         amended = files.read_manifest(folder).get("amended", {})
         return Restored(step, state, items.data, {**items.meta, **amended})
 

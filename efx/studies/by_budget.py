@@ -5,7 +5,8 @@ differences are by pairs of seeds, with 95% intervals by Student's t. A result o
 (`efx.studies.results`) has the field
 
     derived   family: the one that is compared; over: {title: another family};
-              budgets: [{name, flops, result}], result: the name of the file whose runs count
+              budgets: [{name, flops, result}], result: the name of the file whose runs count;
+              and size, where its rows do not tell it
 """
 
 import re
@@ -14,6 +15,7 @@ import numpy as np
 
 from efx import tables
 from efx.errors import UsageError
+from efx.studies import plot
 from efx.studies.isoflop.report import LEVEL
 
 _SEEDS = 3  # that a size must have to be compared
@@ -69,24 +71,24 @@ def rows(derived, results):
     return made
 
 
-def _losses(result, family, flops):
+def _losses(result, family, budget):
     """{size: {seed: loss}} of a family's runs with a budget."""
     found = {}
     if result["study"]:
         for point in result["study"]["points"]:
-            if (point["family"], point["budget"]) == (family, flops) and point["fitted"]:
+            if (point["family"], point["budget"]) == (family, budget["flops"]) and point["fitted"]:
                 found.setdefault(point["size"], {})[point["seed"]] = point["loss"]
         return found
     for row in result["rows"]:  # of a sweep at this budget: `family`, or `family, SIZE`
         if named := re.fullmatch(rf"{re.escape(family)}(?:, (\d+ wide))?", row["name"]):
             values = row["cells"][LOSS]["values"]
-            found[named[1] or ""] = dict(zip(result["seeds"], values, strict=True))
+            found[named[1] or budget.get("size", "")] = dict(zip(result["seeds"], values, strict=True))
     return found
 
 
 def _best(result, family, budget):
     """(size, {seed: loss}) of a family's size with the least mean loss."""
-    losses = _losses(result, family, budget["flops"])
+    losses = _losses(result, family, budget)
     complete = {size: of for size, of in losses.items() if len(of) >= _SEEDS}
     if not complete:
         raise UsageError(f"derived, {budget['name']}: no size of {family!r} has {_SEEDS} seeds")
@@ -124,7 +126,4 @@ def draw(result, path):
     axis.annotate("worse", (0.005, 0.97), xycoords="axes fraction", va="top", color="0.4")
     axis.annotate("better", (0.005, 0.03), xycoords="axes fraction", va="bottom", color="0.4")
     axis.legend(frameon=False)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    # Without the library's version in it, so that the same numbers give the same file.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plot.save(figure, path, dpi=120)

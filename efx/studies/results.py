@@ -52,7 +52,7 @@ import numpy as np
 from efx import runfolder, tables
 from efx.errors import UsageError, nearest
 from efx.metrics import quantity
-from efx.studies import by_budget, cli, isoflop, router_probe, sweep
+from efx.studies import by_budget, cli, isoflop, plot, router_probe, sweep
 from efx.studies.isoflop import picture, report
 from efx.studies.router_probe import picture as probe_picture
 from efx.studies.router_probe import report as probe_report
@@ -373,10 +373,7 @@ def draw_dots(result, path):
         right.tick_params(length=0)
         right.spines["right"].set_visible(False)
         right.set_ylabel(f"time of a training step ({baseline}: 1)")
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    # Without the library's version in it, so that the same numbers give the same file.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plot.save(figure, path, dpi=120, bare=("top", "right", "left"))
 
 
 # ---- from a finished study ---------------------------------------------------------------------

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from efx.checkpoint import CheckpointError, files, restore_params
 from efx.checkpoint.files import MANIFEST
+from efx.sharding import path_names
 
 # ---- round trips -----------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ def test_a_vocabulary_may_be_padded_otherwise(tmp_path, size):
 
     def padded(state, size):
         def one(path, x):
-            axis = files.VOCABULARY.get(tuple(files.path_names(path))[-2:])
+            axis = files.VOCABULARY.get(path_names(path)[-2:])
             if axis is None:
                 return x
             x = jnp.moveaxis(x, axis, 0)[:13]

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 
 from efx.metrics import quantity
+from efx.studies import plot
 from efx.studies.isoflop.bootstrap import LEVELS
 
 _NO_END = 1e6  # drawn for infinity
@@ -29,10 +30,8 @@ def draw(analysis, path, further):
     if panels == 3:
         _draw_speedups(analysis, axes[2], further)
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
         _legend_below(axis)
-    # Without the library's version in it, so that the same numbers give the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plot.save(figure, path, dpi=110)
 
 
 def _many(analysis):

@@ -3,6 +3,7 @@ weights."""
 
 import numpy as np
 
+from efx.studies import plot
 from efx.studies.router_probe.analysis import BEYOND
 from efx.studies.router_probe.report import combined
 
@@ -32,11 +33,7 @@ def draw(data, path):
         for axis in below[len(weights) :]:
             axis.set_axis_off()
         below[0].legend(fontsize="x-small")
-        axes = [*axes, *below]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    # Without the library's version in it, so that the same numbers give the same file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plot.save(figure, path, dpi=110)
 
 
 def ends(cell):
