@@ -82,7 +82,9 @@ def _losses(result, family, budget):
     for row in result["rows"]:  # of a sweep at this budget: `family`, or `family, SIZE`
         if named := re.fullmatch(rf"{re.escape(family)}(?:, (\d+ wide))?", row["name"]):
             values = row["cells"][LOSS]["values"]
-            found[named[1] or budget.get("size", "")] = dict(zip(result["seeds"], values, strict=True))
+            found[named[1] or budget.get("size", "")] = dict(
+                zip(result["seeds"], values, strict=True)
+            )
     return found
 
 
