@@ -1,7 +1,7 @@
 """Flags of the command line: from the arguments of `efx` or `python -m efx.main` to a config."""
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from efx import run_settings, runfolder, storage
 from efx.config import config_of_run, load_config
@@ -15,6 +15,14 @@ NEEDED = {
     "convert": {"from": "the folder of a dense run", "to": "mod, or layer_drop"},
     "export": {"to": "the new folder of the exported model"},
 }
+
+
+class _Untold(ConfigDict):
+    """A config whose text is short: absl makes two of a flag's default, as YAML, which take longer
+    than all else that parsing does, and nobody reads them."""
+
+    def __str__(self):
+        return "the config"
 
 
 def _define():
@@ -90,8 +98,10 @@ def parse(argv, usage="", config_for=None):
     for key in keys:
         _check_key(config, key)
     del values.config
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=unknown)
+    untold = _Untold(config)
+    config_flags.DEFINE_config_dict("config", untold, flag_values=values, sys_argv=unknown)
     unparsed = _parse(values, unknown)
+    values.config = ConfigDict(values.config)
     if len(unparsed) > 1:
         hint = "settings are --config.<key>=<value>, config files --config=<file>"
         raise UsageError(f"unexpected argument {unparsed[1]!r}: {hint}")

@@ -275,15 +275,26 @@ def _reaching(budgets, losses_CR, sizes_CR, losses_R):
     A budget is inf where the curve ends above that loss, 0 where it begins below it, NaN where the
     curve or the loss has a gap or the curve does not fall.
     """
-    logs = np.log(budgets)
-    found_R, found_sizes_R = np.full(len(losses_R), np.nan), np.full(len(losses_R), np.nan)
-    for i, (wanted, losses, sizes) in enumerate(
-        zip(losses_R, losses_CR.T, sizes_CR.T, strict=True)
-    ):
-        if np.isfinite(wanted) and (np.diff(losses) < 0).all():
-            place = np.interp(wanted, losses[::-1], logs[::-1], left=np.inf, right=-np.inf)
-            found_R[i] = np.exp(place)
-            found_sizes_R[i] = np.exp(np.interp(place, logs, np.log(sizes)))
+    found_R, found_sizes_R = np.full((2, len(losses_R)), np.nan)
+    falls_R = np.isfinite(losses_R) & (np.diff(losses_CR, axis=0) < 0).all(axis=0)
+    losses_CR, sizes_CR, losses_R = losses_CR[:, falls_R], sizes_CR[:, falls_R], losses_R[falls_R]
+    # The last point of the curve that has more loss, or the first, and how far behind it, in the
+    # logarithm of budgets, the loss is reached.
+    point_R = np.clip((losses_CR > losses_R).sum(axis=0) - 1, 0, len(budgets) - 2)
+
+    def between(values_CR, share_R):
+        here_R, next_R = (
+            np.take_along_axis(values_CR, point_R[None] + i, axis=0)[0] for i in (0, 1)
+        )
+        return here_R + share_R * (next_R - here_R)
+
+    here_R = between(losses_CR, 0.0)
+    share_R = np.clip((here_R - losses_R) / (here_R - between(losses_CR, 1.0)), 0.0, 1.0)
+    logs_CR = np.broadcast_to(np.log(budgets)[:, None], losses_CR.shape)
+    reached_R = np.exp(between(logs_CR, share_R))
+    reached_R = np.where(losses_R > losses_CR[0], 0.0, reached_R)
+    found_R[falls_R] = np.where(losses_R < losses_CR[-1], np.inf, reached_R)
+    found_sizes_R[falls_R] = np.exp(between(np.log(sizes_CR), share_R))
     return found_R, found_sizes_R
 
 
