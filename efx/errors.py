@@ -1,4 +1,5 @@
-"""The one exception that means "the user asked for something that cannot be done"."""
+"""The exception that means "the user asked for something that cannot be done", and the one for what
+may be possible the next time."""
 
 
 class UsageError(ValueError):
@@ -13,6 +14,15 @@ class UsageError(ValueError):
     def __init__(self, message=""):
         line = " ".join(str(message).splitlines())
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
+class PassingError(UsageError):
+    """What the same command may not meet again: a process is lost, or a store cannot be reached.
+
+    Its status (EX_TEMPFAIL) tells launchers that training goes on if they start it again.
+    """
+
+    status = 75
 
 
 def extra(name):

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 
-from efx.errors import UsageError
+from efx.errors import PassingError, UsageError
 
 # A process without a sign of life for so long is lost (JAX's default is 100 s). Heartbeats come
 # from a thread of the runtime that neither Python nor the device holds up.
@@ -25,8 +25,8 @@ ADVICE = (
     "see the output of the others; the same command on all of them goes on from the newest"
     " checkpoint"
 )
-# The exit status of a process that has lost another: the same command goes on (EX_TEMPFAIL).
-LOST = 75
+# The exit status of a process that has lost another: the same command goes on.
+LOST = PassingError.status
 # What the errors of JAX's runtime say when the other end of a connection is gone.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset by peer")
 
@@ -40,10 +40,8 @@ if not os.read(0, 1):
 _observer = None  # of this process, while it is connected to others
 
 
-class NotConnected(UsageError):
+class NotConnected(PassingError):
     """The other processes of the run did not come."""
-
-    status = LOST
 
 
 def connect(coordinator_address=None, num_processes=None, process_id=None, *, preemption):

@@ -474,9 +474,10 @@ def check_shared(workdir, setting="--workdir"):
         time.sleep(0.2)
     seen = multihost_utils.process_allgather(np.int32(is_seen))
     for path in made_by[:1]:
-        path.unlink()
+        path.unlink(missing_ok=True)
     for path in made_by[1:]:
-        path.rmdir()
+        with contextlib.suppress(OSError):  # another launch has made something there
+            path.rmdir()
     if not np.all(seen):
         raise UsageError(
             f"{setting}={workdir} is not one folder for all processes: process"

@@ -178,7 +178,7 @@ class _Program:
         unrolled = models.unrolled(model) if model.config.scan_layers else model
         reads = prefill_of(batch_size, cache_size)
         # The few sequences that are made together, of one token at a time, are not split.
-        rules = sharding.unsplit(rules, "batch", "length")
+        rules = sharding.unsplit(rules, "batch", "expert_batch", "length")
         return cls(unrolled, batch_size, cache_size, *reads, stops, rules)
 
     def first(self):

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 
-from efx.errors import UsageError, extra
+from efx.errors import PassingError, UsageError, extra
 
 # By scheme: fsspec's name of the store, which is that of efx's extra. Orbax writes checkpoints to
 # Google's store only.
@@ -122,13 +122,25 @@ def _store(address, named):
         raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
 
 
-def unreachable(named, error):
+def unreachable(named, error, kind=UsageError):
     """The UsageError for what the client of a store has raised. named: what, for the message."""
     first_line = (str(error).splitlines() or [""])[0][:200]
-    return UsageError(
+    return kind(
         f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
         " name, the network and the credentials"
     )
+
+
+def rename_folder(source, target):
+    """Gives a folder another name; in a store, which has no folders, each of its objects."""
+    if not is_remote(source):
+        source.rename(target)
+        return
+    store = _store(source, str(source))
+    old, new = (str(address).partition("://")[2] for address in (source, target))
+    for name in store.find(old):
+        store.cp_file(name, new + name.removeprefix(old))
+        store.rm_file(name)
 
 
 def remote_files(pattern, named):
@@ -211,7 +223,7 @@ class Mirror:
         try:
             self._upload()
         except Exception as error:  # see `_opened`
-            raise unreachable(self._run_folder, error) from error
+            raise unreachable(self._run_folder, error, PassingError) from error
 
     def wait(self):
         """Waits until no upload is under way, which would miss files that go."""

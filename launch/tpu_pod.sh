@@ -22,7 +22,8 @@
 #                  Between them only the mesh axis data goes: --config.mesh.data is a multiple of N
 # --version        create: software version of the TPU (default: the one that belongs to the type)
 # --spot           create: a preemptible TPU
-# --setup          copy: a command for every worker, such as one that mounts storage
+# --setup          copy: a command for every worker, such as one that mounts storage. It runs at each
+#                  try, also on a TPU that has done it
 # --extras         copy, run: extras of pyproject.toml to install beside tpu, as in wandb,hf. With
 #                  gs:// or s3:// in the arguments of efx.main, gcs or s3 is installed too
 # --worker         logs: one worker, 3, or 1:3 for one of slice 1 (default: all)
@@ -37,7 +38,8 @@
 # --dry-run        print each command and run none
 #
 #   launch/tpu_pod.sh all --name efx --zone us-west4-a --type v5litepod-16 --spot \
-#     --setup 'sudo mount 10.0.0.2:/vol /mnt' -- --config configs/mod.py --workdir /mnt/runs/mod
+#     --setup 'mountpoint -q /mnt || sudo mount 10.0.0.2:/vol /mnt' \
+#     -- --config configs/mod.py --workdir /mnt/runs/mod
 #
 # With several workers, --workdir must be storage that all of them see (a mounted bucket, Filestore):
 # each writes its part of a checkpoint. What is on the TPU's own disks goes when it is preempted or
@@ -45,7 +47,7 @@
 #
 # The exit status is training's. Final are 0, done or saved on request; 1, it had to stop; 2, bad
 # input; 3, a loss that is not finite at the end. `all` starts again after 75, another process was
-# lost; 134, aborted (JAX's runtime does it when a process is lost); 137, killed (by a lack of
+# lost, or storage could not be reached; 134, aborted (JAX's runtime does it when a process is lost); 137, killed (by a lack of
 # memory, for example); 139, crashed; 143, told to stop before it could save; unless the step stop
 # has asked for it. With several processes one that is final decides: it is why the others end with
 # 75 or 134. This script itself ends with 1 where training was cut off, with 2 for what it refuses,

@@ -9,6 +9,7 @@ training documents of each cluster (`cluster_<j>.json`), the table (`table.md`) 
 
 import itertools
 
+import jax
 import numpy as np
 
 from efx import atomic, run_settings, runfolder, settings, storage, tables
@@ -26,6 +27,8 @@ FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 def run(config, workdir, command_line=()):
     """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
+    if jax.process_count() > 1:
+        raise UsageError("--mode=cluster is done by one process: leave out what starts several")
     config, workdir = run_settings.check(config), storage.local_folder(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = runfolder.open_run(

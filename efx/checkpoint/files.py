@@ -5,12 +5,14 @@ arrays by orbax.
 """
 
 import concurrent.futures
+import errno
 import hashlib
 import json
 import logging
 import math
 import os
 import sys
+import time
 import traceback
 import warnings
 
@@ -19,7 +21,7 @@ import numpy as np
 from etils import epath
 
 from efx import atomic, reading, storage
-from efx.errors import UsageError
+from efx.errors import PassingError, UsageError
 from efx.runfolder import MANIFEST, reason
 from efx.sharding import path_names
 
@@ -28,11 +30,16 @@ ITEMS = ("state", "data", "meta")
 _COMMITTED = "commit_success.txt"  # in an object store, see `is_finished`
 # Orbax's own bookkeeping, changed after the manifest is written and not needed to restore.
 _UNCHECKED = {"_CHECKPOINT_METADATA", _COMMITTED, MANIFEST}
+_SEEN_SECONDS = 60  # for which a network file system may show what was there before
 _SHOWN = 4  # differing leaves named in an error before "and N more"
 
 
 class CheckpointError(UsageError):
     """A checkpoint cannot be written, read or used; one line names step, item and what to do."""
+
+
+class Passing(CheckpointError, PassingError):
+    """Such an error for a reason that may have passed when the same command runs again."""
 
 
 class Damage(Exception):
@@ -88,6 +95,30 @@ def no_such_step(root, finished, step):
             f"there is no finished checkpoint in {root}; train first, or give another --workdir"
         )
     return CheckpointError(f"there is no checkpoint {step} in {root}; {listed(finished)}")
+
+
+def shared_step(root, finished, step):
+    """The step to read, which process 0 decides: `step`, or the newest of the `finished` ones that
+    it sees. A network file system may show it to the others later; they wait for it.
+
+    Raises CheckpointError, on all processes, if process 0 does not see it, or another never does.
+    """
+    chosen = from_primary(int(step) if step is not None else max(finished, default=-1))
+    if not from_primary(chosen in finished):
+        raise no_such_step(root, finished, step)
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        end = time.monotonic() + _SEEN_SECONDS
+        while not (is_seen := is_finished(root / str(chosen))) and time.monotonic() < end:
+            time.sleep(0.2)
+        seen = multihost_utils.process_allgather(np.int32(is_seen))
+        if not np.all(seen):
+            raise Passing(
+                f"process {int(np.argmin(seen))} does not see checkpoint {chosen} in {root}, which"
+                " process 0 sees: is it one folder for all of them?"
+            )
+    return chosen
 
 
 def listed(steps):
@@ -306,22 +337,48 @@ def barrier(name):
 # ---- errors and noise ------------------------------------------------------------------------
 
 
+# What tensorstore says in its own errors, and what it means.
+_LASTING = (
+    ("No space left on device", "the disk is full"),
+    ("Disk quota exceeded", "the disk quota is used up"),
+    ("File too large", "the file is larger than this system's limit (ulimit -f)"),
+    ("Read-only file system", "the file system is read-only"),
+    ("Permission denied", "permission denied"),
+)
+# Of a disk that fails, and of a network and a server behind a mounted folder.
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        "EIO EAGAIN EBUSY EPIPE ETIMEDOUT ECONNRESET ECONNREFUSED ECONNABORTED EHOSTUNREACH"
+        " ENETUNREACH ENOTCONN ESTALE EREMOTEIO"
+    ).split()
+    if hasattr(errno, name)  # Windows lacks the last
+}
+
+
+def _from_system(error):
+    """The system's error that an exception comes from, or None."""
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def may_pass(error, root):
+    """Whether a checkpoint that could not be written in `root` may be there the next time: it is
+    no matter of room or of rights, and the folder is there."""
+    if cause := _from_system(error):
+        return cause.errno in _PASSING
+    if storage.is_remote(root):  # errors of its client
+        return not any(sign in str(error) for sign, _ in _LASTING)
+    return any(os.strerror(number) in str(error) for number in _PASSING)
+
+
 def explain(error):
     """The reason at the bottom of an orbax exception, in a few words on one line."""
-    cause = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno:
-            file_name = f" ({cause.filename})" if cause.filename else ""
-            return reason(cause) + file_name
-        cause = cause.__cause__ or cause.__context__
+    if cause := _from_system(error):
+        return reason(cause) + (f" ({cause.filename})" if cause.filename else "")
     text = str(error)
-    for sign, meaning in (
-        ("No space left on device", "the disk is full"),
-        ("Disk quota exceeded", "the disk quota is used up"),
-        ("File too large", "the file is larger than this system's limit (ulimit -f)"),
-        ("Read-only file system", "the file system is read-only"),
-        ("Permission denied", "permission denied"),
-    ):
+    for sign, meaning in _LASTING:
         if sign in text:
             return meaning
     first_line = text.strip().splitlines()[0] if text.strip() else ""

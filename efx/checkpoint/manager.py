@@ -212,7 +212,8 @@ class Checkpointer:
         waited = time.monotonic() - self._began
         if why.startswith("TimeoutError") and waited < _COMMIT_TIMEOUT / 2:
             why = "the clock of this machine jumped while it was written"
-        return CheckpointError(
+        kind = files.Passing if files.may_pass(error, self._root) else CheckpointError
+        return kind(
             f"checkpoint {step} could not be saved in {self._root}: {why};"
             " put that right and start the same command again, which goes on from the one before"
         )
@@ -247,7 +248,7 @@ class Checkpointer:
                     *(f"damaged_{number}_{i}" for i in range(2, 1000)),
                 ]
                 name = next(name for name in candidates if name not in existing_names)
-                (self._root / str(number)).rename(self._root / name)
+                storage.rename_folder(self._root / str(number), self._root / name)
                 warn(f"checkpoint {number} in {self._root} is not usable; renamed it to {name}")
         files.barrier("efx_checkpoint_rename_unusable")
         self._damaged.clear()
@@ -319,9 +320,7 @@ class Checkpointer:
         for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):
             warn(f"{self._root / str(number)} is not a finished checkpoint; ignored")
         by_number = step is not None
-        step = files.from_primary(int(step) if by_number else max(finished, default=-1))
-        if step not in finished:
-            raise files.no_such_step(self._root, finished, step if by_number else None)
+        step = files.shared_step(self._root, finished, step)
         while True:
             try:
                 files.verify(self._root / str(step))

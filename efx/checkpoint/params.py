@@ -11,6 +11,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx import optim, sharding
@@ -81,10 +82,7 @@ def restore_params(
     files.quieten()
     root = files.as_root(root)
     finished = files.finished_steps(root)
-    by_number = step is not None
-    step = files.from_primary(int(step) if by_number else max(finished, default=-1))
-    if step not in finished:
-        raise files.no_such_step(root, finished, step if by_number else None)
+    step = files.shared_step(root, finished, step)
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
     try:
@@ -166,8 +164,13 @@ def _sums(params, vocab_size):
     """{path: the two sums of a parameter's bits}"""
 
     def two_sums(x):
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        position = jnp.arange(bits.size, dtype=jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        # Places in the order of rows, without a reshape, for which a split array is gathered.
+        position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            position += np.uint32(stride) * place
+            stride = stride * bits.shape[axis] % 2**32
         return jnp.stack([bits.sum(), (bits * (2 * position + 1)).sum()])
 
     return jax.tree.map(two_sums, _unpadded(params, vocab_size))

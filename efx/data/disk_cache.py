@@ -36,7 +36,11 @@ _REMEMBER_FROM = 64 << 20
 
 def cache_root(cache_dir):
     """The cache folder: `cache_dir`, or $EFX_CACHE, or ~/.cache/efx (not created here)."""
-    return Path(cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx").expanduser()
+    root = cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx"
+    if storage.is_remote(root):
+        name = "config.data.cache_dir" if cache_dir else "EFX_CACHE"
+        raise UsageError(f"{name}={root}: the cache is a folder on a disk")
+    return Path(root).expanduser()
 
 
 def content_key(*contents):

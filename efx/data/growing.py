@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,8 @@ from efx import atomic
 from efx.data.disk_cache import checksums, content_key, locked
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
-from efx.errors import UsageError
+from efx.errors import PassingError, UsageError
+from efx.signals import STOPPING
 
 # To be raised whenever the same input gives other tokens than before.
 _VERSION = 1
@@ -162,7 +164,7 @@ class GrowingTokens:
             if len(self) >= count or self.finished:
                 continue
             if ended is not None:
-                raise UsageError(self._failure(ended))
+                raise self._failure(ended)
             time.sleep(_POLL_SECONDS)
         return len(self)
 
@@ -192,8 +194,9 @@ class GrowingTokens:
             self._writer.stdin.flush()
 
     def _failure(self, status):
-        told = self._writer.stdout.read().decode().strip()
-        return told or (
+        if told := self._writer.stdout.read().decode().strip():
+            return UsageError(told)
+        return (PassingError if status < 0 else UsageError)(  # less than 0: by a signal
             f"{self._name}: the process that tokenises it ended with status {status}; the same"
             " command goes on from there"
         )
@@ -333,8 +336,15 @@ class _Wanted:
 
 
 def main():
-    """Does a job that comes in standard input, see `GrowingTokens`."""
+    """Does a job that comes in standard input, see `GrowingTokens`.
+
+    It ends with who asks for tokens. What tells a whole job to stop (Slurm, a machine that shuts
+    down) tells this process too, and training may need tokens for its last steps.
+    """
     from pathlib import Path
+
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
     job = json.loads(sys.stdin.buffer.readline())
     wanted, status = _Wanted(sys.stdin.buffer), 0

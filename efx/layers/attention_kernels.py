@@ -269,8 +269,10 @@ _TRITON_BLOCK = 128  # queries, or keys, that a block of threads takes at a time
 
 
 def _capability():
-    """Of the device that kernels themselves ask, which may be one of a topology; 0: of no GPU."""
-    return float(getattr(get_default_device(), "compute_capability", 0))
+    """Of the device that kernels themselves ask, which may be one of a topology; 0: of no GPU, or
+    of one that counts otherwise ("gfx942" of AMD), for which there is no kernel here."""
+    told = str(getattr(get_default_device(), "compute_capability", 0))
+    return 0.0 if told.startswith("gfx") else float(told)
 
 
 def _before_ampere():

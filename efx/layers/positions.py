@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from efx import sharding
+from efx import flops, sharding
 
 
 def rope(x_BTNH, positions_BT, c):
@@ -46,7 +46,7 @@ def _turned(x_BTNH, positions_BT, c):
     frequency = _frequencies(half, c)
     angle = positions_BT[:, :, None].astype(jnp.float32) * frequency[None, None]  # [B, T, H/2]
     cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
-    if sharding.platform() == "tpu":
+    if sharding.platform() == "tpu" and not flops.is_counting():
         # Halves of a head are fractions of a TPU's vector registers. A product with a matrix that
         # moves each element to its partner's place is exact, and next to free. Its batch axis of
         # one element is for the remat policy "dots", which saves products without batch axes.

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -258,3 +259,11 @@ def test_the_table_by_hand():
     text = cluster.markdown(facts, "balanced")
     assert "| 1 | 4 | 50 | 0 | 1 | 3 |" in text
     assert "balance 0.750" in text and "purity 0.857 (all in one cluster: 0.571)" in text
+
+
+def test_several_processes_are_refused(monkeypatch, tmp_path):
+    """Each would write the same files."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UsageError, match="--mode=cluster is done by one process"):
+        cluster.run(common.base(), tmp_path / "x")
+    assert not (tmp_path / "x").exists()

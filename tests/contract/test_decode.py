@@ -11,7 +11,7 @@ import pytest
 from families import VOCAB
 from flax import linen as nn
 
-from efx import flops, means, models
+from efx import flops, means, models, sharding
 from efx.layers import attend, attention, blocks, stack
 from efx.layers.routing import plans
 
@@ -404,10 +404,12 @@ def dots(jaxpr, inside=False):
     return count
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-def test_all_products_of_a_routed_block_are_conditional(batch, monkeypatch):
-    """Of a dense and a routed block: 4 projections, 2 for attention, 3 for the MLP each."""
+@pytest.mark.parametrize("batch, platform", [(1, "cpu"), (4, "cpu"), (1, "gpu")])
+def test_all_products_of_a_routed_block_are_conditional(batch, platform, monkeypatch):
+    """Of a dense and a routed block: 4 projections, 2 for attention, 3 for the MLP each. On a GPU
+    for one row, of which half of the tokens are routed."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", CONTEXT)  # attention without a loop of its own
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
     model, params = build("mod")
     cache = models.init_cache(model, batch, CONTEXT)
 

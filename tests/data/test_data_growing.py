@@ -12,9 +12,10 @@ from data_helpers import make_config, open_data, same, take, usage_error
 
 from efx.data import disk_cache, growing, held_out, sources, tokenizers
 from efx.data.opened import OpenedTexts
-from efx.errors import UsageError
+from efx.errors import PassingError, UsageError
 from efx.run_blocks import DataConfig
 from efx.settings import make
+from efx.signals import STOPPING
 
 TEXTS = [f"document {i}: " + " ".join(f"w{i}x{j}" for j in range(i % 17)) for i in range(120)]
 HEAD_BYTES = 2000  # of TEXTS, which come to some 7000
@@ -287,6 +288,25 @@ def test_the_process_ends_with_the_data(tmp_path):
     while writer.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert writer.poll() is not None
+
+
+def test_what_stops_a_whole_job_leaves_the_training_its_tokens(tmp_path):
+    """Slurm's signal before the end comes to every process of a job. The last steps need tokens;
+    where the process is killed all the same, launchers start again."""
+    config = growing_config(tmp_path)
+    data = open_data(config)
+    tokens = data._streams["train"]
+    tokens.begin()
+    deadline = time.monotonic() + 20
+    while not tokens.wait(1) and time.monotonic() < deadline:  # it has begun
+        time.sleep(0.02)
+    for number in STOPPING:
+        os.kill(tokens._writer.pid, number)
+    further = len(tokens) + 300
+    assert tokens.wait(further) >= further and tokens._writer.poll() is None
+    os.kill(tokens._writer.pid, signal.SIGKILL)
+    with pytest.raises(PassingError, match="ended with status -9; the same command goes on"):
+        tokens.wait(len(tokens) + 1_000)
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

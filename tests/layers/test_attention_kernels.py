@@ -162,6 +162,7 @@ def test_the_first_that_can_is_taken(platform, case, expected, monkeypatch):
         # More shared memory than there is, by the compilers for these.
         ("8.0", HALF._replace(dtype=jnp.float32, head_dim=128), None),
         ("9.0", HALF._replace(dtype=jnp.float32, head_dim=128), None),
+        ("gfx942", HALF, None),  # AMD: a platform that JAX calls a GPU as well
     ],
 )
 def test_a_gpu_gets_what_compiles_for_it(capability, case, expected, monkeypatch):

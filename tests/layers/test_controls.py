@@ -1,6 +1,7 @@
 """Controls of depth routing: no activation decides; fresh or fixed places, always as trained."""
 
 import dataclasses
+import fractions
 import functools
 import itertools
 
@@ -274,6 +275,17 @@ def test_so_small_a_capacity_is_still_a_place(capacity, places):
     tokens = Tokens(jnp.arange(30_000)[None])
     chosen_BT = controls.position(tokens, None, capacity)
     assert np.flatnonzero(chosen_BT).tolist() == places
+
+
+@pytest.mark.parametrize("capacity", [0.3, 2047 / 4096, 4095 / 4096])
+def test_places_far_into_a_text_are_those_of_exact_arithmetic(capacity):
+    """A position times the numerator of the capacity is more than an int32 holds."""
+    a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
+    positions_T = np.arange(2**31 - 9_000, 2**31 - 5_000)
+    tokens = Tokens(jnp.asarray(positions_T[None], jnp.int32))
+    interval_T = (a * positions_T + a - 1) // b
+    expected_T = b * interval_T // a == positions_T
+    assert np.array_equal(controls.position(tokens, None, capacity)[0], expected_T)
 
 
 # ---- types of tokens ---------------------------------------------------------------------------

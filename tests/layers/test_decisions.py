@@ -238,6 +238,20 @@ def test_predictor_decides_and_learns_from_top_k():
     np.testing.assert_allclose(sown["router/accuracy"], np.mean(decided_BT == target_BT), rtol=1e-5)
 
 
+def test_predictor_computes_in_float32_on_accelerators_too():
+    """Which round what a product is given, unless they are told not to: a thousandth of all
+    decisions, emulated for a TPU."""
+    module = decisions.Predictor(8)
+    x_BTD = jnp.zeros((1, 4, 16), jnp.bfloat16)
+    lowered = (
+        jax.jit(module.init_with_output)
+        .trace(jax.random.key(0), x_BTD)
+        .lower(lowering_platforms=("tpu",))
+    )
+    products = re.findall(r"dot_general.*", lowered.as_text())
+    assert len(products) == 2 and all("[HIGHEST, HIGHEST]" in line for line in products)
+
+
 def test_predictor_loss_trains_the_predictor_alone():
     module, p = layer(depth_routing__causal="predictor")
     x_BTD, info = activations(), CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))

@@ -87,7 +87,10 @@ class Store(fsspec.AbstractFileSystem):
         pass
 
     def cp_file(self, path1, path2, **_):
-        put(self._strip_protocol(path2), OBJECTS[self._strip_protocol(path1)][0])
+        name = self._strip_protocol(path1)
+        if name not in OBJECTS:  # a folder is none
+            raise FileNotFoundError(name)
+        put(self._strip_protocol(path2), OBJECTS[name][0])
 
 
 class _Written(io.BytesIO):

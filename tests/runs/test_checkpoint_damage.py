@@ -29,6 +29,7 @@ from checkpoint_helpers import (
     one_line,
     saved,
 )
+from jax.experimental import multihost_utils
 from test_hosts import free_port
 
 from efx.checkpoint import CheckpointError, files
@@ -274,6 +275,46 @@ def test_a_failed_save_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", fail)
     with pytest.raises(CheckpointError, match="checkpoint 2 could not be saved .* disk is full"):
         checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    "error, root, passes",
+    [
+        (OSError(errno.EIO, "Input/output error"), "runs/a", True),
+        (OSError(errno.ENOSPC, "No space left on device"), "runs/a", False),
+        (OSError(errno.EROFS, "Read-only file system"), "runs/a", False),
+        # A folder that is gone would be made anew, and the run begin from nothing.
+        (OSError(errno.ENOENT, "No such file or directory"), "runs/a", False),
+        (ValueError("UNAVAILABLE: Stale file handle"), "runs/a", True),
+        (ValueError("Permission denied"), "runs/a", False),
+        (KeyError("state"), "runs/a", False),
+        (RuntimeError("503 Service Unavailable"), "gs://bucket/a", True),
+        (RuntimeError("Permission denied"), "gs://bucket/a", False),
+    ],
+)
+def test_launchers_start_again_where_a_save_may_do_the_next_time(error, root, passes):
+    try:
+        raise RuntimeError("of orbax's thread") from error
+    except RuntimeError as outer:
+        told = outer if isinstance(error, OSError) else error
+        assert files.may_pass(told, root) == passes
+    assert files.Passing.status == 75 and not hasattr(CheckpointError, "status")
+
+
+def test_a_step_that_another_process_does_not_see_yet(monkeypatch, tmp_path):
+    """Process 0 decides which is the newest; the others wait, and all of them end together."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: np.asarray(x) + 0)
+    seen = iter([False, False, True])
+    monkeypatch.setattr(files, "is_finished", lambda folder: next(seen, False))
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([1, x]))
+    monkeypatch.setattr(files, "_SEEN_SECONDS", 2)
+    assert files.shared_step(tmp_path, [2, 4], None) == 4 and next(seen, None) is None
+    monkeypatch.setattr(files, "_SEEN_SECONDS", 0)
+    with pytest.raises(files.Passing, match="process 1 does not see checkpoint 2 in .* which proc"):
+        files.shared_step(tmp_path, [2, 4], 2)
+    with pytest.raises(CheckpointError, match="there is no checkpoint 3"):
+        files.shared_step(tmp_path, [2, 4], 3)
 
 
 # ---- crashes and full disks ------------------------------------------------------------------

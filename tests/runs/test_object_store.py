@@ -17,7 +17,7 @@ from efx import main, runfolder, storage, train, use
 from efx.configs import common
 from efx.data import disk_cache, load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
-from efx.errors import UsageError
+from efx.errors import PassingError, UsageError
 from efx.metrics import read_metrics
 from efx.profiler import Profile
 from efx.studies import sweep
@@ -141,6 +141,31 @@ def test_damage_in_a_bucket(run, objects, capsys):
                 use.sample(recorded, RUN)
             assert "6 is not a finished checkpoint; ignored" in capsys.readouterr().err
     finally:
+        objects.update(before)
+
+
+def test_a_save_that_was_cut_off_in_a_bucket(run, objects, capsys):
+    """The run goes on from the step before, and what is left of that save is out of the way when
+    the step is saved again: object by object, as a bucket has no folders to be renamed."""
+    before = dict(objects)
+    begin, source = "bucket/runs/a/checkpoints/", {"data.source": "text:gs://texts/one"}
+    expected = losses(RUN)
+    try:
+        # The one of step 4 is no more, as only the newest is kept.
+        train.train_and_evaluate(config(run, **source, steps=8), RUN)
+        for last in ("efx_manifest.json", "commit_success.txt"):
+            del objects[f"{begin}8/{last}"]
+        object_store.put(f"{begin}8/state/left", b"")
+        capsys.readouterr()
+        objects.update({name: data for name, data in before.items() if name.startswith(begin)})
+        train.train_and_evaluate(config(run, **source, steps=8), RUN)
+        said = capsys.readouterr().err
+        assert "checkpoint 8 in gs://bucket/runs/a/checkpoints is not usable; renamed it" in said
+        assert f"{begin}8/commit_success.txt" in objects
+        assert f"{begin}8/state/left" not in objects  # nothing of one save in another
+        assert losses(RUN).items() >= expected.items() and max(losses(RUN)) == 8
+    finally:
+        objects.clear()
         objects.update(before)
 
 
@@ -268,8 +293,10 @@ def test_an_upload_that_fails(objects, monkeypatch, capsys):
             )
             mirror.upload(if_due=True)  # not due for a minute
             assert capsys.readouterr().err == ""
-            with pytest.raises(UsageError, match="runs/mirrored cannot be reached"):
+            # Launchers start again after it: the run is sound, and the store may be back.
+            with pytest.raises(PassingError, match="runs/mirrored cannot be reached") as error:
                 mirror.upload()
+            assert error.value.status == 75
         local = mirror.path
     assert not local.exists()
     kept = {name: data for name, (data, _) in objects.items() if "mirrored" in name}
@@ -347,6 +374,8 @@ def test_profiles_of_two_processes(objects, monkeypatch):
          "config.data.source='tokens:ftp://b/t': ftp:// is not known; use a path, gs:// or s3://"),
         (["--workdir=x", "--config.init.run=s3://b/run"],
          "config.init.run=s3://b/run: no run can live at s3://"),
+        (["--workdir=x", "--config.data.cache_dir=gs://b/c"],
+         "config.data.cache_dir=gs://b/c: the cache is a folder on a disk"),
     ],
 )  # fmt: skip
 def test_refused_addresses(arguments, line, tmp_path, root, monkeypatch, capsys):
@@ -367,6 +396,20 @@ def test_refused_addresses(arguments, line, tmp_path, root, monkeypatch, capsys)
         said = capsys.readouterr().err.strip().splitlines()
         assert len(said) == 1 and said[0].startswith(f"efx: error: {line}"), said
     assert os.listdir(tmp_path) == []
+
+
+def test_other_launches_beside_the_question_whether_a_folder_is_shared(monkeypatch, tmp_path):
+    """Process 0 makes folders for it, and takes them away again if nobody uses them."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", np.asarray)
+
+    def gathered(seen):
+        (tmp_path / "runs/b").mkdir()
+        return np.asarray(seen)[None]
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+    runfolder.check_shared(tmp_path / "runs/a")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["b"]
 
 
 def test_studies_want_a_disk(capsys):

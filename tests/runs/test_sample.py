@@ -1,6 +1,7 @@
 """Sampling: what is drawn, when it ends, what is compiled, what is reported."""
 
 import functools
+import re
 import tracemalloc
 
 import families
@@ -467,6 +468,25 @@ def test_split_parameters_stay_split():
     whole = {f"f32[{','.join(map(str, x.shape))}]" for x in split}
     assert {shape for shape in whole if shape in compiled_text} == set()
     assert all(shape in compiled_text for shape in shapes - whole)  # so that this looks right
+
+
+def test_rows_of_experts_stay_whole_too():
+    """The few sequences that are made together are split nowhere: of a token each parameter that
+    is split is gathered once, and nothing else. The rows of experts were split, and gathered back
+    around each of their products: 61 gathers for these 22."""
+    model, params = families.build("moe"), families.params_of("moe")
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | dict(data=2, fsdp=2, expert=2))
+    boxed = models.variable_shapes(model)["params"]
+    shardings = sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+    sampler = sample.Sampler(model, batch_size=2, temperature=0.0)
+    run = sample._Run(sampler, {"params": jax.device_put(params, shardings)}, [[1, 2], [3]], [0, 1])
+    with sharding.use(run.mesh, sampler._program.rules):
+        step, none_B = np.int32(1), np.zeros(2, bool)
+        given = run.variables, run.cache, run.last_BD, run.length_B, none_B, run.seed_B
+        decode = run.decode_loop.lower(*given, step, step, sampler._options)
+    split = [x for x in jax.tree.leaves(run.variables) if not x.is_fully_replicated]
+    gathers = re.findall(r" all-gather(?:-start)?\(", decode.compile().as_text())
+    assert 10 < len(gathers) <= len(split)
 
 
 # ---- what is reported --------------------------------------------------------------------------

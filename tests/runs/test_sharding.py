@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from efx import build, flops, losses, main, models, sharding, step
+from efx.checkpoint import params as checkpoint_params
 from efx.errors import UsageError
 from efx.layers import linear
 from efx.sharding import DEFAULT_RULES
@@ -477,6 +478,19 @@ def test_pieces_of_no_whole_tiles_are_told_of():
     assert told((40, 5)).endswith("copies what it gathers of them")  # nor are 4 of 10, 2 of 20
     assert told((64, 5)) == told((24,)) == told((24, 5, 5)) == ""
     assert told((96, 5), (1024, 64)) == ""  # a small part of all
+
+
+def test_sums_that_tell_parameters_apart_are_of_each_shard():
+    """Of an array that is split in its second dimension: one that is reshaped was gathered."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 16, 5)).astype(np.float32)
+    layout = NamedSharding(jax.make_mesh((8,), ("data",)), P(None, "data"))
+    sums = checkpoint_params._sums.lower({"x": jax.device_put(x, layout)}, 0).compile()
+    assert "all-gather" not in sums.as_text()
+    bits = x.view(np.uint32).ravel()
+    places = np.arange(bits.size, dtype=np.uint32)
+    expected = [bits.sum(dtype=np.uint32), (bits * (2 * places + 1)).sum(dtype=np.uint32)]
+    assert np.asarray(sums({"x": jax.device_put(x, layout)})["x"]).tolist() == expected
 
 
 def test_advice_on_tiles_is_for_tpus():

@@ -65,9 +65,12 @@ def _intervals(positions_BT, capacity):
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
     if capacity < 1 / 4096:  # whose nearest fraction is 0, or more than it
         a, b = 1, min(math.ceil(1 / capacity), 2**30)
-    interval_BT = (a * positions_BT + a - 1) // b
-    start_BT = b * interval_BT // a
-    return interval_BT, start_BT, b * (interval_BT + 1) // a - start_BT
+    # Of each b positions by themselves: a times a position may be more than an int32 holds.
+    round_BT, inner_BT = jnp.divmod(positions_BT, b)
+    inner_BT = (a * inner_BT + a - 1) // b
+    start_BT = b * round_BT + b * inner_BT // a
+    end_BT = b * round_BT + b * (inner_BT + 1) // a
+    return a * round_BT + inner_BT, start_BT, end_BT - start_BT
 
 
 def _uniform(seed, number_BT):

@@ -6,6 +6,7 @@ a small network's output (both Raposo et al. 2024, arXiv 2404.02258, section 3.5
 whether the score exceeds a running quantile (Expert Threshold, arXiv 2603.11535).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -61,8 +62,10 @@ class Predictor(nn.Module):
         inward, outward = self.scales
         inward_DF = kernel("kernel_in", inward, (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))
         outward_FX = kernel("kernel_out", outward, (self.hidden, 1), ("mlp", None))
-        h_BTF = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD.astype(jnp.float32), inward_DF))
-        return jnp.einsum("BTF,FX->BTX", h_BTF, outward_FX)[..., 0]
+        # Accelerators would round what a product of float32 is given.
+        einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        h_BTF = jax.nn.silu(einsum("BTD,DF->BTF", x_BTD.astype(jnp.float32), inward_DF))
+        return einsum("BTF,FX->BTX", h_BTF, outward_FX)[..., 0]
 
 
 def cross_entropy(logit_BT, target_BT, valid_BT):

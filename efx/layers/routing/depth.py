@@ -284,8 +284,10 @@ class DepthRouted(nn.Module):
         by_row, all_rows = length == 1, plans.WholePlan(run_BT)
         slots = self.config.room(self.capacity, batch if by_row else length)
         # On a GPU the host waits for each turn of a loop, and a layer takes the time that its
-        # kernels take to start: of one row as of all. One turn is expected where half a row is.
-        if by_row and sharding.platform() == "gpu" and self.capacity * batch >= 0.5:
+        # kernels take to start: of one row as of all. One turn is expected where half a row is. A
+        # single row's block is left out instead.
+        is_gpu = sharding.platform() == "gpu"
+        if by_row and is_gpu and batch > 1 and self.capacity * batch >= 0.5:
             return _apply(self.block, all_rows, start_BTD, x_BTD, gate_BT, all_rows.info(info))
 
         def as_planned(block, plan, out_BTD):
