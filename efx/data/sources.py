@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from efx import reading, storage
+from efx import reading, runfolder, storage
 from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
 from efx.errors import UsageError, nearest
 
@@ -166,9 +166,17 @@ def _found(argument):
 
 
 def _below(top):
+    """Iterator over the files in a folder, but for hidden ones and those of runs: a run that keeps
+    its folder within its text would find another text when it goes on."""
     for folder, folders, files in os.walk(top):
-        folders[:] = [f for f in folders if not f.startswith(".")]
+        here = [f for f in folders if not f.startswith(".")]
+        folders[:] = [f for f in here if not _is_run(os.path.join(folder, f))]
         yield from (os.path.join(folder, f) for f in files if not f.startswith("."))
+
+
+def _is_run(folder):
+    names = runfolder.CONFIG_FILE, runfolder.RUN_FILE
+    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
 def _some(name, argument, paths):

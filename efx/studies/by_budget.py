@@ -61,6 +61,11 @@ def rows(derived, results):
         for title, family in derived["over"].items():
             _, others = _best(result, family, budget)
             pairs = [loss - others[seed] for seed, loss in losses.items() if seed in others]
+            if len(pairs) < _SEEDS:
+                raise UsageError(
+                    f"derived, {budget['name']}: {derived['family']!r} and {family!r} have fewer"
+                    f" than {_SEEDS} seeds in common"
+                )
             interval = scipy.stats.ttest_1samp(pairs, 0).confidence_interval(LEVEL / 100)
             cells[over(title)] = {
                 "mean": float(np.mean(pairs)),

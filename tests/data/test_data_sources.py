@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -38,6 +39,14 @@ def test_text_of_a_file_a_folder_and_a_glob(folder, tmp_path):
     assert read(f"text:{folder}/**/*.txt", tmp_path) == every
     (folder / ".hidden").write_bytes(b"\0")
     assert read(f"text:{folder}", tmp_path) == every
+    # A run that is kept within its own text goes on with the text that it began with.
+    run = folder / "runs/a"
+    (run / "samples").mkdir(parents=True)
+    for name in ("config.json", "run.json", "samples/step_1.txt"):
+        (run / name).write_text("{}")
+    assert read(f"text:{folder}", tmp_path) == every
+    assert read(f"text:{run}/samples", tmp_path) == ["{}"]  # unless it is what is asked for
+    shutil.rmtree(folder / "runs")
     (folder / "[a].txt").write_text("brackets")
     assert read(f"text:{folder}/[a].txt", tmp_path) == ["brackets"]
 

@@ -35,8 +35,8 @@ def draw(analysis, path, further):
 
 
 def _many(analysis):
-    """Whether families are more than styles, so that colours tell them apart instead."""
-    return len(analysis.families) > len(_STYLES)
+    """Whether colours tell families apart, since there are more than styles, or one budget."""
+    return len(analysis.families) > len(_STYLES) or len(analysis.budgets) == 1
 
 
 def _legend_below(axis):
@@ -72,7 +72,7 @@ def _band(axis, x, draws_XR, colour):
 
 def _draw_curves(analysis, axis):
     """Losses over parameters: a colour a budget and a style a family, or the other way round where
-    families are more than styles; stars at the optima; curves of the law with their intervals, or
+    `_many`; stars at the optima; curves of the law with their intervals, or
     parabolas of families without one."""
     from matplotlib import colormaps
 
@@ -98,8 +98,10 @@ def _draw_curves(analysis, axis):
                 losses = losses[:, 0]
             else:
                 losses = fit.curve(budget, fine)
-            label = None if many else f"{family}, {quantity(budget, 'FLOPs')}"
-            axis.plot(fine, losses, color=colour, linestyle=line, label=label)
+            axis.plot(fine, losses, color=colour, linestyle=line)
+            if not many:
+                label = f"{family}, {quantity(budget, 'FLOPs')}"
+                axis.plot([], [], color=colour, linestyle=line, marker=marker, label=label)
             best, loss = fit.parameters[budget][0], fit.losses[budget][0]
             if fine[0] <= best <= fine[-1]:
                 axis.plot(best, loss, "*", color=colour, markersize=13, markeredgecolor="black")
@@ -140,14 +142,16 @@ def smooth_budgets(analysis, further):
     return np.concatenate([inside, beyond]), len(inside)
 
 
-def _line(axis, budgets, inside, draws_XR, colour, label):
+def _line(axis, budgets, inside, draws_XR, colour, label, band=True):
     """A line over the budgets of what the fit says, dashed beyond those that were measured, with
-    the intervals of its draws; where it says nothing they alone would be of half of the draws."""
+    the intervals of its draws (`band`); where it says nothing they alone would be of half of the
+    draws."""
     values = draws_XR[:, 0]
     if not np.isfinite(values).any():
         axis.plot([], [], color=colour, label=f"{label}: none within reach")
         return
-    _band(axis, budgets, draws_XR[:, 1:], colour)
+    if band:
+        _band(axis, budgets, draws_XR[:, 1:], colour)
     axis.plot(budgets[:inside], values[:inside], color=colour, label=label)
     axis.plot(budgets[inside - 1 :], values[inside - 1 :], color=colour, linestyle="--")
 
@@ -188,7 +192,8 @@ def _draw_speedups(analysis, axis, further):
         if family == analysis.base:
             continue
         times = np.stack([base.reaching(fit.optimum(budget)[1])[0] / budget for budget in budgets])
-        _line(axis, budgets, inside, times, colours[family], family)
+        band = len(analysis.laws) <= len(_STYLES)  # of more, one covers the other
+        _line(axis, budgets, inside, times, colours[family], family, band)
         highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
     axis.set_ylim(0, 2 * highest)
     axis.set_xlim(budgets[0], budgets[-1])
