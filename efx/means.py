@@ -6,6 +6,8 @@ the Means of several batches and take the value last: a mean of means is another
 count different numbers of tokens or the value is not linear in the mean.
 """
 
+import contextlib
+import contextvars
 from collections.abc import Callable
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 COLLECTION = "means"
+_WITHOUT_LOSSES = contextvars.ContextVar("without_losses", default=False)
 
 
 @struct.dataclass
@@ -78,8 +81,21 @@ def wanted(module):
     return any(map(module.is_mutable_collection, ("losses", "stats", COLLECTION)))
 
 
+@contextlib.contextmanager
+def without_losses():
+    """Inside, nothing is reported as a loss: models that are frozen have nothing to learn, and what
+    their routers or masks were trained by is not what others are trained by through them."""
+    token = _WITHOUT_LOSSES.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_LOSSES.reset(token)
+
+
 def sow(module, collection, name, mean):
     """Reports a Mean under a name, see the docstring of this file."""
+    if collection == "losses" and _WITHOUT_LOSSES.get():
+        return
     module.sow(collection, name, mean.value())
     module.sow(COLLECTION, name, mean)
 

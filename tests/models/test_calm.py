@@ -261,6 +261,7 @@ def test_cached_decoding_is_the_full_forward(name):
         start += length
 
 
+REPORTS = ("mod_context", "dropout_embedding_moe", "streams_masks")
 REFUSED = ("recursion", "adapter_recursion", "latent", "latent_levels", "latent_memory")
 
 
@@ -310,6 +311,12 @@ def test_every_family_is_anchor_and_member_or_is_refused(name):
         )
 
     jax.eval_shape(jax.grad(loss), params, variables, jax.random.key(0))
+    report = functools.partial(
+        model.apply, mutable=["losses", "stats"], rngs={"routing": jax.random.key(0)}
+    )
+    _, reported = jax.eval_shape(report, variables | {"params": params}, tokens_BT)
+    # Bridges learn by the cross-entropy alone, not by what trained the members.
+    assert "losses" not in reported and ("stats" in reported) == (name in REPORTS)
     cache = jax.eval_shape(lambda: models.init_cache(model, 2, LENGTH))
     logits, state = jax.eval_shape(decode, params, variables, cache)
     assert logits.shape == (2, LENGTH, VOCAB)

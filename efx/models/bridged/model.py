@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops
+from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import norms
 from efx.layers.attention import Attention
@@ -114,7 +114,8 @@ class Bridged(LanguageModel):
         read = []  # [augmenting model][pair]
         for model in self.augment_models:
             states = {}
-            with nn.intercept_methods(_AtLayers(model.path, states.__setitem__)):
+            layers = nn.intercept_methods(_AtLayers(model.path, states.__setitem__))
+            with layers, means.without_losses():
                 model.features(*arguments)
             read.append([states[i][0] for i in spaced(self.config.pairs, depth_of(model))])
         places = spaced(self.config.pairs, depth_of(self.anchor_model))
@@ -130,7 +131,10 @@ class Bridged(LanguageModel):
                 delta_BTD = delta_BTD + bridge(h_BTD, states[pair], info)
             return h_BTD + delta_BTD
 
-        with nn.intercept_methods(_AtLayers(self.anchor_model.path, add)):
+        # Bridges learn by the cross-entropy alone; through the anchor they would by what its routers
+        # and masks were trained by, too.
+        layers = nn.intercept_methods(_AtLayers(self.anchor_model.path, add))
+        with layers, means.without_losses():
             return self.anchor_model.features(*arguments)
 
     def logits(self, x):
