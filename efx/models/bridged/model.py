@@ -131,8 +131,8 @@ class Bridged(LanguageModel):
                 delta_BTD = delta_BTD + bridge(h_BTD, states[pair], info)
             return h_BTD + delta_BTD
 
-        # Bridges learn by the cross-entropy alone; through the anchor they would by what its routers
-        # and masks were trained by, too.
+        # Bridges learn by the cross-entropy alone. Through the anchor they would by what its
+        # routers and masks were trained by, too.
         layers = nn.intercept_methods(_AtLayers(self.anchor_model.path, add))
         with layers, means.without_losses():
             return self.anchor_model.features(*arguments)
