@@ -441,6 +441,19 @@ def _warn(line):
     print(f"efx: warning: {line}", file=sys.stderr, flush=True)
 
 
+def blind_process(sees, seconds):
+    """The number of a process that does not see something within so many seconds, or None; all
+    processes have to ask. sees: whether this one does."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    end = time.monotonic() + seconds
+    while not (is_seen := sees()) and time.monotonic() < end:
+        time.sleep(0.2)
+    seen = multihost_utils.process_allgather(np.int32(is_seen))
+    return None if np.all(seen) else int(np.argmin(seen))
+
+
 def check_shared(workdir, setting="--workdir"):
     """Raises UsageError, on all processes, unless all of them see the same folder.
 
@@ -450,9 +463,6 @@ def check_shared(workdir, setting="--workdir"):
 
     if jax.process_count() == 1:
         return
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     folder = storage.folder(workdir)
 
     def make():
@@ -469,19 +479,16 @@ def check_shared(workdir, setting="--workdir"):
 
     made_by = []  # what process 0 made, to be taken away again
     mark = folder / f"{_MARK}{on_primary(workdir, make)}"
-    end = time.monotonic() + _SHARED_SECONDS
-    while not (is_seen := mark.exists()) and time.monotonic() < end:
-        time.sleep(0.2)
-    seen = multihost_utils.process_allgather(np.int32(is_seen))
+    blind = blind_process(mark.exists, _SHARED_SECONDS)
     for path in made_by[:1]:
         path.unlink(missing_ok=True)
     for path in made_by[1:]:
         with contextlib.suppress(OSError):  # another launch has made something there
             path.rmdir()
-    if not np.all(seen):
+    if blind is not None:
         raise UsageError(
             f"{setting}={workdir} is not one folder for all processes: process"
-            f" {int(np.argmin(seen))} does not see what process 0 writes there; give a folder that"
+            f" {blind} does not see what process 0 writes there; give a folder that"
             " they share, on a network file system or at gs://BUCKET/FOLDER"
         )
 

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import sys
-import time
 import traceback
 import warnings
 
@@ -22,7 +21,7 @@ from etils import epath
 
 from efx import atomic, reading, storage
 from efx.errors import PassingError, UsageError
-from efx.runfolder import MANIFEST, reason
+from efx.runfolder import MANIFEST, blind_process, reason
 from efx.sharding import path_names
 
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
@@ -107,15 +106,10 @@ def shared_step(root, finished, step):
     if not from_primary(chosen in finished):
         raise no_such_step(root, finished, step)
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        end = time.monotonic() + _SEEN_SECONDS
-        while not (is_seen := is_finished(root / str(chosen))) and time.monotonic() < end:
-            time.sleep(0.2)
-        seen = multihost_utils.process_allgather(np.int32(is_seen))
-        if not np.all(seen):
+        blind = blind_process(lambda: is_finished(root / str(chosen)), _SEEN_SECONDS)
+        if blind is not None:
             raise Passing(
-                f"process {int(np.argmin(seen))} does not see checkpoint {chosen} in {root}, which"
+                f"process {blind} does not see checkpoint {chosen} in {root}, which"
                 " process 0 sees: is it one folder for all of them?"
             )
     return chosen
