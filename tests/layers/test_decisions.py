@@ -48,15 +48,19 @@ def test_quantile_by_hand():
     scores_BT = np.float32([[4.0, 1.0, 3.0, 2.0], [8.0, 7.0, 6.0, 5.0]])
     assert quantile(scores_BT, 0.75) == 6.5  # two of eight lie above
     assert quantile(scores_BT, 0.5) == 4.5
-    assert quantile(scores_BT, 0.0) == 1.5  # at least the last stays below
+    assert quantile(scores_BT, 0.1) == 1.5  # seven
+    assert quantile(scores_BT, 0.0) == quantiles.BELOW_ALL
     valid_BT = np.array([[1, 1, 1, 1], [0, 0, 0, 0]], bool)
     assert quantile(scores_BT, 0.5, valid_BT) == 2.5
-    assert quantile(scores_BT, 0.5, np.zeros_like(valid_BT)) == 0
+    assert np.isnan(quantile(scores_BT, 0.5, np.zeros_like(valid_BT)))
 
 
 def sorted_quantile(values, fraction):
     falling = np.sort(values)[::-1]
-    above = int(np.clip(np.floor((1 - fraction) * len(values) + 1e-3), 1, max(len(values) - 1, 1)))
+    share = np.floor((1 - fraction) * len(values) + 1e-3)
+    if share == len(values):
+        return np.float32(quantiles.BELOW_ALL)
+    above = int(np.clip(share, 1, max(len(values) - 1, 1)))
     return np.float32(0.5) * (falling[above - 1] + falling[min(above, len(values) - 1)])
 
 
@@ -73,7 +77,8 @@ def test_quantile_is_that_of_sorted_scores(fraction, decimals):
     assert quantile(scores_BT, fraction, valid_BT) == expected
     one = np.zeros_like(valid_BT)
     one[2, 5] = True
-    assert quantile(scores_BT, fraction, one) == scores_BT[2, 5]
+    only = scores_BT[2, 5] if fraction else np.float32(quantiles.BELOW_ALL)
+    assert quantile(scores_BT, fraction, one) == only
 
 
 def test_devices_exchange_counts_and_no_scores():
@@ -115,6 +120,16 @@ def test_what_devices_exchange_does_not_grow_with_the_layers():
         sums.append(len(re.findall(r" all-reduce\(", text)))
         assert len(state["layers"]) == depth // 2
     assert sums[0] == sums[1] <= 4
+
+
+def test_a_batch_in_which_nothing_counts_moves_no_quantile():
+    """Nor is it a step of the average; one of which something counts is."""
+    state = {"a": {"quantile": np.float32(2), "quantile_steps": np.int32(3)}}
+    scores_BT, none_BT = np.ones((2, 4), np.float32), np.zeros((2, 4), bool)
+    for valid_BT, quantile, steps in ((none_BT, 2.0, 3), (~none_BT, 1.5, 4)):
+        sown = {"a": {"quantile": (quantiles.Scores(scores_BT, valid_BT, 0.5, 0.5),)}}
+        got = jax.device_get(jax.jit(quantiles.followed)(state, state, sown))
+        assert got["a"] == {"quantile": quantile, "quantile_steps": steps}
 
 
 @pytest.mark.parametrize("accumulated", [False, True])

@@ -15,6 +15,8 @@ from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 COLLECTION = "scores"
+# The quantile that every score exceeds: finite, since averages of infinities are not numbers.
+BELOW_ALL = -1e30
 _SIGN = np.uint32(1 << 31)
 
 
@@ -47,6 +49,8 @@ def begun_anew(variables, now):
 def followed(averages, before, sown):
     """Running averages with those of quantiles moved by the scores of a batch.
 
+    Where none of a layer's scores counts (no token reached it) its quantile stays as it is.
+
     Args:
       averages: the collection "state" after a batch. before: the same before it.
       sown: the collection `COLLECTION` of that batch; where it came in several parts, arrays have
@@ -71,19 +75,21 @@ def followed(averages, before, sown):
         for (path, old, scores), new in zip(
             members, jnp.split(new_L, np.cumsum(sizes)[:-1]), strict=True
         ):
-            steps = before[*path[:-1], "quantile_steps"]
+            steps, new = before[*path[:-1], "quantile_steps"], new.reshape(old.shape)
+            moves = ~jnp.isnan(new)
             # The first value is taken as it is: an average that starts at 0 had to forget it.
             decay = jnp.where(steps == 0, 0.0, scores.decay)
-            averages[path] = decay * old + (1.0 - decay) * new.reshape(old.shape)
-            averages[*path[:-1], "quantile_steps"] = steps + 1
+            averages[path] = jnp.where(moves, decay * old + (1.0 - decay) * new, old)
+            averages[*path[:-1], "quantile_steps"] = steps + moves
     return unflatten_dict(averages)
 
 
 def of_batch(scores_BT, share, valid_BT=None):
     """The value that so large a share of the valid scores exceed; a scalar. Any axes will do.
 
-    Half-way between the two neighbouring scores, so that it is exceeded by floor(share n) of n.
-    0 where nothing is valid.
+    Half-way between the two neighbouring scores, so that it is exceeded by floor(share n) of n, one
+    at least; `BELOW_ALL` where that is all of them. NaN where nothing is valid, or where a score of
+    these two is not finite.
 
     Nothing is sorted: on a mesh that would gather the scores of the whole batch on every device.
     The score is found by its bits, a byte at a time, from how many scores have which byte, sums of
@@ -91,7 +97,8 @@ def of_batch(scores_BT, share, valid_BT=None):
     """
     valid_BT = jnp.ones_like(scores_BT, bool) if valid_BT is None else valid_BT
     count = jnp.sum(valid_BT)
-    above = jnp.clip(jnp.floor(share * count + 1e-3), 1, jnp.maximum(count - 1, 1))
+    share_of_count = jnp.floor(share * count + 1e-3)
+    above = jnp.clip(share_of_count, 1, jnp.maximum(count - 1, 1))
     bits_BT = jax.lax.bitcast_convert_type(scores_BT.astype(jnp.float32), jnp.uint32)
     # Numbers whose order is that of the scores: of negative ones all bits are turned, of the others
     # the sign.
@@ -119,4 +126,5 @@ def of_batch(scores_BT, share, valid_BT=None):
     # The next is the same where so many scores are equal, or where there is no other.
     equal = jnp.sum(valid_BT & (order_BT >= order)) > above
     middle = 0.5 * (upper + jnp.where(equal | ~jnp.isfinite(lower), upper, lower))
-    return jnp.where((count > 0) & jnp.isfinite(middle), middle, 0.0)
+    quantile = jnp.where(share_of_count < count, middle, BELOW_ALL)
+    return jnp.where((count > 0) & jnp.isfinite(middle), quantile, jnp.nan)
