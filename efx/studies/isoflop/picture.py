@@ -18,7 +18,8 @@ def draw(analysis, path, further):
     """Writes the PNG. Bands are 80% and 95% intervals; lines are dashed beyond the budgets."""
     import matplotlib.figure  # takes half a second
 
-    panels = 1 + (len(analysis.budgets) > 1) + bool(analysis.speedups(analysis.laws))
+    told = any(np.isfinite(one.flops.value) for one in analysis.speedups(analysis.laws).values())
+    panels = 1 + (len(analysis.budgets) > 1) + told
     # Legends stand below, where they cover no curve, and take no height from the panels.
     lines = len(analysis.families) * (1 if _many(analysis) else len(analysis.budgets))
     height = 4.6 + _LEGEND * (1 + (lines + _many(analysis) * len(analysis.budgets)) // 2)
@@ -160,6 +161,7 @@ def _draw_optima(analysis, axis, further):
     """The loss of the optimum over budgets, by the law, and the vertices of parabolas."""
     styles, colours = _styles(analysis)
     budgets, inside = smooth_budgets(analysis, further)
+    seen, bars = [], []
     for family, fit in analysis.parabolas.items():
         colour, marker = colours[family], styles[family][1]
         for budget, losses in fit.losses.items():
@@ -168,18 +170,51 @@ def _draw_optima(analysis, axis, further):
                 ends = np.percentile(drawn, [2.5, 97.5]) if len(drawn) else [losses[0]] * 2
                 errors = np.maximum([[losses[0] - ends[0]], [ends[1] - losses[0]]], 0)
                 axis.errorbar(budget, losses[0], errors, color=colour, marker=marker, capsize=3)
+                seen.append(losses[0])
+                bars.extend(ends)
     for family in analysis.families:
         colour = colours[family]
         if family in analysis.laws:
             optimum = analysis.laws[family].optimum
             losses = np.stack([optimum(budget)[1] for budget in budgets])
             _line(axis, budgets, inside, losses, colour, family)
+            seen.extend(_finite_ends(losses))
         else:
             axis.plot([], [], color=colour, label=family)
-    axis.set_xscale("log")
+    if seen:
+        axis.set_ylim(*_limits(seen, bars))
+    _budget_axis(axis, analysis, further)
     axis.set_xlabel("training FLOPs")
     axis.set_ylabel("held-out loss of the optimum (nats)")
     axis.set_title("optima by the law; marks: by parabolas")
+
+
+def _finite_ends(draws_XR):
+    """The ends of the widest band of `_band`, and of the line in it."""
+    some_X, tail = np.isfinite(draws_XR[:, 0]), (100 - max(LEVELS)) / 2
+    drawn = np.where(np.isfinite(draws_XR), draws_XR, np.nan)[some_X]
+    return np.nanpercentile(drawn, [tail, 100 - tail], axis=1).ravel()
+
+
+def _limits(seen, bars):
+    """(lowest, highest) of an axis with all that is seen. A bar, which may be far wider than what
+    it belongs to, adds half of that at most and leaves the axes with the rest."""
+    low, high = min(seen), max(seen)
+    reach = 0.5 * (high - low) or max((abs(end - low) for end in bars), default=0.1)
+    low, high = max(low - reach, min([low, *bars])), min(high + reach, max([high, *bars]))
+    margin = 0.05 * (high - low)
+    return low - margin, high + margin
+
+
+def _budget_axis(axis, analysis, further):
+    """A logarithmic axis of FLOPs with the study's budgets for labels, and those asked for as far
+    as something is drawn there."""
+    axis.set_xscale("log")
+    last, end = analysis.budgets[-1], axis.get_xlim()[1]
+    beyond = [last * times for times in further if last * times <= end]
+    ticks = labelled_sizes([*analysis.budgets, *beyond], 6)
+    axis.set_xticks(ticks, [quantity(tick, "FLOPs") for tick in ticks])
+    axis.minorticks_off()
 
 
 def _draw_speedups(analysis, axis, further):
@@ -197,7 +232,7 @@ def _draw_speedups(analysis, axis, further):
         highest = max([highest, *times[:inside][np.isfinite(times[:inside, 0]), 0]])
     axis.set_ylim(0, 2 * highest)
     axis.set_xlim(budgets[0], budgets[-1])
-    axis.set_xscale("log")
+    _budget_axis(axis, analysis, further)
     axis.set_xlabel("training FLOPs of the family")
     axis.set_ylabel(f"FLOPs of {analysis.base} / FLOPs of the family")
     axis.set_title("effective speedup at equal loss")
