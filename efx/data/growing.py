@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -171,7 +170,14 @@ class GrowingTokens:
     def _ask(self, count):
         """Has the process write so many tokens; starts it if it is not there."""
         if self._writer is None:
-            script = f"import sys; sys.path[:] = {sys.path!r}\n" + (
+            # What tells a whole job to stop (Slurm, a machine that shuts down) tells this process
+            # too, and training may need tokens for its last steps. From the first line on, since
+            # imports take half a second.
+            script = (
+                "import signal, sys\n"
+                f"for number in {[int(number) for number in STOPPING]}:\n"
+                "    signal.signal(number, signal.SIG_IGN)\n"
+                f"sys.path[:] = {sys.path!r}\n"
                 "from efx.data import growing\ngrowing.main()"
             )
             # In a session of its own: Ctrl-C is for the training, with which it ends.
@@ -336,15 +342,9 @@ class _Wanted:
 
 
 def main():
-    """Does a job that comes in standard input, see `GrowingTokens`.
-
-    It ends with who asks for tokens. What tells a whole job to stop (Slurm, a machine that shuts
-    down) tells this process too, and training may need tokens for its last steps.
-    """
+    """Does a job that comes in standard input, see `GrowingTokens`; ends with who asks for
+    tokens."""
     from pathlib import Path
-
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
 
     job = json.loads(sys.stdin.buffer.readline())
     wanted, status = _Wanted(sys.stdin.buffer), 0
