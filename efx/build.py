@@ -630,7 +630,16 @@ def _member(key, run, tokenizer, config, mesh, rules):
                 *config.model.member_runs[0]
             )
         )
+    # Its vocabulary is padded for the devices of now, as a teacher's beside it is.
+    member = _with_padding(member, 0)
     return _module(config, member, tokenizer.vocab_size, mesh, rules)
+
+
+def _with_padding(config, multiple):
+    """A `Config` with this `model.vocab_multiple`, if its family has one."""
+    if "vocab_multiple" not in settings.names_of(type(config.model)):
+        return config
+    return settings.replaced(config, {"model.vocab_multiple": multiple})
 
 
 def _capacity_stages(model, length):
@@ -727,9 +736,8 @@ def on_devices_of(config, run, key):
     of = _config_of_one(run, key)
     changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
     changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
-    if all("vocab_multiple" in settings.names_of(type(c)) for c in (of.model, config.model)):
-        changes["model.vocab_multiple"] = config.model.vocab_multiple
-    return settings.replaced(of, changes)
+    # As wide as the logits of `config`; bridges are padded as their members.
+    return _with_padding(settings.replaced(of, changes), getattr(config.model, "vocab_multiple", 0))
 
 
 def read_teacher(experiment, step=None):

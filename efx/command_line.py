@@ -1,5 +1,7 @@
 """Flags of the command line: from the arguments of `efx` or `python -m efx.main` to a config."""
 
+import contextlib
+
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
@@ -98,8 +100,10 @@ def parse(argv, usage="", config_for=None):
     for key in keys:
         _check_key(config, key)
     del values.config
-    untold = _Untold(config)
-    config_flags.DEFINE_config_dict("config", untold, flag_values=values, sys_argv=unknown)
+    with _told():
+        config_flags.DEFINE_config_dict(
+            "config", _Untold(config), flag_values=values, sys_argv=unknown
+        )
     unparsed = _parse(values, unknown)
     values.config = ConfigDict(values.config)
     if len(unparsed) > 1:
@@ -111,8 +115,15 @@ def parse(argv, usage="", config_for=None):
 
 def _parse(values, argv, known_only=False):
     """The arguments that are no flags (with `known_only`, no flags of `values`)."""
-    try:
+    with _told():
         return values(argv, known_only)
+
+
+@contextlib.contextmanager
+def _told():
+    """What the library of flags finds wrong, in one line."""
+    try:
+        yield
     except Exception as error:
         raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
 
@@ -161,7 +172,7 @@ def _check_key(config, key):
         setting = run_settings.require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
-    if hasattr(setting, "keys"):
+    if isinstance(setting, ConfigDict):  # not the schedule of a loss, which is a plain mapping
         raise UsageError(
             f"--config.{key} is a block of settings; set one of {', '.join(setting)} in it"
         )

@@ -58,13 +58,13 @@ def override(config, changes, where):
 
 
 def config_of_run(workdir, setting="--workdir"):
-    """The checked config of a run folder; its lists, which were tuples, are tuples again. setting:
-    the flag that names the folder, for messages."""
+    """The checked config of a run folder, with the types of a config file's; its lists, which were
+    tuples, are tuples again. setting: the flag that names the folder, for messages."""
     recorded = runfolder.recorded_config(workdir, setting)
     path = storage.folder(workdir) / runfolder.CONFIG_FILE
     config = run_settings.of_plain(_tuples(run_settings.completed(recorded)), path)
     run_settings.check(config, path)
-    return config
+    return run_settings.typed(config)
 
 
 def with_variants(source, *variants):

@@ -149,6 +149,22 @@ def of_plain(plain, where):
         raise UsageError(f"{where}: {error}") from error
 
 
+def typed(config):
+    """A checked ConfigDict of plain values with the types of its settings: one that is None can be
+    set to what it may be, one of several types to each of them."""
+    whole = known(config.model.family)
+    _fill(whole, config)
+    return whole
+
+
+def _fill(block, values):
+    for key, value in values.items():
+        if _has_names(block[key]):
+            _fill(block[key], value)
+        else:  # a value may be a mapping, too: the schedule of a loss
+            block[key] = value.to_dict() if _has_names(value) else value
+
+
 def check(config, where=""):
     """The `Config` of a ConfigDict of any family; UsageError unless it has just the settings that
     there are, each with a value that it may have. A `Config` is returned as it is. A misspelt key

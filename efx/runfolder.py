@@ -105,6 +105,9 @@ _LIBRARIES = (
 )
 # Folders of a run whose every entry is looked at (`check_entries`).
 _FOLDERS = (CHECKPOINTS, "samples", "tensorboard")
+# What runs and their evaluations put into a folder, which may be that of their text.
+WRITTEN = {*_FOLDERS, "profile", "lm_eval", "clusters", CONFIG_FILE, RUN_FILE, METRICS_FILE}
+WRITTEN |= {HELD_OUT_FILE, TOKENIZER_FILE}
 _ONLY_HERE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
 _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
@@ -162,6 +165,11 @@ def write_atomic(path, text):
     """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
     with writing(path):
         atomic.write_text(path, text)
+
+
+def is_run(folder):
+    """Whether a local folder is that of a run, by the names of its files."""
+    return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG_FILE, RUN_FILE))
 
 
 def recorded_config(workdir, setting="--workdir"):

@@ -275,7 +275,8 @@ def _of_whole_batch(variables, batches):
     """Running averages after a batch, from those after each of its micro-batches, the last axis.
 
     Each of them starts from the same ones and adds a mean over its own tokens, of which packed rows
-    have now more, now fewer. What is no average, such as a number of steps, is the same in all.
+    have now more, now fewer. What is no average, such as a number of steps, is the same in all; so
+    is what does not move, as in frozen models, and keeps every bit.
     """
     documents = batches.get("segment_ids")
     real_ABT = jnp.ones_like(batches["inputs"], bool) if documents is None else documents > 0
@@ -285,7 +286,8 @@ def _of_whole_batch(variables, batches):
     def whole(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[..., 0]
-        return jnp.average(x, axis=-1, weights=tokens_A)
+        same = jnp.all(x == x[..., :1], axis=-1)
+        return jnp.where(same, x[..., 0], jnp.average(x, axis=-1, weights=tokens_A))
 
     return jax.tree.map(whole, variables)
 

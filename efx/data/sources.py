@@ -12,6 +12,7 @@
 (`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
 """
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -152,11 +153,14 @@ def matching(name, pattern, root=None):
 
 
 def _matching(pattern):
-    """Iterator over the files that match a pattern, or of the one that it names."""
+    """Iterator over the files that match a pattern, or of the one that it names; but for those of
+    runs, see `_without_runs`."""
     path = os.path.expanduser(pattern)
     if os.path.isfile(path):
         return iter([path])
-    return filter(os.path.isfile, glob.iglob(path, recursive=True))
+    first = next(i for i, part in enumerate([*Path(path).parts, "*"]) if glob.has_magic(part))
+    top = os.path.join(*Path(path).parts[:first]) if first else "."
+    return _without_runs(top, filter(os.path.isfile, glob.iglob(path, recursive=True)))
 
 
 def _found(argument):
@@ -166,17 +170,28 @@ def _found(argument):
 
 
 def _below(top):
-    """Iterator over the files in a folder, but for hidden ones and those of runs: a run that keeps
-    its folder within its text would find another text when it goes on."""
-    for folder, folders, files in os.walk(top):
-        here = [f for f in folders if not f.startswith(".")]
-        folders[:] = [f for f in here if not _is_run(os.path.join(folder, f))]
-        yield from (os.path.join(folder, f) for f in files if not f.startswith("."))
+    """Iterator over the files in a folder, but for hidden ones and those of runs."""
+
+    def files():
+        for folder, folders, names in os.walk(top):
+            here = [f for f in folders if not f.startswith(".")]
+            folders[:] = [f for f in here if not runfolder.is_run(os.path.join(folder, f))]
+            yield from (os.path.join(folder, f) for f in names if not f.startswith("."))
+
+    return _without_runs(top, files())
 
 
-def _is_run(folder):
-    names = runfolder.CONFIG_FILE, runfolder.RUN_FILE
-    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
+def _without_runs(top, paths):
+    """Iterator over the paths below a folder that are in no run's folder, nor, where it is one
+    itself, what a run writes into it: a run that keeps its folder within its text would find
+    another text when it goes on."""
+    is_run = functools.cache(runfolder.is_run)
+    for path in paths:
+        parts = Path(os.path.relpath(path, top)).parts
+        if parts[0] in runfolder.WRITTEN and is_run(top):
+            continue
+        if not any(is_run(os.path.join(top, *parts[:i])) for i in range(1, len(parts))):
+            yield path
 
 
 def _some(name, argument, paths):

@@ -40,13 +40,18 @@ def test_text_of_a_file_a_folder_and_a_glob(folder, tmp_path):
     (folder / ".hidden").write_bytes(b"\0")
     assert read(f"text:{folder}", tmp_path) == every
     # A run that is kept within its own text goes on with the text that it began with.
-    run = folder / "runs/a"
-    (run / "samples").mkdir(parents=True)
-    for name in ("config.json", "run.json", "samples/step_1.txt"):
-        (run / name).write_text("{}")
-    assert read(f"text:{folder}", tmp_path) == every
-    assert read(f"text:{run}/samples", tmp_path) == ["{}"]  # unless it is what is asked for
-    shutil.rmtree(folder / "runs")
+    for run in (folder / "runs/a", folder):
+        (run / "samples").mkdir(parents=True)
+        for name in ("config.json", "run.json", "samples/step_1.txt"):
+            (run / name).write_text("{}")
+        assert read(f"text:{folder}", tmp_path) == every
+        assert read(f"text:{folder}/**/*.txt", tmp_path) == every
+        assert read(f"text:{folder}/*", tmp_path) == every[:5]
+        assert read(f"text:{run}/samples", tmp_path) == ["{}"]  # unless it is what is asked for
+        assert read(f"text:{run}/samples/*.txt", tmp_path) == ["{}"]
+    for name in ("runs", "samples", "config.json", "run.json"):
+        remove = shutil.rmtree if (folder / name).is_dir() else os.remove
+        remove(folder / name)
     (folder / "[a].txt").write_text("brackets")
     assert read(f"text:{folder}/[a].txt", tmp_path) == ["brackets"]
 

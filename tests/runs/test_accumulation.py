@@ -176,6 +176,16 @@ def test_micro_batches_of_unequal_rows_are_the_big_batch(name):
     check(name, *step_of(name, 2))
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_what_does_not_move_keeps_every_bit(count):
+    """The running averages of frozen models, after micro-batches of unequal rows."""
+    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    rows = np.random.default_rng(1).integers(0, 2, (count, 2, 16))
+    batches = {"inputs": jnp.zeros_like(rows), "segment_ids": jnp.asarray(rows)}
+    whole = jax.jit(step._of_whole_batch)({"q": np.stack([x] * count, axis=-1)}, batches)
+    np.testing.assert_array_equal(whole["q"], x)
+
+
 def test_every_micro_batch_draws_for_itself():
     """Two that are alike have other elements dropped: their gradient is not that of one of them."""
     one, two = (jax.tree.map(lambda x, n=n: np.repeat(x[:1], n, axis=0), packed()) for n in (1, 2))
