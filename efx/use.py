@@ -27,7 +27,8 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        _say_if_changed(e.config, workdir, sys.stdout)
+        if other := other_model(e.config, workdir):
+            print(other)
         c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"all of that text is scored with --config.data.eval_source={c.source}")
@@ -37,13 +38,13 @@ def evaluate(config, workdir, step=None):
     return metrics
 
 
-def _say_if_changed(config, workdir, stream):
-    """A line where it is another model than the run's that was scored or that wrote."""
+def other_model(config, workdir):
+    """A line about the settings by which this is another model than the run's, or ""."""
     changed = changed_settings(workdir, config, _OF_THE_MODEL)
     listed = (f"config.{key}={value!r} ({before!r})" for key, (before, value) in changed.items())
-    if changed:
-        line = f"not the model that was trained, which had other settings: {', '.join(listed)}"
-        print(line, file=stream)
+    if not changed:
+        return ""
+    return f"not the model that was trained, which had other settings: {', '.join(listed)}"
 
 
 def sample(config, workdir, step=None, stream=None):
@@ -62,7 +63,8 @@ def sample(config, workdir, step=None, stream=None):
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
     cache_size, seq_len = sampler.sampler.cache_size, config.data.seq_len
     print(line + _left_out(stats, cache_size, seq_len), file=sys.stderr)
-    _say_if_changed(e.config, workdir, sys.stderr)
+    if other := other_model(e.config, workdir):
+        print(other, file=sys.stderr)
     return stats
 
 

@@ -115,6 +115,31 @@ def shared_step(root, finished, step):
     return chosen
 
 
+def read_step(root, finished, step, read):
+    """read(step), of the newest step if it is None. A run that trains beside this process may
+    delete that while it is read: then of the one that is the newest by then.
+
+    Args:
+      finished: function to the finished steps. read: function of a step, the same on all processes.
+    Raises: as `shared_step`, and CheckpointError where a step that was asked for was deleted.
+    """
+    while True:
+        before = finished()
+        chosen = shared_step(root, before, step)
+        try:
+            return read(chosen)
+        except (CheckpointError, Damage) as error:
+            now = finished()
+            # Of several processes only one may have failed: they would read different steps.
+            if jax.process_count() > 1 or now == before or step in now:
+                raise
+            if step is not None:
+                raise CheckpointError(
+                    f"checkpoint {step} in {root} was deleted while it was read, by a run that"
+                    f" keeps fewer; {listed(now)}"
+                ) from error
+
+
 def listed(steps):
     """`there are: 2, 4, 6`, with at most ten of the newest."""
     shown = ", ".join(str(step) for step in steps[-10:])

@@ -320,20 +320,24 @@ class Checkpointer:
         for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):
             warn(f"{self._root / str(number)} is not a finished checkpoint; ignored")
         by_number = step is not None
-        step = files.shared_step(self._root, finished, step)
-        while True:
-            try:
-                files.verify(self._root / str(step))
-                return self._read(step, abstract_state, vocab_size, whole)
-            except Damage as damage:
-                older = [s for s in self.steps() if s < step]
-                fall_back = on_damage == "fall_back" and not by_number and older
-                line = f"checkpoint {step} in {self._root} is damaged: {damage}"
-                if not fall_back:
-                    raise CheckpointError(f"{line}; {self._advice(older, by_number)}") from damage
-                self._damaged.add(step)
-                warn(f"{line}; going back to checkpoint {older[-1]}")
-                step = files.from_primary(older[-1])
+
+        def read(step):
+            while True:
+                try:
+                    files.verify(self._root / str(step))
+                    return self._read(step, abstract_state, vocab_size, whole)
+                except Damage as damage:
+                    older = [s for s in self.steps() if s < step]
+                    fall_back = on_damage == "fall_back" and not by_number and older
+                    line = f"checkpoint {step} in {self._root} is damaged: {damage}"
+                    if not fall_back:
+                        advice = self._advice(older, by_number)
+                        raise CheckpointError(f"{line}; {advice}") from damage
+                    self._damaged.add(step)
+                    warn(f"{line}; going back to checkpoint {older[-1]}")
+                    step = files.from_primary(older[-1])
+
+        return files.read_step(self._root, self.steps, step, read)
 
     def _advice(self, older, by_number):
         """What a user can do about a damaged step; `older`: the finished steps before it."""

@@ -56,6 +56,7 @@ def restore_params(
     other_shapes="error",
     report=print,
     vocab_size=0,
+    options=("allow_missing", "allow_unexpected", "rename"),
 ):
     """Loads parameters alone, verified against the checksums: those that the run of the checkpoint
     is evaluated with, which an optimiser may keep as averages (`optim.eval_params`).
@@ -75,14 +76,49 @@ def restore_params(
       other_shapes: "leave": an array that has another shape in the checkpoint counts as missing.
       report: called with the ParamsDiff on process 0 if anything differs; None: never.
       vocab_size: of the model; 0: tables of a vocabulary have to be padded as they were.
+      options: what messages call `allow_missing`, `allow_unexpected` and `rename`.
 
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
     Raises: CheckpointError naming the paths at fault.
     """
     files.quieten()
     root = files.as_root(root)
-    finished = files.finished_steps(root)
-    step = files.shared_step(root, finished, step)
+
+    def read(step):
+        return _read_params(
+            root,
+            params,
+            step,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            rename=rename,
+            collection=collection,
+            other_shapes=other_shapes,
+            vocab_size=vocab_size,
+            options=options,
+        )
+
+    loaded_params, diff = files.read_step(root, lambda: files.finished_steps(root), step, read)
+    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
+    if report is not None and differs and jax.process_index() == 0:
+        report(str(diff))
+    return loaded_params, diff
+
+
+def _read_params(
+    root,
+    params,
+    step,
+    *,
+    allow_missing,
+    allow_unexpected,
+    rename,
+    collection,
+    other_shapes,
+    vocab_size,
+    options,
+):
+    """`restore_params` of a step."""
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
     try:
@@ -106,9 +142,12 @@ def restore_params(
                 del stored[stored_path[path]]
     missing = [path for path in targets if stored_path[path] not in stored]
     unexpected = sorted(stored.keys() - set(stored_path.values()))
-    _refuse(name, missing, allow_missing, "lacks", "allow_missing", stored_path)
-    _refuse(name, unexpected, allow_unexpected, "has besides", "allow_unexpected", {})
     loaded = [path for path in targets if stored_path[path] in stored]
+    for paths, allowed, verb, option in (
+        (missing, allow_missing, "lacks", options[0]),
+        (unexpected, allow_unexpected, "has besides", options[1]),
+    ):
+        _refuse(name, paths, allowed, verb, option, options[2], stored_path, loaded)
     pairs = {path: (stored[stored_path[path]], targets[path]) for path in loaded}
     _check_shapes(name, pairs, stored_path, vocab_size)
     for path in missing:
@@ -131,9 +170,6 @@ def restore_params(
         renamed=tuple((path, stored_path[path]) for path in loaded if stored_path[path] != path),
         cast=tuple((p, str(a), str(b)) for p, (a, b) in dtypes.items() if a != b),
     )
-    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
-    if report is not None and differs and jax.process_index() == 0:
-        report(str(diff))
     return loaded_params, diff
 
 
@@ -196,7 +232,7 @@ def _renamed(path, rename):
     return path
 
 
-def _refuse(name, paths, allowed, verb, option, stored_path):
+def _refuse(name, paths, allowed, verb, option, rename, stored_path, known):
     wrong = [path for path in paths if not (allowed and re.fullmatch(allowed, path))]
     if wrong:
         shown = [
@@ -207,8 +243,19 @@ def _refuse(name, paths, allowed, verb, option, stored_path):
         ]
         raise CheckpointError(
             f"{name} {verb} {files.abridged(shown)}; if that is meant, say so with {option}="
-            f"{allowed!r} widened, or map the names with rename"
+            f"{_pattern(wrong, known, allowed)!r}, or map the names with {rename}"
         )
+
+
+def _pattern(wrong, known, allowed):
+    """A regex for paths, by the first part of each that no known path has; else for all. What is
+    `allowed` already stays so."""
+    parts = {part for path in known for part in path.split("/")}
+    new = [next((part for part in path.split("/") if part not in parts), None) for path in wrong]
+    if None in new:
+        return ".*"
+    names = "|".join(sorted(map(re.escape, {*new})))
+    return rf"{allowed}|" * bool(allowed) + rf"(.*/)?({names})(/.*)?"
 
 
 def _check_shapes(name, pairs, stored_path, vocab_size):

@@ -49,6 +49,7 @@ def start_from(state, config, model, report):
         rename=c.rename,
         report=None,
         vocab_size=model.vocab_size,
+        options=tuple(f"--config.init.{name}" for name in ("missing", "unexpected", "rename")),
     )
     origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params, model.vocab_size)}
     variables, averages = _averages(root, diff.step, state.variables, config)

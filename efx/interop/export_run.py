@@ -8,7 +8,7 @@ import json
 
 import jax
 
-from efx import build, run_settings, runfolder, storage
+from efx import build, run_settings, runfolder, storage, use
 from efx.data.bpe import END_OF_TEXT, byte_of_character
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError, nearest
@@ -72,6 +72,8 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         by = f"as {ARCHITECTURES[kind].name}"
     parameters = quantity(count_params(params), "parameters")
     print(f"{folder}: {parameters} of {workdir}, step {step}, {by}")
+    if other := use.other_model(built.config, workdir):
+        print(other)
     return contents
 
 

@@ -24,7 +24,7 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from efx import build, command_line, runfolder, storage, tables
+from efx import build, command_line, runfolder, storage, tables, use
 from efx.config import config_of_run
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
@@ -99,6 +99,8 @@ class _Model:
             "family": setup.model.config.family,
             "parameters": count_params(params),
         }
+        if other := use.other_model(setup.config, workdir):
+            self._info["other_model"] = other
         self._answering = Answering(
             setup, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
         )
@@ -273,6 +275,8 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
             print(utils.make_table(results, "groups"))
     print(cost_table(results["efx"]))
     print(f"step {model.step}: {path}")
+    if other := model.get_model_info().get("other_model"):
+        print(other)
     return results
 
 

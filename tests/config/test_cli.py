@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from efx import main
+from efx.config import config_of_run, load_config
 from efx.data.tokenizers import CharTokenizer
 from efx.metrics import writer
 
@@ -283,6 +284,27 @@ def test_a_workdir_on_a_full_disk(text, capsys, tmp_path, monkeypatch, one_of_ei
     given = {**SETTINGS, "data.source": f"text:{text}"}
     assert call(f"--workdir={tmp_path / 'run'}", **given) == 2
     assert "run/metrics.jsonl: the disk is full" in error_line(capsys)
+
+
+def test_overrides_reach_what_a_run_recorded(text, tmp_path, capsys, one_of_eight):
+    """Its config has the types of a config file's, though null and numbers are all that is in it.
+    They ended in a traceback, or were refused."""
+    schedule = "{'schedule':'linear','c_start':0.0,'c_end':1.0,'steps':3}"
+    run, given = tmp_path / "run", {**SETTINGS, "data.source": f"text:{text}", "steps": 1}
+    assert call(f"--workdir={run}", **given, **{"losses.load_balance": schedule}) == 0
+    recorded = config_of_run(run)
+    assert recorded.to_dict() == load_config(f"{run}").to_dict() and recorded.model.norm is None
+    for start in ([], [f"--config={run}"]):
+        flags = ["--config.model.norm=layernorm", "--config.losses.load_balance=0.5",
+                 "--config.model.depth_routing.capacity=0.5,0.5", "--config.steps=2",
+                 f"--config.losses.z_loss={schedule}"]  # fmt: skip
+        c = main.parse(["efx", *start, "--mode=evaluate", f"--workdir={run}", *flags]).config
+        assert c.model.norm == "layernorm" and c.losses.load_balance == 0.5 and c.steps == 2
+        assert c.losses.z_loss["c_end"] == 1.0
+        assert tuple(c.model.depth_routing.capacity) == (0.5, 0.5)
+    capsys.readouterr()
+    assert call(f"--workdir={run}", config=None, **{"model.attention.bias": "nope"}) == 2
+    assert "config.model.attention.bias='nope': expected one of" in capsys.readouterr().err
 
 
 def test_overrides_reach_tuples_and_placeholders(text, tmp_path):

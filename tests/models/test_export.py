@@ -230,9 +230,13 @@ def test_a_routed_run_brings_its_code(routed, tmp_path, load, capsys, transforme
     beams."""
     path = tmp_path / "mod"
     assert run("--mode=export", "--workdir", routed, "--to", path, "--step=0") == 0
-    assert (
-        "modeling_efx.py: transformers loads it with trust_remote_code" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "modeling_efx.py: transformers loads it with trust_remote_code" in said
+    assert "not the model that was trained" not in said
+    changed = "--config.model.depth_routing.slack=1.5"
+    assert run("--mode=export", "--workdir", routed, "--to", tmp_path / "other", changed) == 0
+    words = "which had other settings: config.model.depth_routing.slack=1.5 (3.0)"
+    assert words in capsys.readouterr().out
     theirs, (model, _, params) = load(path), parameters(routed)
     assert type(theirs).__name__ == "EfxForCausalLM"
     variables = build.finished(config_of_run(routed), routed)[3]
@@ -252,6 +256,11 @@ def test_a_routed_run_brings_its_code(routed, tmp_path, load, capsys, transforme
     whole = theirs.generate(**alone, max_new_tokens=12, do_sample=False)
     batch = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert whole[0, -12:].tolist() == batch[0, -12:].tolist()
+    some = theirs.generate(**alone, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    rest = dict(max_new_tokens=7, do_sample=False, past_key_values=some.past_key_values)
+    assert theirs.generate(some.sequences, **rest).tolist() == whole.tolist()
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        theirs.generate(**alone, max_new_tokens=5, prompt_lookup_num_tokens=2)
     theirs.save_pretrained(tmp_path / "again")  # their own writing keeps the code
     np.testing.assert_array_equal(
         *(logits_of(m, tokens_BT)[0] for m in (theirs, load(tmp_path / "again")))

@@ -19,6 +19,7 @@ from test_import import IDS, TEXT, run
 from test_interop import transformers  # noqa: F401
 
 from efx import build, means, sharding, step
+from efx.config import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
@@ -338,6 +339,15 @@ def test_scores_are_those_of_transformers(
     assert costs["choice"]["flops_per_answer"] > 2 * costs["last"]["flops_per_answer"]
     assert printed.count("acc_norm") == 1 and "| choice | 4 | 39.2 | " in printed
     assert ours["config"]["step"] == 0 and ours["config"]["workdir"] == str(routed)
+
+
+def test_another_model_than_the_run_says_so(routed, library):
+    make = lm_eval.model_class()
+    assert "other_model" not in make(routed).get_model_info()
+    config = config_of_run(routed)
+    config.model.norm_eps = 0.5
+    info = make(routed, config=config).get_model_info()
+    assert info["other_model"].endswith("other settings: config.model.norm_eps=0.5 (1e-05)")
 
 
 WRONG = {

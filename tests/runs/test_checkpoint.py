@@ -2,6 +2,7 @@
 
 import errno
 import math
+import re
 import threading
 import time
 
@@ -313,8 +314,17 @@ def test_restore_params_partly(tmp_path, capsys):
     wanted = abstract(states[4].params)
     wanted["router"] = {"kernel": jnp.full((8, 2), 7.0)}
     del wanted["embed"]
-    with pytest.raises(CheckpointError, match="lacks router/kernel; .*allow_missing"):
+    with pytest.raises(CheckpointError, match="lacks router/kernel; .*allow_missing") as error:
         restore_params(tmp_path, wanted, allow_unexpected="embed/.*")
+    # What the message proposes does it, beside what was allowed before.
+    offered = re.search("allow_missing='(.*?)'", str(error.value))[1]
+    assert offered == "(.*/)?(router)(/.*)?"
+    options = dict(allow_unexpected="embed/.*", report=None)
+    restore_params(tmp_path, wanted, allow_missing=offered, **options)
+    names = ("--config.init.missing", "--config.init.unexpected", "--config.init.rename")
+    words = r"--config\.init\.missing='other\|\(.*, or map the names with --config\.init\.rename"
+    with pytest.raises(CheckpointError, match=words):
+        restore_params(tmp_path, wanted, allow_missing="other", options=names)
     with pytest.raises(CheckpointError, match="has besides embed/embedding; .*allow_unexpected"):
         restore_params(tmp_path, wanted, allow_missing="router/.*")
     with pytest.raises(CheckpointError, match="lacks router/kernel"):

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from checkpoint_helpers import (
 from jax.experimental import multihost_utils
 from test_hosts import free_port
 
-from efx.checkpoint import CheckpointError, files
+from efx.checkpoint import CheckpointError, files, restore_params
 from efx.checkpoint.files import MANIFEST
 
 # ---- damage ----------------------------------------------------------------------------------
@@ -52,8 +53,6 @@ def remove_a_file(root):
 
 
 def remove_the_state(root):
-    import shutil
-
     shutil.rmtree(root / "4" / "state")
 
 
@@ -140,6 +139,36 @@ def test_every_file_is_covered(tmp_path):
             checkpointer.restore(shape)
         path.write_bytes(original)
     assert_same(checkpointer.restore(shape).state, states[4])
+
+
+def test_what_a_run_deletes_while_it_is_read(tmp_path, monkeypatch):
+    """Evaluating beside the training, which had just saved again and deleted the step that was
+    read, was told of a damaged checkpoint and of backups."""
+    states = saved(tmp_path)
+    shutil.copytree(tmp_path / "4", tmp_path.parent / "6")
+
+    def deleted(folder, verify=files.verify):
+        if folder.name == "4" and folder.exists():
+            shutil.rmtree(folder)
+            shutil.move(tmp_path.parent / "6", tmp_path / "6")
+        verify(folder)
+
+    for read in (
+        lambda step: make(tmp_path).restore(abstract(states[4]), step).state.params,
+        lambda step: restore_params(tmp_path, abstract(states[4].params), step)[0],
+    ):
+        monkeypatch.setattr(files, "verify", deleted)
+        assert_same(read(None), states[4].params)
+        monkeypatch.undo()
+        shutil.copytree(tmp_path / "6", tmp_path / "4")
+        shutil.move(tmp_path / "6", tmp_path.parent / "6")
+        monkeypatch.setattr(files, "verify", deleted)
+        words = "checkpoint 4 in .* was deleted while it was read, .*; there are: 2, 6"
+        with pytest.raises(CheckpointError, match=words):
+            read(4)
+        monkeypatch.undo()
+        shutil.copytree(tmp_path / "6", tmp_path / "4")
+        shutil.move(tmp_path / "6", tmp_path.parent / "6")
 
 
 def test_all_damaged(tmp_path, capfd):

@@ -162,6 +162,8 @@ class EfxCache:
     block those of the tokens that it has computed. Padding is not kept.
     """
 
+    is_compileable = False  # it grows; `generate` asks a cache that it is given
+
     def __init__(self):
         self.length = 0  # columns of the input that were read, padding included
         self.next_B1 = 0  # the position of each row's next token
@@ -631,6 +633,7 @@ class RoutedBlock(Block):
 class EfxForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = EfxConfig
     _no_split_modules = ["Block", "RoutedBlock"]
+    _is_stateful = True  # a cache cannot forget tokens, as assisted generation asks
 
     def __init__(self, config):
         super().__init__(config)
