@@ -737,7 +737,9 @@ def on_devices_of(config, run, key):
     changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
     changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
     # As wide as the logits of `config`; bridges are padded as their members.
-    return _with_padding(settings.replaced(of, changes), getattr(config.model, "vocab_multiple", 0))
+    of_bridges = "vocab_multiple" not in settings.names_of(type(config.model))
+    multiple = 0 if of_bridges else config.model.vocab_multiple
+    return _with_padding(settings.replaced(of, changes), multiple)
 
 
 def read_teacher(experiment, step=None):

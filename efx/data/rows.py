@@ -77,9 +77,12 @@ class JsonLines(RowFiles):
             except (ValueError, RecursionError) as error:
                 raise UsageError(f"{self.name}: {path} line {number} is not JSON") from error
             if not isinstance(row, dict) or self._key not in row:
+                values = row.items() if isinstance(row, dict) else ()
+                texts = [key for key, value in values if isinstance(value, str)]
+                hint = f"; its texts have the keys {', '.join(map(repr, texts))}" if texts else ""
                 raise UsageError(
                     f"{self.name}: {path} line {number} is not a JSON object with the key"
-                    f" config.data.text_key={self._key!r}"
+                    f" config.data.text_key={self._key!r}{hint}"
                 )
             yield f"{path} line {number}", row[self._key]
 

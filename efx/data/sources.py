@@ -35,6 +35,7 @@ _STDLIB_SKIP_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test",
 _STDLIB_SKIP_FOLDERS |= {"idle_test", "lib-dynload"}
 _STDLIB_SKIP_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _RECORDS_AT_ONCE = 256
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, zstd, zip: how they begin
 
 
 @dataclass(frozen=True)
@@ -271,10 +272,11 @@ class TextFiles:
             if b"\0" in data or (self._skip_binary and not _is_utf8(data)):
                 if self._skip_binary:
                     continue
-                raise UsageError(
-                    f"{self.name}: {path} is binary (a NUL at byte {data.index(0)}), not text;"
-                    " name the text files, for example by a glob"
-                )
+                what = f"is binary (a NUL at byte {data.index(0)}), not text; name the text files,"
+                hint = "for example by a glob"
+                if data.startswith(_PACKED):
+                    what, hint = "is packed:", "unpack it; jsonl: alone reads packed files"
+                raise UsageError(f"{self.name}: {path} {what} {hint}")
             if data:
                 yield Document(path, data)
 

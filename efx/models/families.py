@@ -53,7 +53,7 @@ def check_family(mapping):
     a changed `config.model.family` does not change the settings beside it."""
     cls = config_class(mapping.get("family"))
     for family, (other, _) in FAMILIES.items():
-        if other is not cls and set(names_of(other)) == set(mapping):
+        if set(names_of(other)) == set(mapping) != set(names_of(cls)):
             raise UsageError(
                 f"config.model.family={mapping['family']!r}: the settings of config.model are "
                 f"those of {family!r}; start from a config file of the other family"

@@ -132,6 +132,10 @@ def build(family, changes):
         return bridged(build(MEMBERS, changes), adapter)
     for key in changes:
         run_settings.require(every_setting(family), f"model.{key}")
+    if family not in SMALL:
+        raise UsageError(
+            f"the family {family!r} has no small model: add one to SMALL in {__file__}"
+        )
     return small(replaced(config_class(family)(), SMALL[family] | changes), adapter)
 
 

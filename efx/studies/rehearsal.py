@@ -47,13 +47,17 @@ def check(runs, in_order=False):
 
 def main():
     """Reads the runs of `check`; the status is 2 after the line of one that is refused."""
+    try:
+        runs, in_order = json.load(sys.stdin)
+    except ValueError:
+        print("efx: error: studies start this with their runs; it has nothing for a command line")
+        return 2
     import jax
 
     from efx import command_line, programs, run_settings
 
-    parsed = []
+    parsed, configs = [], {}
     try:
-        (runs, in_order), configs = json.load(sys.stdin), {}
         for name, arguments, gets_flops in runs:
             values = command_line.parse(["efx", *arguments])
             config = run_settings.check(values.config)

@@ -390,7 +390,8 @@ def notes(runs, unlike, by_byte):
     evaluated = [run for run in runs if "eval/loss" in run.last]
     if evaluated:
         of = portion([run.last.get("eval/split_fraction") for run in evaluated])
-        blocks.append(page.paragraph(f"Held-out numbers are over the {of}.", "note"))
+        of = of if of[0].isdigit() else f"the {of}"
+        blocks.append(page.paragraph(f"Held-out numbers are over {of}.", "note"))
     return blocks
 
 

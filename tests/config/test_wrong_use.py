@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from types import SimpleNamespace
+from typing import Literal
 
 import families
 import numpy as np
@@ -23,6 +24,9 @@ from efx.config import config_of_run, load_config
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError
+from efx.models.decoder_config import DecoderConfig
+from efx.models.families import FAMILIES, config_of
+from efx.settings import block
 from efx.studies import calm, convert, coord_check, isoflop, jobs, phatgoose, rehearsal, sweep
 
 CONFIGS = [path.stem for path in test_layout.CONFIGS]
@@ -62,6 +66,20 @@ WRONG_KEYS = [  # what a config file does, what is said
     ("c.model.family = 'latent'", "config.model are those of 'decoder'"),
     ("c = None", "a config is a ConfigDict, not of type NoneType"),
 ]
+
+
+def test_a_family_may_have_the_settings_of_another(monkeypatch):
+    """A decoder that computes something else, with no setting of its own, was taken for a config of
+    the decoder whose family had been changed."""
+
+    @block("config.model")
+    class OtherConfig(DecoderConfig):
+        family: Literal["other"] = "other"
+
+    monkeypatch.setitem(FAMILIES, "other", FAMILIES["decoder"]._replace(config=OtherConfig))
+    plain = run_settings.known().model.to_dict() | {"family": "other"}
+    assert type(config_of(plain)) is OtherConfig
+    refused(lambda: config_of(plain | {"family": "latent"}), "config.model are those of 'decoder'")
 
 
 @pytest.mark.parametrize("line, words", [(line, words) for line, *words in WRONG_KEYS])

@@ -73,7 +73,9 @@ def test_wrong_json_lines_are_one_clear_line(tmp_path):
     path.write_bytes(lines(["a"]) + b"\xff\xfe\xff\n")
     usage_error(f"{path} line 2 is not JSON", config_data=config)
     path.write_bytes(b'{"texts": "a"}')
-    usage_error(f"{path} line 1", "config.data.text_key='text'", config_data=config)
+    usage_error(
+        f"{path} line 1", "text_key='text'; its texts have the keys 'texts'", config_data=config
+    )
     path.write_bytes(b'{"text": ["a"]}')
     usage_error(f"{path} line 1", "of the type list", config_data=config)
     path.write_bytes(b"[1]")

@@ -1,5 +1,6 @@
 """Where text comes from: each source gives its documents, bad ones give one line."""
 
+import gzip
 import json
 import logging
 import os
@@ -142,6 +143,8 @@ def test_empty_and_binary_files(tokenizer, tmp_path):
     usage_error(str(path), "is empty", config_data=config)
     path.write_bytes(b"text\0text" * 50)
     usage_error(str(path), "binary", "byte 4", config_data=config)
+    path.write_bytes(gzip.compress(b"text " * 100))
+    usage_error(str(path), "is packed: unpack it; jsonl: alone", config_data=config)
     path.write_bytes("é".encode() * 100 + b"\xff" + "é".encode() * 100)
     if tokenizer == "bytes":
         assert open_data(config).train_tokens == 299

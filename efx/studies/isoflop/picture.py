@@ -80,7 +80,7 @@ def _draw_curves(analysis, axis):
     shades = colormaps["viridis"](np.linspace(0.0, 0.85, len(analysis.budgets)))
     by_budget = dict(zip(analysis.budgets, zip(shades, itertools.cycle(_STYLES)), strict=False))
     styles, colours = _styles(analysis)
-    many = _many(analysis)
+    many, stars = _many(analysis), 0
     for family, measured in analysis.families.items():
         fit = analysis.laws.get(family, analysis.parabolas[family])
         for budget in sorted({*measured.budgets}):
@@ -106,6 +106,7 @@ def _draw_curves(analysis, axis):
             best, loss = fit.parameters[budget][0], fit.losses[budget][0]
             if fine[0] <= best <= fine[-1]:
                 axis.plot(best, loss, "*", color=colour, markersize=13, markeredgecolor="black")
+                stars += 1
     if many:
         for family, colour in colours.items():
             axis.plot([], [], color=colour, label=family)
@@ -118,7 +119,7 @@ def _draw_curves(analysis, axis):
     axis.minorticks_off()
     axis.set_xlabel("parameters")
     axis.set_ylabel("held-out loss (nats)")
-    axis.set_title("each budget; stars: optima")
+    axis.set_title("each budget; stars: optima" if stars else "each budget; no size is the best")
 
 
 def labelled_sizes(parameters, most=_LABELS):
@@ -135,11 +136,12 @@ def labelled_sizes(parameters, most=_LABELS):
 
 
 def smooth_budgets(analysis, further):
-    """(budgets for a smooth curve, from the least measured to the furthest asked for; how many of
-    them are within those measured)."""
+    """(budgets for a smooth curve, from the least measured to the furthest asked for, if any law
+    says something of that; how many of them are within those measured)."""
     first, last = analysis.budgets[0], analysis.budgets[-1]
     inside = np.geomspace(first, last, 20)
-    beyond = np.geomspace(last, last * max(further), 12)[1:] if further else []
+    told = further and any(fit.extrapolates for fit in analysis.laws.values())
+    beyond = np.geomspace(last, last * max(further), 12)[1:] if told else []
     return np.concatenate([inside, beyond]), len(inside)
 
 

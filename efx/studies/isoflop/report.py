@@ -46,14 +46,15 @@ def cell(estimate, how=""):
 
 
 def speedup_cell(estimate, beyond=False, how=""):
-    """`cell`, where the baseline's curve ends before that loss, or begins below it.
+    """`cell`, or a text where the baseline's curve ends before that loss, or begins below it: a
+    curve by parabolas ends with the budgets, and so does that of a law that is not extrapolated.
 
     beyond: whether the baseline's own budget for that loss is larger than all that it was measured
       at: then the number is an extrapolation, which its cell says.
       how: as of `cell`.
     """
     if estimate.value in (0, math.inf):
-        return "the baseline does not get there" if estimate.value else "the baseline begins there"
+        return "beyond the baseline's curve" if estimate.value else "the baseline begins there"
     found = cell(estimate, how)
     if beyond and isinstance(found, dict):
         found["note"] = "; ".join([*([found["note"]] if "note" in found else []), "extrapolated"])
@@ -177,7 +178,7 @@ def _laws(analysis):
         cells |= {
             "residual": fit.residual,
             "p": "" if math.isnan(fit.p) else fit.p,
-            "at a bound": fit.at_a_bound,
+            "at a bound": "itself" if law.one(0).at_a_bound() else fit.at_a_bound,
             "best size grows as C to the": cell(growth(fit)),
             "by parabolas": cell(growth(analysis.parabolas[family])),
         }
@@ -198,7 +199,8 @@ def _laws(analysis):
     about = (
         "The law L = E + A / N^a + B / D^b, N all parameters, D tokens; p is that of the lack of"
         " fit, against the scatter of seeds where points have several; at a bound: the share of"
-        " draws with E, A or B at 0 or an exponent at the end of the range searched:"
+        " draws with E, A or B at 0 or an exponent at the end of the range searched, or the fit"
+        " itself:"
     )
     parts = [about, table] * bool(rows)
     without = {}

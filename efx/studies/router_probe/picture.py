@@ -108,5 +108,6 @@ def _draw_weights(name, block, axis):
     share = f"{block['routed']['mean']:.1%} computed, {weights['above_half']['mean']:.1%} above 0.5"
     axis.set_title(f"{name}: {share}", fontsize="small")
     axis.set_xlabel("sigmoid of the score", fontsize="small")
+    axis.set_ylabel("share of tokens", fontsize="small")
     axis.set_yscale("symlog", linthresh=1e-3)
     axis.set_ylim(bottom=0)
