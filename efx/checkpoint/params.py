@@ -44,6 +44,20 @@ class ParamsDiff:
         return "\n".join(lines)
 
 
+def _of_a_step_that_stays(restore):
+    """`restore`, of a root and a step that are there, for any root and step: see `read_step`."""
+
+    @functools.wraps(restore)
+    def restored(root, params, step=None, **options):
+        files.quieten()
+        root = files.as_root(root)
+        finished = functools.partial(files.finished_steps, root)
+        return files.read_step(root, finished, step, lambda s: restore(root, params, s, **options))
+
+    return restored
+
+
+@_of_a_step_that_stays
 def restore_params(
     root,
     params,
@@ -81,44 +95,6 @@ def restore_params(
     Returns: (params, ParamsDiff). Values are cast to the dtypes of `params`.
     Raises: CheckpointError naming the paths at fault.
     """
-    files.quieten()
-    root = files.as_root(root)
-
-    def read(step):
-        return _read_params(
-            root,
-            params,
-            step,
-            allow_missing=allow_missing,
-            allow_unexpected=allow_unexpected,
-            rename=rename,
-            collection=collection,
-            other_shapes=other_shapes,
-            vocab_size=vocab_size,
-            options=options,
-        )
-
-    loaded_params, diff = files.read_step(root, lambda: files.finished_steps(root), step, read)
-    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
-    if report is not None and differs and jax.process_index() == 0:
-        report(str(diff))
-    return loaded_params, diff
-
-
-def _read_params(
-    root,
-    params,
-    step,
-    *,
-    allow_missing,
-    allow_unexpected,
-    rename,
-    collection,
-    other_shapes,
-    vocab_size,
-    options,
-):
-    """`restore_params` of a step."""
     name, folder = f"checkpoint {step} in {root}", root / str(step)
     _verify(name, folder)
     try:
@@ -170,6 +146,9 @@ def _read_params(
         renamed=tuple((path, stored_path[path]) for path in loaded if stored_path[path] != path),
         cast=tuple((p, str(a), str(b)) for p, (a, b) in dtypes.items() if a != b),
     )
+    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
+    if report is not None and differs and jax.process_index() == 0:
+        report(str(diff))
     return loaded_params, diff
 
 
