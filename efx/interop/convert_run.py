@@ -54,8 +54,7 @@ def config_for(folder, to, config=None):
     parent = config_of_run(folder, "--from")
     _check_parent(parent, folder, to)
     if config is None:
-        config = run_settings.known()
-        config.update(parent)
+        config = run_settings.typed(parent)
         config.init = run_settings.known().init
         config.optim.frozen, config.optim.lr_multipliers = "", ()
         config.update_from_flattened_dict(convert_mod.RECIPE)
