@@ -446,6 +446,25 @@ def test_what_the_tables_say_where_there_is_nothing():
     assert "further budgets" not in text and "1 seed a point" in text
 
 
+def test_the_least_measured_loss_is_of_a_size_with_three_seeds():
+    """One lucky seed of another size does not replace a mean of three."""
+    losses = [np.array([3.0, 3.1, 3.2]), np.array([2.9, 3.0, 3.1]), np.array([2.5])]
+    parameters = np.array([1e3, 2e3, 4e3])
+    measured = analysis.Measured(
+        ["small", "medium", "large"],
+        np.full(3, 1e9),
+        parameters,
+        1e9 / (6 * parameters),
+        6 * parameters,
+        [np.full(len(seeds), np.nan) for seeds in losses],
+        losses,
+        [np.arange(len(seeds)) for seeds in losses],
+    )
+    cells = report.optimum_cells(analysis.analyse({"dense": measured}, 20), 1e9, "dense")
+    assert cells["least measured at"] == "medium"
+    assert cells["least measured"]["mean"] == pytest.approx(3.0)
+
+
 # ---- points that exist, and others -------------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ def optimum_cells(analysis, budget, family):
     families have."""
     measured, fit = analysis.families[family], analysis.parabolas[family]
     here = measured.at(budget)
+    # The minimum over sizes of a single seed is not comparable with a mean of three.
+    here = here[measured.seeds[here] >= min(3, measured.seeds[here].max())]
     best = here[measured.means[here].argmin()]
     parameters, losses = fit.parameters[budget], fit.losses[budget]
     least, seeds = tables.summary(measured.losses[best].tolist()), measured.seeds[best]
