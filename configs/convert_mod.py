@@ -31,24 +31,26 @@ Variants, to be combined with commas:
 Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_your_model.md.
 """
 
-from efx.configs import common
+from efx.configs import common, mod
+from efx.layers.config import DepthRoutingConfig
+from efx.layers.routing.parameters import params_pattern
 
-ROUTING = {
-    "model.depth_routing.kind": "mod",
+# Settings of a routed block that conversion changes.
+_CONVERSION = {
     "model.depth_routing.gate": "twice_sigmoid",
-    "model.depth_routing.causal": "threshold",
     "model.depth_routing.threshold_decay": 0.9,
     # All tokens in the first twentieth of the steps, half in the second, then `capacity`.
     "model.depth_routing.capacity_stages": ((0.05, 1.0), (0.1, 0.5)),
 }
+ROUTING = {**mod.ROUTING, **_CONVERSION}
 # How training begins on parameters that are trained already.
 RECIPE = {"optim.schedule.warmup_steps": 5}
-_NEW = r"layers/(units/)?block_\d+/(router|predictor/.*|skip_mlp/.*)"
+_NEW = params_pattern()
 _FROM_SCRATCH = {
     "steps": 0,
     "train_flops": 2e13,
     "optim.schedule.warmup_steps": 50,
-    "model.depth_routing.capacity_stages": (),
+    **{key: getattr(DepthRoutingConfig(), key.rpartition(".")[2]) for key in _CONVERSION},
 }
 
 VARIANTS = {
@@ -60,11 +62,7 @@ VARIANTS = {
         "optim.frozen": rf"(?!({_NEW}|.*/adapter/.*)$).*",
     },
     "parent": {**_FROM_SCRATCH, "model.depth_routing.kind": "none"},
-    "scratch": {
-        **_FROM_SCRATCH,
-        "model.depth_routing.gate": "sigmoid",
-        "model.depth_routing.threshold_decay": 0.99,
-    },
+    "scratch": _FROM_SCRATCH,
 }
 
 

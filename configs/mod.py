@@ -53,7 +53,12 @@ Hardware: 2 CPU cores. Results: docs/results.md.
 """
 
 from efx.configs import common
+from efx.layers.routing.parameters import params_pattern
 
+ROUTING = {
+    "model.depth_routing.kind": "mod",
+    "model.depth_routing.causal": "threshold",
+}
 VARIANTS = {
     "smoke": common.SMOKE,
     "dense": {"model.depth_routing.kind": "none"},
@@ -74,13 +79,13 @@ VARIANTS = {
     },
     "router_only": {
         "model.depth_routing.causal": "aux_loss",
-        "init.missing": r".*/router",
-        "optim.frozen": r"(?!.*/router$).*",
+        "init.missing": params_pattern(),
+        "optim.frozen": rf"(?!{params_pattern()}$).*",
     },
     "predictor_only": {
         "model.depth_routing.causal": "predictor",
-        "init.missing": r".*/predictor/.*",
-        "optim.frozen": r"(?!.*/predictor/).*",
+        "init.missing": params_pattern("predictor"),
+        "optim.frozen": rf"(?!{params_pattern('predictor')}$).*",
     },
 }
 
@@ -92,8 +97,7 @@ def get_config(arg=""):
         {
             **common.STDLIB,
             "model.depth": 8,
-            "model.depth_routing.kind": "mod",
-            "model.depth_routing.causal": "threshold",
+            **ROUTING,
         },
     )
     return common.variant(config, arg, **VARIANTS)

@@ -23,6 +23,7 @@ from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
 from efx.interop import new_run
+from efx.layers.routing import parameters
 from efx.layers.stack import in_layers, scan_params
 from efx.metrics import quantity
 from efx.metrics.progress import is_primary
@@ -32,13 +33,6 @@ KINDS = ("mod", "layer_drop")
 _OWN = r"depth_routing\..*|scan_layers|remat|vocab_multiple|attention\.(chunk|kernel)"
 # Gates that are 1 to begin with.
 _GATES = ("twice_sigmoid", "one")
-# What a routed block, or an adapter, has besides a dense one.
-_NEW = re.compile(
-    r"layers/block_\d+/(router|predictor/.*|skip_mlp/.*|quantile\w*|seed)|.*/adapter/.*"
-)
-# Where running quantiles start: below the score 0, so that before any training, too, all tokens are
-# wanted. The first step of training forgets it.
-_BELOW_ALL_SCORES = -1.0
 
 
 def config_for(folder, to, config=None):
@@ -218,20 +212,10 @@ def _state(training, parent, variables, to):
     def make(variables, seed):
         nonlocal count
         fresh = nn.unbox(models.init(model, jax.random.key(seed)))
+        leaves = flatten_dict(fresh["params"], sep="/").items()
+        count = sum(leaf.size for path, leaf in leaves if _is_new(path))
         of_parent = models.unroll_variables(parent, variables)
-        made = {}
-        for collection, tree in fresh.items():
-            inherited = flatten_dict(of_parent.get(collection, {}), sep="/")
-            made[collection] = unflatten_dict(
-                {
-                    path: _value(path, leaf, inherited, kept, model.config.depth_routing)
-                    for path, leaf in flatten_dict(tree, sep="/").items()
-                },
-                sep="/",
-            )
-            if collection == "params":
-                leaves = flatten_dict(tree, sep="/").items()
-                count = sum(leaf.size for path, leaf in leaves if _NEW.fullmatch(path))
+        made = convert_variables(of_parent, fresh, kept, model.config.depth_routing)
         if e.model.config.scan_layers:
             specs = e.model.specs()
             made = {name: in_layers(scan_params, tree, specs) for name, tree in made.items()}
@@ -258,12 +242,33 @@ def _check_blocks(parent, model, kept):
             )
 
 
+def convert_variables(of_parent, fresh, kept, routing):
+    """The variables of a converted model, {collection: tree}.
+
+    Args:
+      of_parent: variables of the parent, unrolled. fresh: those of a new model, unrolled.
+      kept: the number in the parent of each block. routing: `DepthRoutingConfig` of the new model.
+    """
+    made = {}
+    for collection, tree in fresh.items():
+        inherited = flatten_dict(of_parent.get(collection, {}), sep="/")
+        arrays = {
+            path: _value(path, leaf, inherited, kept, routing)
+            for path, leaf in flatten_dict(tree, sep="/").items()
+        }
+        made[collection] = unflatten_dict(arrays, sep="/")
+    return made
+
+
+def _is_new(path):
+    """Whether the parent lacks this array."""
+    return parameters.find(path) is not None or "adapter" in path.split("/")
+
+
 def _value(path, leaf, inherited, kept, routing):
-    """The array at a path: the parent's, or what is new as it starts."""
-    if not _NEW.fullmatch(path):
+    """The parent's array, or the initial value of a new one."""
+    if not _is_new(path):
         return inherited[re.sub(r"(?<=^layers/block_)\d+", lambda m: str(kept[int(m[0])]), path)]
-    if path.endswith("/router") and routing.gate == "twice_sigmoid":
-        return jnp.zeros_like(leaf)
-    if path.endswith("/quantile"):
-        return jnp.full_like(leaf, _BELOW_ALL_SCORES)
-    return leaf
+    row = parameters.find(path)
+    value = None if row is None else row.converted(routing)
+    return leaf if value is None else jnp.full_like(leaf, value)

@@ -35,6 +35,7 @@ from efx.interop.weights import (
     size_of,
     write,
 )
+from efx.layers.routing import parameters
 from efx.layers.stack import scan_params, unroll_params
 
 # Buffers that some checkpoints have in addition to the parameters.
@@ -102,8 +103,6 @@ _AFTER = {
 _MODULES["olmo2"] = tuple(
     (_AFTER[ours] if ours in _AFTER else theirs, ours) for theirs, ours in _MODULES["llama"]
 )
-# What a routed block has and its dense twin has not.
-_OF_ROUTING = frozenset({"router", "predictor", "skip_mlp"})
 # Names of the output layer in files of other versions of transformers.
 _HEAD_NAMES = {"embed_out.weight": "lm_head.weight"}
 
@@ -203,7 +202,13 @@ def arrays_of(params, model):
 
     shapes = {path: array.shape for path, array in flat.items()}
     no_biases = hf_config.with_biases(model.config) != model.config
-    for name, paths, transposed in _arrays(model, kind, shapes):
+    entries = _arrays(model, kind, shapes)
+    for path in sorted(flat.keys() - {path for _, paths, _ in entries for path in paths}):
+        raise UsageError(
+            f"config.model.family={model.config.family!r}: the format {kind} does not have the "
+            f"parameter {path}"
+        )
+    for name, paths, transposed in entries:
         shape = _joined_shape(paths, shapes, model)
         read = functools.partial(_read, name, paths, flat, shapes, model, transposed)
         arrays.append(NewArray(name_of(name), _oriented(shape, transposed), read))
@@ -432,14 +437,14 @@ def _shapes(model):
 
 
 def _of_routing(model, key):
-    """{layer: {name in `_OF_ROUTING`: parameters}} as initialised; jitted, so that no other
+    """{layer: {name in `parameters.TABLE`: parameters}} as initialised; jitted, so that no other
     parameter is computed."""
-    model = models.changed(model, scan_layers=False)
+    model, names = models.changed(model, scan_layers=False), set(parameters.param_names())
 
     def init(key):
         layers = nn.unbox(models.init(model, key))["params"]["layers"]
         return {
-            name: {part: layer[part] for part in _OF_ROUTING & layer.keys()}
+            name: {part: layer[part] for part in names & layer.keys()}
             for name, layer in layers.items()
         }
 

@@ -2,6 +2,7 @@
 modeling_efx.py reads, which is exported with them."""
 
 import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,28 @@ from flax.traverse_util import flatten_dict
 from efx import models
 from efx.errors import UsageError
 from efx.interop.weights import NewArray
+from efx.layers.routing import parameters
 
 # No module of efx: a file of data, whose imports are those of who loads it.
 CODE = Path(__file__).parent / "exported/modeling_efx.py"
 # What a leaf of efx is called there, if it is called otherwise.
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+# The paths in efx of all arrays that modeling_efx.py reads.
+_MLP, _NORM = r"(gate|up|down)/(kernel|bias)", r"(scale|bias)"
+_MASK = r"(attention/mask_(query|key|value)|mask_(frequency|phase|shift|linear))"
+_IN_BLOCK = "|".join(
+    (
+        rf"norm_(attention|mlp)/{_NORM}",
+        r"attention/((query|key|value|out)/(kernel|bias)|norm_(query|key)/scale)",
+        rf"(attention/probs_dropout|dropout_(attention|mlp)_output)/{_MASK}",
+        rf"mlp/(router|((experts|shared)/)?{_MLP})",
+        rf"router|quantile|predictor/kernel_(in|out)|skip_mlp/(norm/{_NORM}|mlp/{_MLP})",
+    )
+)
+_READ = re.compile(
+    rf"(embed|positions_embed)/embedding|head/kernel|norm_final/{_NORM}"
+    rf"|(dropout_embedding|mask_input)/{_MASK}|layers/block_\d+/({_IN_BLOCK})"
+)
 
 
 def check(c, adapter):
@@ -35,6 +53,10 @@ def check(c, adapter):
     if routing.kind == "mod" and routing.control:
         selection = routing.train_selection
         _refuse("depth_routing.train_selection", selection, "a control has no router to export")
+    for row in parameters.TABLE if routing.kind != "none" else ():
+        if row.exported is None and row.exists(routing):
+            key = f"depth_routing.{row.setting}"
+            _refuse(key, getattr(routing, row.setting), f"{CODE.name} has no {row.name}")
     if c.soft_experts.num:
         _refuse("soft_experts.num", c.soft_experts.num, "soft experts are not exported")
     if c.dense_former.on:
@@ -152,17 +174,27 @@ def _masks(c):
 def arrays_of(params, state, model):
     """`NewArray`s of what modeling_efx.py calls by the same names, but for `_LEAVES`; of matrices
     of linear layers it has the transposed ones. Decisions of routing that evaluation does not use
-    are left out."""
+    are left out.
+
+    Raises: UsageError naming an array that modeling_efx.py does not read, or one that is missing.
+    """
     variables = {"params": params, "state": state} if state else {"params": params}
-    flat, decision, arrays = {}, model.config.depth_routing.causal, []
+    flat, routing, arrays = {}, model.config.depth_routing, []
     for tree in models.unroll_variables(model, variables).values():
         flat |= flatten_dict(tree, sep="/")
+    _check_routing(flat, model.config)
     for path, array in flat.items():
+        row = parameters.find(path)
+        if row is not None and not row.exported(routing):
+            continue
+        if not _READ.fullmatch(path):
+            key, value = "family", model.config.family
+            if row is not None:
+                key, value = f"depth_routing.{row.setting}", getattr(routing, row.setting)
+            elif routing.kind != "none":
+                key, value = "depth_routing.kind", routing.kind
+            _refuse(key, value, f"{CODE.name} does not read the parameter {path}")
         *parents, leaf = path.split("/")
-        if leaf == "quantile_steps" or (leaf == "quantile" and decision != "threshold"):
-            continue
-        if "predictor" in parents and decision != "predictor":
-            continue
         parents = [part.removeprefix("block_") for part in parents]
         shape = list(array.shape)
         if path == "embed/embedding":
@@ -176,6 +208,21 @@ def arrays_of(params, state, model):
         read = functools.partial(_read, array, keep, leaf == "kernel")
         arrays.append(NewArray(name, tuple(shape), read))
     return arrays
+
+
+def _check_routing(paths, c):
+    """UsageError unless routed blocks have exactly the variables of `parameters.TABLE`."""
+    routing = c.depth_routing
+    routed = [f"layers/block_{i}" for i in routing.routed_blocks(c.depth)]
+    for row in parameters.TABLE:
+        found = {"/".join(path.split("/")[:2]) for path in paths if re.fullmatch(row.pattern, path)}
+        expected = set(routed) if row.exists(routing) else set()
+        for block in sorted(found ^ expected):
+            verb = "lacks" if block in expected else "has"
+            raise UsageError(
+                f"config.model.depth_routing.{row.setting}={getattr(routing, row.setting)!r}: "
+                f"{block} {verb} {row.name}"
+            )
 
 
 def _read(array, keep, transposed):

@@ -657,6 +657,15 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             self.head = nn.Linear(width, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, path, *args, output_loading_info=False, **kwargs):
+        """Load as transformers does. Raises: ValueError for missing or unknown parameters."""
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        for kind in ("missing_keys", "unexpected_keys"):
+            if info[kind]:
+                raise ValueError(f"{path} has {kind}: {', '.join(sorted(info[kind]))}")
+        return (model, info) if output_loading_info else model
+
     def get_input_embeddings(self):
         return self.embed
 
