@@ -31,6 +31,7 @@ PREFILL = 64  # tokens of each prompt that a call processes on a CPU, and at lea
 _PREFILL_ALL, _PREFILL_MOST = 2048, 1024  # elsewhere: of all prompts, and at most of each
 _LONG_CACHE = 2**16  # tokens of all sequences
 STREAM = 16  # tokens that a call of the decode loop makes before they are shown
+_MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
 PLACES = np.uint32(2**32 - 1)  # in the place of a token's number, of which there are never so many
 
 
@@ -609,18 +610,29 @@ def choose(logits_BV, keys, index, options):
 
 
 def filter_logits(logits_BV, top_k, top_p):
-    """Logits with the tokens outside the top k, or outside the nucleus of these, at -inf.
+    """Set the logits of tokens outside the top k, and then outside the nucleus of these, to -inf.
 
-    top_k: 0 keeps all. top_p: keep the fewest most likely tokens whose probabilities reach top_p,
-    at least one (Holtzman et al. 2020, arXiv 1904.09751); 1 keeps all.
+    Of equal logits at the edge the lower ids are kept.
+
+    Args:
+      top_k: 0 keeps all tokens.
+      top_p: keep the smallest set of most likely tokens whose mass reaches top_p (Holtzman et al.
+        2020, arXiv 1904.09751); 1 keeps all tokens.
     """
     ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    among_1V = jnp.arange(logits_BV.shape[-1])[None] < jnp.where(top_k > 0, top_k, logits_BV.size)
-    probs_BV = jax.nn.softmax(jnp.where(among_1V, ordered_BV, -jnp.inf), axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    count_B1 = jnp.sum(among_1V & ((before_BV < top_p) | (top_p >= 1)), axis=-1, keepdims=True)
+    rank_1V = jnp.arange(logits_BV.shape[-1])[None]
+    in_top_k_1V = rank_1V < jnp.where(top_k > 0, top_k, logits_BV.size)
+    probs_BV = jax.nn.softmax(jnp.where(in_top_k_1V, ordered_BV, -jnp.inf), axis=-1)
+    mass_before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    # The tolerance covers float32: 0.5 + 0.3 reaches 0.8.
+    in_nucleus_BV = (mass_before_BV < top_p * (1 - _MASS_TOLERANCE)) | (top_p >= 1)
+    # The most likely token is kept even if top_p underflows to 0.
+    count_B1 = jnp.maximum(1, jnp.sum(in_top_k_1V & in_nucleus_BV, axis=-1, keepdims=True))
     least_B1 = jnp.take_along_axis(ordered_BV, count_B1 - 1, axis=-1)
-    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    above_BV, tied_BV = logits_BV > least_B1, logits_BV == least_B1
+    tied_count_B1 = count_B1 - jnp.sum(above_BV, axis=-1, keepdims=True)
+    kept_BV = above_BV | (tied_BV & (jnp.cumsum(tied_BV, axis=-1) <= tied_count_B1))
+    return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
 
 class TextSampler:

@@ -225,6 +225,24 @@ def test_frequencies(temperature, top_k, top_p):
     assert np.mean(drawn_B == next_B) == pytest.approx(np.sum(expected_V**2), abs=0.02)
 
 
+@pytest.mark.parametrize(
+    "probs, top_k, top_p, kept",
+    [
+        ([0.5, 0.3, 0.1, 0.1], 0, 0.8, [0, 1]),
+        ([0.1, 0.3, 0.1, 0.5], 0, 0.81, [0, 1, 3]),  # of the tied tokens the lower id
+        ([0.4, 0.3, 0.3], 0, 1e-40, [0]),
+        ([0.25, 0.25, 0.25, 0.25], 2, 1.0, [0, 1]),
+        ([0.4, 0.4, 0.1, 0.1], 3, 0.9, [0, 1, 2]),
+    ],
+)
+def test_nucleus_is_the_smallest_set_whose_mass_reaches_top_p(probs, top_k, top_p, kept):
+    sampler = ids_sampler(temperature=1.0, top_k=top_k, top_p=top_p)
+    logits_BV = jnp.log(jnp.array([probs], jnp.float32))
+    options = sampler._options
+    filtered_BV = jax.jit(sample.filter_logits)(logits_BV, options["top_k"], options["top_p"])
+    assert np.flatnonzero(np.isfinite(filtered_BV[0])).tolist() == kept
+
+
 def eight_devices():
     """What a training run on eight devices is under."""
     mesh = sharding.make_mesh({**dict.fromkeys(sharding.MESH_AXES, 1), "data": 8})
