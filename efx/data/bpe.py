@@ -25,6 +25,9 @@ _MOST_THREADS = 32
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # of the library, which reads it at each call
 # Where a text may be cut: no token has white space after another character.
 _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
+# BPE of a pre-token takes time quadratic in its length, so text without spaces is cut after this
+# many bytes. The brackets hold the byte-level forms of 0x80 to 0xBF: no character is cut.
+_PRE_TOKEN_BOUND = ".{256}[\u00a1-\u00bf\u0122-\u0143]*"
 # Bytes that text in UTF-8 never has.
 _NOT_OF_TEXT = {0xC0, 0xC1, *range(0xF5, 0x100)}
 # Models that look pieces of text up in their vocabulary. BPE reaches a token by its merges alone.
@@ -273,6 +276,9 @@ class _LibraryStreamDecoder:
 def train_bpe(texts, vocab_size):
     """Byte-level BPE with at most `vocab_size` ids, of which 0 ends a document.
 
+    No token spans two pre-tokens: GPT-2's, cut into pieces of at most 256 bytes and the end of a
+    character.
+
     The same texts give the same tokenizer, however many threads there are. A short text may have
     fewer pairs worth merging than asked for.
 
@@ -283,14 +289,15 @@ def train_bpe(texts, vocab_size):
     Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
     """
     library = _library()
-    bytes_first = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bound = library.pre_tokenizers.Split(library.Regex(_PRE_TOKEN_BOUND), "isolated")
     inner = library.Tokenizer(library.models.BPE())
-    inner.pre_tokenizer = bytes_first
+    inner.pre_tokenizer = library.pre_tokenizers.Sequence([byte_level, bound])
     inner.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=bytes_first.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
@@ -425,13 +432,14 @@ def _byte_level_table(settings, vocabulary, added, size):
 
 
 def _cuts_at_spaces(settings):
-    """Whether text may be cut before white space without changing its ids: GPT-2's splitting."""
-    pre_tokenizer, added = settings["pre_tokenizer"], settings["added_tokens"]
+    """Whether text may be cut before white space without changing its ids: GPT-2's splitting, of
+    which the pieces may be split further."""
+    first, *others = _pre_tokenizers(settings) or [{"type": None}]
     return (
         settings["normalizer"] is None
-        and bool(pre_tokenizer)
-        and pre_tokenizer["type"] == "ByteLevel"
-        and pre_tokenizer["use_regex"]
-        and not pre_tokenizer["add_prefix_space"]
-        and all(token["special"] for token in added)
+        and first["type"] == "ByteLevel"
+        and first["use_regex"]
+        and not first["add_prefix_space"]
+        and all(other["type"] == "Split" for other in others)
+        and all(token["special"] for token in settings["added_tokens"])
     )

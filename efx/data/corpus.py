@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 # To be raised whenever the same input gives other tokens than before.
 _VERSION = 1
+_TOKENIZER_VERSION = 2  # to be raised whenever the same text gives another tokenizer
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 
@@ -44,7 +45,7 @@ def make_tokenizer(spec, name, key, pieces, root):
             tokenizer = bpe.train_bpe(texts, argument)
         tokenizer.save(folder / "tokenizer.json")
 
-    key = content_key(kind, _VERSION, key, argument)
+    key = content_key(kind, _TOKENIZER_VERSION, key, argument)
     return tokenizers.load_tokenizer(
         cached_folder(root, "tokenizers", key, build) / "tokenizer.json"
     )

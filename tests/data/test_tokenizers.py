@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import numpy as np
 import pytest
@@ -114,6 +115,22 @@ def test_bpe_compresses_and_has_the_size_asked_for(bpe_280):
 def test_bpe_of_the_same_text_is_the_same(bpe_280):
     assert bpe.train_bpe([SAMPLE], 280).fingerprint == bpe_280.fingerprint
     assert bpe.train_bpe([SAMPLE], 279).fingerprint != bpe_280.fingerprint
+
+
+def test_time_of_bpe_does_not_depend_on_the_length_of_words():
+    """Training and encoding of text without spaces; the file alone gives the same ids."""
+    characters = "".join(np.random.default_rng(0).choice(list("あいうえおかき"), 30_000))
+    lines = "\n".join(characters[i : i + 60] for i in range(0, len(characters), 60))
+    seconds = {}
+    for text in (lines, characters):
+        start = time.process_time()
+        tokenizer = bpe.train_bpe([text], 2000)
+        ids = tokenizer.encode(text)
+        seconds[text] = time.process_time() - start
+    assert seconds[characters] < 10 * seconds[lines]
+    assert tokenizer.decode(ids) == characters
+    library = pytest.importorskip("tokenizers").Tokenizer.from_str(tokenizer.to_json())
+    assert library.encode(characters).ids == ids.tolist()
 
 
 def test_a_template_begins_documents(words, bpe_280):
@@ -265,7 +282,10 @@ def test_a_byte_level_file_without_all_bytes_is_one_clear_line(bpe_280):
 
 def test_bytes_are_not_counted_by_ids_that_have_others_than_the_text(bpe_280):
     """A space before each text, and spaces that an added token takes in."""
-    prefixed = changed(bpe_280, lambda c: c["pre_tokenizer"].update(add_prefix_space=True))
+    with_prefix = dict(add_prefix_space=True)
+    prefixed = changed(
+        bpe_280, lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(with_prefix)
+    )
     token = dict(id=280, content="<sep>", single_word=False, normalized=False, special=False)
     token |= dict(lstrip=False, rstrip=False)
     plain = changed(bpe_280, lambda c: c["added_tokens"].append(token))
