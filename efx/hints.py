@@ -1,14 +1,73 @@
-"""What can be done with a run that has ended: commands that work for it, on this machine."""
+"""Lines for the user: how long a run takes, before it; commands that work for it, after it."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shlex
 import shutil
 import sys
 
+import jax
+
 from efx import runfolder
 from efx.errors import UsageError
+from efx.flops import cpu_flops_per_second
+from efx.metrics import duration, quantity
+
+# Measured on an H100, dense models of 350M parameters: 0.37 to 0.42 (docs/results.md).
+_ASSUMED_MFU = 0.35
+_LONG_SECONDS = 3600  # on a CPU
+_SMALL_VARIANTS = ("cpu", "smoke")
+
+
+def before(flops, steps, peak, command_line):
+    """The line with the estimated time of a run, or None for an accelerator of unknown peak.
+
+    Args:
+      flops: nominal training FLOPs of the `steps` that are left.
+      peak: FLOP/s of all devices together, 0 if unknown.
+      command_line: of the run.
+    """
+    if peak:
+        bound, rate = "about", _ASSUMED_MFU * peak
+        basis = f"at an assumed MFU of {_ASSUMED_MFU:.0%}"
+    elif jax.default_backend() == "cpu":
+        bound, rate = "at least", jax.process_count() * cpu_flops_per_second()
+        basis = f"at the speed of a matrix product on this CPU, {quantity(rate, 'FLOP/s')}"
+    else:
+        return None
+    seconds = flops / rate
+    line = (
+        f"estimated time: {bound} {duration(seconds)} for {steps} steps,"
+        f" {_per_step(seconds / steps)} a step ({basis})"
+    )
+    if not peak and seconds > _LONG_SECONDS:
+        smaller = " or ".join(f"--config {source}" for source in _smaller(command_line))
+        line += f"; for a CPU take a smaller run: {smaller or 'a smaller model or fewer steps'}"
+    return line
+
+
+def _per_step(seconds):
+    return f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
+
+
+def _smaller(command_line):
+    """The small variants of the command's config, if that comes with efx: ["gpt2:smoke"]."""
+    source = ""
+    for argument, following in zip(command_line, [*command_line[1:], ""], strict=True):
+        key, equals, value = argument.lstrip("-").partition("=")
+        if key == "config":
+            source = (value if equals else following).partition(":")[0]
+    name = os.path.basename(source).removesuffix(".py")
+    if not name or source not in (name, f"configs/{name}.py"):
+        return []
+    try:
+        config_file = importlib.import_module(f"efx.configs.{name}")
+    except ImportError:
+        return []
+    variants = getattr(config_file, "VARIANTS", ())
+    return [f"{source}:{variant}" for variant in _SMALL_VARIANTS if variant in variants]
 
 
 def after(workdir, config, data, context):

@@ -303,6 +303,8 @@ class _Launch:
             if config.checkpoint.keep_best:
                 shapes, metric = self.training.shapes, config.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
+            if not untrained:
+                self._report_estimate()
             with self._timed("data and model"):
                 iterator = e.data.train_iterator(rows=self.placement.rows)
             if not untrained:
@@ -356,6 +358,7 @@ class _Launch:
         e, origin = self.experiment, None
         with self._timed("restore or initialise"):
             if self.checkpoints.latest_step() is None:
+                self.progress.println("initialising the parameters")
                 self.state, origin = start_from(
                     self.training.new_state(self.seed), self.config, e.model, self.progress.println
                 )
@@ -409,6 +412,15 @@ class _Launch:
             f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
 
+    def _report_estimate(self):
+        """Print how long the steps that are left take."""
+        e, step = self.experiment, self.checkpoints.latest_step() or 0
+        if step < e.steps:
+            flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
+            line = hints.before(flops, steps, self.peak, self.opened.command_line)
+            if line:
+                self.progress.println(line)
+
     def _text_size(self):
         data = self.experiment.data
         if data.grows:
@@ -432,6 +444,7 @@ class _Launch:
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 self._log(self.buffer.pop_all())
+                self.progress.println("compiling the training step")
                 try:
                     with self.watch.stopped():
                         compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
@@ -440,6 +453,8 @@ class _Launch:
                     self._say_stopped()
                     return
             self.signals.listen()
+            if is_first:
+                self.progress.println("computing the first step")
             self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
             self.step += 1
             position = iterator.get_state()

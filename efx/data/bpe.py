@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import itertools
 import json
+import logging
 import os
 import re
 import threading
@@ -14,11 +15,14 @@ from efx.data.disk_cache import content_key
 from efx.data.tokenizers import StreamDecoder, Tokenizer, checked_ids, text_of
 from efx.errors import UsageError
 
+log = logging.getLogger(__name__)
+
 END_OF_TEXT = "<|endoftext|>"
 # The first of these special tokens that another tokenizer has ends a document there.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _MOST_IDS = 1 << 24  # the largest vocabularies have a million
 _CHUNK = 1 << 18
+_CHUNKS_AT_ONCE = 16  # a second or two between two reports of progress
 # Of text, that a thread encodes at a time: a token of it takes some hundred bytes meanwhile.
 _BATCH = 1 << 19
 _MOST_THREADS = 32
@@ -151,7 +155,7 @@ class LibraryTokenizer(Tokenizer):
         """int32[n]."""
         return _joined(self._encoded(list(self._cut(text_of(text, "bpe")))))
 
-    def encode_documents(self, documents):
+    def encode_documents(self, documents, report=None):
         """Yields the ids of each document, several at a time on all cores.
 
         Each thread of ours has the library encode a part of the text, turns what comes into ids and
@@ -165,7 +169,7 @@ class LibraryTokenizer(Tokenizer):
             coming = collections.deque()
             try:
                 for names, texts in _batches(documents):
-                    coming.append(pool.submit(self._encode_all, names, texts))
+                    coming.append(pool.submit(self._encode_all, names, texts, report))
                     if len(coming) > 2 * call.threads:
                         yield from coming.popleft().result()
                 while coming:
@@ -174,12 +178,12 @@ class LibraryTokenizer(Tokenizer):
                 for future in coming:
                     future.cancel()
 
-    def _encode_all(self, names, texts):
+    def _encode_all(self, names, texts, report):
         """The ids of each text."""
         chunks = [list(self._cut(text)) for text in texts]
         flat = [chunk for chunks_of_text in chunks for chunk in chunks_of_text]
         try:
-            pieces, start = self._encoded(flat), 0
+            pieces, start = self._encoded(flat, report), 0
         except UsageError:
             for name, text in zip(names, texts, strict=True):  # which of them it is
                 try:
@@ -196,7 +200,17 @@ class LibraryTokenizer(Tokenizer):
             start += len(chunks_of_text)
         return encoded
 
-    def _encoded(self, texts):
+    def _encoded(self, texts, report=None):
+        """List of int32[n]: the ids of each text."""
+        ids = []
+        for i in range(0, len(texts), _CHUNKS_AT_ONCE):
+            some = texts[i : i + _CHUNKS_AT_ONCE]
+            ids += self._encoded_at_once(some)
+            if report:
+                report(sum(map(len, some)))
+        return ids
+
+    def _encoded_at_once(self, texts):
         try:
             encodings = _called(self._inner.encode_batch_fast, texts, add_special_tokens=False)
         except _LibraryError as error:
@@ -211,16 +225,11 @@ class LibraryTokenizer(Tokenizer):
                         f"the text has the character {self._inner.id_to_token(min(found))!r}, which"
                         " is a special token of the tokenizer and stands for no text"
                     )
-        return encodings
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def _cut(self, text):
         """`text` in pieces that encode to the same ids as the whole."""
-        start = 0
-        while self._chunks and (match := _BEFORE_SPACE.search(text, start + _CHUNK)):
-            yield text[start : match.end()]
-            start = match.end()
-        if start < len(text):
-            yield text[start:]
+        return _cut_before_spaces(text) if self._chunks else [text] * bool(text)
 
     def token_bytes(self):
         """The bytes of each id if the tokenizer is byte-level, else None."""
@@ -273,7 +282,7 @@ class _LibraryStreamDecoder:
         return ""
 
 
-def train_bpe(texts, vocab_size):
+def train_bpe(texts, vocab_size, report=None):
     """Byte-level BPE with at most `vocab_size` ids, of which 0 ends a document.
 
     No token spans two pre-tokens: GPT-2's, cut into pieces of at most 256 bytes and the end of a
@@ -285,6 +294,7 @@ def train_bpe(texts, vocab_size):
     Args:
       texts: iterable of str.
       vocab_size: at least 257.
+      report: called with the number of characters of each piece of text that is read.
 
     Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
     """
@@ -300,8 +310,26 @@ def train_bpe(texts, vocab_size):
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+
+    def pieces():
+        for piece in itertools.chain.from_iterable(map(_cut_before_spaces, texts)):
+            yield piece
+            if report:
+                report(len(piece))
+        log.info("merging tokens of the tokenizer, up to %d ids", vocab_size)
+
+    inner.train_from_iterator(pieces(), trainer)
     return LibraryTokenizer(inner.to_str())
+
+
+def _cut_before_spaces(text):
+    """Yields `text` in pieces that begin with white space: no GPT-2 pre-token spans two of them."""
+    start = 0
+    while match := _BEFORE_SPACE.search(text, start + _CHUNK):
+        yield text[start : match.end()]
+        start = match.end()
+    if start < len(text):
+        yield text[start:]
 
 
 def _batches(documents):
@@ -369,10 +397,8 @@ def _library():
     return tokenizers
 
 
-def _joined(encodings):
-    if not encodings:
-        return np.empty(0, np.int32)
-    return np.concatenate([np.asarray(encoding.ids, np.int32) for encoding in encodings])
+def _joined(ids):
+    return np.concatenate([np.empty(0, np.int32), *ids])
 
 
 def byte_of_character():

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import threading
+import time
 
 import numpy as np
 
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 # To be raised whenever the same input gives other tokens than before.
 _VERSION = 1
 _TOKENIZER_VERSION = 2  # to be raised whenever the same text gives another tokenizer
+_REPORT_SECONDS = 5
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 
@@ -42,13 +45,30 @@ def make_tokenizer(spec, name, key, pieces, root):
         if kind == "chars":
             tokenizer = tokenizers.CharTokenizer(tokenizers.characters_of(texts))
         else:
-            tokenizer = bpe.train_bpe(texts, argument)
+            tokenizer = bpe.train_bpe(texts, argument, _Report("read for the tokenizer").add)
         tokenizer.save(folder / "tokenizer.json")
 
     key = content_key(kind, _TOKENIZER_VERSION, key, argument)
     return tokenizers.load_tokenizer(
         cached_folder(root, "tokenizers", key, build) / "tokenizer.json"
     )
+
+
+class _Report:
+    """Logs every few seconds how much text is processed; `add` may be called by several threads."""
+
+    def __init__(self, verb):
+        self._verb, self._lock, self._count = verb, threading.Lock(), 0
+        self._start = self._logged = time.monotonic()
+
+    def add(self, characters):
+        with self._lock:
+            self._count += characters
+            now, millions = time.monotonic(), self._count / 1e6
+            if now - self._logged >= _REPORT_SECONDS:
+                self._logged = now
+                rate = millions / (now - self._start)
+                log.info("%s: %.0fM characters, %.2gM a second", self._verb, millions, rate)
 
 
 def _texts(documents, kind):
@@ -106,7 +126,8 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
 
     files = {split: open(folder / f"{split}.bin", "wb") for split in splits}
     try:
-        for number, ids in enumerate(tokenizer.encode_documents(documents())):
+        report = _Report("tokenised").add
+        for number, ids in enumerate(tokenizer.encode_documents(documents(), report)):
             split = split_of_document[number]
             if not len(ids):
                 continue

@@ -48,14 +48,20 @@ class Tokenizer:
         """int32[n]: the ids of `text` (str, or bytes in UTF-8). Raises UsageError if it cannot."""
         raise NotImplementedError
 
-    def encode_documents(self, documents):
+    def encode_documents(self, documents, report=None):
         """Yields the ids of each of `documents`, (name, bytes) pairs, which begin with `start`
-        where there are any; errors give the name."""
+        where there are any; errors give the name.
+
+        report: called with the number of characters (or bytes) that are encoded, now and then.
+        """
         for name, data in documents:
             try:
-                yield self.encode(data)
+                ids = self.encode(data)
             except UsageError as error:
                 raise UsageError(f"{name}: {error}") from error
+            if report:
+                report(len(data))
+            yield ids
 
     def token_bytes(self):
         """List of the bytes of each id, or None where an id alone does not determine them."""
@@ -120,14 +126,14 @@ class ByteTokenizer(Tokenizer):
             text = _utf8(text, "surrogateescape")  # as Python decodes file names and command lines
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
-    def encode_documents(self, documents):
+    def encode_documents(self, documents, report=None):
         """Yields the ids of each document, whatever its bytes are; of those that are no text in
         UTF-8, which another tokenizer would refuse, it says so once, at the end."""
         first, count = None, 0
         for name, data in documents:
             if wrong := _not_utf8(data):
                 first, count = first or name, count + wrong
-            yield self.encode(data)
+            yield from super().encode_documents([(name, data)], report)
         if count:
             log.warning(
                 "%d bytes are not text in UTF-8, the first of them in %s: config.data.tokenizer="

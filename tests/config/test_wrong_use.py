@@ -472,6 +472,17 @@ def ended(monkeypatch, tokenizer, text, prompt, tensorboard=True, script=None, m
     return hints.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
 
 
+def test_estimate_names_small_variants_for_a_long_run_on_a_cpu():
+    for command in (["efx", "--config", "gpt2"], ["efx", "--config=configs/gpt2.py:x"]):
+        long, short = (hints.before(flops, 1, 0, command) for flops in (1e18, 1e9))
+        source = command[-1].split("=")[-1].removesuffix(":x")
+        assert f"--config {source}:smoke" in long and "smoke" not in short
+    assert "smoke" not in hints.before(1e18, 1, 0, ["efx", "--config", "mine.py"])
+    # On an accelerator, from its peak: 10 days at full speed.
+    days = int(re.search(r"(\d+) d ", hints.before(864e18, 1, 1e15, []))[1])
+    assert 20 <= days <= 40
+
+
 def test_the_closing_hints_fit_the_run(monkeypatch):
     monkeypatch.delenv("EFX_COMMAND", raising=False)
     chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"

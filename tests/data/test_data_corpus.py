@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 import efx.data
-from efx.data import disk_cache, held_out, sources
+from efx.data import bpe, corpus, disk_cache, held_out, sources
 from efx.errors import UsageError
 
 
@@ -146,6 +146,17 @@ def test_bpe_does_not_see_held_out_text(tmp_path):
     tokenizer = open_data(config).tokenizer
     merged = b"".join(t for t in tokenizer.token_bytes() if len(t) > 1)
     assert b"abc" in merged and not set(merged) & set(b"xyz")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:270"])
+def test_progress_within_a_long_text_is_logged(tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(corpus, "_REPORT_SECONDS", 0)
+    monkeypatch.setattr(bpe, "_CHUNK", 2000)
+    (tmp_path / "text.txt").write_text("ab cd " * 20_000)
+    caplog.set_level("INFO", "efx")
+    open_data(make_config(f"text:{tmp_path / 'text.txt'}", tmp_path, tokenizer=tokenizer))
+    reports = [r.getMessage() for r in caplog.records if "characters" in r.getMessage()]
+    assert len(reports) >= (2 if tokenizer != "bpe:270" else 6)  # a split is a text of its own
 
 
 def entries(tmp_path):

@@ -472,6 +472,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     command = ["efx", "--config=configs/mod.py:smoke", "--config.seed=3"]
     row = train.train_and_evaluate(config, tmp_path / "run", command_line=command)
     out = capsys.readouterr().out
+    assert 0 <= out.find("estimated time: about ") < out.find("first step after ")
     rows = read_metrics(tmp_path / "run")
     assert [r["step"] for r in rows if "train/loss" in r] == [3, 6, 9, 12]
     for r in rows:
