@@ -210,6 +210,9 @@ def _show_own_log():
     handler = standard_logging.StreamHandler()
     handler.setFormatter(standard_logging.Formatter("efx: %(message)s"))
     log.handlers = [handler]
+    # These libraries print each retry twice: once themselves, once through absl's root logger.
+    for name in ("HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
 
 
 def main(argv=None):

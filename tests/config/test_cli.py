@@ -324,3 +324,14 @@ def test_overrides_reach_tuples_and_placeholders(text, tmp_path):
     assert tuple(c.model.depth_routing.blocks) == (1, 3)
     assert c.losses.router_bce == 0.5 and c.model.depth_routing.kind == "none"
     assert np.isclose(c.model.depth_routing.capacity, 0.125)
+
+
+def test_retries_of_the_hub_are_not_printed():
+    """A failure that lasts is efx's own line."""
+    script = (
+        "import logging, sys; from efx import main; main.main(['efx', '--help'])\n"
+        "from huggingface_hub import hf_hub_download\n"
+        "logging.getLogger('huggingface_hub.utils._http').warning('Retrying in 1s [Retry 1/5].')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and "Retrying" not in done.stderr + done.stdout
