@@ -218,7 +218,7 @@ def _show_own_log():
 def main(argv=None):
     """Exit status: 0 done (or saved on request), 1 the run had to stop, 2 bad input, 3 the run came
     to its end with a loss that is not finite, 75 another process of the run is lost, or its storage
-    could not be reached, 141 nobody reads any more what it writes."""
+    or a remote text could not be reached, 141 nobody reads any more what it writes."""
     # Libraries' INFO lines are not for users of efx; its own say what takes so long.
     logging.set_verbosity(logging.WARNING)
     _show_own_log()

@@ -23,6 +23,12 @@ from efx.errors import PassingError, UsageError, extra
 # Google's store only.
 _STORES = {"gs": "gcs", "s3": "s3"}
 _OF_RUNS = "gs"
+# Names of error classes, since few of these libraries are installed: Python's own and requests',
+# httpx' and google.auth's, aiohttp's, botocore's.
+_NETWORK_ERRORS = {
+    "ConnectionError", "TimeoutError", "gaierror", "Timeout", "TransportError",
+    "ClientConnectionError", "ClientPayloadError", "HTTPClientError",
+}  # fmt: skip
 _UPLOAD_SECONDS = 60  # between two uploads of what a run logs
 _LONGEST_NAME = 255  # bytes, of all file systems in use
 
@@ -122,8 +128,37 @@ def _store(address, named):
         raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
 
 
-def unreachable(named, error, kind=UsageError):
-    """The UsageError for what the client of a store has raised. named: what, for the message."""
+def is_network_error(error):
+    """Whether the network or a server failed, so that a later try may succeed."""
+    while error is not None:
+        names = {base.__name__ for base in type(error).__mro__}
+        status = _http_status(error)
+        if names & _NETWORK_ERRORS or status in (408, 429) or 500 <= status < 600:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _http_status(error):
+    """The HTTP status that an error of a client library holds, or 0."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif response is not None:  # httpx, requests
+        status = getattr(response, "status_code", None)
+    else:  # aiohttp, gcsfs
+        status = getattr(error, "status", None) or getattr(error, "code", None)
+    return status if isinstance(status, int) else 0
+
+
+def unreachable(named, error, kind=None):
+    """The UsageError for an error of a store's client: a PassingError if the network failed.
+
+    Args:
+      named: the setting and its value, for the message.
+      kind: the class to use whatever failed.
+    """
+    kind = kind or (PassingError if is_network_error(error) else UsageError)
     first_line = (str(error).splitlines() or [""])[0][:200]
     return kind(
         f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"

@@ -9,7 +9,7 @@
 #   0              done
 #   1, 2, 3        it had to stop, bad input, a loss that is not finite at the end: starting again
 #                  ends in the same way
-#   75             another process of the run was lost, or storage could not be reached
+#   75             another process of the run was lost, or storage or a remote text could not be reached
 #   134, 137, 139  aborted (JAX's runtime does it when a process is lost), killed (by a lack of
 #                  memory, for example), crashed
 #   143            told to stop

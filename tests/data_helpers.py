@@ -1,6 +1,10 @@
 """What the tests of efx.data share."""
 
+import contextlib
+import functools
+import http.server
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -88,3 +92,40 @@ def usage_error(*words, **load):
     for word in words:
         assert word in message, message
     return message
+
+
+@contextlib.contextmanager
+def served_data_set(tmp_path):
+    """A Hugging Face data set of a.jsonl and b.jsonl, in `tmp_path`, behind an HTTP server.
+
+    Yields (source, server); the next `server.failures` reads of b.jsonl break off.
+    """
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            # The library looks at a file, by requests without a range, before it reads it.
+            reads = self.path == "/b.jsonl" and "Range" in self.headers
+            if reads and self.server.failures > 0:
+                self.server.failures -= 1
+                self.close_connection = True
+            else:
+                super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Handler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.failures = 0
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            (tmp_path / "set").mkdir()
+            files = "".join(f"    - {address}/{name}.jsonl\n" for name in "ab")
+            (tmp_path / "set/README.md").write_text(
+                "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+                f"    path:\n{files}---\n"
+            )
+            yield f"hf:{tmp_path}/set", server
+        finally:
+            server.shutdown()

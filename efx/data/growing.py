@@ -200,12 +200,13 @@ class GrowingTokens:
             self._writer.stdin.flush()
 
     def _failure(self, status):
-        if told := self._writer.stdout.read().decode().strip():
-            return UsageError(told)
-        return (PassingError if status < 0 else UsageError)(  # less than 0: by a signal
-            f"{self._name}: the process that tokenises it ended with status {status}; the same"
-            " command goes on from there"
+        message = self._writer.stdout.read().decode().strip() or (
+            f"{self._name}: the process that tokenises it ended with status {status}; run the same"
+            " command again to resume"
         )
+        # A negative status is the signal that ended the process.
+        is_passing = status < 0 or status == PassingError.status
+        return (PassingError if is_passing else UsageError)(message)
 
     def windows(self, starts, length):
         """int32[len(starts), length]: the tokens from each start on, all of them there."""
@@ -352,7 +353,7 @@ def main():
         _tokenise(Path(job["folder"]), job, wanted)
     except UsageError as error:
         print(error, flush=True)
-        status = 2
+        status = getattr(error, "status", 2)
     except OSError as error:
         print(_cannot_write(job["root"], error), flush=True)
         status = 2

@@ -4,20 +4,25 @@ However long a file is, no more than some of its rows are in memory, and nothing
 downloaded before it is read.
 """
 
+import functools
 import gzip
 import io
 import json
 import os
+import time
 import zlib
 
+from efx import storage
 from efx.data.disk_cache import content_key, file_digests
 from efx.data.sources import Document, limited, readable, size_of
-from efx.errors import UsageError, extra
+from efx.errors import PassingError, UsageError, extra
 
 _BLOCK = 1 << 20
 _PACKED_BLOCK = 1 << 14  # decompressed at once, to a thousand times as much at worst
 _LONGEST_LINE = 1 << 28
 _ROWS_AT_ONCE = 256
+_TRIES = 5  # of one row
+_RETRY_SECONDS = 1  # before the second try; each later pause is twice as long
 
 
 class RowFiles:
@@ -213,10 +218,16 @@ class HuggingFace:
         self.name, self._key, self._max_bytes, self._root = name, text_key, max_bytes, root
         try:
             builder = datasets.load_dataset_builder(dataset, variant or None)
-            self._rows = builder.as_streaming_dataset(split="train")
+            self._open_stream = functools.partial(builder.as_streaming_dataset, split="train")
+            self._open_stream()
         except Exception as error:  # the library raises many unrelated types
+            if storage.is_network_error(error):  # the library has retried
+                raise PassingError(
+                    f"{name}: the data set cannot be reached: {_first_line(error)}; check the name"
+                    " and the network, then run the same command again"
+                ) from error
             raise UsageError(
-                f"{name}: the data set cannot be opened ({_first_line(error)})"
+                f"{name}: the data set cannot be opened: {_first_line(error)}; check the name"
             ) from error
         files_of_split = builder.config.data_files
         if not files_of_split:
@@ -243,17 +254,7 @@ class HuggingFace:
         return limited(self._all_documents(), self._max_bytes)
 
     def _all_documents(self):
-        rows, number = iter(self._rows), 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # see above
-                raise UsageError(
-                    f"{self.name}: row {number} cannot be read ({_first_line(error)}); start again"
-                    " when the data set can be reached"
-                ) from error
+        for number, row in enumerate(self._rows()):
             if self._key not in row:
                 raise UsageError(
                     f"{self.name}: config.data.text_key={self._key!r} is not one of its columns"
@@ -268,7 +269,37 @@ class HuggingFace:
                     f" config.data.text_key={self._key!r}, but a value of the type"
                     f" {type(text).__name__}"
                 )
-            number += 1
+
+    def _rows(self):
+        """Yields all rows; where the network fails, reopens the stream at the next row."""
+        rows, position, number, failures = None, None, 0, 0
+        while True:
+            try:
+                if rows is None:
+                    stream = self._open_stream()
+                    if position is not None:
+                        stream.load_state_dict(position)
+                    rows = iter(stream)
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # see above
+                problem = f"{self.name}: row {number} cannot be read: {_first_line(error)}"
+                # The library reports a file of the hub that it cannot reach as missing.
+                is_missing = isinstance(error, FileNotFoundError) and self._remote
+                if not (is_missing or storage.is_network_error(error)):
+                    raise UsageError(f"{problem}; check the data set's files") from error
+                failures += 1
+                if failures == _TRIES:
+                    raise PassingError(
+                        f"{problem}; run the same command again when the network works"
+                    ) from error
+                if rows is not None:
+                    position, rows = stream.state_dict(), None
+                time.sleep(_RETRY_SECONDS * 2 ** (failures - 1))
+            else:
+                yield row
+                number, failures = number + 1, 0
 
 
 def _first_line(error):

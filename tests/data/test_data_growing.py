@@ -257,8 +257,23 @@ def test_what_cannot_be_read_is_told_when_it_is_needed(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
     monkeypatch.setattr(growing.sys, "path", [])  # without efx in it the process cannot begin
     config.cache_dir = str(tmp_path / "third")
-    with pytest.raises(UsageError, match="ended with status 1; the same command goes on"):
+    with pytest.raises(UsageError, match="ended with status 1; run the same"):
         next(open_data(config).train_iterator())
+
+
+def test_a_network_failure_of_the_writer_is_passing(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="the extra `hf` is not installed")
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set/train.jsonl", TEXTS)
+    config = growing_config(tmp_path)
+    config.source = f"hf:{tmp_path}/set"
+    data = open_data(config)
+    # The writer alone does not reach the hub.
+    (tmp_path / "datasets.py").write_text("def load_dataset_builder(*_): raise ConnectionError")
+    with monkeypatch.context() as patch, pytest.raises(PassingError, match="cannot be reached"):
+        patch.syspath_prepend(tmp_path)
+        next(data.train_iterator())
+    next(open_data(config).train_iterator())
 
 
 def test_settings_that_need_the_whole_text(tmp_path):
@@ -305,7 +320,7 @@ def test_what_stops_a_whole_job_leaves_the_training_its_tokens(tmp_path):
     further = len(tokens) + 300
     assert tokens.wait(further) >= further and tokens._writer.poll() is None
     os.kill(tokens._writer.pid, signal.SIGKILL)
-    with pytest.raises(PassingError, match="ended with status -9; the same command goes on"):
+    with pytest.raises(PassingError, match="ended with status -9; run the same"):
         tokens.wait(len(tokens) + 1_000)
 
 

@@ -7,9 +7,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from data_helpers import make_config, open_data, usage_error
+from data_helpers import make_config, open_data, served_data_set, usage_error
 
 from efx.data import rows, sources
+from efx.errors import PassingError
 
 TEXTS = [f"text {i} é 漢" * (i % 5) for i in range(40)]
 
@@ -173,3 +174,23 @@ def test_a_data_set_of_hugging_face_is_a_stream(tmp_path):
     usage_error(config.source, "row 31 cannot be read", config_data=config)
     usage_error("the data set cannot be opened",
                 config_data=make_config(f"hf:{tmp_path}/none", tmp_path))  # fmt: skip
+
+
+def test_a_stream_resumes_where_the_network_failed(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="the extra `hf` is not installed")
+    for setting in ("STREAMING_OPEN_MAX_RETRIES", "STREAMING_READ_MAX_RETRIES"):  # the library's
+        monkeypatch.setattr(datasets.config, setting, 1)
+        monkeypatch.setattr(datasets.config, setting.replace("MAX_RETRIES", "RETRY_INTERVAL"), 0)
+    monkeypatch.setattr(rows, "_RETRY_SECONDS", 0.001)
+    texts = [f"text {i}" for i in range(40)]
+    (tmp_path / "a.jsonl").write_bytes(lines(texts[:30]))
+    (tmp_path / "b.jsonl").write_bytes(lines(texts[30:]))
+    with served_data_set(tmp_path) as (source, server):
+        config = make_config(source, tmp_path, text_key="text")
+        opened = sources.open_source(config, tmp_path / "cache")
+        for failures in (4, 0):
+            server.failures = failures
+            assert [document.data.decode() for document in opened.documents()] == texts
+        server.failures = 1000
+        with pytest.raises(PassingError, match="row 30 cannot be read"):
+            list(opened.documents())

@@ -418,9 +418,18 @@ def test_studies_want_a_disk(capsys):
     assert capsys.readouterr().err.startswith(line)
 
 
-def test_a_store_that_cannot_be_reached(objects, monkeypatch):
+@pytest.mark.parametrize(
+    "problem, kind",
+    [
+        (PermissionError("anonymous caller\nand more"), UsageError),
+        (ConnectionError("anonymous caller\nand more"), PassingError),
+    ],
+)
+def test_a_store_that_cannot_be_reached(problem, kind, objects, monkeypatch):
+    """A later launch may reach it if the network failed."""
+
     def refused(self, path, **_):
-        raise PermissionError("anonymous caller\nand more")
+        raise problem
 
     monkeypatch.setattr(object_store.Store, "info", refused)
     storage._opened.cache_clear()
@@ -430,7 +439,7 @@ def test_a_store_that_cannot_be_reached(objects, monkeypatch):
     ):
         with pytest.raises(UsageError) as error:
             call()
-        assert str(error.value) == (
-            "--workdir=gs://closed/run cannot be reached: PermissionError: anonymous caller; check"
-            " the name, the network and the credentials"
+        assert type(error.value) is kind and str(error.value) == (
+            f"--workdir=gs://closed/run cannot be reached: {type(problem).__name__}: anonymous"
+            " caller; check the name, the network and the credentials"
         )
