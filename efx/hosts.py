@@ -6,6 +6,7 @@ accelerator nothing at all, until JAX's runtime misses the heartbeat and aborts 
 asking Python. So an observer, a process of its own, says the line where this one cannot any more.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -57,12 +58,13 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
     global _observer
     jax.config.update("jax_enable_preemption_service", preemption)
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+        with _proxies_hidden():
+            jax.distributed.initialize(
+                coordinator_address,
+                num_processes,
+                process_id,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except (ValueError, RuntimeError) as error:
         if coordinator_address is None and "should be defined" in str(error):
             raise UsageError(
@@ -90,6 +92,19 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def _proxies_hidden():
+    """Hide http_proxy and the like, through which gRPC would try to reach the other processes.
+
+    Only while the connection is made, which is kept: downloads may need the proxy.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if "_proxy" in name.lower()}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def connected():

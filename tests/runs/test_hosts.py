@@ -103,6 +103,15 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(10)
 """
 
+# Connects and disconnects; fails if the proxy is gone afterwards.
+PROXIED = """
+import os, sys
+from efx import hosts
+hosts.connect(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]), preemption=True)
+hosts.disconnect()
+sys.exit("http_proxy" not in os.environ)
+"""
+
 
 def free_port():
     with socket.socket() as probe:
@@ -307,6 +316,14 @@ def test_the_death_of_a_process_is_told_by_the_other(runs):
     else:
         assert status == -signal.SIGABRT
         assert last.startswith("efx: stopped: process 0 of 2 ended without a word of its own")
+
+
+def test_processes_connect_without_the_proxy(tmp_path, root, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with two_processes(PROXIED, (), root, tmp_path / "processes") as (processes, _):
+        assert [process.wait(timeout=60) for process in processes] == [0, 0]
 
 
 def test_a_process_that_hangs_tells_of_a_death(hanging):
