@@ -24,21 +24,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements.txt"
-# What pip says -> what it means. The first that fits is told; else pip's own last error line.
+# (pattern of pip's output, cause). The first match is reported, else pip's last error line.
 CAUSES = (
     (r"No space left on device", "the disk is full"),
     (
         r"NewConnectionError|NameResolutionError|Network is unreachable|timed out|ProxyError"
         r"|ConnectTimeout|Temporary failure in name resolution|Connection refused",
-        "the package index cannot be reached: is there a network connection?",
+        "the package index cannot be reached; check the network",
     ),
     (r"SSLError|CERTIFICATE_VERIFY_FAILED", "the package index's certificate is not trusted"),
 )
 
 
-def fail(message):
-    """Ends the program with one line."""
-    raise SystemExit(f"efx: error: {message}")
+def fail(message, status=1):
+    """Exit with one line."""
+    print(f"efx: error: {message}", file=sys.stderr)
+    raise SystemExit(status)
 
 
 def requirements_by_part(extras):
@@ -49,7 +50,11 @@ def requirements_by_part(extras):
         known = project["optional-dependencies"]
         for extra in extras:
             if extra not in known:
-                fail(f"no extra {extra!r} in pyproject.toml; there are {', '.join(sorted(known))}")
+                fail(
+                    f"EFX_EXTRAS={','.join(extras)}: unknown extra {extra!r}; use"
+                    f" {', '.join(sorted(known))}",
+                    status=2,
+                )
             parts[extra] = known[extra]
     return parts
 
@@ -75,7 +80,7 @@ def works(python):
 def create(venv):
     """Makes the environment, in place of a broken one or one of another Python version."""
     if venv.exists() and not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
-        fail(f"{venv} exists and is no virtual environment; move it, or set EFX_VENV=PATH")
+        fail(f"{venv} is not a virtual environment; move it, or set EFX_VENV=PATH", status=2)
     # Where this Python is the environment's own, it is about to be deleted: use the one it is from.
     base = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
     base = str(base if base.exists() else sys.executable)
@@ -86,10 +91,10 @@ def create(venv):
         said = made.stdout + made.stderr
         if "ensurepip" in said or "No module named venv" in said:
             fail(
-                f"{base} cannot make virtual environments; install its venv package "
-                f"({Path(base).name}-venv on Debian and Ubuntu) or another Python (EFX_PYTHON=PATH)"
+                f"{base} cannot create virtual environments; install its venv package "
+                f"({Path(base).name}-venv on Debian and Ubuntu), or set EFX_PYTHON=PATH"
             )
-        fail(f"cannot make {venv}: {(said.strip().splitlines() or ['no message'])[-1]}")
+        fail(f"cannot create {venv}: {(said.strip().splitlines() or ['no message'])[-1]}")
 
 
 def install(python, parts, log):
@@ -129,7 +134,7 @@ def install(python, parts, log):
         errors = re.findall(r"^ERROR: (.*)$", said, flags=re.M)
         cause = next((why for pattern, why in CAUSES if re.search(pattern, said)), None)
         cause = cause or (errors or said.strip().splitlines() or ["no message"])[-1]
-        fail(f"installing the requirements failed: {cause} (all of it: {log})")
+        fail(f"installing the requirements failed: {cause} (full output: {log})")
     return time.monotonic() - began
 
 
@@ -144,7 +149,7 @@ def lock(venv):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print(f"efx: another process makes {venv}; waiting for it", file=sys.stderr)
+        print(f"efx: waiting for another process that installs {venv}", file=sys.stderr)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError:
         pass  # a file system without locks
@@ -173,7 +178,7 @@ def main(venv, extras):
 def update(venv, python, parts, stamp):
     """Makes the environment and installs the parts, as far as no other process has done so."""
     if not works(python):
-        print(f"efx: making a virtual environment in {venv}", file=sys.stderr)
+        print(f"efx: creating a virtual environment in {venv}", file=sys.stderr)
         create(venv)
     wanted, have = tokens(parts, python), installed(stamp)
     if wanted <= have:
@@ -193,7 +198,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1], [extra for extra in "".join(sys.argv[2:]).split(",") if extra])
     except OSError as problem:
-        fail(f"cannot write {problem.filename}: {problem.strerror}")
+        fail(f"cannot write {problem.filename}: {problem.strerror}; set EFX_VENV=PATH")
     except KeyboardInterrupt:
-        print("efx: interrupted; run it again to go on", file=sys.stderr)
+        print("efx: interrupted; run the same command again to resume", file=sys.stderr)
         raise SystemExit(130) from None

@@ -23,7 +23,7 @@ usable() {
     return 1
   case "$version" in
     3.1[1-9].* | 3.[2-9][0-9].*) return 0 ;;
-    *) found="$found; $1 is $version" && return 1 ;;
+    *) found="$found; $1 is Python $version" && return 1 ;;
   esac
 }
 
@@ -38,11 +38,8 @@ for candidate in "${candidates[@]}"; do
     exec "$candidate" "$root/launch/environment.py" "$venv" "${EFX_EXTRAS:-}"
   fi
 done
-if [ -n "${EFX_PYTHON:-}" ]; then
-  looked="EFX_PYTHON=$EFX_PYTHON is none$found"
-else
-  looked="tried python3.11, python3.12, python3.13, python3, python$found"
-fi
-echo "efx: error: Python 3.11 or newer is needed ($looked);" \
-  "install one, or name it: EFX_PYTHON=PATH" >&2
+tried="${EFX_PYTHON:+EFX_PYTHON=$EFX_PYTHON}"
+tried="${tried:-python3.11, python3.12, python3.13, python3, python}$found"
+echo "efx: error: Python 3.11 or newer not found: tried $tried;" \
+  "install it, or set EFX_PYTHON=PATH" >&2
 exit 2

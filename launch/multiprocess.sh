@@ -15,7 +15,7 @@ root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 count="${1:-}"
 case "$count" in
   '' | *[!0-9]* | 0*)
-    echo "efx: error: the first argument is the number of processes; got '$count'" >&2
+    echo "efx: error: number of processes: '$count'; give a number from 1 on as the first argument" >&2
     exit 2
     ;;
 esac

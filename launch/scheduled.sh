@@ -36,8 +36,8 @@ if [ -n "${EFX_STORAGE:-}" ]; then
   if mkdir -p "$probe" && : >"$probe/file" && mv "$probe" "$probe-renamed"; then renamed=yes; fi 2>/dev/null
   rm -rf -- "$probe" "$probe-renamed"
   if [ -z "$renamed" ]; then
-    echo "efx: error: folders in EFX_STORAGE=$EFX_STORAGE cannot be made and renamed, as checkpoints" \
-      "need; a Cloud Storage bucket has to have a hierarchical namespace" >&2
+    echo "efx: error: EFX_STORAGE=$EFX_STORAGE: cannot create and rename a folder there, as" \
+      "checkpoints require; give a writable folder, or a bucket with a hierarchical namespace" >&2
     end 2
   fi
 fi

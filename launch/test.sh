@@ -18,7 +18,7 @@ arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --extras)
-      [ $# -gt 1 ] || { echo "efx: error: --extras needs a list, as in dev,interop" >&2; exit 2; }
+      [ $# -gt 1 ] || { echo "efx: error: --extras: give a list such as dev,interop" >&2; exit 2; }
       export EFX_EXTRAS="$2"
       shift
       ;;

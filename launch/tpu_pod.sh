@@ -47,11 +47,11 @@
 #
 # The exit status is training's. Final are 0, done or saved on request; 1, it had to stop; 2, bad
 # input; 3, a loss that is not finite at the end. `all` starts again after 75, another process was
-# lost, or storage could not be reached; 134, aborted (JAX's runtime does it when a process is lost); 137, killed (by a lack of
-# memory, for example); 139, crashed; 143, told to stop before it could save; unless the step stop
-# has asked for it. With several processes one that is final decides: it is why the others end with
-# 75 or 134. This script itself ends with 1 where training was cut off, with 2 for what it refuses,
-# and with 129, 130, 143 after SIGHUP, SIGINT, SIGTERM.
+# lost, or storage or a remote text could not be reached; 134, aborted (JAX's runtime does it when a
+# process is lost); 137, killed (by a lack of memory, for example); 139, crashed; 143, stopped by a
+# signal before it could save; unless the step stop requested it. With several processes a final
+# status decides: it is why the others end with 75 or 134. This script itself ends with 1 where
+# training was cut off, with 2 for bad input, and with 129, 130, 143 after SIGHUP, SIGINT, SIGTERM.
 #
 # EFX_POLL    seconds between two looks at the TPU (default: 30)
 # EFX_PAUSE   seconds before the next try on a TPU that is still there, or to delete it: time for
@@ -75,7 +75,7 @@ step="${1:-}"
 case "$step" in
   create | copy | run | logs | stop | delete | all) shift ;;
   -h | --help) sed -n '2,/^set -/{s/^# \{0,1\}//;/^set -/d;p;}' "${BASH_SOURCE[0]}" && exit ;;
-  *) fail "the first argument is the step, one of $steps; got '$step'" ;;
+  *) fail "unknown step '$step'; the first argument is one of $steps" ;;
 esac
 while [ $# -gt 0 ]; do
   option="${1%%=*}"
@@ -84,16 +84,16 @@ while [ $# -gt 0 ]; do
     --name | --zone | --type | --version | --project | --slices | --setup | --extras | --worker | \
       --tries | --save)
       if [ "$option" = "$1" ]; then
-        [ $# -gt 1 ] || fail "$option needs a value"
+        [ $# -gt 1 ] || fail "$option: give a value"
         value="$2" && shift
       else
         value="${1#*=}"
       fi
-      case "$value" in '' | -*) fail "$option needs a value; got '$value'" ;; esac
+      case "$value" in '' | -*) fail "$option='$value': give a value" ;; esac
       printf -v "${option#--}" '%s' "$value"
       ;;
     --spot | --dry-run | --delete-after | --discard)
-      [ "$option" = "$1" ] || fail "$option takes no value; got '$1'"
+      [ "$option" = "$1" ] || fail "$1: $option takes no value"
       case "$option" in
         --spot) spot=yes ;;
         --dry-run) dry=yes ;;
@@ -101,30 +101,30 @@ while [ $# -gt 0 ]; do
         --discard) discard=yes ;;
       esac
       ;;
-    *) fail "unknown option $1; arguments of efx.main go after --" ;;
+    *) fail "unknown option $1; give arguments of efx.main after --" ;;
   esac
   shift
 done
-[ -n "$name" ] || fail "--name is missing"
-[ -n "$zone" ] || fail "--zone is missing"
-case "$name" in *[!a-z0-9-]*) fail "--name is of a-z, 0-9 and -; got '$name'" ;; esac
+[ -n "$name" ] || fail "--name is missing, as in --name efx"
+[ -n "$zone" ] || fail "--zone is missing, as in --zone us-west4-a"
+case "$name" in *[!a-z0-9-]*) fail "--name=$name: use only a-z, 0-9 and -" ;; esac
 for option in slices tries; do
   case "${!option}" in
-    *[!0-9]* | 0*) fail "--$option is a number of at least 1; got '${!option}'" ;;
+    *[!0-9]* | 0*) fail "--$option=${!option}: must be at least 1" ;;
   esac
 done
 case "$worker" in
   all) ;;
-  *[!0-9:]* | *:*:* | :* | *:) fail "--worker is all, a number, or SLICE:NUMBER; got '$worker'" ;;
+  *[!0-9:]* | *:*:* | :* | *:) fail "--worker=$worker: give all, a number, or SLICE:NUMBER" ;;
 esac
 case "$step" in
   create | all) [ -n "$type" ] || fail "--type is missing, as in --type v5litepod-16" ;;
 esac
 case "$extras" in
-  *[!a-z0-9,]*) fail "--extras is a list such as wandb,hf; got '$extras'" ;;
+  *[!a-z0-9,]*) fail "--extras=$extras: give a list such as wandb,hf" ;;
 esac
 [ -n "$dry" ] || command -v gcloud >/dev/null ||
-  fail "gcloud is not installed; it is part of the Google Cloud CLI (or see the commands: --dry-run)"
+  fail "gcloud is not installed; install the Google Cloud CLI, or print the commands with --dry-run"
 
 if [ -z "$version" ]; then
   case "$type" in
@@ -153,7 +153,7 @@ done
 # A wrong one would be found on every worker of a TPU that is paid for by then.
 for word in ${extras//,/ }; do
   [ ! -e "$root/pyproject.toml" ] || grep -q "^$word = \[" "$root/pyproject.toml" ||
-    fail "--extras: there is no extra '$word' in pyproject.toml"
+    fail "--extras: unknown extra '$word'; pyproject.toml has the list"
 done
 # A machine that is gone does not close a connection; asked every 30 seconds, ssh notices.
 alive=(--ssh-flag=-oServerAliveInterval=30)
@@ -184,7 +184,7 @@ finish() {
 leave() {
   rm -rf -- "$scratch"
   if [ -z "$dry" ] && [ -z "$deleted" ]; then
-    say "if TPU $name exists, it costs money until it is deleted:" \
+    say "TPU $name costs money until it is deleted, if it exists; delete it with" \
       "launch/tpu_pod.sh delete --name $name ${where[*]}"
   fi
   exit "$1"
@@ -288,7 +288,7 @@ state() {
 each_slice() {
   local list slice child status=0
   list="$(slices)" || return
-  [ -n "$list" ] || fail "there is no TPU $name here; the step create makes it"
+  [ -n "$list" ] || fail "TPU $name not found in this zone and project; use the step create first"
   while read -r slice _; do
     if [ -n "$dry" ]; then
       "$1" "$slice" "${@:2}"
@@ -356,7 +356,7 @@ create() {
     if ! verdict="$(state)"; then
       # The first question is about the account too; later ones come over hours.
       [ -n "$before$here" ] && [ $((silent += 1)) -lt "$patience" ] ||
-        fail "gcloud does not answer; its own lines are above"
+        fail "gcloud does not respond; its output is above"
       sleep "$poll"
       continue
     fi
@@ -368,18 +368,18 @@ create() {
     case "$asked$verdict" in
       *ACTIVE) return ;;
       ABSENT | FAILED | SUSPENDED | PREEMPTED | TERMINATED)
-        [ "$verdict" = ABSENT ] || delete || trouble "cannot delete what is left of TPU $name" ||
+        [ "$verdict" = ABSENT ] || delete || trouble "cannot delete the rest of TPU $name" ||
           return
         known="$here" here=yes # for a signal while it is asked for
         gcloud_tpus queued-resources create "$name" "${nodes[@]}" --accelerator-type="$type" \
           --runtime-version="$version" ${spot:+--spot} ||
-          { here="$known" && trouble "cannot ask for TPU $name"; } || return
+          { here="$known" && trouble "cannot request TPU $name"; } || return
         asked=asked
         continue
         ;;
       askedFAILED)
         gcloud_tpus queued-resources describe "$name" >&2
-        fail "TPU $name cannot be had; gcloud's answer is above"
+        fail "the request for TPU $name failed; gcloud's output is above"
         ;;
       askedSUSPENDED | askedPREEMPTED | askedTERMINATED) return 1 ;;
       *EMPTY | *STOPPED) fail "TPU $name is $verdict; delete it" ;;
@@ -438,7 +438,10 @@ watch() {
     if [ "$verdict" = ACTIVE ]; then verdict="$(training)" || verdict=''; fi
     case "$verdict" in
       running) silent=0 ;;
-      '') [ $((silent += 1)) -lt "$patience" ] || fail "TPU $name does not answer; it may go on" ;;
+      '')
+        [ $((silent += 1)) -lt "$patience" ] ||
+          fail "TPU $name does not respond; training may still be running"
+        ;;
       *) return ;;
     esac
     sleep "$poll"
@@ -448,11 +451,10 @@ watch() {
 logs() {
   watch
   case "$verdict" in
-    none) fail "no run has been started on TPU $name" ;;
+    none) fail "no run was started on TPU $name; start one with the step run" ;;
     [0-9]*) ;;
     *)
-      say "training was cut off (TPU $name: $verdict); the step all goes on from its newest" \
-        "checkpoint"
+      say "training was cut off (TPU $name: $verdict); resume it with the step all"
       exit 1
       ;;
   esac
@@ -465,15 +467,17 @@ delete() {
     list="$(slices)" || return
     now="$(state)" || return
     [ "$now" != EMPTY ] ||
-      fail "cannot see the disks of TPU $name; --discard deletes it all the same"
+      fail "cannot see the disks of TPU $name; delete it anyway with --discard"
     while read -r slice condition; do
       case "$condition" in '' | PREEMPTED | TERMINATED | DELETING) continue ;; esac
       said="$(ask "${save:+efx-run 0 /disk/efx/runs/mod}" tpu-vm ssh "$slice" --worker=all \
         --command="[ ! -e efx ] || { $(worker_step state) && $(worker_step runs); }" \
         "${alive[@]}")" ||
-        fail "cannot see the disks of TPU $slice; --discard deletes it all the same"
+        fail "cannot see the disks of TPU $slice; delete it anyway with --discard"
       case "$said" in
-        *'efx-state running'*) fail "efx runs on TPU $slice: the step stop ends it (or --discard)" ;;
+        *'efx-state running'*)
+          fail "efx is running on TPU $slice; stop it with the step stop, or use --discard"
+          ;;
       esac
       while read -r mark number folder; do
         [ "$mark" = efx-run ] || continue
@@ -483,13 +487,13 @@ delete() {
         fi
         run mkdir -p "$save/$slice-$number${folder%/*}"
         gcloud_tpus tpu-vm scp --recurse "$slice:$folder" "$save/$slice-$number${folder%/*}" \
-          --worker="$number" </dev/null || fail "cannot copy $slice:$folder; nothing is deleted"
+          --worker="$number" </dev/null || fail "cannot copy $slice:$folder; nothing was deleted"
       done <<<"$said"
     done <<<"$list"
-    [ -z "$held" ] || fail "runs on the TPU's own disks would be lost:$held; --save FOLDER copies" \
-      "them here first, --discard deletes them too"
+    [ -z "$held" ] || fail "runs on the TPU's own disks would be lost:$held; copy them here with" \
+      "--save FOLDER, or delete them with --discard"
   fi
-  say "deletes TPU $name and all that is on its own disks, of which only runs of efx are looked for"
+  say "deleting TPU $name and all files on its own disks (only runs were looked for there)"
   gcloud_tpus queued-resources delete "$name" --force --quiet
 }
 
@@ -499,14 +503,14 @@ all() {
   while :; do
     attempt=$((attempt + 1))
     [ "$attempt" -eq 1 ] ||
-      say "try $attempt of $tries; training goes on from its newest checkpoint"
+      say "try $attempt of $tries; training resumes from its newest checkpoint"
     if create; then
       # Where starting has failed, efx may run on some workers and not on others.
       now="$(training)" || now=lost
       [ -z "$unsure" ] || now=lost
       unsure=''
       if [ "$now" = running ]; then
-        say "efx runs on TPU $name already"
+        say "efx is already running on TPU $name"
         watch
       elif prepare "$now" && each_slice on_workers start "$@"; then
         watch
@@ -517,12 +521,12 @@ all() {
     code=1
     case "$verdict" in
       '' | ACTIVE)
-        say "this try failed; the lines above say why"
+        say "this try failed; see the output above"
         unsure=yes
         ;;
       ABSENT | DELETING)
         here=''
-        fail "TPU $name has been deleted"
+        fail "TPU $name was deleted"
         ;;
       75 | 134 | 137 | 139 | 143)
         say "a process of the run was lost (status $verdict)"
@@ -534,7 +538,7 @@ all() {
     [ "$attempt" -lt "$tries" ] || break
     case "$verdict" in '' | ACTIVE | [0-9]*) sleep "$pause" ;; esac
   done
-  say "error: not started again after $tries tries (--tries)"
+  say "error: not started again after --tries=$tries tries"
   exit "$code"
 }
 
@@ -546,7 +550,7 @@ clear_up() {
   case "$now" in
     '' | ABSENT | none | [0-9]*) ;;
     running)
-      say "lets efx save and end; then TPU $name is deleted"
+      say "waiting for efx to save and end before TPU $name is deleted"
       halt
       ;;
     *) halt ;;
@@ -559,11 +563,11 @@ clear_up() {
     [ "$code" -ne 2 ] && [ "$round" -lt 3 ] || return 1
     sleep "$pause"
   done
-  line="TPU $name and its own disks are deleted${discard:+ with all that was on them}"
-  if [ -n "$save" ] && [ -e "$save" ]; then line+="; the runs that were on them are in $save"; fi
+  line="TPU $name and its own disks are deleted${discard:+ with all files on them}"
+  if [ -n "$save" ] && [ -e "$save" ]; then line+="; their runs are in $save"; fi
   case "$workdir" in
-    *://* | /*) line+="; checkpoints, if there are any, are in $workdir" ;;
-    *) [ -n "$discard$save" ] || line+="; there were no runs on them" ;;
+    *://* | /*) line+="; any checkpoints are in $workdir" ;;
+    *) [ -n "$discard$save" ] || line+="; they held no runs" ;;
   esac
   [ -n "$dry" ] || say "$line"
 }

@@ -38,7 +38,7 @@ persist() {
   for ((try = 1; ; try++)); do
     "$@" >/dev/null && return
     [ "$try" -lt 4 ] || return 1
-    echo "efx: installing failed on worker $(number) (try $try of 4); goes on in a moment" >&2
+    echo "efx: installation failed on worker $(number) (try $try of 4); trying again" >&2
     sleep "${EFX_PAUSE:-20}"
   done
 }
@@ -61,7 +61,7 @@ install() {
 
 start() {
   if running; then
-    echo "efx: error: efx runs here already" >&2
+    echo "efx: error: efx is already running on worker $(number); stop it first" >&2
     return 1
   fi
   rm -f efx.pids efx.log efx.status efx.stopped
@@ -77,7 +77,7 @@ echo $? >efx.status' efx "$@" </dev/null >/dev/null 2>&1 &
     [ ! -s efx.pids ] || return 0
     sleep 0.1
   done
-  echo "efx: error: efx did not start" >&2
+  echo "efx: error: efx did not start on worker $(number)" >&2
   return 1
 }
 
@@ -96,7 +96,7 @@ follow() {
   local lines="$1" label='' supervisor
   [ -z "${2:-}" ] || label="[$2:$(number)] "
   if [ ! -s efx.pids ]; then
-    echo "efx: error: no run has been started here" >&2
+    echo "efx: error: no run was started on worker $(number)" >&2
     return 1
   fi
   read -r _ supervisor <efx.pids
@@ -108,18 +108,18 @@ follow() {
 stop() {
   local pids
   if ! running; then
-    echo "efx: nothing runs on worker $(number)"
+    echo "efx: not running on worker $(number)"
     return
   fi
   read -r -a pids <efx.pids
   touch efx.stopped # before it ends: an end that was asked for is no reason to start again
   kill -TERM "${pids[0]}" 2>/dev/null || true
   if flock --shared --wait "${EFX_STOP_SECONDS:-600}" efx.lock true; then
-    echo "efx: ended on worker $(number); its log says at which step it saved"
+    echo "efx: ended on worker $(number); its log has the step of the checkpoint"
   else
     kill -KILL "${pids[@]}" 2>/dev/null || true
     echo 137 >efx.status
-    echo "efx: did not end on worker $(number) and was killed; its last checkpoint stands" >&2
+    echo "efx: did not end on worker $(number) and was killed; its last checkpoint is valid" >&2
   fi
 }
 

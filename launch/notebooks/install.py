@@ -82,9 +82,9 @@ def constraints(installed, accepted):
         extra = next((EXTRAS[name] for name in EXTRAS if name in installed), "")
         wanted = f"jax[{extra}]" if extra else "jax"
         raise SystemExit(
-            f"This runtime has jax {version}, and efx takes {accepted}: choose another {MENU}, or"
-            f" run `%pip install '{wanted}{accepted.specifier}'`, restart the session and run this"
-            " cell again."
+            f"This runtime has jax {version}, and efx requires {accepted}: choose another {MENU},"
+            f" or run `%pip install '{wanted}{accepted.specifier}'`, restart the session and run"
+            " this cell again."
         )
     return [f"{name}=={installed[name]}" for name in sorted(installed) if KEPT.fullmatch(name)]
 
@@ -119,8 +119,8 @@ def install(checkout, extras=()):
     changed = changed_modules(loaded_from, after, loaded, providers)
     if changed:
         raise SystemExit(
-            f"Restart the session (Runtime > Restart session) and run this cell again: what it has"
-            f" loaded is of other versions now ({', '.join(changed)})."
+            f"Restart the session (Runtime > Restart session) and run this cell again: loaded"
+            f" packages have changed ({', '.join(changed)})."
         )
     loaded_from.clear()
     loaded_from.update(after)
@@ -134,5 +134,5 @@ def _pip_install(what, lines):
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", str(file)]
         status = subprocess.run([*command, *what], check=False).returncode
     if status:
-        raise SystemExit(f"pip could not install {' '.join(what[1:])} (what it says is above).")
+        raise SystemExit(f"pip could not install {' '.join(what[1:])} (its output is above).")
     print("kept:", ", ".join(lines) or "neither JAX nor PyTorch was there")

@@ -454,7 +454,7 @@ def test_a_jax_that_efx_does_not_take_is_one_line(installed, version, wanted):
     with pytest.raises(SystemExit) as error:
         install.constraints(installed | {"jax": version}, ACCEPTED)
     line = str(error.value)
-    assert f"has jax {version}, and efx takes jax<0.12,>=0.10.2" in line and wanted in line
+    assert f"has jax {version}, and efx requires jax<0.12,>=0.10.2" in line and wanted in line
     assert "Change runtime type" in line and "\n" not in line
 
 
@@ -527,7 +527,7 @@ def test_where_nothing_is_missing_nothing_is_installed(root, pip):
 @pytest.mark.quick
 @pytest.mark.parametrize("versions, status, later, line", [
     ({}, 1, {}, "pip could not install"),
-    ({"jax": "0.7.2"}, 0, {}, "This runtime has jax 0.7.2, and efx takes"),
+    ({"jax": "0.7.2"}, 0, {}, "This runtime has jax 0.7.2, and efx requires"),
     ({}, 0, {"numpy": "2.4.6"}, r"Restart the session .* \(numpy 2.0.2 -> 2.4.6\)"),
 ])  # fmt: skip
 def test_what_has_failed_fails_again(

@@ -179,7 +179,7 @@ def test_slurm_queues_a_stopped_job_again(machine, plan, state, tries, status, s
     done = machine.call("sbatch", SBATCH, PLAN=plan, EFX_TRIES=tries)
     assert done.returncode == status, done.stderr
     assert machine.starts() == [starts, starts]
-    assert done.stderr.count("queued again, to go on") == starts - 1
+    assert done.stderr.count("; requeued to resume") == starts - 1
 
 
 @pytest.mark.parametrize("silent, starts", [(2, 2), (9, 1)])
@@ -194,7 +194,7 @@ def test_slurm_that_does_not_answer_is_asked_again(machine, silent, starts):
     done = machine.call("sbatch", SBATCH, PLAN="told done", EFX_PAUSE=0)
     assert machine.starts() == [starts, starts]
     assert done.returncode == (0 if starts == 2 else 143)
-    said = "queued again, to go on" if starts == 2 else "squeue does not answer"
+    said = "; requeued to resume" if starts == 2 else "squeue does not respond"
     assert said in done.stderr, done.stderr
 
 
