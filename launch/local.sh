@@ -4,6 +4,7 @@
 #   ./launch/local.sh                                     # the default: configs/mod.py in runs/mod
 #   ./launch/local.sh --config configs/gpt2.py            # another config, in runs/gpt2
 #   ./launch/local.sh --config.steps=100 --workdir /tmp/a # any flag of efx.main
+#   ./launch/local.sh --workdir runs/gpt2                 # resumes a run, with its own config
 #   ./launch/local.sh --mode=sample --prompt "def "       # what runs/mod has learnt
 #
 # Makes .venv the first time and reuses it (environment.sh says how to steer that), then runs
@@ -44,8 +45,8 @@ if [ -z "$workdir$new" ]; then
   name="${name/:/-}"
   defaults+=(--workdir "${prefix}runs/$name")
 fi
-# Evaluating and sampling take the config from the run folder.
-if [ -z "$config" ] && [ "$mode" = train ]; then
+# An existing run has its own config.
+if [ -z "$config" ] && [ "$mode" = train ] && [ ! -f "${workdir:+$workdir/config.json}" ]; then
   defaults=(--config "${prefix}configs/mod.py" ${defaults[@]+"${defaults[@]}"})
 fi
 

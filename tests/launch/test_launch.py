@@ -241,6 +241,12 @@ def test_local_has_defaults_and_the_user_wins(stub, given, expected):
     assert result.stdout.splitlines()[:-1] == ["-P", "-m", "efx.main", *expected, *given]
 
 
+def test_local_resumes_a_run_with_its_own_config(stub, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    result = call(BASH, LAUNCH / "local.sh", "--workdir", tmp_path, EFX_VENV=stub)
+    assert result.stdout.splitlines()[:-1] == ["-P", "-m", "efx.main", "--workdir", str(tmp_path)]
+
+
 def test_local_from_another_folder(stub, tmp_path):
     tree = tmp_path / "a tree"
     shutil.copytree(LAUNCH, tree / "launch")
