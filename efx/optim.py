@@ -81,6 +81,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     """
     config_optim = _checked(config_optim)
     _say_if_cut(config_optim.schedule, total_steps)
+    _warn_if_warmup_is_cut(config_optim.schedule, total_steps)
     schedule = make_schedule(config_optim, total_steps)
     groups = parameter_groups(config_optim, params_shapes, mup_base)
     shapes = meta.unbox(params_shapes)
@@ -115,7 +116,8 @@ def make_schedule(config_optim, total_steps):
     """Learning rate as a function of the zero-based step, from `config.optim.schedule`.
 
     With end E (`decay_steps`, or total_steps if 0), warm-up W (the larger of `warmup_steps` and
-    `warmup_fraction` of E), peak p and f = `final_fraction`:
+    `warmup_fraction` of E, see `_warmup_steps` for one that does not fit), peak p and
+    f = `final_fraction`:
     p (step + 1) / (W + 1) for step < W, so that no step is spent at rate 0; then
     `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
     last `decay_fraction` of E linearly down to f p at E. From E on the rate stays at f p.
@@ -126,13 +128,13 @@ def make_schedule(config_optim, total_steps):
         raise UsageError(f"config.steps={total_steps} must be at least 1")
     end = shape.decay_steps or total_steps
     end_name = "config.optim.schedule.decay_steps" if shape.decay_steps else "config.steps"
-    for name, limit in ((end_name, end), ("config.steps", total_steps)):
-        if shape.warmup_steps > limit:
-            raise UsageError(
-                f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
-                f"{name}={limit}"
-            )
-    warmup = max(shape.warmup_steps, round(shape.warmup_fraction * end))
+    warmup_steps = _warmup_steps(shape, total_steps)
+    if warmup_steps > end:
+        raise UsageError(
+            f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
+            f"{end_name}={end}"
+        )
+    warmup = max(warmup_steps, round(shape.warmup_fraction * end))
     final = shape.final_fraction
     pieces = []  # (steps, schedule counted from the start of the piece); the last one has no end
     if warmup:
@@ -145,7 +147,7 @@ def make_schedule(config_optim, total_steps):
     elif shape.kind == "linear":
         pieces.append((span, optax.linear_schedule(peak, peak * final, span)))
     else:
-        decay = max(1, round(shape.decay_fraction * end))
+        decay = _decay_steps(shape, end)
         if warmup + decay > end:
             raise UsageError(
                 f"config.optim.schedule: {warmup} steps of warm-up (warmup_steps="
@@ -158,6 +160,34 @@ def make_schedule(config_optim, total_steps):
     return optax.join_schedules(
         [piece for _, piece in pieces], [sum(lengths[: i + 1]) for i in range(len(lengths))]
     )
+
+
+def _warmup_steps(shape, total_steps):
+    """`warmup_steps`; a tenth of the run, at least one step, if the warm-up does not fit into it."""
+    longest = total_steps
+    if not shape.decay_steps:
+        longest -= _decay_steps(shape, total_steps)
+    if shape.warmup_steps <= longest:
+        return shape.warmup_steps
+    return min(longest, max(1, total_steps // 10))
+
+
+def _decay_steps(shape, end):
+    """Steps that `wsd` keeps for its decay, of a schedule that ends at step `end`; else 0."""
+    return max(1, round(shape.decay_fraction * end)) if shape.kind == "wsd" else 0
+
+
+@functools.cache
+def _warn_if_warmup_is_cut(schedule, total_steps):
+    warmup = _warmup_steps(schedule, total_steps)
+    if warmup != schedule.warmup_steps:
+        _log.warning(
+            "config.optim.schedule.warmup_steps=%d does not fit into the run of %d steps: warming"
+            " up for %d",
+            schedule.warmup_steps,
+            total_steps,
+            warmup,
+        )
 
 
 @functools.cache

@@ -247,7 +247,7 @@ class ScheduleConfig:
     """The learning rate over the steps."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Natural = 100
+    warmup_steps: Natural = 100  # a tenth of the run where they do not fit into it
     # Of the steps: warms up for so many where they are more than `warmup_steps`.
     warmup_fraction: Annotated[float, Range(least=0, most=1)] = 0.0
     decay_steps: Natural = 0  # step at which the decay ends; 0: the last

@@ -296,12 +296,12 @@ def test_rows_of_a_sweep_are_checked_before_the_first_trains(
 
 def test_a_model_that_cannot_be_is_told_before_the_first_run_trains(tmp_path, capsys, nothing_runs):
     """Of a sweep and of a grid, by a process of its own, which takes no device that runs need."""
-    runs = {"a": {"steps": 9}, "b": {"steps": 9}, "c": {"optim.schedule.warmup_steps": 400}}
+    runs = {"a": {"steps": 9}, "b": {"steps": 9}, "c": {"log.profile_at": 400}}
     path, workdir = tmp_path / "sweep.py", tmp_path / "w"
     path.write_text(f"RUNS = {runs!r}\n{SWEEP}")
     assert sweep.main(["--sweep", str(path), "--workdir", str(workdir)]) == 2
     # The steps that it would have had with the FLOPs of the first.
-    assert "the run 'c': config.optim.schedule.warmup_steps=400 is more" in error_line(capsys)
+    assert "the run 'c': config.log.profile_at=400: the run has" in error_line(capsys)
     path.write_text("""
 def get_grid():
     return dict(config="configs/mod.py:smoke", seeds=(0,), budgets=(1e10,), families={"d": {}},
@@ -332,7 +332,7 @@ NO_MODELS = [
         "eval/dropout/kept, eval/dropout/near_one, eval/dropout/near_zero, eval/loss",
     ),
     ({"data.seq_len": 10**7}, "config.data.seq_len=10000000"),
-    ({"steps": 3}, "config.optim.schedule.warmup_steps=5 is more than config.steps=3"),
+    ({"log.profile_at": 400}, "config.log.profile_at=400: the run has"),
     ({"train.accumulation": 3}, "config.data.batch_size=8 does not divide by"),
 ]
 
@@ -347,7 +347,7 @@ def test_what_only_a_model_shows_is_said_without_a_text(one_device):
     flops = looked_at({})
     assert flops > 0 and looked_at({"steps": 9}, flops) == flops
     # How many steps a run has may depend on its text: then nothing is said against them.
-    for unknown in ({"steps": 3}, {"steps": 3, "data.tokenizer": "chars"}):
+    for unknown in ({"log.profile_at": 400}, {"log.profile_at": 400, "data.tokenizer": "chars"}):
         assert looked_at(unknown, None) is None
 
 
@@ -395,8 +395,8 @@ EXTRAS = [  # a study, its own arguments, what follows --, what is said
     (
         convert,
         [],
-        "scratch:--config.optim.schedule.warmup_steps=100000",
-        "the run 'scratch': config.optim.schedule.warmup_steps=100000 is more than",
+        "scratch:--config.log.profile_at=100000",
+        "the run 'scratch': config.log.profile_at=100000: the run has",
     ),
     (
         phatgoose,
