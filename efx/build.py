@@ -173,11 +173,12 @@ class Training:
         return self._traced(self._step(model, start))
 
     def compile_step(self, model, start=0):
-        """(Compiled program of `trace_step`, names of the kernels that its attention takes). With
+        """(Compiled program of `trace_step`, `attention_kernels.as_records` of its attention). With
         `keeps_traced` an earlier process may have traced it."""
-        with attention_kernels.taken() as kernels:
+        with attention_kernels.taken() as choices:
             if not self.keeps_traced:
-                return self.trace_step(model, start).lower().compile(), kernels
+                compiled = self.trace_step(model, start).lower().compile()
+                return compiled, attention_kernels.as_records(choices)
             step, structure = self._step(model, start), jax.tree.structure(self.shapes)
 
             def of_leaves(leaves, *arguments):  # JAX writes down no classes of others
@@ -189,13 +190,13 @@ class Training:
 
             of = f"step from {start} of {self._depends_on(model)}"
             kept = programs.kept(of_leaves, of, shapes)
-            kernels = programs.kept_value(lambda: sorted(kernels), of)
+            attention = programs.kept_value(lambda: attention_kernels.as_records(choices), of)
 
         def train_step(state, *arguments):
             leaves, metrics = kept.call(jax.tree.leaves(state), *arguments)
             return jax.tree.unflatten(structure, leaves), metrics
 
-        return self._traced(train_step).lower().compile(), kernels
+        return self._traced(train_step).lower().compile(), attention
 
     @property
     def keeps_traced(self):

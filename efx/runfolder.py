@@ -1,8 +1,8 @@
 """The run folder: one directory that holds everything about a run and can be read without JAX.
 
     config.json      every key of the config, sorted, and a checksum of them
-    run.json         one record per launch: versions, git revision, devices, command line, time;
-                     hashes of the text; the run that it started from, was converted from or
+    run.json         one record per launch: versions, git revision, devices, command line, time,
+                     attention kernels with the reasons why others were refused; hashes of the text; the run that it started from, was converted from or
                      follows, or the cluster that it trains on, if any; a checksum of all this
     held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
@@ -651,6 +651,18 @@ def run_record(workdir):
             )
     _check_record_of_checkpoint(path.parent, record)
     return record
+
+
+def amend_launch(workdir, **entries):
+    """Add entries to the record of the newest launch. With several processes all of them call this;
+    process 0 alone writes."""
+
+    def amend():
+        record = run_record(workdir)
+        record["launches"][-1] |= entries
+        _write_sealed(storage.folder(workdir) / RUN_FILE, record)
+
+    on_primary(workdir, amend)
 
 
 def saved_tokenizer(workdir):

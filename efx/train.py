@@ -157,7 +157,7 @@ class _Launch:
         self.last_row = {}
         self.step, self.restored = 0, False
         self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
-        self.kernels = ()  # of attention, in the step
+        self.attention = []  # what run.json records of the kernels of the steps compiled so far
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
         self.pending = []  # what was due at this step and not done: a signal came
@@ -448,6 +448,7 @@ class _Launch:
                 try:
                     with self.watch.stopped():
                         compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
+                        runfolder.amend_launch(self.workdir, attention=self.attention)
                 except Interrupted:
                     self._pause([], True, position)
                     self._say_stopped()
@@ -531,7 +532,8 @@ class _Launch:
             return beside.result() if begun is stage else self._compile(stage)
 
     def _compile(self, stage):
-        compiled, self.kernels = self.training.compile_step(stage.model, stage.start)
+        compiled, attention = self.training.compile_step(stage.model, stage.start)
+        self.attention += [choice for choice in attention if choice not in self.attention]
         return compiled
 
     def flops(self, step, nominal=True):
@@ -712,7 +714,8 @@ class _Launch:
         total = time.monotonic() - self.started
         self.timings["other"] = total - sum(self.timings.values())
         durations = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
-        attention = f"; attention by {', '.join(sorted(self.kernels))}" if self.kernels else ""
+        kernels = sorted({choice["kernel"] for choice in self.attention})
+        attention = f"; attention by {', '.join(kernels)}" if kernels else ""
         self.progress.println(f"first step after {total:.1f} s ({durations}){attention}")
         row = {"startup_seconds": total, "parameters": self.parameters}
         self.writer.write(self.step, row)

@@ -99,36 +99,52 @@ class Kernel(NamedTuple):
     intervals: bool = False
 
 
+class Choice(NamedTuple):
+    """The kernel that an attention takes.
+
+    Attributes:
+      setting: `config.model.attention.kernel`. kernel: name of the kernel, "xla" for none.
+      refused: ((name, reason), ...) of the kernels that "auto" prefers to it.
+    """
+
+    setting: str
+    kernel: str
+    refused: tuple = ()
+
+
 def choose(name, case):
     """The `Kernel` for a case, or None for plain XLA; `Refused` for a choice that cannot be.
 
     Args:
       name: `config.model.attention.kernel`.
     """
-    chosen = _chosen(name, case)
-    if (names := _taken.get()) is not None:
-        names.add(chosen)
-    return KERNELS.get(chosen)
+    choice = _choice(name, case)
+    if (choices := _taken.get()) is not None:
+        choices.add(choice)
+    return KERNELS.get(choice.kernel)
 
 
-_taken = contextvars.ContextVar("names of the kernels that a program takes", default=None)
+_taken = contextvars.ContextVar("`Choice`s of a program", default=None)
 
 
 @contextlib.contextmanager
 def taken():
-    """The set of what the programs that are traced inside take for attention: names of kernels, and
-    "xla"."""
-    token = _taken.set(names := set())
+    """The set of `Choice`s of the programs that are traced inside."""
+    token = _taken.set(choices := set())
     try:
-        yield names
+        yield choices
     finally:
         _taken.reset(token)
 
 
-def _chosen(name, case):
-    """The name of the kernel, "xla" for none."""
+def as_records(choices):
+    """`Choice`s as [{"setting": ..., "kernel": ..., "refused": {name: reason}}], for run.json."""
+    return [choice._asdict() | {"refused": dict(choice.refused)} for choice in sorted(choices)]
+
+
+def _choice(name, case):
     if name == "xla" or flops.is_counting():
-        return "xla"
+        return Choice(name, "xla")
     here = sharding.platform()
     if name != "auto":
         kernel = KERNELS[name]
@@ -137,19 +153,21 @@ def _chosen(name, case):
             reason = f"runs on a {kernel.platform} only, and the devices here are of kind {here!r}"
         if reason:
             raise Refused(name, reason)
-        return name
+        return Choice(name, name)
     reasons = {}
     for candidate, kernel in KERNELS.items():
-        if kernel.platform == here:
-            reasons[candidate] = _refuses(kernel, case)
-            if reasons[candidate] is None:
-                # JAX for GPUs brings cuDNN: that another kernel takes its place is no choice.
-                if reasons.get("cudnn") and reasons["cudnn"] == _without_cudnn():
-                    _say_why(f"by {candidate}", (("cudnn", reasons["cudnn"]),))
-                return candidate
+        if kernel.platform != here:
+            continue
+        reason = _refuses(kernel, case)
+        if reason is None:
+            # JAX for GPUs brings cuDNN: that another kernel takes its place is no choice.
+            if reasons.get("cudnn") and reasons["cudnn"] == _without_cudnn():
+                _say_why(f"by {candidate}", (("cudnn", reasons["cudnn"]),))
+            return Choice(name, candidate, tuple(reasons.items()))
+        reasons[candidate] = reason
     if reasons:
         _say_why("in plain XLA", tuple(reasons.items()))
-    return "xla"
+    return Choice(name, "xla", tuple(reasons.items()))
 
 
 def _refuses(kernel, case):

@@ -22,6 +22,7 @@ from efx import step as step_lib
 from efx.configs import common
 from efx.errors import UsageError
 from efx.evaluate import Evaluator
+from efx.layers import attention_kernels
 from efx.metrics import read_metrics
 from efx.sample import TextSampler
 
@@ -511,6 +512,20 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert "finished" in out and "--mode=sample" in out
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
     assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == command
+
+
+def test_run_json_names_the_attention_kernel_and_why_another_was_refused(
+    text, tmp_path, monkeypatch
+):
+    """As if cuDNN were for the devices here, which it refuses."""
+    cudnn = attention_kernels.KERNELS["cudnn"]._replace(platform="cpu")
+    monkeypatch.setitem(attention_kernels.KERNELS, "cudnn", cudnn)
+    with devices.only(2):  # of which efx keeps no traced programs
+        train.train_and_evaluate(tiny(text, **{"mesh.data": 2, "steps": 1}), tmp_path)
+    (launch,) = json.loads((tmp_path / "run.json").read_text())["launches"]
+    (choice,) = launch["attention"]
+    assert (choice["setting"], choice["kernel"]) == ("auto", "xla")
+    assert choice["refused"]["cudnn"].startswith("wants a GPU of compute capability 8.0")
 
 
 def losses_of_repeats(config, workdir):
