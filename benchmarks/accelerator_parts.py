@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import children, common, decode, latent_cost
-from efx import flops, tables
+from efx import flops, memory, tables
 from efx.config import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
@@ -478,24 +478,11 @@ def _fitting(config, vocab, rounds, compiled):
             steppers = compiled and {"": compiled.result()}
             return common.training_steps({"": config}, vocab, rounds, 2, steppers)[""]
         except jax.errors.JaxRuntimeError as error:
-            if not memory_is_full(error) or config.data.batch_size == 1:
+            if not memory.is_full(error) or config.data.batch_size == 1:
                 raise
         steppers = compiled = None
         gc.collect()
         apply(config, {"data.batch_size": config.data.batch_size // 2})
-
-
-# As XLA says it on GPUs and TPUs. A kernel that wants more shared memory, or more of a TPU's memory
-# for vectors, than there is, does so at any batch.
-_FULL = re.compile(
-    r"out of memory (?:while|trying|allocating)|out of memory in memory space hbm|"
-    r"failed to allocate|attempting to (?:allocate|reserve)|exceeds available hbm",
-    re.IGNORECASE,
-)
-
-
-def memory_is_full(error):
-    return "RESOURCE_EXHAUSTED" in str(error) and bool(_FULL.search(str(error)))
 
 
 # XLA's, of which each spares it something that it tries on the device: which of two of its

@@ -84,6 +84,11 @@ class Evaluator:
 
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
+        advice = f"lower config.evaluate.batch_size={self._config.batch_size}"
+        with memory.exhaustion_as_usage_error("evaluation", advice):
+            return self._evaluated(params, variables)
+
+    def _evaluated(self, params, variables):
         means = {
             selection: self._run(step, params, variables, self._batches(self._placement.rows))
             for selection, step in self._steps.items()

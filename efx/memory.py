@@ -4,9 +4,11 @@ What is counted is the least that is needed, so that nothing is refused that wou
 program may need more than it (`--mode=compile` tells how much, of accelerators).
 """
 
+import contextlib
 import math
 import os
 import pathlib
+import re
 
 import jax
 
@@ -15,6 +17,14 @@ from efx.errors import UsageError
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
 # Limits of a container, of the second and of the first kind of control groups.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# XLA's words on CPUs, GPUs and TPUs. A kernel that needs more shared memory, or more of a TPU's
+# vector memory, than the device has fails at any batch size.
+_FULL = re.compile(
+    r"out of memory (?:while|trying|allocating)|out of memory in memory space hbm|"
+    r"failed to allocate|attempting to (?:allocate|reserve)|exceeds available hbm",
+    re.IGNORECASE,
+)
+_LONGEST_REASON = 200  # characters of an error of XLA, which may list all buffers
 
 
 def on_each_device(tree):
@@ -78,6 +88,29 @@ def check(what, parts, hint=""):
         f"{what} needs at least {in_words(need)} of memory on {where}, which has {in_words(have)}:"
         f" {listed}{hint}"
     )
+
+
+def is_full(error):
+    """Whether an error of the runtime says that a device has too little memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) and bool(_FULL.search(str(error)))
+
+
+@contextlib.contextmanager
+def exhaustion_as_usage_error(work, advice):
+    """Raise UsageError, one line, where a device runs out of memory inside.
+
+    Args:
+      work: what is done inside, as "an evaluation". advice: which settings to change.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_full(error):
+            raise
+        reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        raise UsageError(
+            f"{work} ran out of memory ({reason[:_LONGEST_REASON].rstrip('. ')}); {advice}"
+        ) from error
 
 
 def in_words(count):

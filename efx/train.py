@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import build, hints, optim, run_settings, runfolder, settings, sharding, storage
+from efx import build, hints, memory, optim, run_settings, runfolder, settings, sharding, storage
 from efx.checkpoint import start_from
 from efx.checkpoint.files import warn
 from efx.checkpoint.params import fingerprint
@@ -292,7 +292,13 @@ class _Launch:
         # Of all devices together; 0 where it is not known.
         self.peak = jax.device_count() * (device_peak(config.train.dtype) or 0.0)
         self._read_teacher()
+        c = config.data
+        advice = (
+            f"lower config.data.batch_size={c.batch_size} or config.data.seq_len={c.seq_len}, or"
+            f" raise config.train.accumulation={config.train.accumulation}"
+        )
         with (
+            memory.exhaustion_as_usage_error("training", advice),
             StopSignals() as self.signals,  # until the last save is on disk
             sharding.use(e.mesh, e.rules),
             self._checkpointer() as self.checkpoints,
@@ -687,7 +693,10 @@ class _Launch:
         variables, c = {"params": params, **self.state.variables}, self.config.sample
         seeds = [c.seed + i for i in range(c.num_samples)]
         prompts = [c.prompt] * c.num_samples
-        texts = self._apart(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
+        with memory.exhaustion_as_usage_error(
+            "sampling", f"lower config.sample.num_samples={c.num_samples}"
+        ):
+            texts = self._apart(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
         for i, text in enumerate(texts):
             self.writer.write_text(self.step, f"sample {i}", c.prompt + text)
         self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")

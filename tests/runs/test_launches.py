@@ -6,7 +6,9 @@ One tiny run is trained; the tests spoil copies of it.
 import errno
 import json
 import math
+import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -546,3 +548,24 @@ def test_more_steps_say_that_the_learning_rate_jumps(copy, capsys):
         "efx: warning: the schedule of the learning rate ends with the run: with 5 steps, where"
         " there were 2, the rate at step 2 is 0.000868, not 0.0001\n"
     )
+
+
+@pytest.mark.parametrize("key, rows, width, hidden", [
+    ("data.batch_size", 2**12, 8, 2**16), ("evaluate.batch_size", 2**15, 512, 8),
+])  # fmt: skip
+def test_a_batch_that_the_runtime_cannot_allocate_is_one_line(
+    key, rows, width, hidden, trained, tmp_path
+):
+    """The least that is needed fits, so nothing is refused before a device allocates. The address
+    space of this process has a GiB left, which is less than the activations of the batch."""
+    size = {"model.width": width, "model.mlp.hidden": hidden, "data.batch_size": 1, key: rows}
+    config = tiny(trained / "a.txt", **size)
+    status = pathlib.Path("/proc/self/status").read_text()
+    used = 1024 * int(re.search(r"VmSize:\s+(\d+) kB", status)[1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
+    try:
+        with pytest.raises(UsageError, match=f"ran out of memory .*; lower config.{key}={rows}"):
+            train.train_and_evaluate(config, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

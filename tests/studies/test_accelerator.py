@@ -19,6 +19,7 @@ from test_reference import CURVE, make_run, shifted
 
 from benchmarks import accelerator, accelerator_parts, children, common
 from benchmarks.accelerator_parts import Setup, Skipped, Unfinished
+from efx import memory
 from efx.configs import mod
 from efx.errors import UsageError
 from efx.layers import attend, attention_kernels
@@ -394,7 +395,7 @@ def compiled_by_name(configs, vocab_size):
 
 def test_a_full_memory_is_told_from_what_a_kernel_lacks():
     errors = [jax.errors.JaxRuntimeError(message) for message in (*FULL, *OF_A_KERNEL)]
-    found = list(map(accelerator_parts.memory_is_full, errors))
+    found = list(map(memory.is_full, errors))
     assert found == [True] * len(FULL) + [False] * len(OF_A_KERNEL)
 
 
