@@ -234,10 +234,11 @@ class MetricsWriter:
         return f"has rows up to step {step} that are not as they were written"
 
     def write_text(self, step, name, text):
-        """Appends `text` under the heading `name` to samples/step_N.txt; also to TensorBoard."""
+        """Appends `text` under the heading `name` to samples/step_0000000N.txt, whose names sort by
+        step; also to TensorBoard."""
         if not self._active:
             return
-        path = self._workdir / SAMPLES / f"step_{int(step)}.txt"
+        path = self._workdir / SAMPLES / f"step_{int(step):08d}.txt"
         section = f"## {name}\n{text}\n"
         with writing(path):
             self._home.check()

@@ -247,7 +247,7 @@ def test_two_processes_sample_as_one(runs):
     """Of parameters that are split over both."""
     for step in (ALONE + 2, ALONE + 4):
         two, one = (
-            (workdir / "samples" / f"step_{step}.txt").read_text()
+            (workdir / "samples" / f"step_{step:08d}.txt").read_text()
             for workdir in (runs[0], runs[-1])
         )
         assert two == one and len(two) > 20

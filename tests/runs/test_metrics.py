@@ -119,8 +119,22 @@ def test_samples_of_later_steps_stay_beside_those_of_the_resumed_run(tmp_path):
         writer.truncate_after(2)
         writer.write_text(4, "sample 0", "new 4")
     found = {path.name: path.read_text() for path in (tmp_path / "samples").iterdir()}
-    assert found == {"step_2.txt": "## sample 0\nold 2\n", "step_4.txt": "## sample 0\nnew 4\n",
+    assert found == {"step_00000002.txt": "## sample 0\nold 2\n",
+                     "step_00000004.txt": "## sample 0\nnew 4\n",
                      "notes.txt": "mine", "step_by_step.txt": "mine"}  # fmt: skip
+
+
+def test_names_of_samples_sort_by_step(tmp_path):
+    """Names without leading zeros, as earlier versions wrote them, are still dropped by step."""
+    samples = tmp_path / "samples"
+    with make(tmp_path) as writer:
+        for step in (1000, 250):
+            writer.write_text(step, "sample 0", "text")
+        named = sorted(path.name for path in samples.iterdir())
+        assert [int(name[len("step_") : -len(".txt")]) for name in named] == [250, 1000]
+        (samples / "step_500.txt").write_text("of an earlier version")
+        writer.truncate_after(400)
+    assert [path.name for path in samples.iterdir()] == named[:1]
 
 
 def test_kill_9_while_writing(tmp_path):
@@ -341,7 +355,7 @@ def test_samples_go_to_files(tmp_path):
     with make(tmp_path) as writer:
         writer.write_text(20, "sample 0", "def f(x):\n    return 'é'")
         writer.write_text(20, "sample 1", "class")
-    text = (tmp_path / "samples" / "step_20.txt").read_text(encoding="utf-8")
+    text = (tmp_path / "samples" / "step_00000020.txt").read_text(encoding="utf-8")
     assert text == "## sample 0\ndef f(x):\n    return 'é'\n## sample 1\nclass\n"
 
 

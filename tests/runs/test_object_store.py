@@ -73,7 +73,7 @@ def test_a_run_in_a_bucket_is_that_of_a_disk(run, objects):
         source = {"data.source": f"text:{run / 'text'}", "steps": steps}
         train.train_and_evaluate(config(run, **source), run / "disk")
     assert losses(RUN) == losses(run / "disk") and len(losses(RUN)) == 6
-    for name in ("step_2.txt", "step_6.txt"):
+    for name in ("step_00000002.txt", "step_00000006.txt"):
         text = objects[f"bucket/runs/a/samples/{name}"][0].decode()
         assert text == (run / "disk/samples" / name).read_text()
     names = {name.removeprefix("bucket/runs/a/") for name in objects if name.startswith("bucket")}

@@ -100,7 +100,7 @@ def test_a_signal_waits_for_no_compiling_and_no_evaluation(
         assert "finished" not in said
         assert files.finished_steps(files.as_root(broken / "checkpoints"))[-1] == step
     assert signals.work_is_left()
-    assert "eval/loss" not in rows(broken)[-1] and "step_2.txt" not in samples(broken)
+    assert "eval/loss" not in rows(broken)[-1] and "step_00000002.txt" not in samples(broken)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Checkpointer, "amend", killed)  # when all is written but that it is
         train.train_and_evaluate(config, broken)

@@ -369,7 +369,7 @@ def test_an_evaluation_that_ends_the_process_costs_no_step(text, tmp_path, monke
         with build.checkpointer(folder, build.run_settings.check(config).checkpoint) as found:
             scores.append([found._score(step) for step in found.steps()])
         made = sorted(path.name for path in (folder / "samples").iterdir())
-        assert made == ["step_3.txt", "step_6.txt"]
+        assert made == ["step_00000003.txt", "step_00000006.txt"]
     assert scores[0] == scores[1] and None not in scores[0]
 
 
