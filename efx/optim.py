@@ -131,8 +131,7 @@ def make_schedule(config_optim, total_steps):
     warmup_steps = _warmup_steps(shape, total_steps)
     if warmup_steps > end:
         raise UsageError(
-            f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than "
-            f"{end_name}={end}"
+            f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than {end_name}={end}"
         )
     warmup = max(warmup_steps, round(shape.warmup_fraction * end))
     final = shape.final_fraction
@@ -163,7 +162,7 @@ def make_schedule(config_optim, total_steps):
 
 
 def _warmup_steps(shape, total_steps):
-    """`warmup_steps`; a tenth of the run, at least one step, if the warm-up does not fit into it."""
+    """`warmup_steps`; a tenth of the run, at least one step, if these do not fit into the run."""
     longest = total_steps
     if not shape.decay_steps:
         longest -= _decay_steps(shape, total_steps)

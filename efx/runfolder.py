@@ -2,8 +2,9 @@
 
     config.json      every key of the config, sorted, and a checksum of them
     run.json         one record per launch: versions, git revision, devices, command line, time,
-                     attention kernels with the reasons why others were refused; hashes of the text; the run that it started from, was converted from or
-                     follows, or the cluster that it trains on, if any; a checksum of all this
+                     attention kernels and why others were refused; hashes of the text; the run
+                     that it started from, was converted from or follows, or the cluster that it
+                     trains on, if any; a checksum of all this
     held_out.json    which part of the text is held out        (efx.data.opened)
     metrics.jsonl    one line per logged step          (efx.metrics)
     checkpoints/     one folder per kept step          (efx.checkpoint)
