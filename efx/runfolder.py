@@ -503,10 +503,10 @@ def check_shared(workdir, setting="--workdir"):
 
 
 def check_config(workdir, config, may_differ, completed):
-    """Raises UsageError unless `config` (a plain dict) may continue the run in `workdir`. The other
-    arguments: see `open_run`."""
+    """{key: [before, now]} of the permitted changes; UsageError unless `config` (a plain dict) may
+    continue the run in `workdir`. The other arguments: see `open_run`."""
     config = json.loads(json.dumps(config, default=_plain))
-    _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
+    return _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
 
 
 def fingerprints(workdir, may_differ=None):
@@ -551,9 +551,23 @@ def _shortest_number(text):
     return int(number) if number.is_integer() else number
 
 
+def is_complete(workdir):
+    """Whether the newest checkpoint is that of the run's last step, with the evaluation and samples
+    of this step done and all losses finite."""
+    step, meta = _newest_meta(storage.folder(workdir))
+    return meta.get("last_step") == step and meta.get("pending") == [] and meta.get("ending") == ""
+
+
 def _remembered(folder):
     """(step, `fingerprints`) of the newest checkpoint that can be read; (None, {}) without one, and
     no fingerprints where it was saved without."""
+    step, meta = _newest_meta(folder)
+    found = meta.get("fingerprints", {})
+    return step, found if isinstance(found, dict) else {}
+
+
+def _newest_meta(folder):
+    """(step, meta) of the newest checkpoint that can be read; (None, {}) without one."""
     try:
         steps = [int(path.name) for path in (folder / CHECKPOINTS).iterdir() if _is_step(path.name)]
     except OSError:  # no such folder, or not one
@@ -563,9 +577,7 @@ def _remembered(folder):
         # What is damaged, or not yet whole, is told of by who restores it.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             amended = reading.read_json(path / MANIFEST).get("amended", {})
-            meta = reading.read_json(path / "meta" / "metadata") | amended
-            found = meta.get("fingerprints", {})
-            return step, found if isinstance(found, dict) else {}
+            return step, reading.read_json(path / "meta" / "metadata") | amended
     return None, {}
 
 

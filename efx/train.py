@@ -628,6 +628,7 @@ class _Launch:
     def _save(self, position, pending, metrics=None):
         flops = {"nominal": self.flops(self.step), "realised": self.flops(self.step, False)}
         meta = self._done_so_far(pending) | {
+            "last_step": self.experiment.steps,
             "seconds": self.seconds(),
             "flops": flops,
             "window": self.window,

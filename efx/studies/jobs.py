@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 
+from efx import runfolder
+from efx.errors import UsageError
 from efx.signals import ENDS_WITH, STOPPING
 
 
@@ -50,6 +52,7 @@ _alive = ()
 _running = set()  # processes
 # For runs that may share a GPU: alone each would take three quarters of its memory.
 _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+_parsing = threading.Lock()  # runs of several threads are parsed one after another
 _stopped_by = 0  # the number of the signal that came
 
 
@@ -136,12 +139,33 @@ def _split_cpus(jobs):
     return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
 
 
+def _is_finished(arguments):
+    """Whether `python -m efx.main` has nothing to do for a run: it has ended with this config."""
+    from efx import command_line, run_settings, settings
+
+    try:
+        values = command_line.parse(["efx", *arguments])
+        if values.mode != "train" or not runfolder.is_complete(values.workdir):
+            return False
+        from efx.train import MAY_DIFFER
+
+        config = settings.as_dict(run_settings.check(values.config))
+        changed = runfolder.check_config(values.workdir, config, MAY_DIFFER, run_settings.completed)
+    except UsageError:  # which the command itself reports
+        return False
+    return not changed.keys() & {"steps", "train_flops"}
+
+
 def run_main(title, arguments, log, cpus=None):
     """Runs `python -m efx.main` with `arguments`: (exit status, name of the text that says why).
 
-    The command is printed first. With a set of `cpus` it runs on these, its output goes to the file
-    `log`, and the line that ends a finished run is shown.
+    Nothing is started, or printed, for a run that has finished. Otherwise the command is printed
+    first. With a set of `cpus` it runs on these, its output goes to the file `log`, and the line
+    that ends a finished run is shown.
     """
+    with _parsing:
+        if _is_finished(arguments):
+            return 0, ""
     print(f"== {title}: python -m efx.main {shlex.join(arguments)}", flush=True)
     run = [sys.executable, "-m", "efx.main", *arguments]
     if cpus is None:

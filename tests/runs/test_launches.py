@@ -27,7 +27,7 @@ from efx.configs import common
 from efx.errors import UsageError
 from efx.metrics import read_metrics
 from efx.step import TrainState
-from efx.studies import rehearsal
+from efx.studies import jobs, rehearsal
 
 TINY = {
     "steps": 2,
@@ -548,6 +548,17 @@ def test_more_steps_say_that_the_learning_rate_jumps(copy, capsys):
         "efx: warning: the schedule of the learning rate ends with the run: with 5 steps, where"
         " there were 2, the rate at step 2 is 0.000868, not 0.0001\n"
     )
+
+
+def test_a_study_does_not_start_a_finished_run_again(copy, monkeypatch, capsys):
+    """A finished sweep printed the lines of each of its runs before its table."""
+    started, command = [], [f"--workdir={copy / 'run'}"]
+    monkeypatch.setattr(jobs, "_status_of", lambda command, *_, **__: started.append(command) or 0)
+    assert jobs.run_main("a run", command, copy / "log")[0] == 0
+    assert not started and capsys.readouterr().out == ""
+    for change in ("steps=3", "seed=1"):  # of which the first continues it, the second is refused
+        jobs.run_main("a run", [*command, f"--config.{change}"], copy / "log")
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize("key, rows, width, hidden", [
