@@ -1,9 +1,33 @@
-"""A profile of some steps of a run, by JAX's profiler."""
+"""A profile of some steps of a run, by JAX's profiler, and the seconds spent compiling."""
 
+import functools
 import os
 import shutil
+import threading
 
 import jax
+
+_COMPILING = (
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+_this_thread = threading.local()
+
+
+def compile_seconds():
+    """Seconds for which this thread has lowered and compiled programs since the first call."""
+    _listen()
+    return getattr(_this_thread, "seconds", 0.0)
+
+
+@functools.cache
+def _listen():
+    jax.monitoring.register_event_duration_secs_listener(_add)
+
+
+def _add(event, seconds, **_):
+    if event in _COMPILING:
+        _this_thread.seconds = getattr(_this_thread, "seconds", 0.0) + seconds
 
 
 class Profile:

@@ -26,7 +26,7 @@ from efx.metrics import (
 )
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
-from efx.profiler import Profile
+from efx.profiler import Profile, compile_seconds
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
 from efx.signals import Beside, Interrupted, StopSignals, leave_work
@@ -283,9 +283,15 @@ class _Launch:
 
     @contextlib.contextmanager
     def _timed(self, name):
-        start = time.monotonic()
+        """Add seconds to `timings`: those of compiling to "compile", the others to `name`."""
+        start, compiled_before = time.monotonic(), compile_seconds()
         yield
-        self.timings[name] = self.timings.get(name, 0.0) + time.monotonic() - start
+        compiled = compile_seconds() - compiled_before
+        parts = {name: time.monotonic() - start - compiled}
+        if compiled:
+            parts["compile"] = parts.get("compile", 0.0) + compiled
+        for part, seconds in parts.items():
+            self.timings[part] = self.timings.get(part, 0.0) + seconds
 
     def train(self, untrained=False):
         e, config = self.experiment, self.config
