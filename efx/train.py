@@ -198,7 +198,7 @@ class _Launch:
                 self.mirror.path,
                 tensorboard=c.tensorboard,
                 wandb=self._for_wandb(),
-                resume=not opened.is_new,
+                resume_step=None if opened.is_new else self.step,
             )
             self.writer = files.enter_context(writer)
             entries.update(self._lost_rows())

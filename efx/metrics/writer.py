@@ -4,19 +4,21 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import os
 import pathlib
 import sys
 
-from efx import storage
+from efx import atomic, storage
 from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
 from efx.metrics.progress import is_primary
-from efx.runfolder import METRICS_FILE, Home, check_entries, reason, write_atomic, writing
+from efx.runfolder import METRICS_FILE, Home, check_entries, reason, writing
 
-WANDB_ID_FILE = "wandb_id"
+_log = logging.getLogger(__name__)
+WANDB_ID_FILE = "wandb_id"  # the id of the W&B run, and the last step that was sent to it
 _LONGEST_ROW = 16 << 20  # bytes; a row has some hundred numbers
 SAMPLES = "samples"
 TENSORBOARD = "tensorboard"
@@ -77,16 +79,16 @@ class MetricsWriter:
     Args:
       workdir: run folder (must exist).
       tensorboard: write event files to workdir/tensorboard.
-      wandb: what Weights & Biases is told of the run: arguments of `wandb.init`, `project` among
-        them; None: nothing. The run id is kept in workdir/wandb_id, so a resumed run goes on in
-        the same W&B run.
-      resume: False for a new run in the folder of an earlier one: it gets a new W&B run.
+      wandb: arguments of `wandb.init`, `project` among them; None: nothing goes to Weights &
+        Biases. The run id is kept in workdir/wandb_id, so a resumed run continues the same W&B run.
+      resume_step: the step that the run resumes from; None for a new run in the folder of an
+        earlier one: it gets a new W&B run.
 
     A context manager. No existing file is changed before the first call. Raises UsageError when a
     file cannot be written or an extra is missing.
     """
 
-    def __init__(self, workdir, *, tensorboard, wandb=None, resume=True):
+    def __init__(self, workdir, *, tensorboard, wandb=None, resume_step=math.inf):
         self._workdir = pathlib.Path(workdir)
         self._path = self._workdir / METRICS_FILE
         self._home = Home(self._workdir)
@@ -94,6 +96,8 @@ class MetricsWriter:
         self._events = None  # opened at the first write, when the step to purge from is known
         self._purge_from = None
         self._wandb = None
+        self._wandb_skips = ()  # steps that W&B has already
+        self._wandb_sent = 0  # the last step that was sent
         self._last = None  # (row, first byte) of the last line in the file
         self._size = 0  # bytes in the file
         self._file = None  # descriptor of metrics.jsonl; made at the first write if absent
@@ -109,7 +113,7 @@ class MetricsWriter:
             else:
                 os.stat(self._workdir)
         if wandb:
-            self._wandb = self._open_wandb(wandb, resume)
+            self._open_wandb(wandb, resume_step)
 
     def __enter__(self):
         return self
@@ -199,8 +203,8 @@ class MetricsWriter:
         if self._tensorboard:
             with writing(self._workdir / TENSORBOARD):
                 self._open_events().scalars(step, values)
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **values})
+        if self._wandb is not None and step not in self._wandb_skips:
+            self._send_to_wandb(step, values)
 
     def written(self, before=math.inf):
         """A record of the rows of all steps before `before`, by which `lost` tells later whether
@@ -254,34 +258,78 @@ class MetricsWriter:
             self._events = Events(self._workdir / TENSORBOARD, self._purge_from)
         return self._events
 
-    def _open_wandb(self, of_run, resume):
-        project = of_run["project"]
-        check_wandb(project)
+    def _open_wandb(self, arguments, resume_step):
+        """Start the W&B run, or resume it without the rows after `resume_step`. Where W&B cannot
+        drop these, it keeps them, and their steps are not sent again."""
+        check_wandb(arguments["project"])
         import wandb
 
-        path = self._workdir / WANDB_ID_FILE
-        has_identity = resume and path.is_file()
-        identity = path.read_text(encoding="utf-8").strip() if has_identity else None
+        identity, sent = self._read_wandb_id() if resume_step is not None else (None, None)
+        # Earlier versions recorded no step, and numbered the steps of W&B otherwise.
+        last = sent if sent is not None or self._last is None else self._last[0]["step"]
+        self._wandb_sent = last or 0
+        arguments = {**arguments, "dir": str(self._workdir)}
+        run = None
+        if identity and self._wandb_sent > resume_step:
+            if sent is not None and wandb.setup().settings.mode == "online":
+                run = self._rewound(wandb, arguments, identity, resume_step)
+            if run is None:
+                self._wandb_skips = range(resume_step + 1, self._wandb_sent + 1)
+                _log.warning(
+                    "Weights & Biases has steps up to %d of this run and cannot drop those after"
+                    " step %d: steps %d to %d are not sent to it again",
+                    self._wandb_sent,
+                    resume_step,
+                    resume_step + 1,
+                    self._wandb_sent,
+                )
         try:
-            run = wandb.init(
-                **of_run,
-                id=identity,
-                resume="allow",
-                dir=str(self._workdir),
-            )
+            run = run or wandb.init(**arguments, id=identity, resume="allow")
         except Exception as error:
             raise UsageError(
-                f"config.log.wandb={project!r}: Weights & Biases refused to start"
+                f"config.log.wandb={arguments['project']!r}: Weights & Biases refused to start"
                 f" ({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or"
                 ' config.log.wandb=""'
             ) from error
         # A later launch may differ in settings that do not bind the run.
-        run.config.update(of_run.get("config", {}), allow_val_change=True)
-        # Our own `step` is the x axis: W&B's internal one cannot go back after a resume.
+        run.config.update(arguments.get("config", {}), allow_val_change=True)
+        # Our own `step` is the x axis, since a late evaluation has another step of W&B.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        write_atomic(path, run.id + "\n")
+        self._wandb = run
+        self._keep_wandb_id()
+
+    def _rewound(self, wandb, arguments, identity, resume_step):
+        """The W&B run without the rows after `resume_step`; None from a server without rewind."""
+        steps = [row["step"] for row, _, _ in _rows(self._path)] if self._last else []
+        kept = max((step for step in steps if step <= resume_step), default=0)
+        try:
+            run = wandb.init(**arguments, resume_from=f"{identity}?_step={kept}")
+        except Exception:
+            return None
+        self._wandb_sent = kept
         return run
+
+    def _send_to_wandb(self, step, values):
+        if step > self._wandb_sent:
+            # Recorded first: a row that a crash keeps from W&B is missing there, and none is twice.
+            self._wandb_sent = step
+            self._keep_wandb_id()
+        # The step of W&B cannot go back, and after a resume it is past the last row. An evaluation
+        # that the last launch left undone is of that row.
+        self._wandb.log({"step": step, **values}, step=max(step, self._wandb.step))
+
+    def _read_wandb_id(self):
+        """(id of the W&B run, last step that was sent to it), each None if it was not recorded."""
+        path = self._workdir / WANDB_ID_FILE
+        words = path.read_text(encoding="utf-8").split() if path.is_file() else []
+        identity, step = [*words, None, None][:2]
+        return identity, int(step) if step and step.isdecimal() else None
+
+    def _keep_wandb_id(self):
+        path = self._workdir / WANDB_ID_FILE
+        with writing(path), atomic.replacing(path) as part:
+            part.write_text(f"{self._wandb.id}\n{self._wandb_sent}\n", encoding="utf-8")
 
 
 class _Digest:

@@ -17,7 +17,15 @@ import pytest
 from metrics_helpers import environment, make, run_script
 
 from efx.errors import UsageError
-from efx.metrics import MetricsBuffer, Progress, duration, mean_of, quantity, read_metrics
+from efx.metrics import (
+    MetricsBuffer,
+    MetricsWriter,
+    Progress,
+    duration,
+    mean_of,
+    quantity,
+    read_metrics,
+)
 
 
 def lines(workdir):
@@ -367,30 +375,98 @@ def test_wandb_is_an_extra(tmp_path, monkeypatch):
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):
-    """Against a stand-in: the real one needs an account or a server process."""
-    calls, configs = [], []
+    """Against a stand-in: a server is needed to rewind. One without the feature refuses it."""
+    calls, configs, can_rewind = [], [], True
 
     def init(**arguments):
         calls.append(arguments)
+        if "resume_from" in arguments and not can_rewind:
+            raise RuntimeError("no such feature")
         return types.SimpleNamespace(
-            id=arguments["id"] or "abc123",
+            id="abc123",
+            step=0,
             define_metric=lambda *a, **k: None,
-            log=lambda row: calls.append(row),
+            log=lambda row, step: calls.append((step, row)),
             finish=lambda: calls.append("finish"),
             config=types.SimpleNamespace(update=lambda config, **_: configs.append(config)),
         )
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    for _ in range(2):
-        of_run = {"project": "project", "name": "a", "tags": ["x"], "config": {"seed": 1}}
-        with make(tmp_path, wandb=of_run) as writer:
-            writer.truncate_after(0)
-            writer.write(1, {"loss": 2.0})
-    assert [c["id"] for c in (calls[0], calls[3])] == [None, "abc123"]
-    assert calls[0]["project"] == "project" and calls[0]["resume"] == "allow"
-    assert calls[0]["config"] == configs[1] == {"seed": 1} and calls[0]["tags"] == ["x"]
-    assert calls[1] == {"step": 1, "loss": 2.0} and calls[2] == "finish"
-    assert (tmp_path / "wandb_id").read_text() == "abc123\n"
+    settings = types.SimpleNamespace(mode="online")
+    setup = types.SimpleNamespace(settings=settings)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, setup=lambda: setup))
+    of_run = {"project": "project", "name": "a", "tags": ["x"], "config": {"seed": 1}}
+
+    def launch(resume_step, *steps):
+        calls.clear()
+        with MetricsWriter(
+            tmp_path, tensorboard=False, wandb=of_run, resume_step=resume_step
+        ) as writer:
+            writer.truncate_after(resume_step or 0)
+            for step in steps:
+                writer.write(step, {"loss": 2.0})
+        return [call for call in calls if call != "finish"]
+
+    def sent(*steps):
+        return [(step, {"step": step, "loss": 2.0}) for step in steps]
+
+    first, *rows = launch(None, 1, 2, 3)
+    assert first["id"] is None and rows == sent(1, 2, 3) and calls[-1] == "finish"
+    assert first["project"] == "project" and first["resume"] == "allow"
+    assert first["config"] == configs[0] == {"seed": 1} and first["tags"] == ["x"]
+    again, *rows = launch(3, 4)
+    assert (again["id"], again["resume"]) == ("abc123", "allow") and rows == sent(4)
+    rewound, *rows = launch(2, 3)
+    assert rewound["resume_from"] == "abc123?_step=2" and "id" not in rewound and rows == sent(3)
+    can_rewind = False
+    _, again, *rows = launch(1, 2, 3, 4)
+    assert again["id"] == "abc123" and rows == sent(4)
+
+
+WANDB = """if True:
+    import sys
+    from efx.metrics import MetricsWriter
+    for resume_step, last in ((None, 13), (10, 12), (10, 15)):
+        with MetricsWriter(
+            sys.argv[1], tensorboard=False, wandb={"project": "p"}, resume_step=resume_step
+        ) as writer:
+            writer.truncate_after(resume_step or 0)
+            for step in range(resume_step + 1 if resume_step else 9, last + 1):
+                writer.write(step, {"loss": 1.0})
+                writer.write(step, {"eval": 1.0})
+"""
+
+
+def test_wandb_has_each_step_once_after_a_resume_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    done = run_script(WANDB, tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    rows = [row for path in files for row in wandb_rows(path)]
+    assert sorted(row["step"] for row in rows) == [9, 10, 11, 12, 13, 14, 15]
+    assert all(row["_step"] == row["step"] and row["eval"] == 1.0 for row in rows)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [9, 10, 11, 12, 13, 14, 15]
+    assert done.stderr.count("steps 11 to 13 are not sent") == 2
+
+
+def wandb_rows(path):
+    """Rows of a .wandb file: after 7 bytes of header protobuf records in LevelDB's log format, in
+    blocks of 32 KiB, each fragment with checksum (4 bytes), length (2) and type (1)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, content = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        content += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last fragment
+            record, content = wandb_internal_pb2.Record.FromString(content), b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
 
 
 # ---- late fetching and means -----------------------------------------------------------------

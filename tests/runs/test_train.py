@@ -442,7 +442,8 @@ def stand_in_for_wandb(monkeypatch):
         return types.SimpleNamespace(
             id="1",
             define_metric=lambda *a, **k: None,
-            log=told["log"].append,
+            step=0,
+            log=lambda row, step: told["log"].append(row),
             finish=lambda: None,
             config=types.SimpleNamespace(update=lambda *a, **k: None),
         )
