@@ -268,8 +268,9 @@ class Training:
         numbers["config.data.batch_size"] = c.data.batch_size
         numbers["config.data.seq_len"] = c.data.seq_len
         name = max(numbers, key=numbers.get)
-        what = f"{name}={numbers[name]}, the largest number of the model and its batch: training"
-        memory.check(what, parts, f"; the largest array is {memory.largest(state.params)}")
+        largest = f"; the largest array is {memory.largest(state.params)}"
+        remedy = f"; lower {name}, or other sizes of the model and the batch"
+        memory.check(f"{name}={numbers[name]}: training", parts, largest + remedy)
 
 
 @functools.lru_cache(maxsize=64)
@@ -359,8 +360,8 @@ def without_text(config, vocab_size, devices=None, of_run=False, made=None):
     runs = config.model.member_runs
     if runs and made is None:
         raise UsageError(
-            f"config.model.{runs[0][0]} names another run, and a model that is made of others"
-            " cannot be built without their text"
+            f"config.model.{runs[0][0]} names another run; a model made of other runs cannot "
+            "be built without their text"
         )
     configs = [made.get(run) or _config_of_one(run, f"config.model.{key}") for key, run in runs]
     members = [_module(config, of, vocab_size, mesh, rules) for of in configs]
@@ -384,8 +385,8 @@ def _steps_and_stages(config, model, teacher):
     steps = _total_steps(config, parts, teacher)
     if config.log.profile_at >= steps:
         raise UsageError(
-            f"config.log.profile_at={config.log.profile_at}: the run has {steps} steps; give one"
-            " before the last, or 0 for no profile"
+            f"config.log.profile_at={config.log.profile_at}: the run has {steps} steps; use an "
+            "earlier step, or 0 for no profile"
         )
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
@@ -409,17 +410,17 @@ def _say_what_jumps(config, workdir, model, teacher, steps):
     )
     if capacity_before != capacity:
         warn(
-            "the stages of config.model.depth_routing.capacity_stages are fractions of the run:"
-            f" with {steps} steps, where there were {steps_before}, the capacity at step {reached}"
-            f" is {capacity}, not {capacity_before}"
+            "the stages of config.model.depth_routing.capacity_stages are fractions of the "
+            f"run: with {steps} steps instead of {steps_before}, the capacity at step "
+            f"{reached} is {capacity} instead of {capacity_before}"
         )
     before, now = (
         float(optim.make_schedule(config.optim, total)(reached)) for total in (steps_before, steps)
     )
     if not math.isclose(before, now, rel_tol=1e-5):
         warn(
-            f"the schedule of the learning rate ends with the run: with {steps} steps, where there"
-            f" were {steps_before}, the rate at step {reached} is {now:.3g}, not {before:.3g}"
+            f"the learning rate schedule ends with the run: with {steps} steps instead of "
+            f"{steps_before}, the rate at step {reached} is {now:.3g} instead of {before:.3g}"
         )
 
 
@@ -451,8 +452,8 @@ def _check_init(config):
         value = getattr(config.init, name)
         if value and not config.init.run and config.adapter.kind == "none":
             raise UsageError(
-                f"config.init.run is empty: config.init.{name}={value!r} needs there the run folder"
-                " whose parameters this run starts from"
+                f"config.init.{name}={value!r}: config.init.run is empty; set it to the run "
+                "folder of the initial parameters"
             )
 
 
@@ -516,8 +517,8 @@ def check_tokenizer(config, name, run, made=()):
     if path and is_tokenizer(spec, load_tokenizer(path)):
         return
     raise UsageError(
-        f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}, and its model"
-        f" knows the ids of no other; give --config.data.tokenizer={theirs}"
+        f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r};"
+        f" use --config.data.tokenizer={theirs}"
     )
 
 
@@ -554,8 +555,8 @@ def _model(config, tokenizer, mesh, rules):
 def _check_adapter(config):
     if config.adapter.kind != "none" and not config.init.run:
         raise UsageError(
-            f"config.init.run is empty: config.adapter.kind={config.adapter.kind!r} needs there the"
-            " run folder of the base model that is adapted"
+            f"config.adapter.kind={config.adapter.kind!r}: config.init.run is empty; set it to "
+            "the run folder of the adapted base model"
         )
 
 
@@ -563,7 +564,7 @@ def _module_of_run(config, vocab_size, mesh, rules, members=()):
     model = _module(config, config, vocab_size, mesh, rules, members)
     if model.context < config.data.seq_len:
         raise UsageError(
-            f"config.model.context={model.context} is shorter than "
+            f"config.model.context={model.context}: must be at least "
             f"config.data.seq_len={config.data.seq_len}"
         )
     return model
@@ -578,9 +579,9 @@ def _run_origin(c, workdir):
     for key in _OF_THE_SPLIT if same else ():
         if getattr(c, key) != trained[key]:
             raise UsageError(
-                f"config.data.{key}: {trained[key]!r} in the run, {getattr(c, key)!r} here; that"
-                " would score text that was trained on. To evaluate a whole text of your own:"
-                " --config.data.eval_source=text:PATH"
+                f"config.data.{key}: {trained[key]!r} in the run, {getattr(c, key)!r} here; "
+                "this would score training text. To evaluate a whole other text, use "
+                "--config.data.eval_source=text:PATH"
             )
     return runfolder.recorded_origin(workdir), same
 
@@ -594,8 +595,8 @@ def _same_everywhere(data):
     fingerprint = np.frombuffer(bytes.fromhex(data.fingerprint), np.uint32)
     if np.any(multihost_utils.process_allgather(fingerprint) != fingerprint):
         raise UsageError(
-            "config.data.source: the processes have different texts, held-out splits or"
-            " tokenizers; give all of them the same files, and a --workdir that they share"
+            "config.data.source: the processes have different texts, held-out splits or "
+            "tokenizers; use the same files on all hosts, and a shared --workdir"
         )
 
 
@@ -604,9 +605,7 @@ def _check_run(run, key):
     if not run or not storage.folder(run, key).is_dir():
         raise UsageError(f"{key}={run!r}: there is no such run folder")
     if not (storage.folder(run, key) / runfolder.CONFIG_FILE).is_file():
-        raise UsageError(
-            f"{key}={run!r}: this folder is not that of a run: it has no {runfolder.CONFIG_FILE}"
-        )
+        raise UsageError(f"{key}={run!r}: not a run folder: it has no {runfolder.CONFIG_FILE}")
 
 
 def _config_of_one(run, key):
@@ -616,7 +615,9 @@ def _config_of_one(run, key):
     plain = run_settings.of_plain(run_settings.completed(recorded), path)
     config = run_settings.check(plain, path)
     if config.model.member_runs:
-        raise UsageError(f"{key}={run} is a model made of others itself")
+        raise UsageError(
+            f"{key}={run}: this run is itself made of other runs; use a run of one model"
+        )
     return config
 
 
@@ -626,8 +627,8 @@ def _member(key, run, tokenizer, config, mesh, rules):
     of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
-            f"config.model.{key}={run} has another tokenizer than this run, whose tokens are those "
-            "of config.model.{}={}; models with one tokenizer can be put together".format(
+            f"config.model.{key}={run}: its tokenizer differs from that of "
+            "config.model.{}={}; all members need the same tokenizer".format(
                 *config.model.member_runs[0]
             )
         )
@@ -657,31 +658,32 @@ def _check_batch(config, mesh, rules):
     accumulation, shards = config.train.accumulation, sharding.batch_shards(mesh, rules)
     if config.data.batch_size % accumulation:
         raise UsageError(
-            f"config.data.batch_size={config.data.batch_size} does not divide by "
+            f"config.data.batch_size={config.data.batch_size}: must be a multiple of "
             f"config.train.accumulation={accumulation}"
         )
     rows = config.data.batch_size // accumulation
     if rows % shards:
         raise UsageError(
-            f"config.data.batch_size={config.data.batch_size} in {accumulation} micro-batches "
-            f"does not divide over the {shards} devices of the mesh's batch axes"
+            f"config.data.batch_size={config.data.batch_size}: a micro-batch has {rows} rows "
+            f"(config.train.accumulation={accumulation}), not a multiple of the {shards} devices "
+            f"on the mesh's batch axes; use a multiple of {accumulation * shards}"
         )
     if config.evaluate.batch_size % shards:
         raise UsageError(
-            f"config.evaluate.batch_size={config.evaluate.batch_size} does not divide over the "
-            f"{shards} devices of the mesh's batch axes"
+            f"config.evaluate.batch_size={config.evaluate.batch_size}: must be a multiple of the "
+            f"{shards} devices on the mesh's batch axes"
         )
     if config.evaluate.repeated_rows and config.data.seq_len < 4:
         raise UsageError(
-            f"config.evaluate.repeated_rows={config.evaluate.repeated_rows}: half of"
-            f" config.data.seq_len={config.data.seq_len} tokens are too few to repeat; give rows of"
-            " at least 4, or 0 of these"
+            f"config.evaluate.repeated_rows={config.evaluate.repeated_rows}: needs"
+            f" config.data.seq_len of at least 4, not {config.data.seq_len}; use longer rows, or"
+            " repeated_rows=0"
         )
     pieces = sharding.shard_count(mesh, rules, "length")
     if config.data.seq_len % pieces:
         raise UsageError(
-            f"config.data.seq_len={config.data.seq_len} does not divide over the {pieces} devices "
-            "of the mesh axes that split a sequence (config.mesh.sequence)"
+            f"config.data.seq_len={config.data.seq_len}: must be a multiple of the {pieces} "
+            "devices that share a sequence (config.mesh.sequence)"
         )
 
 
@@ -698,23 +700,26 @@ def _teacher(config, tokenizer=None, *, vocab_size=0, devices=None):
         return None
     if not run:
         raise UsageError(
-            f"config.losses.distill={config.losses.distill!r} needs config.train.teacher, the run"
-            " folder of the model to follow; or set it to 0"
+            f"config.losses.distill={config.losses.distill!r}: config.train.teacher is empty; "
+            "set it to the run folder of the teacher, or set config.losses.distill=0"
         )
     if not runfolder.holds_result(storage.folder(run, "config.train.teacher")):
-        raise UsageError(f"{name}: there is no such run with a checkpoint")
+        raise UsageError(f"{name}: there is no run with a checkpoint in this folder")
     theirs = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
     if theirs.fingerprint != (tokenizer or theirs).fingerprint or (
         tokenizer is None and theirs.vocab_size != vocab_size
     ):
-        raise UsageError(f"{name} has another tokenizer than this run: it says nothing of its ids")
+        raise UsageError(
+            f"{name}: its tokenizer differs from that of this run; a teacher "
+            "needs the same tokenizer"
+        )
     of = on_devices_of(config, run, "config.train.teacher")
     mesh, rules = _devices(config, devices)
     model = _module_of_run(of, theirs.vocab_size, mesh, rules)
     if model.context < config.data.seq_len:
         raise UsageError(
-            f"{name} reads at most {model.context} tokens, and config.data.seq_len="
-            f"{config.data.seq_len}"
+            f"{name}: its context is {model.context} tokens, less than "
+            f"config.data.seq_len={config.data.seq_len}"
         )
     if config.data.packing:
         model.check_packing()
@@ -753,8 +758,8 @@ def read_teacher(experiment, step=None):
 def _total_steps(config, parts, teacher=None):
     if bool(config.steps) == bool(config.train_flops):
         raise UsageError(
-            f"config.steps={config.steps} and config.train_flops={config.train_flops}: "
-            "give exactly one of the two (the other 0)"
+            f"config.steps={config.steps} and config.train_flops={config.train_flops}: set "
+            "exactly one of the two (the other to 0)"
         )
     if config.steps:
         return config.steps
@@ -771,8 +776,8 @@ def _total_steps(config, parts, teacher=None):
     steps = round(config.train_flops / per_step)
     if steps >= 2**31:
         raise UsageError(
-            f"config.train_flops={config.train_flops:g} is {steps:.3g} steps of {per_step:g}: steps"
-            " are counted in an int32, so must be fewer than 2^31"
+            f"config.train_flops={config.train_flops:g}: {steps:.3g} steps of {per_step:g} "
+            "FLOPs are more than 2^31 - 1; use fewer"
         )
     return steps
 

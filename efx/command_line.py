@@ -14,8 +14,16 @@ MADE_FROM = ("import", "convert")
 # Flags that a mode cannot do without, and what they say.
 NEEDED = {
     "import": {"from": "the folder of a Hugging Face model"},
-    "convert": {"from": "the folder of a dense run", "to": "mod, or layer_drop"},
-    "export": {"to": "the new folder of the exported model"},
+    "convert": {"from": "the run folder of a dense model", "to": "mod or layer_drop"},
+    "export": {"to": "a new folder for the exported model"},
+}
+
+
+# Values that flags of a type accept; the errors of absl and Python name only what they got.
+_EXPECTED = {
+    "bool": "true or false",
+    "int": "a whole number in digits, such as 1000",
+    "float": "a number, such as 0.1",
 }
 
 
@@ -36,7 +44,7 @@ def _define():
         kind(name, default, text, flag_values=values, allow_overwrite=False)
 
     text = (
-        "Config, FILE.py or the name of one that comes with efx; with variants, "
+        "Config: FILE.py, or the name of a config of efx; with variants, "
         "NAME:VARIANT,VARIANT. --config.KEY=VALUE changes a setting."
     )
     define(flags.DEFINE_string, "config", None, text)
@@ -49,7 +57,7 @@ def _define():
     )
     text = "import: folder of a Hugging Face model; convert: folder of a dense run."
     define(flags.DEFINE_string, "from", None, text)
-    text = "convert: mod, or layer_drop; export: new folder, for transformers."
+    text = "convert: mod or layer_drop; export: new folder, for transformers."
     define(flags.DEFINE_string, "to", None, text)
     define(flags.DEFINE_string, "dtype", None, "export: float32, bfloat16 or float16.")
     define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
@@ -57,19 +65,19 @@ def _define():
     define(flags.DEFINE_integer, "step", None, text)
     text = "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8."
     define(flags.DEFINE_string, "topology", None, text)
-    text = "compile: token ids (default: as many as the tokenizer has)."
+    text = "compile: number of token ids (default: that of the tokenizer)."
     define(flags.DEFINE_integer, "vocab_size", None, text)
     define(flags.DEFINE_bool, "json", None, "compile: print the report as JSON.")
     define(
         flags.DEFINE_bool,
         "distributed",
         False,
-        "Start jax.distributed and let it find its peers (Slurm, TPU pods, GKE).",
+        "Start jax.distributed and let it find the other processes (Slurm, TPU pods, GKE).",
     )
     define(flags.DEFINE_string, "coordinator_address", None, "host:port of process 0.")
     define(flags.DEFINE_integer, "num_processes", None, "Number of processes.")
     define(flags.DEFINE_integer, "process_id", None, "Number of this process, from 0.")
-    define(flags.DEFINE_integer, "cpu_devices", 0, "Pretend that a CPU is so many devices.")
+    define(flags.DEFINE_integer, "cpu_devices", 0, "Present the CPU as this many devices.")
     return values
 
 
@@ -100,7 +108,7 @@ def parse(argv, usage="", config_for=None):
     for key in keys:
         _check_key(config, key)
     del values.config
-    with _told():
+    with _flag_errors(values):
         config_flags.DEFINE_config_dict(
             "config", _Untold(config), flag_values=values, sys_argv=unknown
         )
@@ -115,15 +123,22 @@ def parse(argv, usage="", config_for=None):
 
 def _parse(values, argv, known_only=False):
     """The arguments that are no flags (with `known_only`, no flags of `values`)."""
-    with _told():
+    with _flag_errors(values):
         return values(argv, known_only)
 
 
 @contextlib.contextmanager
-def _told():
-    """What the library of flags finds wrong, in one line."""
+def _flag_errors(values):
+    """Raise errors of the flags `values` as UsageErrors."""
     try:
         yield
+    except flags.IllegalFlagValueError as error:
+        reason = str(error.__context__ or "")  # of the type's parser, if that failed
+        flag = str(error).removeprefix("flag ").removesuffix(f": {reason}" if reason else "")
+        name = flag.partition("=")[0].removeprefix("--")
+        if reason and name in values:
+            reason = f"expected {_EXPECTED.get(values[name].parser.flag_type(), reason)}"
+        raise UsageError(f"{flag}: {reason}" if reason else flag) from error
     except Exception as error:
         raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
 
@@ -150,7 +165,7 @@ def _keys(values, arguments):
             is_value = False
             continue
         if argument == "--":
-            raise UsageError("unexpected argument '--': nothing is behind the flags and settings")
+            raise UsageError("unexpected argument '--': efx takes only flags and settings")
         name, equals, _ = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
             raise UsageError(f"--{name} is not a flag{_nearest_flag(values, name)}")
@@ -174,5 +189,5 @@ def _check_key(config, key):
         raise UsageError(f"--{error}") from None
     if isinstance(setting, ConfigDict):  # not the schedule of a loss, which is a plain mapping
         raise UsageError(
-            f"--config.{key} is a block of settings; set one of {', '.join(setting)} in it"
+            f"--config.{key} is a block of settings; set one of its settings: {', '.join(setting)}"
         )

@@ -5,6 +5,7 @@ config that is installed with efx: `configs/mod.py` or `mod`. Variants follow a 
 Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the same way.
 """
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -88,7 +89,7 @@ def run_file(kind, source, folder=""):
     try:
         spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
         if spec is None:
-            raise UsageError("this is not a Python file, whose name ends in .py")
+            raise UsageError("this is not a Python file; its name must end in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, f"get_{kind}"):
@@ -97,7 +98,9 @@ def run_file(kind, source, folder=""):
         if not variants:
             return function()
         if not inspect.signature(function).parameters:
-            raise UsageError(f"get_{kind}() has no variants; leave out what follows the colon")
+            raise UsageError(
+                f"get_{kind}() has no variants; leave out the colon and the text after it"
+            )
         return function(variants)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
@@ -110,19 +113,29 @@ def find_file(kind, path, folder=""):
     """pathlib.Path of a Python file, given by its path, or by its name without ".py" in the
     `folder` of `efx.configs`. A path `configs/...` that does not exist is looked up in efx."""
     top, named = pathlib.Path(configs.__path__[0]), storage.local_path(path, f"--{kind}")
-    if named.suffix or named.parent != pathlib.Path():
-        shipped = top.joinpath(*named.parts[1:]) if named.parts[0] == top.name else named
-        candidates, known_names = [named, shipped], [*named.parent.glob("*.py")]
-        known_names += [named.parent / file.name for file in shipped.parent.glob("*.py")]
-        problem = "there is no such file"
-    else:
-        candidates = [top / folder / f"{path}.py"]
-        known_names = [file.stem for file in (top / folder).glob("*.py") if file.stem != "__init__"]
-        problem = f"there is no {kind} of this name, and a path ends in .py"
-    for candidate in candidates:
+    is_path = bool(named.suffix) or named.parent != pathlib.Path()
+    shipped = top.joinpath(*named.parts[1:]) if named.parts[:1] == (top.name,) else named
+    for candidate in [named, shipped] if is_path else [top / folder / f"{path}.py"]:
         if os.path.isfile(candidate):  # False of a name that is too long, too
             return candidate
-    raise UsageError(f"--{kind}={path}: {problem}{nearest(path, known_names)}")
+    suggestions = {}
+    if named.parent == pathlib.Path():
+        suggestions |= {name: name for name in _names(top / folder, kind)}
+    if is_path:
+        names = {*_names(shipped.parent, kind), *_names(named.parent, kind)}
+        suggestions |= {name: str(named.parent / f"{name}.py") for name in names}
+    problem = "there is no such file"
+    if not is_path:
+        problem = f"there is no {kind} of this name, and a path ends in .py"
+    raise UsageError(f"--{kind}={path}: {problem}{nearest(named.stem, suggestions, suggestions)}")
+
+
+def _names(folder, kind):
+    """The names, without ".py", of the Python files of a folder that have `get_<kind>`."""
+    for file in folder.glob("*.py"):
+        with contextlib.suppress(OSError):
+            if f"def get_{kind}(" in file.read_text(errors="replace"):
+                yield file.stem
 
 
 def _tuples(value):

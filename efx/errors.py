@@ -33,9 +33,32 @@ def extra(name):
     )
 
 
-def nearest(name, known):
-    """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string."""
-    import difflib
+def nearest(name, known, shown=None):
+    """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string.
 
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    Close are names that begin with `name`, and names in which at most a third of the letters is
+    misspelt.
+
+    Args:
+      shown: {name: text to suggest for it}; by default the names.
+    """
+    name, known = str(name), [str(key) for key in known]
+    errors = {key: _edit_distance(name.lstrip("-"), key.lstrip("-")) for key in known}
+    close = [key for key in errors if 3 * errors[key] <= max(len(name), len(key))]
+    close = close or [key for key in errors if len(name) > 2 and key.startswith(name)]
+    if not close:
+        return ""
+    best = min(close, key=errors.get)
+    return f" (did you mean {(shown or {}).get(best, best)!r}?)"
+
+
+def _edit_distance(a, b):
+    """The least number of letters to insert, delete, replace or swap with the next one."""
+    before, row = [], list(range(len(b) + 1))
+    for i, letter in enumerate(a):
+        above, before, row = before, row, [i + 1]
+        for j, other in enumerate(b):
+            row.append(min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1))
+            if i and j and letter == b[j - 1] and other == a[i - 1]:
+                row[-1] = min(row[-1], above[j - 1] + 1)
+    return row[-1]

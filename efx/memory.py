@@ -76,7 +76,7 @@ def check(what, parts, hint=""):
 
     Args:
       what: needs it, beginning with the settings that decide. parts: {words: bytes}.
-      hint: said at the end.
+      hint: added at the end.
     """
     need, have = sum(parts.values()), available()
     if need <= have:
@@ -85,8 +85,8 @@ def check(what, parts, hint=""):
     kind, count = jax.local_devices()[0].platform, jax.local_device_count()
     where = f"each of {count} {kind} devices" if count > 1 else f"the {kind}"
     raise UsageError(
-        f"{what} needs at least {in_words(need)} of memory on {where}, which has {in_words(have)}:"
-        f" {listed}{hint}"
+        f"{what} needs at least {in_words(need)} of memory on {where}, but {in_words(have)} is"
+        f" available ({listed}){hint}"
     )
 
 

@@ -117,7 +117,7 @@ def completed(plain):
         for name, value in plain.items()
     }
     if younger:
-        _say_younger(", ".join(younger))
+        _warn_about_new_settings(", ".join(younger))
     return whole
 
 
@@ -137,8 +137,8 @@ def _completed(plain, block, name, younger):
 
 
 @functools.cache
-def _say_younger(settings):
-    _log.warning("the run is older than %s, as it was done before these could be set", settings)
+def _warn_about_new_settings(settings):
+    _log.warning("this run predates %s; using these defaults", settings)
 
 
 def of_plain(plain, where):
@@ -177,7 +177,7 @@ def check(config, where=""):
         return config
     try:
         if not isinstance(config, ConfigDict):
-            raise UsageError(f"a config is a ConfigDict, not of type {type(config).__name__}")
+            raise UsageError(f"expected a ConfigDict, not {type(config).__name__}")
         if "model" not in config:  # which decides what other settings there are
             raise UsageError("config.model is missing")
         family = require(config, "model.family")

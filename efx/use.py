@@ -31,7 +31,7 @@ def evaluate(config, workdir, step=None):
             print(other)
         c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
-            print(f"all of that text is scored with --config.data.eval_source={c.source}")
+            print(f"to score the whole text, use --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
             number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
             print(f"  {name:<44} {number}")
@@ -41,10 +41,11 @@ def evaluate(config, workdir, step=None):
 def other_model(config, workdir):
     """A line about the settings by which this is another model than the run's, or ""."""
     changed = changed_settings(workdir, config, _OF_THE_MODEL)
-    listed = (f"config.{key}={value!r} ({before!r})" for key, (before, value) in changed.items())
-    if not changed:
-        return ""
-    return f"not the model that was trained, which had other settings: {', '.join(listed)}"
+    listed = (
+        f"config.{key}={value!r} (trained with {before!r})"
+        for key, (before, value) in changed.items()
+    )
+    return f"this is not the model that was trained: {', '.join(listed)}" if changed else ""
 
 
 def sample(config, workdir, step=None, stream=None):
@@ -69,17 +70,17 @@ def sample(config, workdir, step=None, stream=None):
 
 
 def _left_out(stats, cache_size, seq_len):
-    """What found no room, and why an evaluation of the same text may count another number."""
+    """Drops over the capacity, and the row length that sets it (another one in evaluation)."""
     lost = []
     for name, count, of, unit in (
         ("routed blocks", stats.get("overflow", 0), stats.get("wanted"), "tokens"),
         ("experts", stats["expert_overflow"], stats.get("expert_choices"), "choices"),
     ):
         if count:
-            lost.append(f"{name} had no room for {count} of {of} {unit} ({count / of:.1%})")
+            lost.append(f"{name} dropped {count} of {of} {unit} ({count / of:.1%})")
     if not lost:
         return ""
-    room = f"; room is that of rows of {cache_size} tokens"
+    capacity = f" over the capacity of a row of {cache_size} tokens"
     if cache_size != seq_len:
-        room += f", evaluation has rows of {seq_len}"
-    return "; " + ", ".join(lost) + room
+        capacity += f" (evaluation uses rows of {seq_len})"
+    return "; " + ", ".join(lost) + capacity

@@ -83,11 +83,11 @@ def error_line(capsys):
         ({"data.tokenizer": "byte"}, r"config\.data\.tokenizer.*'bytes'"),
         (
             {"model.attention.num_heads": 3},
-            r"config\.model\.width=16 does not divide by config\.model\.attention\.num_heads=3",
+            r"config\.model\.width=16 is not divisible by config\.model\.attention\.num_heads=3",
         ),
         ({"model.depth_routing.capacity": 1.5}, r"config\.model\.depth_routing\.capacity=1\.5"),
         ({"optim.frozen": "nothing/.*"}, r"config\.optim\.frozen"),
-        ({"data.seq_len": 100_000}, r"config\.data\.seq_len=100000 is longer than the text"),
+        ({"data.seq_len": 100_000}, r"config\.data\.seq_len=100000: .*use a longer text"),
         ({"data.batch_size": 9}, r"config\.data\.batch_size=9"),
         ({"mesh.data": 3}, r"config\.mesh"),
     ],
@@ -106,7 +106,7 @@ def test_bad_settings(text, tmp_path, capsys, settings, words):
         ([], "configs/mod.py", "--workdir is missing"),
         ([], None, "--config is missing"),
         (["--workdir=x"], "/etc/passwd", "--config=/etc/passwd: this is not a Python file"),
-        (["--workdir=x", "--config.sample.prompt=\0"], "configs/mod.py", "ends texts for the sys"),
+        (["--workdir=x", "--config.sample.prompt=\0"], "configs/mod.py", "config.sample.prompt="),
         (["--workdir=x", "--mode=trian"], "configs/mod.py", r"--mode=trian.*did you mean 'train'"),
         (["--workdir=x"], "configs/none.py", r"--config=configs/none\.py: there is no such file"),
         (["--workdir=x"], "configs/mod.py:smok", r"variant 'smok'.*did you mean 'smoke'"),
@@ -192,16 +192,16 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
 
     assert call(f"--workdir={run}", "--mode=evaluate", config=None) == 0
     said = capsys.readouterr().out
-    assert "bits per byte" in said and "other settings" not in said
+    assert "bits per byte" in said and "not the model" not in said
     # Another model of the same parameters was evaluated without a word.
     changed = {"model.norm_eps": 0.5, "seed": 3, "model.attention.chunk": 8}
     assert call(f"--workdir={run}", "--mode=evaluate", config=None, **changed) == 0
-    words = "which had other settings: config.model.norm_eps=0.5 (1e-05), config.seed=3 (0)\n"
+    words = "config.model.norm_eps=0.5 (trained with 1e-05), config.seed=3 (trained with 0)\n"
     assert words in capsys.readouterr().out
     for mode in ("evaluate", "sample"):
         other = {"data.tokenizer": "bytes"}
         assert call(f"--workdir={run}", f"--mode={mode}", config=None, **other) == 2
-        words = f"config.data.tokenizer='bytes': --workdir={run} was trained with 'chars', and its"
+        words = f"config.data.tokenizer='bytes': --workdir={run} was trained with 'chars'; use"
         assert words in error_line(capsys)
     # Its file is the same tokenizer by another name.
     same = {"data.tokenizer": str(run / "tokenizer.json")}
@@ -212,7 +212,7 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
     (run / "config.json").write_text(json.dumps(older))
     assert call(f"--workdir={run}", "--mode=evaluate", config=None, **same) == 0
     said = capsys.readouterr().out
-    assert "bits per byte" in said and "other settings" not in said
+    assert "bits per byte" in said and "not the model" not in said
     shutil.copy2(kept, run / "config.json")
     assert (
         call(
@@ -225,14 +225,14 @@ def test_train_evaluate_sample_and_what_a_run_folder_refuses(text, tmp_path, cap
         == 0
     )
     said = capsys.readouterr()
-    assert said.out.startswith("the ") and "other settings" not in said.err
+    assert said.out.startswith("the ") and "not the model" not in said.err
     # Text of another model looked like the run's.
     given_too = {"model.norm_eps": 0.5, "sample.max_new_tokens": 1}
     arguments = (f"--workdir={run}", "--mode=sample", "--prompt=the ")
     assert call(*arguments, config=None, **given_too) == 0
-    words = "which had other settings: config.model.norm_eps=0.5 (1e-05)\n"
+    words = "config.model.norm_eps=0.5 (trained with 1e-05)\n"
     said = capsys.readouterr()
-    assert words in said.err and "other settings" not in said.out
+    assert words in said.err and "not the model" not in said.out
 
     assert (
         call(f"--workdir={run}", "--mode=sample", "--prompt=" + "the quick " * 9, config=None) == 2

@@ -45,7 +45,7 @@ class Outer:
     ({"limit": 1.5}, "config.outer.limit=1.5: expected int"),
     ({"on": 1}, "config.outer.on=1: expected bool"),
     ({"on": True}, "config.outer.on=True needs names"),
-    ({"inner": 3}, "config.inner=3: it is a block of settings, size, share"),
+    ({"inner": 3}, "config.inner=3: expected a block of settings (size, share"),
     ({"inner": {"size": 0, "share": 0.5}}, "config.inner.size=0: must be at least 1"),
     ({"inner": {"size": True, "share": 0.5}}, "config.inner.size=True: expected int"),
     ({"inner": {"size": 1, "share": 0.0}}, "config.inner.share=0.0: must be in (0, 1]"),
@@ -157,7 +157,7 @@ def test_what_a_run_is_older_than_is_at_its_default(family, caplog):
                 inner = inner[part]
             del inner[key]
             assert run_settings.completed(older) == whole, (path, key)
-    assert all("the run is older than config." in record.message for record in caplog.records)
+    assert all("this run predates config." in record.message for record in caplog.records)
 
 
 def test_what_lacks_a_block_or_is_no_config_stays_as_it_is():
