@@ -84,8 +84,7 @@ class LibraryTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > _MOST_IDS:
             raise UsageError(
-                f"its ids reach up to {self.vocab_size - 1}, and a table of the bytes of each has"
-                f" at most {_MOST_IDS} places"
+                f"its largest id is {self.vocab_size - 1}, and efx supports at most {_MOST_IDS} ids"
             )
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
@@ -215,15 +214,15 @@ class LibraryTokenizer(Tokenizer):
             encodings = _called(self._inner.encode_batch_fast, texts, add_special_tokens=False)
         except _LibraryError as error:
             raise UsageError(
-                f"the tokenizer cannot encode this text ({error}); it needs a token for what it"
-                " does not know, or the words of this text"
+                f"the tokenizer cannot encode this text ({error}); it needs a token for "
+                "unknown words, or the words of this text"
             ) from error
         if self._never:
             for encoding in encodings:
                 if found := self._never.intersection(encoding.ids):
                     raise UsageError(
-                        f"the text has the character {self._inner.id_to_token(min(found))!r}, which"
-                        " is a special token of the tokenizer and stands for no text"
+                        f"the text has the character {self._inner.id_to_token(min(found))!r}, "
+                        "a special token of the tokenizer; remove it from the text"
                     )
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
@@ -430,8 +429,8 @@ def _check_alphabet(settings):
     of_text = {c for c, byte in byte_of_character().items() if byte not in _NOT_OF_TEXT}
     if missing := of_text - model["vocab"].keys():
         raise UsageError(
-            f"it has no token for {len(missing)} of the {len(of_text)} bytes that text in UTF-8 may"
-            " have, and would leave them out; train it with the whole alphabet of bytes"
+            f"it has no token for {len(missing)} of the {len(of_text)} bytes of UTF-8 text, "
+            "and would drop them; train it with the whole byte alphabet"
         )
 
 

@@ -36,7 +36,7 @@ def make_tokenizer(spec, name, key, pieces, root):
     kind, argument = tokenizers.parse(spec)
 
     def build(folder):
-        log.info("making the tokenizer %s of %s", spec, name)
+        log.info("training the tokenizer %s on %s", spec, name)
         splits = SPLITS if kind == "chars" else ("train",)
         texts = _texts(
             ((document_name, data) for split, document_name, data in pieces() if split in splits),
@@ -100,7 +100,7 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
         info = reading.read_json(folder / "info.json")
         return {split: _stored(folder, name, split, info) for split in splits}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder}, of the cache, cannot be used: {error}; delete it") from error
+        raise UsageError(f"the cache entry {folder} cannot be read: {error}; delete it") from error
 
 
 def _stored(folder, name, split, info):
@@ -142,7 +142,7 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
             file.close()
     for split in splits:
         if not tokens_written[split]:
-            raise UsageError(f"{source_name}: the {SPLIT_NAMES[split]} comes to no tokens")
+            raise UsageError(f"{source_name}: the {SPLIT_NAMES[split]} has no tokens")
         np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
     info = {"dtype": dtype.str, "text_bytes": text_bytes}
     (folder / "info.json").write_text(json.dumps(info))

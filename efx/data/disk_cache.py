@@ -39,7 +39,7 @@ def cache_root(cache_dir):
     root = cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx"
     if storage.is_remote(root):
         name = "config.data.cache_dir" if cache_dir else "EFX_CACHE"
-        raise UsageError(f"{name}={root}: the cache is a folder on a disk")
+        raise UsageError(f"{name}={root}: the cache must be on a local disk")
     return Path(root).expanduser()
 
 
@@ -78,9 +78,9 @@ def _check_room(named, size, count, folder):
     what, place = memory.in_words(size), folder.parent
     if size > free:
         raise UsageError(
-            f"{named}: {what} would be copied to {place}, whose disk has {memory.in_words(free)}"
-            " free; name another folder by config.data.cache_dir or EFX_CACHE, or mount the bucket"
-            " and give the path there"
+            f"{named}: {what} do not fit into the cache {place}: its disk has "
+            f"{memory.in_words(free)} free; choose another folder with config.data.cache_dir "
+            "or EFX_CACHE, or mount the bucket and use the path of the mount"
         )
     log.info("copying %s: %s in %d files, to %s", named, what, count, place)
 
@@ -137,8 +137,8 @@ def cached_folder(root, kind, key, build):
             _build(folder, key, build)
     except OSError as error:
         raise UsageError(
-            f"config.data.cache_dir={str(root)!r} cannot be written"
-            f" ({error.strerror or error}); name a folder with room that you can write to"
+            f"config.data.cache_dir={str(root)!r} cannot be written "
+            f"({error.strerror or error}); choose a writable folder with free space"
         ) from error
     return folder
 
@@ -151,7 +151,7 @@ def _build(folder, key, build):
         if folder.exists():
             if _intact(folder):  # another process finished first
                 return
-            log.warning("the cache entry %s is damaged: building it again", folder)
+            log.warning("the cache entry %s is damaged; building it again", folder)
             # Moved aside first: a rename is atomic, removing a tree is not.
             os.rename(folder, temporary / "damaged")
         try:

@@ -201,8 +201,8 @@ class GrowingTokens:
 
     def _failure(self, status):
         message = self._writer.stdout.read().decode().strip() or (
-            f"{self._name}: the process that tokenises it ended with status {status}; run the same"
-            " command again to resume"
+            f"{self._name}: the tokenising process ended with status {status}; rerun the "
+            "command to resume"
         )
         # A negative status is the signal that ended the process.
         is_passing = status < 0 or status == PassingError.status
@@ -220,7 +220,8 @@ class GrowingTokens:
                 file.seek(offset * row.itemsize)
                 if file.readinto(piece) < piece.nbytes:
                     raise UsageError(
-                        f"{_path(self._folder, number)} has become shorter; start again"
+                        f"{_path(self._folder, number)} was truncated while it was read; rerun "
+                        "the command"
                     )
                 copied += len(piece)
         return rows.astype(np.int32)
@@ -245,8 +246,8 @@ def _end(process):
 
 def _cannot_write(root, error):
     return (
-        f"config.data.cache_dir={str(root)!r} cannot be written ({error.strerror or error}); name"
-        " a folder with room that you can write to"
+        f"config.data.cache_dir={str(root)!r} cannot be written ({error.strerror or error}); "
+        "choose a writable folder with free space"
     )
 
 
@@ -293,7 +294,7 @@ class Writer:
         if parts:
             progress = self._with_shard(progress, parts, (pieces + 1, 0))
         if not progress.tokens:
-            raise UsageError(f"{self._name}: the training split comes to no tokens")
+            raise UsageError(f"{self._name}: the training split has no tokens")
         yield dataclasses.replace(progress, finished=True)
 
     def _ids(self, progress):

@@ -67,9 +67,9 @@ def decide(source, method, eval_fraction):
         sizes[digest] = sizes.get(digest, 0) + len(document.data)
     if len(sizes) < 2:
         raise UsageError(
-            f"config.data.split='documents' needs at least 2 different documents, and {source.name}"
-            f" has {len(sizes)}; use config.data.split=tail, or cut them by"
-            " config.data.document_bytes"
+            f"config.data.split='documents': {source.name} has {len(sizes)} different "
+            "documents, and at least 2 are needed; use config.data.split=tail, or cut "
+            "documents with config.data.document_bytes"
         )
     return {"documents": sorted(digest.hex() for digest in _pick(sizes, eval_fraction))}
 
@@ -93,8 +93,8 @@ def pieces(source, decision):
     if len(present) < len(heldout):
         _refuse_changed(
             source,
-            f"{len(heldout) - len(present)} of the {len(heldout)} documents that were held out are"
-            " no longer in it, or are longer or shorter now",
+            f"{len(heldout) - len(present)} of its {len(heldout)} held-out documents were "
+            "removed or changed in length",
         )
 
 
@@ -113,14 +113,14 @@ def without_documents_of(heldout, pieces, name):
         else:
             yield split, document_name, data
     if dropped:
-        log.info("%s: not trained on are %d documents of %s", name, dropped, heldout.name)
+        log.info("%s: %d documents of %s are excluded from training", name, dropped, heldout.name)
 
 
 def _refuse_changed(source, problem):
     raise UsageError(
-        f"{source.name}: the split of before cannot be kept: {problem}. Text may be added"
-        " behind the old one (new files of a folder sort last) or as further documents; put the"
-        " old text back, or use another --workdir"
+        f"{source.name}: the earlier split cannot be kept: {problem}. Only append text to the "
+        "old one (new files of a folder sort last) or add documents; restore the old text, or "
+        "use another --workdir"
     )
 
 
@@ -147,8 +147,8 @@ def _decide_tail(source, eval_fraction):
     remaining = int((1 - eval_fraction) * total)
     if not 0 < remaining < total:
         raise UsageError(
-            f"config.data.eval_fraction={eval_fraction} of {source.name} ({total} characters)"
-            " leaves nothing on one side"
+            f"config.data.eval_fraction={eval_fraction}: one split of {source.name} ({total} "
+            "characters) would be empty; use another fraction or a longer text"
         )
     offset, start, digest = 0, 0, _digest()
     for document, (count, size) in zip(source.documents(), counts, strict=True):
@@ -173,7 +173,7 @@ def _pieces_tail(source, decision):
             if piece:
                 yield split, name, piece
     if offset < stop or digest.hexdigest() != decision["sum"]:
-        _refuse_changed(source, f"its bytes {start} to {stop}, which were held out, are others now")
+        _refuse_changed(source, f"its held-out bytes {start} to {stop} have changed")
 
 
 def _digest():

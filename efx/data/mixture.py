@@ -11,11 +11,11 @@ def parse(name, argument):
     for component in components:
         kind = sources.parse(component)[0]
         if kind in ("mix", "tokens"):
-            raise UsageError(
-                f"{name}: {component!r} cannot be a part of a mixture; use text sources"
-            )
+            raise UsageError(f"{name}: {component!r} cannot be part of a mixture; use text sources")
     if len(set(components)) < len(components) or len(components) < 2:
-        raise UsageError(f"{name}: a mixture has two or more different parts, divided by commas")
+        raise UsageError(
+            f"{name}: a mixture needs two or more different parts, separated by commas"
+        )
     return components
 
 
@@ -47,7 +47,7 @@ class Topics:
             from pydoc_data.topics import topics
         except ImportError as error:
             raise UsageError(
-                f"{name}: this Python comes without its language reference; use text:PATH"
+                f"{name}: this Python does not include its language reference; use text:PATH"
             ) from error
         self.name, self._topics, self._max_bytes = name, topics, max_bytes
 

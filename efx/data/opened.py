@@ -54,8 +54,8 @@ class OpenedTexts:
             return
         if self.origin["source"] == self.origin["eval_source"]:
             raise UsageError(
-                f"{self.eval_source.name} has the same text as {self.source.name}: nothing is left"
-                " to train on"
+                f"{self.eval_source.name} has the same text as {self.source.name}: no text "
+                "remains for training; use another eval_source"
             )
         if is_tokens(self.source) and is_tokens(self.eval_source):
             self._refuse_shards_of_both()
@@ -78,8 +78,8 @@ class OpenedTexts:
         # Documents of both texts are left out of training; shards are not documents.
         if name := self.eval_source.trained_on_in(self.source):
             raise UsageError(
-                f"{self.eval_source.name}: {name} is one of the training shards of"
-                f" {self.source.name}; name the others by a pattern"
+                f"{self.eval_source.name}: {name} is also a training shard of "
+                f"{self.source.name}; select other training shards with a pattern"
             )
 
     def _refuse_changes(self, run_origin):
@@ -91,15 +91,15 @@ class OpenedTexts:
                 continue
             if key == "source" and self._config.on_change == "keep_split":
                 continue
-            way_out = "put the old text back, or use another --workdir"
+            way_out = "restore the old text, or use another --workdir"
             if key == "source":
                 way_out += (
-                    ", or go on with --config.data.on_change=keep_split: then what was held out"
-                    " is held out still, and all the rest is for training"
+                    ", or resume with --config.data.on_change=keep_split to keep the held-out "
+                    "text and train on everything else"
                 )
             raise UsageError(
-                f"{text.name} is not the text that this run began with (content"
-                f" {str(run_origin[key])[:8]} then, {self.origin[key][:8]} now): {way_out}"
+                f"{text.name} has changed since the run started (content "
+                f"{str(run_origin[key])[:8]} then, {self.origin[key][:8]} now): {way_out}"
             )
 
     def _held_out(self, run_origin, same_text):
@@ -163,7 +163,10 @@ class OpenedTexts:
     def _check_unchanged(self, key):
         text = getattr(self, key)
         if text.identity() != self.origin[key]:
-            raise UsageError(f"{text.name} changed while it was read; start again when it rests")
+            raise UsageError(
+                f"{text.name} changed while it was read; rerun the command when "
+                "it no longer changes"
+            )
 
     def key(self, split=""):
         """Hash of all that `pieces` depends on; with split="eval" of the held-out text alone."""
@@ -242,13 +245,12 @@ def _shard_tokenizer(source, spec, tokenizer_path):
             tokenizer = _stored_for(source, spec, stored)
         if tokenizer is None:
             raise UsageError(
-                f"{name} cannot be made from {source.name}, which holds tokens and no text; name"
-                " the tokenizer.json that they were made with"
+                f"{name} cannot be trained on {source.name}, a source of tokens without text; "
+                "use the path of the tokenizer.json of these tokens"
             )
     if stored is not None and stored.fingerprint != tokenizer.fingerprint:
         raise UsageError(
-            f"{name} is not the tokenizer that {source.name} was made with;"
-            f" use config.data.tokenizer={stored_path}"
+            f"{name} is not the tokenizer of {source.name}; use config.data.tokenizer={stored_path}"
         )
     source.check_ids(tokenizer, name)
     return tokenizer
@@ -262,11 +264,11 @@ def _stored_for(source, spec, stored):
     # A text with few pairs worth merging comes to fewer ids than were asked for, never to more.
     if size is not None and stored.vocab_size > size:
         raise UsageError(
-            f"config.data.tokenizer={spec!r}: the tokenizer that {source.name} was made with has"
-            f" {stored.vocab_size} ids; use config.data.tokenizer={source.tokenizer_path()}"
+            f"config.data.tokenizer={spec!r}: the tokenizer of {source.name} has "
+            f"{stored.vocab_size} ids; use config.data.tokenizer={source.tokenizer_path()}"
         )
     log.info(
-        "in place of config.data.tokenizer=%r: %s, of %d ids, that %s was made with",
+        "instead of config.data.tokenizer=%r, using %s (%d ids), the tokenizer of %s",
         spec,
         source.tokenizer_path(),
         stored.vocab_size,

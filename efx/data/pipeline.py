@@ -78,8 +78,9 @@ def load(
 
 def _too_short(seq_len, split, name, tokens):
     return UsageError(
-        f"config.data.seq_len={seq_len} is longer than the text: the {corpus.SPLIT_NAMES[split]} of"
-        f" {name} has {tokens} tokens, and a row takes one more than seq_len"
+        f"config.data.seq_len={seq_len}: the {corpus.SPLIT_NAMES[split]} of {name} has {tokens}"
+        f" tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or"
+        " use a longer text"
     )
 
 
@@ -136,9 +137,9 @@ class Data:
         """UsageError if what is trained on, or scored, is nothing to pack."""
         if "train" in self._streams and len(self.documents("train")) < 2:
             raise UsageError(
-                "config.data.packing=True: the training split of"
-                f" config.data.source={self._config.source!r} is one document, and packing fills"
-                " rows with several; leave it at False"
+                "config.data.packing=True: the training split of "
+                f"config.data.source={self._config.source!r} is one document; set "
+                "config.data.packing=False"
             )
         for split in self._streams:
             self._packing(split)
@@ -156,8 +157,8 @@ class Data:
             )
             if not len(packing):
                 raise UsageError(
-                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} has"
-                    " two tokens, of which the second could be predicted"
+                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} "
+                    "has two tokens, the least for one prediction"
                 )
             self._packings[split] = packing
         return self._packings[split]
@@ -172,14 +173,14 @@ class Data:
         if c.eval_source:
             return f"all of config.data.eval_source={c.eval_source!r}"
         if "shards" in self.origin["held_out"]:
-            return f"the shards for evaluation of config.data.source={c.source!r}"
+            return f"the evaluation shards of config.data.source={c.source!r}"
         description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
         if self.origin["of"] != self.origin["source"]:
-            description += ", as it was when the run began"
+            description += ", as at the start of the run"
         limit = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
         if c.shuffle == "buffer":
             first = min(c.max_bytes or held_out.HEAD_BYTES, held_out.HEAD_BYTES)
-            limit = f" of the documents that begin in the first {first:,} bytes"
+            limit = f" of the documents that start in the first {first:,} bytes"
         return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
 
     def scored_tokens(self, split):

@@ -33,8 +33,8 @@ class RowFiles:
     def __init__(self, name, paths, text_key, max_bytes, root):
         if not text_key:
             raise UsageError(
-                f"{name}: config.data.text_key is empty, and each row holds its text under a key,"
-                " as in config.data.text_key=text"
+                f"{name}: config.data.text_key is empty; set it to the key of the text in each "
+                "row, e.g. config.data.text_key=text"
             )
         self.name, self._paths, self._key = name, paths, text_key
         self._max_bytes, self._root = max_bytes, root
@@ -58,9 +58,8 @@ class RowFiles:
                         yield Document(row_name, text.encode("utf-8", "surrogatepass"))
                     elif text is not None:
                         raise UsageError(
-                            f"{self.name}: {row_name} has no text under"
-                            f" config.data.text_key={self._key!r}, but a value of the type"
-                            f" {type(text).__name__}"
+                            f"{self.name}: {row_name}: config.data.text_key={self._key!r} has "
+                            f"a value of type {type(text).__name__}, not text"
                         )
 
     def _texts(self, path):
@@ -84,7 +83,7 @@ class JsonLines(RowFiles):
             if not isinstance(row, dict) or self._key not in row:
                 values = row.items() if isinstance(row, dict) else ()
                 texts = [key for key, value in values if isinstance(value, str)]
-                hint = f"; its texts have the keys {', '.join(map(repr, texts))}" if texts else ""
+                hint = f"; keys with text: {', '.join(map(repr, texts))}" if texts else ""
                 raise UsageError(
                     f"{self.name}: {path} line {number} is not a JSON object with the key"
                     f" config.data.text_key={self._key!r}{hint}"
@@ -96,8 +95,8 @@ class JsonLines(RowFiles):
             while line := self._read_line(path, file):
                 if len(line) > _LONGEST_LINE:
                     raise UsageError(
-                        f"{self.name}: {path} has a line of more than {_LONGEST_LINE >> 20} MiB:"
-                        " it is no file of JSON lines"
+                        f"{self.name}: {path} has a line of more than {_LONGEST_LINE >> 20} "
+                        "MiB; expected JSON lines"
                     )
                 yield line
 
@@ -105,7 +104,7 @@ class JsonLines(RowFiles):
         try:
             return file.readline(_LONGEST_LINE + 1)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UsageError(f"{self.name}: cannot unpack {path} ({error})") from error
+            raise UsageError(f"{self.name}: cannot decompress {path} ({error})") from error
 
     def _unpacked(self, path):
         if str(path).endswith(".gz"):
@@ -182,8 +181,8 @@ class Parquet(RowFiles):
                 columns = file.schema_arrow.names
                 if self._key not in columns:
                     raise UsageError(
-                        f"{self.name}: config.data.text_key={self._key!r} is not one of the columns"
-                        f" of {path}: {', '.join(columns)}"
+                        f"{self.name}: config.data.text_key={self._key!r} is not a column of "
+                        f"{path}; columns: {', '.join(columns)}"
                     )
                 # One row group at a time: asked for all, the library reads far ahead.
                 groups = range(file.num_row_groups)
@@ -232,8 +231,8 @@ class HuggingFace:
         files_of_split = builder.config.data_files
         if not files_of_split:
             raise UsageError(
-                f"{name}: this data set names no files, so that nothing tells whether it is the"
-                " same tomorrow; download its text and use parquet:PATH or jsonl:PATH"
+                f"{name}: this data set lists no files, so changes to it cannot be detected; "
+                "download its text and use parquet:PATH or jsonl:PATH"
             )
         files = files_of_split["train"]
         self._local = [path for path in files if os.path.isfile(path)]
@@ -257,17 +256,16 @@ class HuggingFace:
         for number, row in enumerate(self._rows()):
             if self._key not in row:
                 raise UsageError(
-                    f"{self.name}: config.data.text_key={self._key!r} is not one of its columns"
-                    f" {', '.join(row)}"
+                    f"{self.name}: config.data.text_key={self._key!r} is not a column; "
+                    f"columns: {', '.join(row)}"
                 )
             text = row[self._key]
             if isinstance(text, str):
                 yield Document(f"row {number}", text.encode("utf-8", "surrogatepass"))
             elif text is not None:
                 raise UsageError(
-                    f"{self.name}: row {number} has no text under"
-                    f" config.data.text_key={self._key!r}, but a value of the type"
-                    f" {type(text).__name__}"
+                    f"{self.name}: row {number}: config.data.text_key={self._key!r} has a "
+                    f"value of type {type(text).__name__}, not text"
                 )
 
     def _rows(self):
@@ -292,7 +290,7 @@ class HuggingFace:
                 failures += 1
                 if failures == _TRIES:
                     raise PassingError(
-                        f"{problem}; run the same command again when the network works"
+                        f"{problem}; rerun the command when the network works"
                     ) from error
                 if rows is not None:
                     position, rows = stream.state_dict(), None

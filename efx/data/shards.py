@@ -80,7 +80,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "meta.json").exists():
-        raise UsageError(f"{folder} already holds token shards; name a new folder")
+        raise UsageError(f"{folder} already has token shards; use a new folder")
     dtype, shards = token_dtype(tokenizer.vocab_size), []
     for split, documents in (("train", train), ("eval", heldout)):
         file, room, count = None, 0, 0
@@ -142,7 +142,7 @@ class TokenShards:
             if shard.count:
                 self._shards.append(shard)
         if not self._shards:
-            raise UsageError(f"{name}: the shards hold no tokens")
+            raise UsageError(f"{name}: the shards have no tokens")
 
     def _measured(self, shard):
         """`shard` with its count, which fits the size of its file."""
@@ -151,9 +151,10 @@ class TokenShards:
         measured = dataclasses.replace(shard, count=count)
         if measured.size != size:
             expected = "even" if shard.count is None else f"{measured.size} bytes"
-            of_header = " as its header says" if shard.offset else ""
+            of_header = " by its header" if shard.offset else ""
             raise UsageError(
-                f"{self.name}: {shard.path} has {size} bytes, not {expected}{of_header}: cut short?"
+                f"{self.name}: {shard.path} has {size} bytes, expected {expected}{of_header}: "
+                "it may be truncated"
             )
         return measured
 
@@ -180,8 +181,9 @@ class TokenShards:
             return [_Shard(path, nanogpt[path.name], np.dtype("<u2")) for path in plain]
         if not paths:
             raise UsageError(
-                f"{self.name}: the folder has neither meta.json nor a shard (*.bin); token shards"
-                " are written by efx.data.write_token_shards, nanoGPT (train.bin, val.bin) or llm.c"
+                f"{self.name}: the folder has neither meta.json nor a shard (*.bin); write "
+                "token shards with efx.data.write_token_shards, nanoGPT (train.bin, val.bin) "
+                "or llm.c"
             )
         if not self._may_lack:
             self._refuse_gaps(paths)
@@ -199,8 +201,8 @@ class TokenShards:
                 file = f"{prefix}{missing[0]:0{found[min(found)]}d}.bin"
                 more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
                 raise UsageError(
-                    f"{self.name}: {file}{more} missing between {prefix}{min(found)} and"
-                    f" {max(found)}; to do without, name the shards by a pattern"
+                    f"{self.name}: {file}{more} missing between {prefix}{min(found)} and "
+                    f"{max(found)}; to skip missing shards, select shards with a pattern"
                 )
 
     def _header(self, path):
@@ -220,21 +222,21 @@ class TokenShards:
             known, dtype = _MAGIC.get(magic, (None, None))
             if known is None:
                 raise UsageError(
-                    f"{self.name}: {path} begins with {magic}, not with llm.c's magic number"
-                    f" {' or '.join(map(str, _MAGIC))}; shards without a header are train.bin and"
-                    " val.bin of a folder, or are listed in its meta.json"
+                    f"{self.name}: {path} starts with {magic}, not with llm.c's magic number "
+                    f"{' or '.join(map(str, _MAGIC))}; name shards without a header train.bin "
+                    "and val.bin, or list them in meta.json"
                 )
             if version != known or count < 0:
                 raise UsageError(
-                    f"{self.name}: the header of {path} tells of version {version} and"
-                    f" {count} tokens; version {known} can be read"
+                    f"{self.name}: the header of {path} has version {version} and {count} "
+                    f"tokens; efx reads version {known}"
                 )
             words = re.split(r"[^a-z]+", path.stem.lower())
             splits = {_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD}
             if len(splits) != 1:
                 raise UsageError(
-                    f"{self.name}: the name of {path} should say train or val, one of them, as in"
-                    " fineweb_train_000001.bin"
+                    f"{self.name}: the file name {path} must contain either train or val, as "
+                    "in fineweb_train_000001.bin"
                 )
             shards.append(_Shard(path, splits.pop(), dtype, count, _HEADER.itemsize))
         return shards
@@ -250,9 +252,9 @@ class TokenShards:
             dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             for shard in meta["shards"]:
                 if not reading.is_plain_name(shard["file"]):
-                    raise ValueError(f"{shard['file']!r} is no name of a file in this folder")
+                    raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
                 if type(shard["tokens"]) is not int or shard["tokens"] < 0:
-                    raise ValueError(f"{shard['tokens']!r} is no number of tokens")
+                    raise ValueError(f"{shard['tokens']!r} is not a number of tokens")
                 if shard["split"] not in ("train", "eval"):
                     raise ValueError("a split that is neither train nor eval")
             shards = [
@@ -314,11 +316,11 @@ class TokenShards:
             if largest >= tokenizer.vocab_size:
                 usual = ""
                 if shard.offset:
-                    usual = " (GPT-2's as a rule: its path, or config.data.tokenizer=hf:gpt2)"
+                    usual = " (usually GPT-2's: its path, or config.data.tokenizer=hf:gpt2)"
                 raise UsageError(
-                    f"{self.name}: {shard.path.name} holds token id {largest}, but the tokenizer"
-                    f" {tokenizer_name} has only {tokenizer.vocab_size} ids; name the"
-                    f" tokenizer.json that these tokens were made with{usual}"
+                    f"{self.name}: {shard.path.name} has token id {largest}, but the tokenizer "
+                    f"{tokenizer_name} has only {tokenizer.vocab_size} ids; use the "
+                    f"tokenizer.json of these tokens{usual}"
                 )
 
     def stream(self, split=""):
@@ -332,8 +334,8 @@ class TokenShards:
             return {"shards": self._identity(("eval",))}
         if kind == "documents":
             raise UsageError(
-                f"config.data.split='documents' needs documents, and {self.name} holds one stream"
-                " of tokens; use config.data.split=tail, or write shards with a held-out part"
+                f"config.data.split='documents': {self.name} is one stream of tokens without "
+                "documents; use config.data.split=tail, or write shards with a held-out split"
             )
         count = len(self.stream("train"))
         cut = int((1 - eval_fraction) * count)
@@ -348,17 +350,17 @@ class TokenShards:
         the training shards alone."""
         train, heldout = self.stream("train"), self.stream("eval")
         if not len(train):
-            raise UsageError(f"{self.name}: no training tokens are among the shards")
+            raise UsageError(f"{self.name}: no shard has training tokens")
         streams = {"train": train, "eval": heldout}
         if not decision:
             del streams["eval"]
         elif "shards" in decision:
             if self._identity(("eval",)) != decision["shards"]:
-                self._refuse_changed("the shards for evaluation are others now")
+                self._refuse_changed("the evaluation shards have changed")
         else:
             start, stop = decision["tokens"]
             if len(heldout) or len(train) < stop or self._sum(start, stop) != decision["sum"]:
-                self._refuse_changed(f"its tokens {start} to {stop}, once held out, are others now")
+                self._refuse_changed(f"its held-out tokens {start} to {stop} have changed")
             ends = [*train.cut(0, start).arrays(), *train.cut(stop, len(train)).arrays()]
             streams = {"train": Stream(ends), "eval": train.cut(start, stop)}
         return {split: TokenSplit(self.name, stream) for split, stream in streams.items()}
@@ -374,6 +376,6 @@ class TokenShards:
 
     def _refuse_changed(self, problem):
         raise UsageError(
-            f"{self.name}: the split of before cannot be kept: {problem}. Training tokens may"
-            " be added behind the old ones; put the old ones back, or use another --workdir"
+            f"{self.name}: the earlier split cannot be kept: {problem}. Only append training "
+            "tokens to the old ones; restore the old tokens, or use another --workdir"
         )

@@ -61,17 +61,17 @@ def parse(source, key="config.data.source"):
     if kind not in KINDS:
         hint = nearest(kind, KINDS)
         if os.path.exists(str(source)):
-            hint = f" (a file or folder is 'text:{source}')"
+            hint = f" (for a file or folder use 'text:{source}')"
         raise UsageError(
-            f"{key}={source!r} is of an unknown kind{hint}; use stdlib, pydoc, text:PATH,"
-            " tokens:PATH, arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
+            f"{key}={source!r}: unknown kind{hint}; use stdlib, pydoc, text:PATH, tokens:PATH, "
+            "arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
         )
     bare = kind in _WITHOUT_ARGUMENT
     if bare == bool(argument) or (bare and colon):
         form = {"arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
         form |= {name: name for name in _WITHOUT_ARGUMENT}
         expected = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
-        raise UsageError(f"{key}={source!r} should read {expected}")
+        raise UsageError(f"{key}={source!r}: expected {expected}")
     return kind, argument
 
 
@@ -117,7 +117,7 @@ def _open(config_data, spec, root, key, limit, skip=()):
         return files(name, paths, config_data.text_key, limit, root)
     if kind == "hf":
         return rows.HuggingFace(name, argument, config_data.text_key, limit, root)
-    raise ValueError(f"{kind} is not a source of documents")
+    raise ValueError(f"{kind} has no documents")
 
 
 def check_present(spec, key):
@@ -204,9 +204,9 @@ def _some(name, argument, paths):
     if not os.path.isdir(path):
         problem = "no file matches" if glob.has_magic(path) else "no such file or folder"
     elif next(_below(path), None) is None:
-        problem = "the folder holds no files"
+        problem = "the folder has no files"
     else:
-        problem = f"a folder; name its files, as in {argument}/*"
+        problem = f"this is a folder; use its files, as in {argument}/*"
     raise UsageError(f"{name}: {problem}")
 
 
@@ -236,7 +236,7 @@ def _stdlib_files(name, skip=()):
             if f.endswith(".py") and not f.startswith(_STDLIB_SKIP_FILES)
         ]
     if not paths:
-        raise UsageError(f"{name}: this Python has no source code in {root}; use text:PATH")
+        raise UsageError(f"{name}: no Python source code in {root}; use text:PATH")
     return sorted(paths, key=lambda p: Path(os.path.relpath(p, root)).as_posix())
 
 
@@ -272,10 +272,15 @@ class TextFiles:
             if b"\0" in data or (self._skip_binary and not _is_utf8(data)):
                 if self._skip_binary:
                     continue
-                what = f"is binary (a NUL at byte {data.index(0)}), not text; name the text files,"
-                hint = "for example by a glob"
+                what = (
+                    f"is binary (a NUL at byte {data.index(0)}), not text; select the text files,"
+                )
+                hint = "for example with a glob"
                 if data.startswith(_PACKED):
-                    what, hint = "is packed:", "unpack it; jsonl: alone reads packed files"
+                    what, hint = (
+                        ("is compressed:"),
+                        ("decompress it (only jsonl: reads compressed files)"),
+                    )
                 raise UsageError(f"{self.name}: {path} {what} {hint}")
             if data:
                 yield Document(path, data)
@@ -315,7 +320,8 @@ class ArrayRecords:
                 raise self._unreadable(path, error) from error
             if not count:  # of a file in another format the reader only says that it has 0
                 raise UsageError(
-                    f"{self.name}: {path} holds no records: not an ArrayRecord file, or cut short"
+                    f"{self.name}: {path} has no records: it is truncated, or not an "
+                    "ArrayRecord file"
                 )
             for start in range(0, count, _RECORDS_AT_ONCE):
                 stop = min(start + _RECORDS_AT_ONCE, count)
@@ -337,14 +343,14 @@ class ArrayRecords:
         fields = _fields(record)
         if not isinstance(fields, dict) or self._key not in fields:
             raise UsageError(
-                f"{self.name}: {record_name} is not JSON or msgpack with the key"
-                f" config.data.text_key={self._key!r} (set it empty where records are plain text)"
+                f"{self.name}: {record_name} is not JSON or msgpack with the key "
+                f"config.data.text_key={self._key!r} (for plain text records leave it empty)"
             )
         text = fields[self._key]
         if not isinstance(text, str | bytes):  # bytes(10**10) would be as many zeros
             raise UsageError(
-                f"{self.name}: {record_name} has no text under config.data.text_key={self._key!r},"
-                f" but a value of type {type(text).__name__}"
+                f"{self.name}: {record_name}: config.data.text_key={self._key!r} has a value "
+                f"of type {type(text).__name__}, not text"
             )
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         _refuse_nul(f"{self.name}: {record_name}", data)

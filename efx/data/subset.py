@@ -35,7 +35,7 @@ class Subset:
         path = storage.local_path(path, "config.data.subset")
         if not path.is_file():
             raise UsageError(
-                f"{setting}: there is no such file; --mode=cluster makes one for each cluster"
+                f"{setting}: there is no such file; --mode=cluster writes one for each cluster"
             )
         try:
             # A list of all documents of a large corpus is large.
@@ -45,7 +45,9 @@ class Subset:
         except (ValueError, TypeError, KeyError):
             sound = False
         if not sound:
-            raise UsageError(f"{setting} is damaged, or no list of documents; make it again")
+            raise UsageError(
+                f"{setting} is damaged, or not a list of documents; run --mode=cluster again"
+            )
         return subset
 
     def pick(self, pieces):
@@ -63,7 +65,7 @@ class Subset:
                 yield split, name, data
         if missing:
             raise UsageError(
-                f"config.data.subset lists {len(self.digests)} documents, of which {len(missing)}"
-                " are no training documents here; give the config.data settings that the list was"
-                " made with, or make it again"
+                f"config.data.subset: {len(missing)} of its {len(self.digests)} documents are "
+                "not training documents here; use the config.data settings of its clustering, "
+                "or run --mode=cluster again"
             )

@@ -136,8 +136,8 @@ class ByteTokenizer(Tokenizer):
             yield from super().encode_documents([(name, data)], report)
         if count:
             log.warning(
-                "%d bytes are not text in UTF-8, the first of them in %s: config.data.tokenizer="
-                "bytes takes them as they are; convert the files if they are meant to be text",
+                "%d bytes are not UTF-8 text, the first in %s: config.data.tokenizer=bytes "
+                "encodes them unchanged; convert the files if they should be text",
                 count,
                 first,
             )
@@ -186,8 +186,8 @@ class CharTokenizer(Tokenizer):
         if len(ids) and ids.min() < 0:
             position = start + int(np.argmax(ids < 0))
             raise UsageError(
-                f"the character {text[position]!r} at {position} is not among the"
-                f" {self.vocab_size} characters of the tokenizer"
+                f"the character {text[position]!r} at {position} is not one of the "
+                f"{self.vocab_size} characters of the tokenizer"
             )
         return ids
 
@@ -215,8 +215,8 @@ def parse(spec):
         number = int(size) if size.isdecimal() and len(size) < 10 else 0  # int() has a limit
         if not _SMALLEST_BPE <= number <= _LARGEST_BPE:
             raise UsageError(
-                f"config.data.tokenizer={spec!r} should give the number of ids, from"
-                f" {_SMALLEST_BPE} to {_LARGEST_BPE}, as in bpe:8192"
+                f"config.data.tokenizer={spec!r}: expected the number of ids, from "
+                f"{_SMALLEST_BPE} to {_LARGEST_BPE}, as in bpe:8192"
             )
         return "bpe", number
     if kind == "hf" and size:
@@ -226,13 +226,13 @@ def parse(spec):
     if file.is_file():
         return "file", file
     if spec and path.exists():
-        problem = "the folder holds no tokenizer.json" if path.is_dir() else "it is not a file"
+        problem = "the folder has no tokenizer.json" if path.is_dir() else "it is not a file"
         raise UsageError(f"config.data.tokenizer={spec!r}: {problem}")
     if path.suffix == ".json" or os.sep in spec:
         raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
     raise UsageError(
-        f"config.data.tokenizer={spec!r} is of an unknown kind{nearest(kind, KINDS)};"
-        " use bytes, chars, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
+        f"config.data.tokenizer={spec!r}: unknown kind{nearest(kind, KINDS)}; use bytes, "
+        "chars, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
     )
 
 
@@ -261,9 +261,9 @@ def _downloaded(spec, name):
     except Exception as error:  # the library and what is below it raise many unrelated types
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise UsageError(
-            f"config.data.tokenizer={spec!r} cannot be had from the Hugging Face hub"
-            f" ({type(error).__name__}: {first_line}); check name and network, or give the path of"
-            " its tokenizer.json"
+            f"config.data.tokenizer={spec!r} cannot be downloaded from the Hugging Face hub "
+            f"({type(error).__name__}: {first_line}); check the name and the network, or use "
+            "the path of its tokenizer.json"
         ) from error
 
 
@@ -279,7 +279,7 @@ def load_tokenizer(path):
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
     except ValueError as error:
-        raise UsageError(f"the tokenizer {path} is not JSON that can be read ({error})") from error
+        raise UsageError(f"the tokenizer {path} is not valid JSON ({error})") from error
     try:
         if isinstance(fields, dict) and "kind" in fields:
             if fields["kind"] == "bytes":
@@ -288,7 +288,7 @@ def load_tokenizer(path):
                 return CharTokenizer(fields["characters"])
             raise UsageError(f"unknown kind {fields['kind']!r}{nearest(fields['kind'], KINDS)}")
         if not isinstance(fields, dict) or "model" not in fields:
-            raise UsageError("neither 'kind' nor 'model' is in it")
+            raise UsageError("it has neither 'kind' nor 'model'")
         from efx.data.bpe import LibraryTokenizer
 
         return LibraryTokenizer(text)
@@ -328,8 +328,9 @@ def text_of(text, kind):
         return bytes(text).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}), which"
-            f" config.data.tokenizer={kind} needs; config.data.tokenizer=bytes takes any"
+            f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}): "
+            f"config.data.tokenizer={kind} needs UTF-8; config.data.tokenizer=bytes accepts "
+            "any bytes"
         ) from error
 
 

@@ -187,7 +187,7 @@ def test_text_held_out_before_the_source_grew_is_trained_on(kind, tmp_path, monk
     heldout = lines(old, "eval")
     assert open_data(config, run_origin=old.origin).fingerprint == old.fingerprint
     kind.grow(text)
-    told = usage_error("is not the text that this run began with", "on_change=keep_split",
+    told = usage_error("has changed since the run started", "on_change=keep_split",
                        config_data=config, run_origin=old.origin)  # fmt: skip
     assert f"config.data.source={config.source!r}" in told
     if config.split == "tail" and not isinstance(kind, Shards):  # a new run trains on it
@@ -205,7 +205,7 @@ def test_text_held_out_before_the_source_grew_is_trained_on(kind, tmp_path, monk
         (text / "d.txt").write_text("more")
         with open(text / "a.txt", "a") as file:
             file.write("more")
-        usage_error("is not the text", config_data=config, run_origin=kept.origin)
+        usage_error("has changed since", config_data=config, run_origin=kept.origin)
 
 
 def test_a_text_whose_held_out_part_has_changed_cannot_be_kept(tmp_path):
@@ -215,13 +215,13 @@ def test_a_text_whose_held_out_part_has_changed_cannot_be_kept(tmp_path):
         old = open_data(config)
         (folder / f"0 {how}.txt").write_text("sorts first")
         if how == "tail":
-            usage_error("the split of before cannot be kept", "sort last", config_data=config,
+            usage_error("split cannot be kept", "sort last", config_data=config,
                         run_origin=old.origin)  # fmt: skip
             continue
         assert open_data(config, run_origin=old.origin).eval_tokens == old.eval_tokens
         for path in folder.rglob("*.txt"):
             path.write_text(path.read_text() + "longer")
-        usage_error("documents that were held out are no longer in it", config_data=config,
+        usage_error("held-out documents were removed", config_data=config,
                     run_origin=old.origin)  # fmt: skip
     assert not list((tmp_path / "cache").glob("*/*.tmp-*"))
 
@@ -304,7 +304,7 @@ def test_another_text_is_held_out_as_a_whole(tokenizer, tmp_path):
     assert less.eval_tokens == data.eval_tokens
     assert less.tokenizer.decode(less._streams["train"].arrays()[0]) == train[:375]
     config.eval_source = ""
-    usage_error("config.data.withhold=True goes with config.data.eval_source", config_data=config)
+    usage_error("config.data.withhold=True: needs config.data.eval_source", config_data=config)
 
 
 def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
@@ -315,7 +315,7 @@ def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
     assert data.eval_tokens == 47 and "2 documents of" in caplog.text  # and its copy
     assert ord("i") not in data._streams["train"].arrays()[0]
     config.source = config.eval_source
-    usage_error("nothing is left to train on", config_data=config)
+    usage_error("no text remains for training", config_data=config)
 
 
 def test_held_out_text_beside_tokens_and_tokens_beside_text(tmp_path):
@@ -328,7 +328,7 @@ def test_held_out_text_beside_tokens_and_tokens_beside_text(tmp_path):
     assert (data.train_tokens, data.eval_tokens) == (400, 124)  # all of it
     assert data.bytes_per_token("eval") == pytest.approx(121 / 123)
     config = make_config(f"text:{letters}", tmp_path, eval_source=tokens, tokenizer="chars")
-    usage_error("cannot be made", config_data=config)
+    usage_error("without text", config_data=config)
 
 
 def test_a_short_text_is_evaluated_without_the_one_trained_on(tmp_path):
@@ -345,7 +345,7 @@ def test_a_short_text_is_evaluated_without_the_one_trained_on(tmp_path):
     # Of a run whose held-out text is a file: that file may not change under it either.
     origin = data.origin
     (tmp_path / "short.txt").write_text("abcd")
-    usage_error("config.data.eval_source=", "is not the text", config_data=config,
+    usage_error("config.data.eval_source=", "has changed since", config_data=config,
                 run_origin=origin, splits=("eval",), **known)  # fmt: skip
 
 

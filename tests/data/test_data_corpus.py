@@ -102,7 +102,7 @@ def test_long_texts_are_cut_in_strides(monkeypatch):
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     if len(set(texts)) < 2:
-        with pytest.raises(UsageError, match="at least 2 different documents"):
+        with pytest.raises(UsageError, match="at least 2 are needed"):
             list(split_documents(_Documents(texts), "documents", fraction))
         return
     pieces = list(split_documents(_Documents(texts), "documents", fraction))

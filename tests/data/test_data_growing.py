@@ -78,7 +78,7 @@ def test_training_begins_before_the_text_is_tokenised(tmp_path):
         32,
         48,
     }
-    assert "begin in the first 2,000 bytes" in data.held_out_of()
+    assert "start in the first 2,000 bytes" in data.held_out_of()
 
 
 def _place(ids, row):
@@ -222,7 +222,7 @@ def test_a_run_keeps_what_it_held_out(tmp_path):
     trained = documents(first, "train")
     assert open_data(config, run_origin=first.origin).fingerprint == first.fingerprint
     write(tmp_path / "text.jsonl", [*TEXTS, "more"])
-    usage_error("not the text that this run began with", run_origin=first.origin,
+    usage_error("has changed since the run started", run_origin=first.origin,
                 config_data=config)  # fmt: skip
     config.on_change = "keep_split"
     kept = open_data(config, run_origin=first.origin)
@@ -257,7 +257,7 @@ def test_what_cannot_be_read_is_told_when_it_is_needed(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
     monkeypatch.setattr(growing.sys, "path", [])  # without efx in it the process cannot begin
     config.cache_dir = str(tmp_path / "third")
-    with pytest.raises(UsageError, match="ended with status 1; run the same"):
+    with pytest.raises(UsageError, match="ended with status 1; rerun the command"):
         next(open_data(config).train_iterator())
 
 
@@ -288,7 +288,7 @@ def test_settings_that_need_the_whole_text(tmp_path):
         config = make_config(source, tmp_path, split="documents", shuffle="buffer")
         usage_error("config.data.shuffle='buffer'", source, config_data=config)
     config = growing_config(tmp_path, seq_len=9000)
-    with pytest.raises(UsageError, match="seq_len=9000 is longer than the text"):
+    with pytest.raises(UsageError, match="seq_len=9000: "):
         next(open_data(config).train_iterator())
 
 
@@ -320,7 +320,7 @@ def test_what_stops_a_whole_job_leaves_the_training_its_tokens(tmp_path):
     further = len(tokens) + 300
     assert tokens.wait(further) >= further and tokens._writer.poll() is None
     os.kill(tokens._writer.pid, signal.SIGKILL)
-    with pytest.raises(PassingError, match="ended with status -9; run the same"):
+    with pytest.raises(PassingError, match="ended with status -9; rerun the command"):
         tokens.wait(len(tokens) + 1_000)
 
 

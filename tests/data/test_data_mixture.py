@@ -72,10 +72,10 @@ def test_pieces_are_the_document(tmp_path):
     [
         ("mix:stdlib", ["two or more"]),
         ("mix:stdlib,stdlib", ["different parts"]),
-        ("mix:", ["should read mix:A,B"]),
-        ("mix:stdlib,tokens:x", ["'tokens:x' cannot be a part"]),
-        ("mix:stdlib,nowhere:x", ["'nowhere:x' is of an unknown kind"]),
-        ("pydoc:x", ["should read pydoc"]),
+        ("mix:", ["expected mix:A,B"]),
+        ("mix:stdlib,tokens:x", ["'tokens:x' cannot be part"]),
+        ("mix:stdlib,nowhere:x", ["'nowhere:x': unknown kind"]),
+        ("pydoc:x", ["expected pydoc"]),
     ],
 )
 def test_bad_mixtures(tmp_path, source, words):
@@ -93,7 +93,7 @@ def test_bad_settings(two_folders, tmp_path):
     refuse("there is no such file", split="documents", subset=str(tmp_path))
     refuse("config.data.subset='x' needs text", source="tokens:x", subset="x", split="documents")
     refuse("config.data.subset needs", source=f"text:{tmp_path}/texts", subset="x")
-    refuse("holds tokens", source="tokens:x", document_bytes=64)
+    refuse("has only tokens", source="tokens:x", document_bytes=64)
 
 
 SETTINGS = dict(split="documents", seq_len=4, batch_size=2)
@@ -139,8 +139,8 @@ def test_a_list_of_other_documents_or_a_damaged_one(two_folders, tmp_path):
         config = make_config(two_folders, tmp_path, **SETTINGS, subset=path, **changes)
         usage_error(*words, config_data=config)
 
-    refuse("are no training documents here", eval_fraction=0.4)
-    refuse("are no training documents here", document_bytes=32)
+    refuse("are not training documents here", eval_fraction=0.4)
+    refuse("are not training documents here", document_bytes=32)
     text = pathlib.Path(path).read_text()
     stored = json.loads(text)
     for damaged in (json.dumps(stored | {"documents": stored["documents"][1:]}), "{", "[]"):

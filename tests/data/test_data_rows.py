@@ -59,7 +59,7 @@ def test_json_lines(packing, tmp_path):
     assert "".join(read(source, tmp_path, max_bytes=30)) == beginning
     first = open_data(make_config(source, tmp_path, text_key="text"))
     write[packing](tmp_path / "only" / f"a.jsonl{packing}", lines(TEXTS[:29]))
-    usage_error("not the text that this run began with", run_origin=first.origin,
+    usage_error("has changed since the run started", run_origin=first.origin,
                 config_data=make_config(source, tmp_path, text_key="text"))  # fmt: skip
 
 
@@ -74,11 +74,9 @@ def test_wrong_json_lines_are_one_clear_line(tmp_path):
     path.write_bytes(lines(["a"]) + b"\xff\xfe\xff\n")
     usage_error(f"{path} line 2 is not JSON", config_data=config)
     path.write_bytes(b'{"texts": "a"}')
-    usage_error(
-        f"{path} line 1", "text_key='text'; its texts have the keys 'texts'", config_data=config
-    )
+    usage_error(f"{path} line 1", "text_key='text'; keys with text: 'texts'", config_data=config)
     path.write_bytes(b'{"text": ["a"]}')
-    usage_error(f"{path} line 1", "of the type list", config_data=config)
+    usage_error(f"{path} line 1", "of type list", config_data=config)
     path.write_bytes(b"[1]")
     usage_error(f"{path} line 1 is not a JSON object", config_data=config)
     config.text_key = ""
@@ -92,11 +90,11 @@ def test_packed_files_that_are_cut_short_or_damaged(write, tmp_path):
     write(path, lines(TEXTS * 50))
     packed = path.read_bytes()
     path.write_bytes(packed[:-9])
-    usage_error(f"cannot unpack {path}", config_data=config)
+    usage_error(f"cannot decompress {path}", config_data=config)
     path.write_bytes(packed[: len(packed) // 2] + b"other" + packed[len(packed) // 2 :])
     usage_error(f"{path}", config_data=config)
     path.write_bytes(b"no such thing")
-    usage_error(f"cannot unpack {path}", config_data=config)
+    usage_error(f"cannot decompress {path}", config_data=config)
 
 
 def test_long_lines_are_refused_before_they_are_read(tmp_path, monkeypatch):
@@ -141,9 +139,9 @@ def test_parquet(tmp_path):
     source = f"parquet:{tmp_path}/*.parquet"
     assert read(source, tmp_path) == [text for text in TEXTS if text]
     config = make_config(source, tmp_path, text_key="body")
-    usage_error("text_key='body' is not one of the columns", "id, text", config_data=config)
+    usage_error("text_key='body' is not a column", "id, text", config_data=config)
     config.text_key = "id"
-    usage_error("a.parquet row 0", "of the type int", config_data=config)
+    usage_error("a.parquet row 0", "of type int", config_data=config)
     config.text_key = "text"
     whole = (tmp_path / "b.parquet").read_bytes()
     for damaged in (whole[:-9], b"PAR1", whole.replace(b"text", b"tex\0"), whole[:60] + whole[70:]):
@@ -165,10 +163,10 @@ def test_a_data_set_of_hugging_face_is_a_stream(tmp_path):
         first = open_data(config)
     assert open_data(config, run_origin=first.origin).fingerprint == first.fingerprint
     write_parquet(folder / "train-1.parquet", TEXTS[31:])
-    usage_error("not the text that this run began with", config_data=config,
+    usage_error("has changed since the run started", config_data=config,
                 run_origin=first.origin)  # fmt: skip
     config.text_key = "body"
-    usage_error("text_key='body' is not one of its columns id, text", config_data=config)
+    usage_error("text_key='body' is not a column; columns: id, text", config_data=config)
     (folder / "train-1.parquet").write_bytes(b"PAR1")
     config.text_key = "text"
     usage_error(config.source, "row 31 cannot be read", config_data=config)

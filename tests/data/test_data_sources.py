@@ -144,17 +144,17 @@ def test_empty_and_binary_files(tokenizer, tmp_path):
     path.write_bytes(b"text\0text" * 50)
     usage_error(str(path), "binary", "byte 4", config_data=config)
     path.write_bytes(gzip.compress(b"text " * 100))
-    usage_error(str(path), "is packed: unpack it; jsonl: alone", config_data=config)
+    usage_error(str(path), "is compressed: decompress it (only jsonl:", config_data=config)
     path.write_bytes("é".encode() * 100 + b"\xff" + "é".encode() * 100)
     if tokenizer == "bytes":
         assert open_data(config).train_tokens == 299
     else:
         usage_error(str(path), "0xff at 200", "tokenizer=bytes", config_data=config)
     path.write_bytes(b"x")
-    usage_error(str(path), "leaves nothing on one side", config_data=config)
+    usage_error(str(path), "would be empty", config_data=config)
     path.unlink()
     path.mkdir()
-    usage_error(str(path), "holds no files", config_data=config)
+    usage_error(str(path), "has no files", config_data=config)
     (path / "a").write_bytes(b"")
     (path / "b").write_bytes(b"")
     usage_error(str(path), "every file is empty", config_data=config)
@@ -192,7 +192,7 @@ def test_token_shards_written_and_read(tmp_path):
     rows = data._packing("train")
     assert rows.pairs == sum(len(t) + 1 for t in train)
     assert data.bytes_per_token("eval") == pytest.approx(13 / 14)
-    with pytest.raises(UsageError, match="already holds token shards"):
+    with pytest.raises(UsageError, match="already has token shards"):
         efx.data.write_token_shards(tmp_path / "t", tokenizer, train)
     with pytest.raises(UsageError, match="outside 0..256"):
         efx.data.write_token_shards(tmp_path / "u", tokenizer, [[1, 257]])
@@ -228,7 +228,7 @@ def test_wrong_token_shards_are_one_clear_line(tmp_path):
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "t" / "train.bin")
     usage_error("train.bin", "id 299", "'bytes' has only 257 ids", config_data=config)
     config.tokenizer = "bpe:512"
-    usage_error("cannot be made", "tokenizer.json", config_data=config)
+    usage_error("without text", "tokenizer.json", config_data=config)
     (tmp_path / "t" / "train.bin").write_bytes(b"abc")
     usage_error("train.bin has 3 bytes", config_data=config)
     (tmp_path / "t" / "train.bin").unlink()
@@ -241,7 +241,7 @@ def test_wrong_token_shards_are_one_clear_line(tmp_path):
     usage_error("config.data.split='documents'", "tail", config_data=config)
     config.split = "tail"
     (tmp_path / "t" / "train-00000.bin").write_bytes(b"ab" * 9)
-    usage_error("train-00000.bin has 18 bytes, not 396", config_data=config)
+    usage_error("train-00000.bin has 18 bytes, expected 396", config_data=config)
     (tmp_path / "t" / "train-00000.bin").unlink()
     usage_error("cannot read", "train-00000.bin", config_data=config)
     (tmp_path / "t" / "meta.json").write_text('{"format": "other", "version": 1}')
@@ -283,7 +283,7 @@ def test_shards_of_llm_c(llm_c, tmp_path):
     config = make_config(f"tokens:{llm_c}/*_00000[02].bin", tmp_path)  # some are left out
     assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (50, 50)
     llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
-    usage_error("not the text that this run began with", run_origin=data.origin,
+    usage_error("has changed since the run started", run_origin=data.origin,
                 config_data=make_config(f"tokens:{llm_c}", tmp_path))  # fmt: skip
 
 
@@ -293,17 +293,17 @@ def test_a_training_shard_is_not_held_out_too(llm_c, tmp_path):
     config = make_config(f"tokens:{llm_c}", tmp_path, eval_source=f"tokens:{shard}")
     words = (
         "config.data.eval_source=",
-        f"{shard.name} is one of the training shards of",
+        f"{shard.name} is also a training shard of",
         "pattern",
     )
     usage_error(*words, config_data=config)
     config.max_bytes = 120  # also if a part of it is trained on, or it is called otherwise
     config.eval_source = f"tokens:{llm_c}/fineweb_train_000001.bin"
-    usage_error("fineweb_train_000001.bin is one of", config_data=config)
+    usage_error("fineweb_train_000001.bin is also", config_data=config)
     (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())
     config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path)
     config.eval_source = f"tokens:{llm_c}/copy_val.bin"
-    usage_error("copy_val.bin is one of", config_data=config)
+    usage_error("copy_val.bin is also", config_data=config)
     # Its own shards for evaluation are not trained on.
     config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
     assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
@@ -319,8 +319,8 @@ def test_the_tokenizer_of_token_shards_in_place_of_one_that_would_be_trained(tmp
     with caplog.at_level(logging.INFO, logger="efx"):
         assert open_data(config).vocab_size == tokenizer.vocab_size
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("in place of config.data.tokenizer='bpe:512': ")
-    assert f"t/tokenizer.json, of {tokenizer.vocab_size} ids" in line
+    assert line.startswith("instead of config.data.tokenizer='bpe:512', using ")
+    assert f"t/tokenizer.json ({tokenizer.vocab_size} ids)" in line
     config.tokenizer = "bpe:258"  # more ids than asked for are never trained
     usage_error("config.data.tokenizer='bpe:258'", f"has {tokenizer.vocab_size} ids", "use",
                 config_data=config)  # fmt: skip
@@ -338,32 +338,32 @@ def test_wrong_shards_of_llm_c_are_one_clear_line(llm_c, tmp_path):
     config = make_config(f"tokens:{llm_c}", tmp_path)
     first, last = llm_c / "fineweb_train_000001.bin", llm_c / "fineweb_train_000003.bin"
     llm_c_shard(last, [50256])
-    usage_error("000003.bin holds token id 50256", "config.data.tokenizer=hf:gpt2",
+    usage_error("000003.bin has token id 50256", "config.data.tokenizer=hf:gpt2",
                 config_data=config)  # fmt: skip
     whole = first.read_bytes()
     first.write_bytes(whole[:-2])
-    usage_error(str(first), "1122 bytes, not 1124 bytes as its header says", config_data=config)
+    usage_error(str(first), "1122 bytes, expected 1124 bytes by its header", config_data=config)
     first.write_bytes(whole[:100])
-    usage_error(str(first), "100 bytes, not 1124 bytes as its header says", config_data=config)
+    usage_error(str(first), "100 bytes, expected 1124 bytes by its header", config_data=config)
     llm_c_shard(first, range(50), magic=20240521)
-    usage_error(str(first), "begins with 20240521", "20240520", config_data=config)
+    usage_error(str(first), "starts with 20240521", "20240520", config_data=config)
     llm_c_shard(first, range(50), version=2)
-    usage_error(str(first), "version 2", "version 1 can be read", config_data=config)
+    usage_error(str(first), "version 2", "efx reads version 1", config_data=config)
     llm_c_shard(first, range(50), count=-50)
     usage_error(str(first), "-50 tokens", config_data=config)
     llm_c_shard(first, range(50), count=2**31 - 1)  # nothing of that size is reserved
-    usage_error(str(first), "not 4294968318 bytes as its header says", config_data=config)
+    usage_error(str(first), "expected 4294968318 bytes by its header", config_data=config)
     first.write_bytes(b"")
-    usage_error(str(first), "begins with 0", config_data=config)
+    usage_error(str(first), "starts with 0", config_data=config)
     first.write_bytes(whole)
     (llm_c / "fineweb_train_000002.bin").unlink()
     usage_error("fineweb_train_000002.bin is missing", "pattern", config_data=config)
     last.rename(llm_c / "fineweb_000002.bin")
-    usage_error("fineweb_000002.bin", "should say train or val", config_data=config)
+    usage_error("fineweb_000002.bin", "must contain either train or val", config_data=config)
     config.source = f"tokens:{llm_c}/*_train_9*.bin"
     usage_error(config.source, "no file matches", config_data=config)
     config.source = f"tokens:{llm_c}/*_val_*.bin"
-    usage_error(config.source, "no training tokens", config_data=config)
+    usage_error(config.source, "no shard has training tokens", config_data=config)
 
 
 def test_a_tokenizer_of_the_hub_is_in_its_cache(tmp_path, monkeypatch):
@@ -373,7 +373,7 @@ def test_a_tokenizer_of_the_hub_is_in_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config = make_config("stdlib", tmp_path, tokenizer="hf:some/gpt2", max_bytes=9000)
-    usage_error("config.data.tokenizer='hf:some/gpt2'", "check name and network",
+    usage_error("config.data.tokenizer='hf:some/gpt2'", "check the name and the network",
                 config_data=config)  # fmt: skip
     model = tmp_path / "models--some--gpt2"
     (model / "refs").mkdir(parents=True)
