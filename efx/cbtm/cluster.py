@@ -28,7 +28,7 @@ FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 def run(config, workdir, command_line=()):
     """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
     if jax.process_count() > 1:
-        raise UsageError("--mode=cluster is done by one process: leave out what starts several")
+        raise UsageError("--mode=cluster runs in one process: start it without several processes")
     config, workdir = run_settings.check(config), storage.local_folder(workdir)
     with runfolder.Lock(workdir) as lock:
         launch = runfolder.open_run(
@@ -49,8 +49,8 @@ def run(config, workdir, command_line=()):
         else:
             if Clustering.load(folder).about["documents"] != documents.key:
                 raise UsageError(
-                    f"{folder} is a clustering of documents that config.data no longer names (have "
-                    "the files changed?); use another --workdir"
+                    f"{folder}: its documents are not those of config.data (the files may have "
+                    "changed); use another --workdir"
                 )
             launch.commit({})
     print((folder / "table.md").read_text())

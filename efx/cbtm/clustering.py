@@ -105,7 +105,7 @@ class Clustering:
         folder = Path(folder)
         for name in (ARRAYS, ABOUT):
             if not (folder / name).is_file():
-                raise UsageError(f"{folder} holds no clustering (no {name}): run --mode=cluster")
+                raise UsageError(f"{folder} has no clustering (no {name}): run --mode=cluster")
         try:
             about = reading.read_json(folder / ABOUT)
             stored, vocabulary = about.pop("fingerprint"), about.pop("vocabulary")
@@ -145,8 +145,12 @@ def fit_clustering(texts, config, seed):
     if min(n, config.fit_documents) < k:
         fewer = f"{n} different training documents" if n < k else "config.cluster.fit_documents"
         raise UsageError(
-            f"config.cluster.count={k} is more than the {fewer}"
-            + (f"={config.fit_documents}" if n >= k else "; config.data.document_bytes cuts them")
+            f"config.cluster.count={k}: must be at most {fewer}"
+            + (
+                f"={config.fit_documents}"
+                if n >= k
+                else ("; config.data.document_bytes splits them into more")
+            )
         )
     _check_installed()
     from sklearn.decomposition import TruncatedSVD
@@ -162,13 +166,14 @@ def fit_clustering(texts, config, seed):
         sparse = tfidf.fit_transform([texts[i] for i in chosen])
     except ValueError as error:
         raise UsageError(
-            f"config.cluster.min_documents={config.min_documents}: no word occurs in so many of"
-            f" the {len(chosen)} documents"
+            f"config.cluster.min_documents={config.min_documents}: no word occurs in that many "
+            f"of the {len(chosen)} documents; use a smaller number"
         ) from error
     if sparse.shape[1] < 2:
         raise UsageError(
-            f"config.cluster.min_documents={config.min_documents}: one word alone occurs in so many"
-            f" of the {len(chosen)} documents, and clusters are told apart by two or more"
+            f"config.cluster.min_documents={config.min_documents}: only one word occurs in "
+            f"that many of the {len(chosen)} documents, and clustering needs two; use a "
+            "smaller number"
         )
     # An SVD has no more dimensions than the smaller side of the matrix.
     dimensions = min(config.dimensions, *sparse.shape)

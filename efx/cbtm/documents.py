@@ -21,12 +21,12 @@ class SplitDocuments:
         for key in ("source", "eval_source"):
             source = getattr(config_data, key)
             if source.startswith("tokens:"):
-                raise UsageError(f"config.data.{key}={source!r}: clustering needs text")
+                raise UsageError(f"config.data.{key}={source!r}: clustering needs a source of text")
         opened = OpenedTexts(config_data)
         if opened.origin["held_out"] and config_data.split != "documents":
             raise UsageError(
-                f"config.data.split={config_data.split!r}: clusters are of whole documents, which"
-                " takes config.data.split=documents"
+                f"config.data.split={config_data.split!r}: clustering needs whole documents; "
+                "use config.data.split=documents"
             )
         self.key = opened.key()
         texts = [text for text in (opened.source, opened.eval_source) if text]

@@ -74,14 +74,17 @@ class Ensemble:
 
     def __init__(self, config, workdir, step=None):
         if step is not None:
-            raise UsageError(f"--step={step}: the experts of {workdir} have steps of their own")
+            raise UsageError(
+                f"--step={step}: does not apply to the experts of {workdir}, each "
+                "at its own step; leave it out"
+            )
         self.workdir, self._config = storage.local_folder(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
         if config.ensemble.top_k > self.count:
             raise UsageError(
-                f"config.ensemble.top_k={config.ensemble.top_k}: must be at most {self.count}, the "
-                "number of experts"
+                f"config.ensemble.top_k={config.ensemble.top_k}: must be at most {self.count}, "
+                "the number of experts"
             )
         self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
         self.folders = [expert_folder(workdir, j) for j in range(self.count)]
@@ -92,19 +95,19 @@ class Ensemble:
             expert = f"expert {j} of {self.count} ({folder})"
             if load_tokenizer(folder / TOKENIZER_FILE).fingerprint != self.tokenizer.fingerprint:
                 raise UsageError(
-                    f"{expert} has another vocabulary than expert 0; experts of one ensemble share "
-                    "their tokenizer.json"
+                    f"{expert}: its vocabulary differs from that of expert 0; experts of one "
+                    "ensemble need the same tokenizer.json"
                 )
             if other := _other_settings(self.folders[0], folder):
                 raise UsageError(
-                    f"{expert} has another model than expert 0, with which all are sampled from:"
-                    f" config.{other}; train it anew in an empty folder"
+                    f"{expert}: its model differs from that of expert 0: config.{other}; train "
+                    "it again in an empty folder"
                 )
             if origin["parameters"] != self._origin["parameters"]:
                 raise UsageError(
-                    f"{expert} was started from another seed model ({origin['run']} at step "
-                    f"{origin['step']}) than expert 0 ({self._origin['run']} at step "
-                    f"{self._origin['step']}); train it anew in an empty folder"
+                    f"{expert}: its seed model ({origin['run']} at step {origin['step']}) "
+                    f"differs from that of expert 0 ({self._origin['run']} at step "
+                    f"{self._origin['step']}); train it again in an empty folder"
                 )
 
     def _check(self, j, folder):
@@ -113,18 +116,19 @@ class Ensemble:
         steps = files.finished_steps(files.as_root(folder / runfolder.CHECKPOINTS))
         if not (folder / runfolder.CONFIG_FILE).is_file() or not steps:
             raise UsageError(
-                f"{expert} is missing: {folder} has no finished checkpoint; train it, or let "
-                f"python -m efx.cbtm.run train all that are missing in {self.workdir}"
+                f"{expert} is missing: {folder} has no finished checkpoint; train it, or run "
+                f"python -m efx.cbtm.run to train all missing experts in {self.workdir}"
             )
         record = runfolder.run_record(folder)
         if record.get("subset") != self.members[j].key:
             raise UsageError(
-                f"{expert} ({folder}) was not trained on cluster {j} of the clustering in "
-                f"{self.workdir / CLUSTERS}; train it anew in an empty folder"
+                f"{expert} ({folder}) was not trained on cluster {j} of "
+                f"{self.workdir / CLUSTERS}; train it again in an empty folder"
             )
         if "origin" not in record:
             raise UsageError(
-                f"{expert} ({folder}) was not started from a seed model (config.init.run)"
+                f"{expert} ({folder}) was not started from a seed model; set config.init.run "
+                "and train it again"
             )
         total_steps = runfolder.recorded_setting(folder, "steps")
         if steps[-1] < total_steps:
@@ -151,8 +155,8 @@ class Ensemble:
                 if fingerprint(params, size) == self._origin["parameters"]:
                     return folder
             raise UsageError(
-                f"{folder} is not the seed model that the experts were started from "
-                f"({self._origin['run']} at step {step}); put that one there, or none"
+                f"{folder} is not the seed model of the experts ({self._origin['run']} at step "
+                f"{step}); put the right one there, or none"
             )
         return None
 
@@ -162,7 +166,7 @@ def _other_settings(folder, other):
     it is in both; "" without any."""
     here, there = (config_of_run(run).to_dict() for run in (folder, other))
     for key, (ours, theirs) in runfolder.differences(here, there, _OF_THE_MODEL).items():
-        return f"{key}={theirs!r}, not {ours!r}"
+        return f"{key}={theirs!r} instead of {ours!r}"
     return ""
 
 

@@ -162,11 +162,13 @@ def score(ensemble, config, other_runs):
       other_runs: {name: run folder} of further models on the same text, such as the seed model.
     """
     if jax.process_count() > 1:
-        raise UsageError("an ensemble is evaluated by one process; start it without others")
+        raise UsageError(
+            "an ensemble is evaluated by one process; start it without several processes"
+        )
     documents, count = SplitDocuments(config.data), ensemble.count
     if documents.key != ensemble.clustering.about["documents"]:
         raise UsageError(
-            f"{ensemble.workdir} holds a clustering of other documents than config.data names now"
+            f"{ensemble.workdir}: its clustering is of other documents than those of config.data"
         )
     first_expert = ensemble.load_expert(0, splits=("eval",))
     data, interval = first_expert[0].data, config.ensemble.every
@@ -186,7 +188,7 @@ def score(ensemble, config, other_runs):
     for name, folder in other_runs.items():
         loaded = load_run(folder, config)
         if loaded[0].tokenizer.fingerprint != ensemble.tokenizer.fingerprint:
-            raise UsageError(f"{folder} has another vocabulary than the experts")
+            raise UsageError(f"{folder}: its vocabulary differs from that of the experts")
         models[name] = summary(held_out.log_probs(loaded))
     mixtures = {}
     for name, log_w_NE in weights_of_mixtures(

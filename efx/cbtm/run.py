@@ -69,8 +69,8 @@ def make_stages(source, workdir, extra=(), seed_run=""):
     (total, seed_steps, expert_steps), count = budget(config), config.cluster.count
     if seed_steps < 1 or expert_steps < 1:
         raise UsageError(
-            f"config.steps={total}: too few for a seed model and {count} experts, which get "
-            f"{seed_steps} and {expert_steps} of them"
+            f"config.steps={total}: too few for a seed model ({seed_steps} steps) and {count} "
+            f"experts ({expert_steps} steps each); use more"
         )
     experts = [
         train_job(
@@ -132,11 +132,11 @@ def run_jobs(jobs, at_a_time=1):
         status, log_name = jobs_lib.run_main(job.title, list(job.arguments), log, cpus)
         if status:
             raise UsageError(
-                f"{job.title} ended with status {status}; {log_name} says why. The same command "
-                "goes on from here"
+                f"{job.title} ended with status {status}; see {log_name}. Rerun the command to "
+                "resume"
             )
         if job.steps and not is_finished(job):
-            raise UsageError(f"{job.title} was stopped; the same command goes on from here")
+            raise UsageError(f"{job.title} was stopped; rerun the command to resume")
 
     finished_jobs = [job for job in jobs if is_finished(job)]
     for job in finished_jobs:
@@ -154,8 +154,12 @@ def main(argv=None):
     parser = cli.Parser("efx.cbtm.run", __doc__)
     parser.add_argument("--config", required=True, help="config file or name, such as cbtm")
     parser.add_runs(jobs="experts")
-    parser.add_argument("--seed-run", default="", help="a run folder to take as the seed model")
-    parser.add_argument("--commands", action="store_true", help="print the commands, run nothing")
+    parser.add_argument(
+        "--seed-run", default="", help=("existing run folder to use as the seed model")
+    )
+    parser.add_argument(
+        "--commands", action="store_true", help=("print the commands and run nothing")
+    )
     return parser.run(study, argv)
 
 

@@ -174,8 +174,8 @@ def sample(config, workdir, step=None, stream=None):
     total = max(1, sampler.stats["new_tokens"])
     usage_text = ", ".join(f"{j} for {n / total:.0%}" for j, n in sorted(tokens.items()))
     print(
-        f"{quantity(sampler.stats['tokens_per_second'], 'tokens/s')}; experts of {ensemble.count} "
-        f"in use: {usage_text} of the tokens; {switches} came in on the way",
+        f"{quantity(sampler.stats['tokens_per_second'], 'tokens/s')}; experts used, of "
+        f"{ensemble.count}: {usage_text} of the tokens; {switches} switched on during sampling",
         file=sys.stderr,
     )
     return sampler.stats

@@ -269,7 +269,7 @@ def test_sampling_from_the_command_line(trained, capsys):
     assert main_lib.main(command) == 0
     first = capsys.readouterr()
     assert first.out.startswith("def parse(self):") and len(first.out) > 30
-    assert "experts of 2 in use: 0 for 100%, 1 for 100%" in first.err
+    assert "experts used, of 2: 0 for 100%, 1 for 100%" in first.err
     assert main_lib.main(command) == 0
     assert capsys.readouterr().out == first.out
     assert main_lib.main([*command, "--config.ensemble.top_k=1"]) == 0
@@ -341,9 +341,9 @@ def test_the_map_of_tokens_is_of_what_the_evaluation_mixes(trained, capsys):
     assert token_map.main([*text, "def f(x):"]) == 0 and out.exists()
     assert "2 experts" in capsys.readouterr().out
     assert token_map.main([*text, "x" * 65]) == 2
-    assert "65 tokens; the model takes 1 to 64" in capsys.readouterr().err
+    assert "65 tokens; must have from 1 to 64" in capsys.readouterr().err
     assert token_map.main([*text, "x", "--step", "3"]) == 2
-    assert "have steps of their own" in capsys.readouterr().err
+    assert "--step=" in capsys.readouterr().err
 
 
 def test_a_fingerprint_is_of_names_and_values_and_not_of_where_they_lie():
@@ -412,20 +412,24 @@ def test_what_does_not_belong_together_is_one_line(copy, capsys):
     refuse("was not started from a seed model")
     other = {"run": "other_seed", "step": 2, "parameters": "another hash"}
     record(1, origin=other)
-    refuse("expert 1 of 2", "started from another seed model", "other_seed at step 2")
+    refuse("expert 1 of 2", "seed model (other_seed at step 2) differs", "other_seed at step 2")
     record(0, origin=other)  # the right experts, and another seed model beside them
-    refuse("is not the seed model that the experts were started from")
+    refuse("is not the seed model of the experts")
     record(0), record(1)
     tokenizer = (copy / "expert_1/tokenizer.json").read_bytes()
     CharTokenizer("ab").save(copy / "expert_1/tokenizer.json")
-    refuse("has another vocabulary than expert 0")
+    refuse("vocabulary differs from that of expert 0")
     (copy / "expert_1/tokenizer.json").write_bytes(tokenizer)
     config = copy / "expert_1/config.json"  # parameters have the same shapes with a window
     whole = config.read_bytes()
     contents = json.loads(whole)
     contents["model"]["attention"]["window"] = 2
     config.write_text(json.dumps({k: v for k, v in contents.items() if k != "checksum"}))
-    refuse("expert 1 of 2", "another model than expert 0", "config.model.attention.window=2, not 0")
+    refuse(
+        "expert 1 of 2",
+        "model differs from that of expert 0",
+        "config.model.attention.window=2 instead of 0",
+    )
     config.write_bytes(whole)
     shutil.rmtree(copy / "seed")
     record(0, origin=records[0]["origin"] | {"run": "elsewhere"})

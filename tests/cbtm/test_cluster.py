@@ -126,7 +126,7 @@ def test_purity_by_hand():
     "changes, words",
     [
         (dict(count=0), "config.cluster.count=0"),
-        (dict(count=91), "config.cluster.count=91 is more than the 90 different"),
+        (dict(count=91), "config.cluster.count=91: must be at most 90 different"),
         (dict(fit_documents=2), "config.cluster.fit_documents=2"),
         (dict(method="randm"), "did you mean 'random'"),
         (dict(seed_fraction=1.0), "config.cluster.seed_fraction=1.0"),
@@ -143,7 +143,7 @@ def test_bad_settings_are_one_line(changes, words):
 def test_documents_without_a_word_in_common():
     with pytest.raises(UsageError, match="config.cluster.min_documents=2: no word occurs"):
         lib.fit_clustering(["apple", "pear", "plum", "quince"], settings(), seed=0)
-    with pytest.raises(UsageError, match="config.cluster.min_documents=2: one word alone occurs"):
+    with pytest.raises(UsageError, match="config.cluster.min_documents=2: only one word occurs"):
         lib.fit_clustering(["fruit pear", "fruit", "fruit plum", "fruit"], settings(), seed=0)
 
 
@@ -165,7 +165,7 @@ def test_damage_is_noticed(tmp_path):
     (tmp_path / lib.ARRAYS).write_bytes(arrays[:100])
     with pytest.raises(UsageError, match="is damaged"):
         lib.Clustering.load(tmp_path)
-    with pytest.raises(UsageError, match="holds no clustering"):
+    with pytest.raises(UsageError, match="has no clustering"):
         lib.Clustering.load(tmp_path / "nowhere")
 
 
@@ -207,7 +207,7 @@ def test_the_command_writes_a_clustering_and_repeats_itself(root, source, tmp_pa
     assert command(root, source, workdir) == 0  # done already
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert main_lib.main(["efx", f"--workdir={workdir}"]) == 2  # which would train
-    assert "holds a clustering" in capsys.readouterr().err
+    assert "has a clustering" in capsys.readouterr().err
     assert not (workdir / "checkpoints").exists()
     assert command(root, source, tmp_path / "other") == 0
     others = {p.name: p.read_bytes() for p in (tmp_path / "other" / CLUSTERS).iterdir()}
@@ -225,7 +225,7 @@ def test_bad_commands_write_nothing(root, source, tmp_path, capsys):
         assert words in error and error.count("\n") == 1
         assert not (workdir / CLUSTERS).exists()
 
-    refuse("config.cluster.count=99 is more than the", **{"cluster.count": 99})
+    refuse("config.cluster.count=99: must be at most", **{"cluster.count": 99})
     refuse("config.cluster.count=0", **{"cluster.count": 0})
     refuse("config.data.split='tail'", **{"data.split": "tail"})
     assert not workdir.exists()
@@ -241,9 +241,9 @@ def test_corpora_that_cannot_be_clustered(root, tmp_path, capsys):
     one = tmp_path / "one.txt"
     one.write_text("short text")
     assert command(root, f"text:{one}", tmp_path / "run") == 2
-    assert "at least 2 different documents" in capsys.readouterr().err
+    assert "has 1 different documents" in capsys.readouterr().err
     assert command(root, "tokens:nowhere", tmp_path / "run", **{"data.document_bytes": 0}) == 2
-    assert "clustering needs text" in capsys.readouterr().err
+    assert "clustering needs a source of text" in capsys.readouterr().err
 
 
 def test_the_table_by_hand():
@@ -264,6 +264,6 @@ def test_the_table_by_hand():
 def test_several_processes_are_refused(monkeypatch, tmp_path):
     """Each would write the same files."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UsageError, match="--mode=cluster is done by one process"):
+    with pytest.raises(UsageError, match="--mode=cluster runs in one process"):
         cluster.run(common.base(), tmp_path / "x")
     assert not (tmp_path / "x").exists()
