@@ -53,7 +53,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
         step, *others = (compiled.as_dict() for compiled in done)
         print(json.dumps(step | {"programs": others}))
     else:
-        print("\nEstimates leave out what is launched and what waits; nothing has run.")
+        print("\nEstimates exclude kernel launches and waiting; nothing was run.")
     if refused := [compiled.name for compiled in done if compiled.error]:
         raise UsageError(f"--topology={topology_name}: not compiled: {', '.join(refused)}")
 
@@ -68,8 +68,8 @@ def _vocab_size(config, workdir):
     if tokenizer := tokenizers.ready(config.data.tokenizer):
         return tokenizer.vocab_size
     raise UsageError(
-        f"config.data.tokenizer={config.data.tokenizer!r} has as many ids as its text has"
-        " characters, and --mode=compile reads no text: give --vocab_size"
+        f"config.data.tokenizer={config.data.tokenizer!r}: the number of ids depends on the "
+        "text, and --mode=compile reads no text; set --vocab_size"
     )
 
 
@@ -143,7 +143,7 @@ class _Run:
             executed_flops=self._flops_of_step(e.model),
             advice=self.training.advice(),
         )
-        _log.info("compiling for %s, which may take minutes", self.target.name)
+        _log.info("compiling for %s; this may take minutes", self.target.name)
         useful = report.ledger_flops / report.devices / self._peak()
         with sharding.use(e.mesh, e.rules):
             self._compile(report, lambda: self.training.trace_step(e.model), e.mesh, useful=useful)

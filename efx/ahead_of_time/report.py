@@ -52,9 +52,9 @@ class Memory:
         text = f"fits: needs {need} of {have} a chip, {_gib(self.chip - self.needed)} to spare"
         if self.needed > self.fraction * self.chip:
             text += (
-                f"; but JAX takes {self.fraction:.0%} of a GPU's memory unless"
-                " XLA_PYTHON_CLIENT_MEM_FRACTION says more, here at least"
-                f" {self.needed / self.chip + 0.01:.2f}"
+                f"; but JAX reserves only {self.fraction:.0%} of a GPU's memory; set "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION to at least "
+                f"{self.needed / self.chip + 0.01:.2f}"
             )
         return text
 
@@ -166,7 +166,7 @@ class Compiled:
         took = f"{_ms(estimate.compute + estimate.kernels)} for"
         took += f" {quantity(self.executed_flops, 'FLOPs')} executed"
         if estimate.communication:
-            took += f", communication {_ms(estimate.communication)} if nothing hides it"
+            took += f", communication {_ms(estimate.communication)} if not overlapped"
         return "\n".join([*lines, f"{'time, about':13} {took}", *self._left_out()])
 
     def _left_out(self):
@@ -249,12 +249,12 @@ class Report(Compiled):
         lines.append(f"step, about   {parts}")
         lines += self._slowest()
         lines.append(
-            f"              communication {_ms(estimate.communication)} at the links' full speed,"
-            " if nothing hides it"
+            f"              communication {_ms(estimate.communication)} at the links' full "
+            "speed, if not overlapped"
         )
         lines.append(
-            f"MFU, about    {estimate.mfu:.0%} with communication hidden,"
-            f" {estimate.mfu_without_overlap:.0%} with none of it hidden"
+            f"MFU, about    {estimate.mfu:.0%} with communication overlapped, "
+            f"{estimate.mfu_without_overlap:.0%} without overlap"
         )
         return "\n".join([*lines, *self._left_out()])
 

@@ -131,7 +131,7 @@ def parse(name):
     """(name of a chip, sizes); UsageError for what is no topology."""
     match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name)
     if not match:
-        raise UsageError(f"--topology={name}: expected CHIP:SIZES, one of the kind {_EXAMPLES}")
+        raise UsageError(f"--topology={name}: expected CHIP:SIZES, such as {_EXAMPLES}")
     chip, sizes = match[1], tuple(map(int, match[2].split("x")))
     if chip not in CHIPS:
         raise UsageError(
@@ -139,8 +139,7 @@ def parse(name):
         )
     if CHIPS[chip].kind == "cuda" and len(sizes) != 3:
         raise UsageError(
-            f"--topology={name}: GPUs are counted as slices x hosts x GPUs a host, as in"
-            f" {chip}:1x8x8"
+            f"--topology={name}: expected slices x hosts x GPUs a host, as in {chip}:1x8x8"
         )
     return chip, sizes
 
@@ -158,7 +157,7 @@ def describe(name):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f"--topology={name}: {reason}; expected one as {_EXAMPLES}") from error
+        raise UsageError(f"--topology={name}: {reason}; use sizes such as {_EXAMPLES}") from error
     hosts = math.prod(sizes[:2]) if chip.kind == "cuda" else 0
     return Topology(name, chip, tuple(found.devices), hosts)
 
@@ -166,7 +165,7 @@ def describe(name):
 def _tpus(name):
     if find_spec("libtpu") is None:
         raise UsageError(
-            f"--topology={name} needs the compiler for TPUs, which is not installed: {extra('tpu')}"
+            f"--topology={name}: the compiler for TPUs is not installed; install {extra('tpu')}"
         )
     # Without these libtpu looks for the machine's TPU and for the cloud's description of it, and
     # lets no second process in, as if there were a device to share.
@@ -187,6 +186,6 @@ def _gpus(chip_name, chip, sizes):
         return topologies.get_topology_desc(platform="cuda", target_config=target, topology=text)
     except NotImplementedError as error:
         raise UsageError(
-            f"--topology={chip_name}:{text} needs JAX's plugin for NVIDIA GPUs, which is not"
-            f" installed: {extra('cuda12')}"
+            f"--topology={chip_name}:{text}: JAX's plugin for NVIDIA GPUs is not installed; "
+            f"install {extra('cuda12')}"
         ) from error

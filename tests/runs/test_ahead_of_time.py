@@ -426,7 +426,7 @@ def test_the_report_says_all_of_it():
         "80.0 ms by the compiler's cycles + 20.0 ms of kernels",
         "75% fusion x 24: bf16[8,8] mlp/up",
         "communication 50.0 ms",
-        "40% with communication hidden, 27% with none of it hidden",
+        "40% with communication overlapped, 27% without overlap",
         "not in the estimate: sort x 12",
     ):
         assert words in text, text
@@ -475,7 +475,7 @@ def test_the_report_of_a_program_beside_the_training_step():
         "fits: needs 10.00 GiB of 16.00 GiB a chip, 6.00 GiB to spare",
         "beside it 3.00 GiB of the training; arguments 1.00 GiB, temporaries 6.00 GiB\n",
         "exchanged     all-gather x 48, 50 MB a chip; all-reduce x 1, 0 MB a chip",
-        "100.0 ms for 2.00 TFLOPs executed, communication 50.0 ms if nothing hides it",
+        "100.0 ms for 2.00 TFLOPs executed, communication 50.0 ms if not overlapped",
         "not in the estimate: sort x 12",
         "1 loop of unknown length counts as one trip",
     ):
@@ -532,7 +532,7 @@ def test_all_programs_are_told_and_what_is_not_compiled_is_an_error(monkeypatch,
     with pytest.raises(UsageError, match=missed):
         compile_lib.compile_and_report(config, "v5e:2x2", vocab_size=7)
     said = capsys.readouterr().out
-    assert said.startswith("v5e:2x2: 4 x TPU") and said.endswith("nothing has run.\n")
+    assert said.startswith("v5e:2x2: 4 x TPU") and said.endswith("nothing was run.\n")
     assert "evaluation, a batch of 8 rows\nnot compiled  Refused: no luck\n" in said
     assert said.count("fits: needs") == 2
     with pytest.raises(UsageError, match=missed):
@@ -565,11 +565,11 @@ def call(root, monkeypatch, *arguments):
         (["--config=mod", "--topology=v5e"], "--topology=v5e: expected CHIP:SIZES"),
         (["--config=mod", "--topology=v5e:2x0"], "--topology=v5e:2x0: expected CHIP:SIZES"),
         (["--config=mod", "--topology=h10:1x1x8"], "h10 is not one of v5e, .*did you mean 'h100'"),
-        (["--config=mod", "--topology=h100:8"], "--topology=h100:8: GPUs are counted as slices"),
+        (["--config=mod", "--topology=h100:8"], "--topology=h100:8: expected slices x hosts x GPUs"),
         (["--config=mod", "--topology=v5e:2x2", "--vocab_size=0"], "--vocab_size=0: must be"),
         (["--config=mod", "--topology=v5e:2x2", "--step=3"], "--step goes with --mode=evaluate"),
         (["--config=mod", "--topology=v5e:2x2", "--config.data.tokenizer=chars"],
-         "config.data.tokenizer='chars' has as many ids .* give --vocab_size"),
+         "config.data.tokenizer='chars' : .*set --vocab_size"),
     ],
 )  # fmt: skip
 def test_bad_command_lines(root, monkeypatch, capsys, arguments, words):
