@@ -78,7 +78,7 @@ class Refused(UsageError):
 
     def __init__(self, name, reason):
         super().__init__(
-            f"config.model.attention.kernel={name!r}: {reason}; 'auto' takes what is possible"
+            f"config.model.attention.kernel={name!r}: {reason}; 'auto' selects a supported kernel"
         )
         self.reason = reason
 
@@ -150,7 +150,7 @@ def _choice(name, case):
         kernel = KERNELS[name]
         reason = _refuses(kernel, case)
         if kernel.platform != here:
-            reason = f"runs on a {kernel.platform} only, and the devices here are of kind {here!r}"
+            reason = f"runs only on a {kernel.platform}, but the devices here are {here!r}"
         if reason:
             raise Refused(name, reason)
         return Choice(name, name)
@@ -173,9 +173,12 @@ def _choice(name, case):
 def _refuses(kernel, case):
     ways = sharding.ways("act_heads")
     return _first(
-        (case.split, "has no place for a sequence that devices share"),
-        (case.probs, "has no place for dropout or masks of attention probabilities"),
-        (case.num_heads % ways, f"wants heads that divide over {ways} devices: {case.num_heads}"),
+        (case.split, "does not support sequences sharded over devices"),
+        (case.probs, "does not support dropout or masks of attention probabilities"),
+        (
+            case.num_heads % ways,
+            (f"needs a number of heads divisible by {ways} devices, not {case.num_heads}"),
+        ),
     ) or kernel.refuses(case)
 
 
@@ -233,8 +236,11 @@ def _pad(length, *arrays):
 
 def _splash_refuses(case):
     return _first(
-        (case.window and case.gaps, "has no window by position in a routed subsequence"),
-        (case.head_dim % 64, f"wants a head width that is a multiple of 64, not {case.head_dim}"),
+        (
+            case.window and case.gaps,
+            ("does not support a window by position in a routed subsequence"),
+        ),
+        (case.head_dim % 64, f"needs a head width that is a multiple of 64, not {case.head_dim}"),
     )
 
 
@@ -295,7 +301,7 @@ def _capability():
 
 def _before_ampere():
     capability = _capability()
-    wants = f"wants a GPU of compute capability 8.0 (A100) or newer, not {capability}"
+    wants = f"needs a GPU of compute capability 8.0 (A100) or newer, not {capability}"
     return capability < _AMPERE, wants
 
 
@@ -307,11 +313,14 @@ def _cudnn_refuses(case):
     reason = _first(
         _before_ampere(),
         (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
-        (case.documents, "has packed documents only by a dense mask, which takes T x T memory"),
-        (case.window and case.gaps, "has no window by position in a routed subsequence"),
-        (case.softcap, "has no softcap"),
-        (case.head_dim % 8, f"wants a head width that is a multiple of 8, not {case.head_dim}"),
-        (case.head_dim > 128, f"wants a head width of at most 128, not {case.head_dim}"),
+        (case.documents, "supports packed documents only with a dense mask, using T x T memory"),
+        (
+            case.window and case.gaps,
+            ("does not support a window by position in a routed subsequence"),
+        ),
+        (case.softcap, "does not support softcap"),
+        (case.head_dim % 8, f"needs a head width that is a multiple of 8, not {case.head_dim}"),
+        (case.head_dim > 128, f"needs a head width of at most 128, not {case.head_dim}"),
     )
     return reason or _without_cudnn()
 
@@ -330,7 +339,7 @@ def _without_cudnn():
         jax.eval_shape(attention, shape_BTNH, shape_BTNH, shape_BTNH)
     except RuntimeError as error:
         said = " ".join(str(error).split()).rstrip(".")
-        return f"cannot be called by JAX ({said}): it comes with {extra('cuda13')}, or `cuda12`"
+        return f"cannot be called by JAX ({said}): install {extra('cuda13')}, or `cuda12`"
     return None
 
 
@@ -358,16 +367,16 @@ def _triton_refuses(case):
     needed, shared = _triton_shared(case), _shared_memory()
     return _first(
         _before_ampere(),
-        (case.window, "has no window"),
-        (case.softcap, "has no softcap"),
+        (case.window, "does not support windows"),
+        (case.softcap, "does not support softcap"),
         (
             not power or not 16 <= case.head_dim <= 128,
-            f"wants a head width of 16, 32, 64 or 128, not {case.head_dim}",
+            f"needs a head width of 16, 32, 64 or 128, not {case.head_dim}",
         ),
         (
             needed > shared,
-            f"wants {needed} bytes of shared memory for a head width of {case.head_dim} in "
-            f"{jnp.dtype(case.dtype)}, and the GPU has {shared}",
+            f"needs {needed} bytes of shared memory for a head width of {case.head_dim} in "
+            f"{jnp.dtype(case.dtype)}, but the GPU has {shared}",
         ),
     )
 
@@ -431,18 +440,18 @@ def _mosaic_refuses(case):
     return _first(
         (
             installed is None,
-            f"is not installed: {extra('mosaic')}, with Python 3.12 or newer",
+            f"is not installed: install {extra('mosaic')}, with Python 3.12 or newer",
         ),
         (
             installed != tried,
-            f"is tried with {wanted} for jax {jax.__version__}, and {installed} is installed",
+            f"is tested with {wanted} for jax {jax.__version__}, but {installed} is installed",
         ),
         (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
-        (case.head_dim > 256, f"wants a head width of at most 256, not {case.head_dim}"),
+        (case.head_dim > 256, f"needs a head width of at most 256, not {case.head_dim}"),
         (
             not _HOPPER <= capability < 11,
-            "wants a GPU of compute capability 9.0 (H100) or newer, up to 10.x (B200), "
-            f"not {capability}",
+            "needs a GPU of compute capability 9.0 (H100) or newer, up to 10.x (B200), not "
+            f"{capability}",
         ),
     ) or (f"cannot be imported: {_tokamax_lacks()}" if _tokamax_lacks() else None)
 

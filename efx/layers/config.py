@@ -101,12 +101,12 @@ class AttentionConfig:
         kv_heads = self.num_kv_heads or self.num_heads
         if not self.head_dim and width % self.num_heads:
             raise UsageError(
-                f"config.model.width={width} does not divide by "
+                f"config.model.width={width} is not divisible by "
                 f"{self.where}.num_heads={self.num_heads}"
             )
         if self.num_heads % kv_heads:
             raise UsageError(
-                f"{self.where}.num_heads={self.num_heads} does not divide by "
+                f"{self.where}.num_heads={self.num_heads} is not divisible by "
                 f"{self.where}.num_kv_heads={kv_heads}"
             )
         head_dim = self.head_dim or width // self.num_heads
@@ -180,18 +180,18 @@ class MoEConfig:
     def check(self):
         if self.router == "expert_choice" and self.computed_fraction is not None:
             raise UsageError(
-                f"{self.where}.computed_fraction={self.computed_fraction}: expert_choice always "
-                "fills its slots; leave it out"
+                f"{self.where}.computed_fraction={self.computed_fraction}: expert_choice "
+                "always fills its slots; leave the setting out"
             )
         if self.router == "expert_choice" and self.num_noop:
             raise UsageError(
-                f"{self.where}.num_noop={self.num_noop}: expert_choice has no no-op experts (a "
-                "token that no expert picks keeps its residual anyway); set it to 0"
+                f"{self.where}.num_noop={self.num_noop}: expert_choice has no no-op experts "
+                "(an unselected token keeps its residual anyway); set it to 0"
             )
         if self.router == "token_choice" and self.top_k > self.choices:
             raise UsageError(
-                f"{self.where}.top_k={self.top_k}: there are only {self.choices} experts, no-op "
-                "ones included"
+                f"{self.where}.top_k={self.top_k}: must be at most the number of experts, "
+                f"{self.choices} (including no-op experts)"
             )
 
     @property
@@ -245,8 +245,8 @@ class MLPConfig:
         """With an activation. depth: how many blocks the longest stack has."""
         if self.kind == "moe" and self.moe.every > depth:
             raise UsageError(
-                f"{self.moe.where}.every={self.moe.every}: the stack has {depth} blocks, so none "
-                f"would have experts; set {self.where}.kind='dense' if that is meant"
+                f"{self.moe.where}.every={self.moe.every}: the stack has {depth} blocks, so "
+                f"none would have experts; use a smaller number, or {self.where}.kind='dense'"
             )
         return dataclasses.replace(self, activation=self.activation or activation)
 
@@ -324,8 +324,8 @@ class DepthRoutingConfig:
         ):
             raise UsageError(
                 f"{self.where}.capacity_stages={self.capacity_stages}: expected ((fraction of "
-                "training, capacity), ...) with fractions rising between 0 and 1 and capacities "
-                "in (0, 1]"
+                "training, capacity), ...) with increasing fractions between 0 and 1 and "
+                "capacities in (0, 1]"
             )
 
     def check_depth(self, *depths):
@@ -342,44 +342,45 @@ class DepthRoutingConfig:
         if self.kind == "mod" and not blocks and self.every > max(depths):
             raise UsageError(
                 f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
-                f"would be routed; set {self.where}.kind='none' if that is meant"
+                f"would be routed; use a smaller number, or {self.where}.kind='none'"
             )
         try:
             self.routed_blocks(*depths)
         except ValueError:
             raise UsageError(
-                f"{self.where}.capacity={self.capacity}: give one value, or one for each routed "
-                "block"
+                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
+                "routed block"
             ) from None
 
     def _check_recursion(self, depth):
         if depth < 3:
             raise UsageError(
                 f"config.model.depth={depth}: {self.where}.kind='recursion' needs at least 3 "
-                "blocks, the first, the last and what is repeated between them"
+                "blocks: the first, the last and a repeated one"
             )
         if self.control:
             raise UsageError(
                 f"{self.where}.train_selection={self.train_selection!r}: not with "
-                f"{self.where}.kind='recursion', whose steps choose among those of the step before"
+                f"{self.where}.kind='recursion', because each of its steps selects among the "
+                "tokens of the step before"
             )
         if self.blocks:
             raise UsageError(
-                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', which "
-                "repeats all blocks between the first and the last; leave it at ()"
+                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', "
+                "because it repeats all blocks between the first and the last; leave it at ()"
             )
         shares = self.shares
         if len(shares) != self.recursions or list(shares) != sorted(shares, reverse=True):
             raise UsageError(
-                f"{self.where}.capacity={self.capacity}: give one value, or one for each of the "
-                f"{self.recursions} steps ({self.where}.recursions), none larger than the one "
-                "before"
+                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
+                f"of the {self.recursions} steps ({self.where}.recursions), none larger than "
+                "the one before"
             )
         if self.capacity_stages and (len(shares) < 2 or shares[0] < 1):
             raise UsageError(
-                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion is "
-                f"1, c, c^2...: it needs {self.where}.recursions of at least 2 and a first step "
-                f"that computes all tokens, in {self.where}.capacity={self.capacity} too"
+                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion "
+                f"is 1, c, c^2...: {self.where}.recursions must be at least 2, and the first "
+                f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
             )
 
     @property
@@ -466,8 +467,8 @@ def say_if_the_router_is_fixed(c):
         return
     logging.getLogger(__name__).warning(
         "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "
-        "also_train=%r) no loss reaches the routers, whose scores stay those of random weights; "
-        "add it to also_train, or take another gate",
+        "also_train=%r) no loss trains the routers, so their scores stay random; add it to "
+        "also_train, or use another gate",
         c.causal,
         c.also_train,
     )
@@ -478,9 +479,9 @@ def say_if_documents_compete(c):
     """A warning, once a process, where packed documents do by these `DepthRoutingConfig`."""
     if c.kind != "none" and c.per == "row" and c.train_selection == "topk":
         logging.getLogger(__name__).warning(
-            "config.model.depth_routing.per='row': documents of a packed row compete for the "
-            "slots of routed blocks in training, so each depends on the others; per='document' "
-            "keeps them apart"
+            "config.model.depth_routing.per='row': in training, the documents of a packed row "
+            "compete for the slots of routed blocks, so each depends on the others; "
+            "per='document' avoids this"
         )
 
 
@@ -501,7 +502,7 @@ class SoftExpertsConfig:
         if self.num and self.every > depth:
             raise UsageError(
                 f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would "
-                f"have soft experts; set {self.where}.num=0 if that is meant"
+                f"have soft experts; use a smaller number, or {self.where}.num=0"
             )
         both = [i for i in range(depth) if self.in_block(i) and mlp.moe.in_block(i)]
         if mlp.kind == "moe" and both:
@@ -534,13 +535,13 @@ class DenseFormerConfig:
         """UsageError unless a stack of so many blocks can have averages."""
         if self.on and self.period > depth:
             raise UsageError(
-                f"{self.where}.period={self.period}: the stack has {depth} blocks, so none would "
-                f"have averages; set {self.where}.on=False if that is meant"
+                f"{self.where}.period={self.period}: the stack has {depth} blocks, so none "
+                f"would have averages; use a smaller number, or {self.where}.on=False"
             )
         if self.on and scan_layers:
             raise UsageError(
-                f"config.model.scan_layers=True: not with {self.where}.on=True, where blocks read "
-                "the states of all blocks before them"
+                f"config.model.scan_layers=True: not with {self.where}.on=True, because its "
+                "blocks read the states of all earlier blocks"
             )
 
     def states(self, block):
@@ -627,9 +628,9 @@ class DropoutConfig:
         a = self.attention
         if self.skips and (a.input == "hidden" or a.rounding != "stochastic"):
             raise UsageError(
-                f"{a.where}.skip_tile={a.skip_tile} needs masks that are known before the MLP and "
-                "are exactly 0: attention.input='embedding' or 'embedding_linear' "
-                f"(not {a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
+                f"{a.where}.skip_tile={a.skip_tile}: needs masks known before the MLP and "
+                "exactly 0: attention.input='embedding' or 'embedding_linear' (not "
+                f"{a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
             )
         if self.kind == "attention" and "attention_probs" in self.sites:
             raise UsageError(
@@ -639,9 +640,9 @@ class DropoutConfig:
             )
         if self.kind != "none" and not self.sites:
             raise UsageError(
-                f"{self.where}.sites=(): kind={self.kind!r} would be nowhere; give some of "
-                f"embedding, attention_probs, attention_output, mlp_output, or set "
-                f"{self.where}.kind='none' if that is meant"
+                f"{self.where}.sites=(): kind={self.kind!r} needs sites; use some of "
+                "embedding, attention_probs, attention_output, mlp_output, or "
+                f"{self.where}.kind='none'"
             )
 
     def resolved(self, width, num_heads):
@@ -649,8 +650,8 @@ class DropoutConfig:
         a = dataclasses.replace(self.attention, num_heads=self.attention.num_heads or num_heads)
         if self.kind == "attention" and width % a.num_heads:
             raise UsageError(
-                f"config.model.width={width} does not divide by {a.where}.num_heads={a.num_heads} "
-                "(0: config.model.attention.num_heads)"
+                f"config.model.width={width} is not divisible by "
+                f"{a.where}.num_heads={a.num_heads} (0: config.model.attention.num_heads)"
             )
         return dataclasses.replace(self, attention=a)
 

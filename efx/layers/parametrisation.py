@@ -78,6 +78,6 @@ def check_optimizer(name, base_width):
     """Raise UsageError where muP's rules are not those of this `config.optim.name`."""
     if base_width and name not in MUP_OPTIMIZERS:
         raise UsageError(
-            f"config.optim.name={name!r} with config.model.mup.base_width={base_width}: the rules "
-            f"of muP are for {', '.join(MUP_OPTIMIZERS)}"
+            f"config.optim.name={name!r}: with config.model.mup.base_width={base_width}, "
+            f"expected one of {', '.join(MUP_OPTIMIZERS)}"
         )

@@ -54,7 +54,9 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f"config.train.dtype={dtype!r}: expected float32 or bfloat16")
     if vocab_size < 1 or context < 1:
-        raise UsageError(f"a model of {vocab_size} tokens and sequences of {context}: at least 1")
+        raise UsageError(
+            f"a model of {vocab_size} tokens and sequences of {context}: both must be at least 1"
+        )
     changes = {"context": c.context or context}
     if "vocab_multiple" in names_of(type(c)):
         changes["vocab_multiple"] = c.vocab_multiple or vocab_ways

@@ -68,15 +68,15 @@ def check_stack(c, *depths):
     if sum(depths) > MOST_BLOCKS and not c.scan_layers:
         key = "depth" if c.depth == max(depths) else "encoder_depth"
         raise UsageError(
-            f"config.model.{key}={getattr(c, key)}: of {sum(depths)} blocks each would be compiled "
-            f"by itself; at most {MOST_BLOCKS} can be, or any number with "
-            "config.model.scan_layers=True"
+            f"config.model.{key}={getattr(c, key)}: each of {sum(depths)} blocks would be "
+            f"compiled separately; use at most {MOST_BLOCKS}, or config.model.scan_layers=True"
         )
     c.depth_routing.check_depth(*depths)
     c.soft_experts.check_depth(max(depths), c.mlp)
     c.dense_former.check_depth(max(depths), c.scan_layers)
     if c.scan_layers and c.depth_routing.kind == "recursion":
         raise UsageError(
-            "config.model.scan_layers=True: not with config.model.depth_routing.kind='recursion', "
-            "whose layers do not repeat a pattern"
+            "config.model.scan_layers=True: not with "
+            "config.model.depth_routing.kind='recursion', because its layers do not repeat a "
+            "pattern"
         )

@@ -56,5 +56,6 @@ def check_family(mapping):
         if set(names_of(other)) == set(mapping) != set(names_of(cls)):
             raise UsageError(
                 f"config.model.family={mapping['family']!r}: the settings of config.model are "
-                f"those of {family!r}; start from a config file of the other family"
+                f"those of {family!r}; start from a config file of the family "
+                f"{mapping['family']!r}"
             )

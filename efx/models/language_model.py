@@ -77,8 +77,8 @@ class LanguageModel(nn.Module):
         """Raise UsageError if so many tokens are more than there are learned positions for."""
         if length > self.config.context:
             raise UsageError(
-                f"config.model.context={self.config.context}: what is learned for positions ends "
-                f"there, and these rows have {length} tokens; shorten them, or train with a longer "
+                f"config.model.context={self.config.context}: rows of {length} tokens are "
+                "longer than the learned positions; use shorter rows, or train with a longer "
                 "context"
             )
 

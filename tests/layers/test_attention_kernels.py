@@ -174,8 +174,8 @@ def test_a_gpu_gets_what_compiles_for_it(capability, case, expected, monkeypatch
 @pytest.mark.parametrize(
     "name, line",
     [
-        ("cudnn", r"wants a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
-        ("triton", r"wants a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
+        ("cudnn", r"needs a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
+        ("triton", r"needs a GPU of compute capability 8\.0 \(A100\) or newer, not 7\.5"),
     ],
 )
 def test_a_gpu_that_is_too_old_is_one_line(name, line, monkeypatch):
@@ -205,7 +205,7 @@ TRIED = "0.0.17"  # with jax 0.11
         (HALF, "9.0", "0.12.0", TRIED, "with no tokamax for jax 0.12.0"),
         (HALF._replace(dtype=jnp.float32), "9.0", "0.11.2", TRIED, "not float32"),
         (HALF._replace(head_dim=512), "9.0", "0.11.2", TRIED, "at most 256"),
-        (HALF._replace(probs=True), "9.0", "0.11.2", TRIED, "no place for dropout"),
+        (HALF._replace(probs=True), "9.0", "0.11.2", TRIED, "not support dropout"),
     ],
 )
 def test_mosaic_takes_every_interval(case, capability, jax_version, tokamax, refused, monkeypatch):
@@ -277,7 +277,7 @@ def test_falling_back_is_said_once(monkeypatch, caplog):
     for _ in range(3):
         attention_kernels.choose("auto", HALF._replace(head_dim=40))
     (record,) = caplog.records
-    assert "splash wants a head width that is a multiple of 64, not 40" in record.getMessage()
+    assert "splash needs a head width that is a multiple of 64, not 40" in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_jax_is_asked_once_whether_there_is_cudnn(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     try:
-        for said in ("cannot be called by JAX (cuDNN not found): it comes with the extra", None):
+        for said in ("cannot be called by JAX (cuDNN not found): install the extra", None):
             attention_kernels._without_cudnn.cache_clear()
             reasons = {attention_kernels._without_cudnn() for _ in range(3)}
             assert len(reasons) == 1
@@ -335,9 +335,9 @@ def test_jax_is_asked_once_whether_there_is_cudnn(monkeypatch):
 @pytest.mark.parametrize(
     "platform, name, case, line",
     [
-        ("cpu", "splash", HALF, "runs on a tpu only, and the devices here are of kind 'cpu'"),
-        ("gpu", "cudnn", HALF._replace(softcap=1.0), "has no softcap"),
-        ("tpu", "splash", HALF._replace(gaps=True, window=4), "no window by position"),
+        ("cpu", "splash", HALF, "runs only on a tpu, but the devices here are 'cpu'"),
+        ("gpu", "cudnn", HALF._replace(softcap=1.0), "does not support softcap"),
+        ("tpu", "splash", HALF._replace(gaps=True, window=4), "not support a window by position"),
     ],
 )
 def test_a_choice_that_cannot_be_is_one_line(platform, name, case, line, monkeypatch):
@@ -431,5 +431,5 @@ def test_heads_that_do_not_divide_over_the_devices_are_in_plain_xla(monkeypatch)
     monkeypatch.setattr(sharding, "ways", lambda name: {"act_heads": 4}[name])
     case = HALF._replace(num_heads=6, num_kv_heads=6)
     assert attention_kernels.choose("auto", case) is None
-    with pytest.raises(UsageError, match="wants heads that divide over 4 devices: 6"):
+    with pytest.raises(UsageError, match="needs a number of heads divisible by 4 devices, not 6"):
         attention_kernels.choose("cudnn", case)

@@ -86,7 +86,7 @@ def test_evaluation_draws_fresh_places_for_every_block_row_and_batch(scan):
     np.testing.assert_array_equal(draws[0], draws[2])  # evaluated as it was trained
     rows = np.concatenate(draws[:2]).reshape(-1, families.LENGTH)
     assert len(np.unique(rows, axis=0)) == len(rows) == 12
-    with pytest.raises(UsageError, match=r"selection='stochastic' draws places from a key"):
+    with pytest.raises(UsageError, match=r"selection='stochastic' needs a key"):
         jax.eval_shape(model.apply, variables, tokens_BT)
 
 

@@ -124,5 +124,5 @@ def test_bad_values(changes, words):
     ],
 )
 def test_hugging_face_has_no_place_for_it(changes, key):
-    with pytest.raises(UsageError, match=f"config.model.{key}=.*has no place"):
+    with pytest.raises(UsageError, match=f"config.model.{key}=.*does not support"):
         hf_config.config_to_hf(families.make({**changes, "attention.qk_norm": "none"}))

@@ -742,7 +742,7 @@ def test_masks_of_a_block_that_routes_nothing_say_nothing():
         ({"attention.sigmoid_scale": -1.0}, r"attention\.sigmoid_scale=-1\.0: must be more than 0"),
         (
             {"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 5},
-            r"width=32 does not divide by config\.model\.dropout\.attention\.num_heads=5",
+            r"width=32 is not divisible by config\.model\.dropout\.attention\.num_heads=5",
         ),
     ],
 )

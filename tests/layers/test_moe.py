@@ -405,7 +405,7 @@ def test_every_second_block():
     "changes, message",
     [
         ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
-        ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: there are only 8 experts"),
+        ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: must be at most the number of experts, 8"),
         ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),
         ({"moe.num_noop": -1}, r"mlp\.moe\.num_noop=-1: must be at least 0"),
         ({"moe.capacity_factor": 0.0}, r"mlp\.moe\.capacity_factor=0\.0: must be more than 0"),
@@ -440,7 +440,7 @@ def test_experts_are_split_over_their_axis():
     assert attention["query"]["kernel"].spec == jax.P(("fsdp", "expert"), "tensor")
     odd = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 3})
     boxed = models.variable_shapes(odd)["params"]
-    with pytest.raises(UsageError, match=r"experts/down/kernel.*3 does not divide over"):
+    with pytest.raises(UsageError, match=r"experts/down/kernel.*3 is not a multiple"):
         sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
 
 
@@ -520,8 +520,8 @@ def test_a_sampler_counts_what_experts_turn_away():
     assert sampler.stats["expert_choices"] == 2 * read
     said = use._left_out(sampler.stats, sampler.cache_size, seq_len=16)
     assert said == (
-        "; experts had no room for 24 of 48 choices (50.0%); room is that of rows of 24 tokens,"
-        " evaluation has rows of 16"
+        "; experts dropped 24 of 48 choices (50.0%) over the capacity of a row of 24 tokens"
+        " (evaluation uses rows of 16)"
     )
     assert use._left_out({"expert_overflow": 0}, 24, 16) == ""
 

@@ -368,7 +368,7 @@ def test_a_skipped_step_does_not_run():
                 "depth_routing.capacity_stages": ((0.5, 1.0),),
                 "depth_routing.capacity": (0.9, 0.5, 0.1),
             },
-            r"capacity_stages=.*first step that computes all tokens",
+            r"capacity_stages=.*first step must compute all tokens",
         ),
         ({"scan_layers": True}, r"scan_layers=True: not with .*recursion"),
     ],

@@ -282,7 +282,9 @@ def test_every_family_is_anchor_and_member_or_is_refused(name):
     changes = families.FAMILIES[name].changes
     if name in REFUSED:
         for members, key in (((changes, {}), "anchor=a"), (({}, changes), "augment=b")):
-            with pytest.raises(UsageError, match=rf"config\.model\.{key} is a .* whose layers"):
+            with pytest.raises(
+                UsageError, match=rf"config\.model\.{key}: a .* cannot have bridges"
+            ):
                 bridged(*members, pairs=1)
         return
     model = bridged(changes, changes, pairs=1)
@@ -474,8 +476,11 @@ def test_bridges_follow_a_teacher_whose_vocabulary_was_padded(runs, tmp_path):
     [
         ({"pairs": 0}, r"config\.model\.pairs=0: must be at least 1"),
         ({"pairs": 3}, r"config\.model\.pairs=3: must be from 1 to 2, the layers of .*anchor=a"),
-        ({"num_heads": 5}, r"config\.model\.num_heads=5 does not divide the anchor's width of 32"),
-        ({"augment": ("b", "c")}, r"made from run folders: config\.model\.anchor"),
+        (
+            {"num_heads": 5},
+            r"config\.model\.num_heads=5: the anchor's width of 32 is not divisible",
+        ),
+        ({"augment": ("b", "c")}, r"needs run folders: config\.model\.anchor"),
         ({"pears": 2}, r"config\.model\.pears is not a setting \(did you mean 'pairs'\?\)"),
     ],
 )
@@ -486,7 +491,9 @@ def test_bad_settings_are_one_line(changes, words):
 
 def test_members_that_cannot_be_bridged():
     recursion = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
-    with pytest.raises(UsageError, match=r"config\.model\.augment=b is a Decoder whose layers"):
+    with pytest.raises(
+        UsageError, match=r"config\.model\.augment=b: a Decoder cannot have bridges"
+    ):
         bridged({}, recursion)
     # Latents of a group may be as many as the tokens of the rows that it is checked with.
     latents = [
@@ -506,10 +513,10 @@ def test_members_that_cannot_be_bridged():
         (({}, latents[0]), "augment=b"),
         (({}, latents[1]), "augment=b"),
     ):
-        with pytest.raises(UsageError, match=rf"{key} is a Latent .* a state for each token"):
+        with pytest.raises(UsageError, match=rf"{key}: a Latent .* a state for each token"):
             bridged(*members)
     short = families.make({}, context=LENGTH // 2)
-    with pytest.raises(UsageError, match=r"augment=b was made for sequences of up to 16 tokens"):
+    with pytest.raises(UsageError, match=r"augment=b: its context is 16 tokens"):
         bridged({}, short)
 
 
@@ -520,9 +527,12 @@ def test_bad_runs_are_one_line(runs, tmp_path):
     for changes, words in [
         ({"model.anchor": ""}, r"config\.model\.anchor='': there is no such run folder"),
         ({"model.augment": ("gone",)}, r"config\.model\.augment='gone': there is no such run"),
-        ({"model.augment": (str(tmp_path / "chars"),)}, r"chars has another tokenizer"),
+        ({"model.augment": (str(tmp_path / "chars"),)}, r"chars: its tokenizer differs"),
         ({"data.tokenizer": "chars"}, r"config\.model\.anchor=.* was trained with 'bytes'"),
-        ({"model.augment": (str(runs / "bridged"),)}, r"bridged is a model made of others itself"),
+        (
+            {"model.augment": (str(runs / "bridged"),)},
+            r"bridged: this run is itself made of other runs",
+        ),
         ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': not with.*bridged"),
     ]:
         config = config_of("bridge", text, **{**between(runs), **changes})

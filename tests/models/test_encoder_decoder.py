@@ -749,15 +749,15 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
     "changes, message",
     [
         ({"encoder_depth": -1}, r"config\.model\.encoder_depth=-1: must be at least 0"),
-        ({"cross_heads": 5}, r"width=32 does not divide by config\.model\.cross_heads=5"),
+        ({"cross_heads": 5}, r"width=32 is not divisible by config\.model\.cross_heads=5"),
         (
             {"attention.num_heads": 5, "cross_heads": 4},
-            r"width=32 does not divide by config\.model\.attention\.num_heads=5",
+            r"width=32 is not divisible by config\.model\.attention\.num_heads=5",
         ),
         ({"depth": 1, "encoder_depth": 2}, r"config\.model\.encoder_depth=2: .*set it to 0"),
         (
             {"cross_kv_heads": 3},
-            r"cross_heads=4 does not divide by config\.model\.cross_kv_heads=3",
+            r"cross_heads=4 is not divisible by config\.model\.cross_kv_heads=3",
         ),
         (
             {"positions": "rope", "cross_heads": 32},
@@ -789,7 +789,7 @@ def test_evaluation_with_experts_in_the_last_layer_alone():
         ),
         (
             {"depth_routing.kind": "mod", "depth": 4, "depth_routing.capacity": (0.5, 0.2)},
-            r"depth_routing\.capacity=\(0\.5, 0\.2\): give one value, or one for each routed",
+            r"depth_routing\.capacity=\(0\.5, 0\.2\): expected one value, or one for each routed",
         ),
         ({"soft_experts.num": 2, "mlp.kind": "moe"}, r"block 0 would have both soft experts and"),
         (

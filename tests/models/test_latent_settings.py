@@ -58,20 +58,23 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 are not fewer than the 2 of the level before"),
-        ({"latents": (8, 4)}, r"8 are not fewer than config\.model\.group_size=8; latents"),
+        ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 must be less than the 2 of the level before"),
+        ({"latents": (8, 4)}, r"8 must be less than config\.model\.group_size=8; latents"),
         ({"latents": (4, 0)}, r"latents=\(4, 0\): must be at least 1"),
         ({"latents": ()}, r"config\.model\.latents=\(\): expected"),
-        ({"level_heads": (3, 2)}, r"level_widths=\(8, 12\): 8 does not divide by its 3 heads"),
-        ({"level_heads": ()}, r"level_widths=\(8, 12\): 12 does not divide into heads of 8"),
+        ({"level_heads": (3, 2)}, r"level_widths=\(8, 12\): 8 is not divisible by its 3 heads"),
+        ({"level_heads": ()}, r"level_widths=\(8, 12\): 12 is not divisible by 8"),
         ({"level_heads": (1,)}, r"level_heads=\(1,\): expected 2"),
         ({"level_widths": (8,)}, r"level_widths=\(8,\): expected 2 widths"),
         (
             {"attention.num_heads": 3},
-            r"config\.model\.width=16 does not divide by config\.model\.attention\.num_heads=3",
+            r"config\.model\.width=16 is not divisible by config\.model\.attention\.num_heads=3",
         ),
         ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
-        ({"encoder_local": 600}, r"encoder_local=600: the levels have \d+ blocks in all; at most"),
+        (
+            {"encoder_local": 600},
+            r"encoder_local=600: the levels have \d+ blocks in total; use at most",
+        ),
         ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
         ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
         ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),
@@ -88,7 +91,7 @@ def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
                 "level_widths": (8, 18),
                 "level_heads": (2, 1),
             },
-            r"level_widths=\(8, 18\): 18 does not divide by .*dropout\.attention\.num_heads=4",
+            r"level_widths=\(8, 18\): 18 is not divisible by .*dropout\.attention\.num_heads=4",
         ),
     ],
 )

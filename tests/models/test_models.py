@@ -104,11 +104,11 @@ def removed(*path):
         (changed("width", value=-4), r"config\.model\.width=-4: must be at least 1"),
         (
             changed("width", value=130),
-            r"width=130 does not divide by config\.model\.attention\.num_heads=4",
+            r"width=130 is not divisible by config\.model\.attention\.num_heads=4",
         ),
         (
             changed("attention", "num_kv_heads", value=3),
-            r"num_heads=4 does not divide by .*num_kv_heads=3",
+            r"num_heads=4 is not divisible by .*num_kv_heads=3",
         ),
         (
             changed("attention", "head_dim", value=3),
@@ -173,7 +173,9 @@ def test_which_blocks_are_routed(changes, expected):
 
 
 def test_a_list_of_capacities_must_fit():
-    with pytest.raises(UsageError, match=r"capacity=\(0\.5, 0\.25\): give one value, or one for"):
+    with pytest.raises(
+        UsageError, match=r"capacity=\(0\.5, 0\.25\): expected one value, or one for"
+    ):
         capacities(capacity=(0.5, 0.25))
 
 

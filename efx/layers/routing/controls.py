@@ -157,7 +157,7 @@ def noise(module, batch, length):
     """
     if not module.has_rng("routing"):
         raise UsageError(
-            f"config.model.depth_routing.train_selection={STOCHASTIC!r} draws places from a key: "
-            "call the model with rngs={'routing': key}"
+            f"config.model.depth_routing.train_selection={STOCHASTIC!r} needs a key: call the "
+            "model with rngs={'routing': key}"
         )
     return jax.random.normal(module.scope.rngs["routing"].as_jax_rng(), (batch, length))

@@ -32,11 +32,11 @@ class AdapterConfig:
                 raise UsageError(f"config.adapter.{name}={getattr(self, name)!r}: {rule}")
 
         if self.kind == "none":
-            rule = "needs the config.adapter.kind that these experts have"
+            rule = "needs the config.adapter.kind of these experts"
             require(not self.experts, "experts", rule)
             require(not self.gate, "gate", "needs a config.adapter.kind other than 'none'")
-        require(self.scale != 0, "scale", "must not be 0, by which adapters add nothing")
-        require(len(set(self.experts)) == len(self.experts), "experts", "names a run twice")
+        require(self.scale != 0, "scale", "must not be 0: adapters would have no effect")
+        require(len(set(self.experts)) == len(self.experts), "experts", "has a run twice")
         if self.experts and self.routing == "topk":
             rule = f"must be from 1 to the number of config.adapter.experts, {self.choices}"
             require(self.top_k <= self.choices, "top_k", rule)

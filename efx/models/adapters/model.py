@@ -38,14 +38,14 @@ def adapt(model, config):
     if model.members:
         raise UsageError(
             f"config.adapter.kind={config.kind!r}: not with "
-            f"config.model.family={model.config.family!r}; adapt the runs that it is made of"
+            f"config.model.family={model.config.family!r}; adapt its member runs"
         )
     routing = model.config.depth_routing
     if config.looks_ahead and routing.kind != "none":
         raise UsageError(
             "config.adapter.routing='inclusion': not with "
-            f"config.model.depth_routing.kind={routing.kind!r}; the two would decide about the "
-            "same tokens twice"
+            f"config.model.depth_routing.kind={routing.kind!r}, because both would select "
+            "among the same tokens"
         )
     fields = {
         f.name: getattr(model, f.name)
@@ -57,8 +57,8 @@ def adapt(model, config):
     if not found:
         paths = list(linears)
         raise UsageError(
-            f"config.adapter.sites={config.sites!r} matches none of the {len(paths)} linear layers "
-            f"of this model, which are such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
+            f"config.adapter.sites={config.sites!r} matches none of the {len(paths)} linear "
+            f"layers of this model, such as {', '.join(paths[:: max(1, len(paths) // 4)][:4])}; "
             "it must match a whole path"
         )
     if model.config.scan_layers:
@@ -66,18 +66,17 @@ def adapt(model, config):
     for path in found:
         if config.looks_ahead and not linears[path]:
             raise UsageError(
-                f"config.adapter.sites={config.sites!r} matches {path}, which is outside of the"
-                " layers or between them: config.adapter.routing='inclusion' needs to know there"
-                " which tokens are padding"
+                f"config.adapter.sites={config.sites!r} matches {path}, outside of the layers: "
+                "config.adapter.routing='inclusion' cannot see padding there"
             )
     tile, reports = model.config.dropout.attention.skip_tile, config.experts or config.gate
     if model.config.dropout.skips and reports:
         for path in found:
             if "/mlp/" in path:
                 raise UsageError(
-                    f"config.adapter.sites={config.sites!r} matches {path}, of an MLP that computes"
-                    f" open tokens alone (config.model.dropout.attention.skip_tile={tile}), where"
-                    " an adapter cannot tell which tokens these are; give skip_tile=0"
+                    f"config.adapter.sites={config.sites!r} matches {path}, in an MLP that "
+                    f"skips closed tokens (config.model.dropout.attention.skip_tile={tile}), "
+                    "so adapters cannot tell its tokens apart; use skip_tile=0"
                 )
     return adapted_family(type(model))(**fields, adapter=config)
 
@@ -89,9 +88,9 @@ def _check_scanned(sites, paths, found, size):
         if (path in found) != (first in found):
             has, lacks = (path, first) if path in found else (first, path)
             raise UsageError(
-                f"config.adapter.sites={sites!r} matches {has} but not {lacks}, which "
-                "config.model.scan_layers=True computes as one; match both or neither, or give "
-                "scan_layers=False"
+                f"config.adapter.sites={sites!r} matches {has} but not {lacks}, and "
+                "config.model.scan_layers=True computes both as one; match both or neither, "
+                "or use scan_layers=False"
             )
 
 

@@ -76,7 +76,7 @@ class Bridged(LanguageModel):
         """Of the anchor and those that augment it."""
         if len(members) != 1 + len(config.augment):
             raise UsageError(
-                "config.model.family='bridged' is made from run folders: config.model.anchor and "
+                "config.model.family='bridged' needs run folders: config.model.anchor and "
                 "config.model.augment"
             )
         check(config, members[0], members[1:])
@@ -229,22 +229,27 @@ def check(c, anchor_model, augment_models):
     members += [("augment", *pair) for pair in zip(c.augment, augment_models, strict=True)]
     for key, run, model in members:
         if model.members:
-            raise UsageError(f"config.model.{key}={run} is a model made of others itself")
+            raise UsageError(
+                f"config.model.{key}={run}: this run is itself made of other "
+                "runs; use a run of one model"
+            )
     width = anchor_model.config.width
     if width % c.num_heads:
         raise UsageError(
-            f"config.model.num_heads={c.num_heads} does not divide the anchor's width of {width}"
+            f"config.model.num_heads={c.num_heads}: the anchor's width of {width} is not "
+            "divisible by it"
         )
     for key, run, model in members:
         if model.context < c.context:
             raise UsageError(
-                f"config.model.{key}={run} was made for sequences of up to {model.context} tokens, "
-                f"and these have up to {c.context}; lower config.data.seq_len"
+                f"config.model.{key}={run}: its context is {model.context} tokens, less than "
+                f"{c.context} here; lower config.data.seq_len"
             )
         if not _has_layers(model):
             raise UsageError(
-                f"config.model.{key}={run} is a {type(model).__name__} whose layers are not each "
-                "called once in a row, with a state for each token, which a bridge needs"
+                f"config.model.{key}={run}: a {type(model).__name__} cannot have bridges, "
+                "because its layers do not run once each, one after another, with a state for "
+                "each token"
             )
         if not 1 <= c.pairs <= depth_of(model):
             raise UsageError(

@@ -65,14 +65,15 @@ class EncoderDecoderConfig(ModelConfig):
         rope = self.positions == "rope"
         if self.cross_source == "previous_layer" and self.depth == 1 and self.encoder_depth:
             raise UsageError(
-                f"config.model.encoder_depth={self.encoder_depth}: the one decoder block of "
-                "cross_source='previous_layer' reads e_0; set it to 0"
+                f"config.model.encoder_depth={self.encoder_depth}: "
+                "cross_source='previous_layer' with one decoder block reads only e_0; set it "
+                "to 0"
             )
         if self.depth_routing.kind == "recursion":
             raise UsageError(
-                "config.model.depth_routing.kind='recursion': not in the encoder-decoder, where "
-                "each decoder block reads the encoder at another depth, so that no stack of its "
-                "blocks can be repeated; use 'mod'"
+                "config.model.depth_routing.kind='recursion': not in the encoder-decoder, "
+                "because each decoder block reads another encoder block and so cannot be "
+                "repeated; use 'mod'"
             )
         check_stack(self, self.encoder_blocks, self.depth)
         filled = dict(
@@ -86,8 +87,8 @@ class EncoderDecoderConfig(ModelConfig):
             chosen = filled.get(name, getattr(self, name))
             if chosen != value:
                 raise UsageError(
-                    f"config.model.{name}={chosen!r}: positions='rope' has no position embeddings; "
-                    f"set it to {value!r}, or positions to 'learned'"
+                    f"config.model.{name}={chosen!r}: positions='rope' has no position "
+                    f"embeddings; set it to {value!r}, or set positions='learned'"
                 )
         return dataclasses.replace(
             self,
@@ -140,11 +141,11 @@ def _check_cross(c, rope, heads, kv_heads):
     width = c.width
     if width % heads:
         raise UsageError(
-            f"config.model.width={width} does not divide by config.model.cross_heads={heads}"
+            f"config.model.width={width} is not divisible by config.model.cross_heads={heads}"
         )
     if heads % kv_heads:
         raise UsageError(
-            f"config.model.cross_heads={heads} does not divide by "
+            f"config.model.cross_heads={heads} is not divisible by "
             f"config.model.cross_kv_heads={kv_heads}"
         )
     if rope:

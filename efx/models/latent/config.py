@@ -127,15 +127,16 @@ class LatentConfig(ModelConfig):
                 bad(name, f"expected a number of blocks, or one for each of the {levels} levels")
         most = max(COUNTS, key=lambda name: sum(counts[name]))
         if (blocks := sum(map(sum, counts.values()))) > MOST_BLOCKS:
-            bad(most, f"the levels have {blocks} blocks in all; at most {MOST_BLOCKS} can be")
+            bad(most, f"the levels have {blocks} blocks in total; use at most {MOST_BLOCKS}")
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
-            bad("soft_experts_in", f"there are none; set {self.soft_experts.where}.num")
+            bad("soft_experts_in", f"there are no soft experts; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
         if self.depth_routing.by_type:
+            selection = self.depth_routing.train_selection
             raise UsageError(
-                f"{self.depth_routing.where}.train_selection="
-                f"{self.depth_routing.train_selection!r}: not with config.model.family='latent', "
-                "whose routed blocks compute states of groups of tokens, which have no type"
+                f"{self.depth_routing.where}.train_selection={selection!r}: "
+                "not with config.model.family='latent', because its routed blocks compute "
+                "groups of tokens, without a token type"
             )
         if self.context % self.group_size:
             _say_padded(self.context, self.group_size)
@@ -164,12 +165,14 @@ class LatentConfig(ModelConfig):
 
 def _check_latents(model, bad):
     if not model.latents:
-        bad("latents", "expected the latents a group of each level, such as (16, 2)")
+        bad("latents", "expected the number of latents per group at each level, such as (16, 2)")
     before, whose = model.group_size, f"config.model.group_size={model.group_size}"
     for count in model.latents:
         if count >= before:
             bad(
-                "latents", f"{count} are not fewer than {whose}; latents shrink from level to level"
+                "latents",
+                f"{count} must be less than {whose}: the number of latents "
+                "decreases from level to level",
             )
         before, whose = count, f"the {count} of the level before"
 
@@ -182,8 +185,8 @@ def _widths(model, attention, levels, bad):
     if len(widths) != levels + 1 or widths[-1] != model.width:
         bad(
             "level_widths",
-            f"expected {levels} widths, of tokens and of the levels before the last, whose width "
-            "is config.model.width",
+            f"expected {levels} widths, of the tokens and of all levels but the last (its "
+            "width is config.model.width)",
         )
     heads, head_dim = model.level_heads, attention.head_dim
     if not heads:
@@ -191,8 +194,8 @@ def _widths(model, attention, levels, bad):
             if width % head_dim:
                 bad(
                     "level_widths",
-                    f"{width} does not divide into heads of {head_dim}, the latent stack's; give "
-                    "config.model.level_heads",
+                    f"{width} is not divisible by {head_dim}, the head width of the latent "
+                    "stack; set config.model.level_heads",
                 )
         heads = tuple(width // head_dim for width in widths[:-1])
     if len(heads) == levels:
@@ -202,14 +205,14 @@ def _widths(model, attention, levels, bad):
     masks = model.dropout.attention
     for width, count in zip(widths[:-1], heads, strict=False):
         if width % count:
-            bad("level_widths", f"{width} does not divide by its {count} heads (level_heads)")
+            bad("level_widths", f"{width} is not divisible by its {count} heads (level_heads)")
         if model.positions in ROTARY:
             where = f"config.model.positions={model.positions!r}"
             attention.check_rotary(width // count, where, f"{width} / {count}")
         if model.dropout.kind == "attention" and masks.num_heads and width % masks.num_heads:
             bad(
                 "level_widths",
-                f"{width} does not divide by {masks.where}.num_heads={masks.num_heads}",
+                f"{width} is not divisible by {masks.where}.num_heads={masks.num_heads}",
             )
     return widths, heads
 

@@ -214,9 +214,9 @@ class Latent(LanguageModel):
         for name in ("memory_local", "memory_global"):
             if getattr(self.config, name):
                 raise UsageError(
-                    f"config.model.{name}={getattr(self.config, name)}: memory tokens belong to no "
-                    "document, which packed rows do not allow; set it to 0 or "
-                    "config.data.packing=False"
+                    f"config.model.{name}={getattr(self.config, name)}: packed rows do not "
+                    "support memory tokens, because these belong to no document; set it to 0, "
+                    "or config.data.packing=False"
                 )
 
     @property
@@ -265,8 +265,8 @@ def _check_documents(model, info, length):
     if info.tokens.segment_ids_BT is None:
         if info.tokens.positions_BT is not None:
             raise UsageError(
-                "positions without documents: the latent family takes a token's position from its "
-                "place in the row; leave positions_BT out, or give segment_ids_BT too"
+                "positions_BT without segment_ids_BT: the latent family derives positions "
+                "from the index in the row; leave positions_BT out, or pass segment_ids_BT too"
             )
         return info
     model.check_packing()
