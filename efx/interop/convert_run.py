@@ -56,8 +56,8 @@ def config_for(folder, to, config=None):
         run_settings.check(config)
         if config.model.family != "decoder":
             raise UsageError(
-                f"config.model.family={config.model.family!r}: --mode=convert makes a decoder; "
-                "give another --config"
+                f"config.model.family={config.model.family!r}: --mode=convert writes a "
+                "decoder; use another --config"
             )
     config.update_from_flattened_dict(
         {f"model.{key}": value for key, value in _decided(parent, to).items()}
@@ -108,10 +108,10 @@ def convert(config, folder, to, workdir, *, command_line=()):
             new_run.write(opened, lock, config, state, files, **entries)
     parameters = count_params(state.params)
     if is_primary():
-        added = f", {quantity(new, 'of them')} new" if new else ""
+        added = f" ({quantity(new)} new)" if new else ""
         print(
-            f"{workdir}: {quantity(parameters, 'parameters')}{added}, {to} of {folder} at step "
-            f"{step}; step 0"
+            f"{workdir}: step 0, {quantity(parameters, 'parameters')}{added}, converted to {to} "
+            f"from {folder} at step {step}"
         )
     return {"parameters": parameters}
 
@@ -126,21 +126,21 @@ def _check_parent(parent, folder, to):
         raise UsageError(f"--to={to}: expected {' or '.join(KINDS)}{nearest(to, KINDS)}")
     model, cannot = parent.model, ""
     if model.family != "decoder":
-        cannot = f"config.model.family={model.family!r}, and --mode=convert reads decoders"
+        cannot = f"config.model.family={model.family!r}: --mode=convert reads decoders"
     elif model.depth_routing.kind != "none":
         cannot = (
-            f"config.model.depth_routing.kind={model.depth_routing.kind!r}: it is routed already; "
-            "config.init.run starts a run with other settings of its routing"
+            f"config.model.depth_routing.kind={model.depth_routing.kind!r}: the parent already "
+            "has routed blocks; to change its routing, start a run with config.init.run"
         )
     elif parent.adapter.kind != "none":
         cannot = (
-            f"config.adapter.kind={parent.adapter.kind!r}: convert the run that it adapts "
+            f"config.adapter.kind={parent.adapter.kind!r}: convert its base model "
             f"({parent.init.run})"
         )
     elif to == "layer_drop" and model.depth < 2:
-        cannot = f"config.model.depth={model.depth}: there is no second block to leave out"
+        cannot = f"config.model.depth={model.depth}: needs a second block to leave out"
     elif to == "layer_drop" and model.dense_former.on:
-        cannot = "config.model.dense_former.on=True, whose averages count on every block"
+        cannot = "config.model.dense_former.on=True, with averages over all blocks"
     if cannot:
         raise UsageError(f"--from={folder} has {cannot}")
 
@@ -165,13 +165,13 @@ def _check_config(config, parent, to):
     routing, plain = config.model.depth_routing, runfolder.dotted(settings.as_dict(config.model))
     if routing.kind != ("mod" if to == "mod" else "none"):
         raise UsageError(
-            f"config.model.depth_routing.kind={routing.kind!r}: --to={to} makes "
+            f"config.model.depth_routing.kind={routing.kind!r}: --to={to} writes "
             + ("'mod'" if to == "mod" else "a model without routed blocks, 'none'")
         )
     if to == "mod" and not routing.control and routing.gate not in _GATES:
         raise UsageError(
-            f"config.model.depth_routing.gate={routing.gate!r}: a converted model begins as its "
-            f"parent, with a gate that is 1 for a score of 0: {' or '.join(_GATES)}"
+            f"config.model.depth_routing.gate={routing.gate!r}: a converted model starts as "
+            f"its parent, so its gate must be 1 for a score of 0: use {' or '.join(_GATES)}"
         )
     for key, value in _decided(parent, to).items():
         shorter = key == "context" and plain["positions"] != "learned" and 0 < plain[key] < value
@@ -236,9 +236,9 @@ def _check_blocks(parent, model, kept):
     for number, (spec, i) in enumerate(zip(specs, kept, strict=True)):
         if computed(spec) != computed(of_parent[i]):
             raise UsageError(
-                f"--to=layer_drop: block {i} of the parent would become block {number}, which is of"
-                " another kind: what depends on a block's number (experts, positions) has to repeat"
-                " in every second block"
+                f"--to=layer_drop: block {i} of the parent would become block {number}, of "
+                "another kind: settings that depend on a block's number (experts, positions) "
+                "must repeat in every second block"
             )
 
 

@@ -44,11 +44,11 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         known = " or ".join(WRITTEN_DTYPES)
         raise UsageError(f"--dtype={dtype}: expected {known}{nearest(dtype, WRITTEN_DTYPES)}")
     if jax.process_count() > 1:
-        raise UsageError("--mode=export is done by one process: leave out what starts several")
+        raise UsageError("--mode=export runs in one process: start it without several processes")
     if runfolder.kind_of_result(workdir) == "clustering":
         raise UsageError(
-            f"--workdir={workdir} holds an ensemble, which is not exported; its runs have folders "
-            "of their own in it, and each can be"
+            f"--workdir={workdir} is an ensemble, and these are not exported; export one of "
+            "the run folders in it"
         )
     checked = run_settings.check(config)
     own_format.check(checked.model, checked.adapter.kind)
@@ -67,7 +67,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         shard_bytes=shard_bytes,
     )
     kind = contents["model_type"]
-    by = f"with {own_format.CODE.name}: transformers loads it with trust_remote_code=True"
+    by = f"with {own_format.CODE.name}: load it in transformers with trust_remote_code=True"
     if kind in ARCHITECTURES:
         by = f"as {ARCHITECTURES[kind].name}"
     parameters = quantity(count_params(params), "parameters")

@@ -135,7 +135,10 @@ def params_from_hf(state_dict, model, key=None, rows=0):
     arrays = _arrays(dense, style, shapes)
     missing = [name for name, *_ in arrays if name not in state]
     unknown = sorted(state.keys() - {name for name, *_ in arrays})
-    for verb, names in (("lacks", missing), ("has, and this model has no place for,", unknown)):
+    for verb, names in (
+        ("lacks", missing),
+        (("has arrays without a counterpart in this model:"), unknown),
+    ):
         if names:
             others = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UsageError(f"{whole} {verb} {', '.join(names[:3])}{others}")
@@ -249,7 +252,7 @@ def mod_from_dense(params, model, key=None):
         layers = unroll_params(layers, _dense(model).specs())
     if any(spec.routing is not None for spec in model.blocks().values()):
         if key is None:
-            raise UsageError("the model has routed blocks: give a PRNG key for their routers")
+            raise UsageError("the model has routed blocks: pass a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}
         for name, fresh in _of_routing(model, key).items():
             layers.setdefault(name, {}).update(fresh)
@@ -306,9 +309,9 @@ def check_dropout(model_config):
     """UsageError if dropout is learned."""
     if model_config.dropout.learned:
         raise UsageError(
-            f"config.model.dropout.kind={model_config.dropout.kind!r}: a checkpoint has no learned "
-            "masks, and they change what is computed; import without, and name the run as "
-            "config.init.run of one that trains them"
+            f"config.model.dropout.kind={model_config.dropout.kind!r}: a Hugging Face "
+            "checkpoint has no learned masks; import it without, and train them in a run with "
+            "config.init.run"
         )
 
 
@@ -321,8 +324,8 @@ def check_size(folder, model_config, vocab_size, weights):
     least = c.width * (vocab_size + c.depth * of_layer)
     if least > weights.size:
         raise UsageError(
-            f"{Path(folder) / 'config.json'} describes a model of more than {least:,} parameters "
-            f"in {c.depth} layers, and the files hold {weights.size:,}"
+            f"{Path(folder) / 'config.json'} describes a model of more than {least:,} "
+            f"parameters in {c.depth} layers, but the files have {weights.size:,}"
         )
 
 
@@ -393,15 +396,15 @@ def check_new(folder):
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {_reason(error)}") from error
     if existing:
-        raise UsageError(f"{folder} is not empty ({existing[0]}): give a new folder")
+        raise UsageError(f"{folder} is not empty ({existing[0]}); use a new folder")
 
 
 def _check_space(folder, place, needed):
     free = shutil.disk_usage(place.parent).free
     if needed > free:
         raise UsageError(
-            f"{folder} needs {memory.in_words(needed)}, and its disk has {memory.in_words(free)} "
-            "free"
+            f"{folder} needs {memory.in_words(needed)}, but its disk has "
+            f"{memory.in_words(free)} free; free space, or use another folder"
         )
 
 
@@ -464,8 +467,8 @@ def _drop_tied_head(state, table):
         return
     if not np.array_equal(_numpy(head), _numpy(state[table])):
         raise UsageError(
-            f"Hugging Face checkpoint: lm_head.weight differs from {table}, but config.model.tied="
-            "True makes them one"
+            f"Hugging Face checkpoint: lm_head.weight differs from {table}, but "
+            "config.model.tied=True shares them"
         )
 
 

@@ -223,7 +223,7 @@ def _check_known(hf, kind):
     known = _DEFAULTS[kind].keys() | _PLAIN_KEYS.keys() | SILENT
     for key in sorted(hf.keys() - known):
         raise UsageError(
-            f"config.json: {key}={hf[key]!r}: efx does not know this setting of {kind}"
+            f"config.json: {key}={hf[key]!r}: efx does not support this setting of {kind}"
             + nearest(key, _DEFAULTS[kind])
         )
 
@@ -367,7 +367,7 @@ def _window_of(keys, windowed):
     if set(types) == {"full_attention"}:
         return 0
     if len(set(types)) > 1 or not used:
-        keys.refuse("layer_types", "efx has one attention.window for all layers", types)
+        keys.refuse("layer_types", "efx supports one attention.window for all layers", types)
     return keys.count("sliding_window")
 
 
@@ -416,13 +416,13 @@ def _rope(keys, theta, fraction=None):
     scaling = {"kind": "none" if kind == "default" else kind}
     for theirs, ours in _ROPE_SCALING[kind].items():
         if theirs not in given:
-            raise UsageError(f"config.json: {name}.{theirs} is missing, which {kind!r} needs")
+            raise UsageError(f"config.json: {name}.{theirs} is missing, but {kind!r} needs it")
         number = keys.positive(f"{name}.{theirs}", given.pop(theirs))
         scaling[ours] = int(number) if ours == "original_context" else number
     for key, value in given.items():
         raise UsageError(
-            f"config.json: {name}.{key}={value!r}: efx does not know this setting of {kind!r} "
-            "rotary positions"
+            f"config.json: {name}.{key}={value!r}: efx does not support this setting of "
+            f"{kind!r} rotary positions"
         )
     return {
         "attention.rope_theta": theta,
@@ -633,13 +633,13 @@ def _differences(c, hf):
 def _without_place(model):
     """What of a decoder no architecture has a place for, in one line, or ""."""
     c = model.config
-    checkpoint = "a Hugging Face checkpoint has no place for"
+    checkpoint = "a Hugging Face checkpoint does not support"
     if hasattr(model, "adapter"):
         return (
             f"config.adapter.kind={model.adapter.kind!r}: {checkpoint} adapters; write their base"
         )
     if c.positions == "none":
-        return "config.model.positions='none': no Hugging Face format is without"
+        return "config.model.positions='none': every Hugging Face format has positions"
     if c.depth_routing.kind != "none":
         return (
             f"config.model.depth_routing.kind={c.depth_routing.kind!r}: {checkpoint} routers; only "
@@ -664,8 +664,8 @@ def complete(hf):
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     if kind == "efx":
         raise UsageError(
-            "config.json: model_type='efx': this was exported by efx, which goes on from the run "
-            "folder that it came from"
+            "config.json: model_type='efx': efx cannot import its own exports; use the run folder "
+            "that was exported"
         )
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UsageError(

@@ -54,7 +54,7 @@ def config_for(folder, config=None):
     run_settings.check(config)
     if config.model.family != "decoder":
         raise UsageError(
-            f"config.model.family={config.model.family!r}: --mode=import makes a decoder; give "
+            f"config.model.family={config.model.family!r}: --mode=import writes a decoder; use "
             "another --config"
         )
     config.update_from_flattened_dict(changes)
@@ -78,8 +78,8 @@ def import_run(config, folder, workdir, *, command_line=()):
     tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)
     if not build.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
-            f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} knows"
-            f" the ids of its {runfolder.TOKENIZER_FILE} alone; leave the setting out"
+            f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
+            f"needs its own {runfolder.TOKENIZER_FILE}; leave the setting out"
         )
     weights = Weights(folder)
     rows = hf_config["vocab_size"]
@@ -108,7 +108,7 @@ def import_run(config, folder, workdir, *, command_line=()):
         print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
         if extra := rows - tokenizer.vocab_size:
             print(
-                f"{extra} of the {rows:,} rows of the embedding stand for no token of "
+                f"{extra} of the {rows:,} rows of the embedding have no token in "
                 f"{runfolder.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}
@@ -119,8 +119,8 @@ def _check_config(config, decided):
     asked for where they are not learned."""
     if config.adapter.kind != "none":
         raise UsageError(
-            f"config.adapter.kind={config.adapter.kind!r}: import the model without adapters, and "
-            "name the run as config.init.run of one that trains them"
+            f"config.adapter.kind={config.adapter.kind!r}: import the model without adapters, "
+            "and train them in a run with config.init.run"
         )
     hf.check_dropout(config.model)
     plain = runfolder.dotted(settings.as_dict(config))
@@ -135,13 +135,13 @@ def _check_vocabulary(folder, tokens, rows):
     path = folder / runfolder.TOKENIZER_FILE
     if tokens > rows:
         raise UsageError(
-            f"{path} has {tokens} ids, and the embedding has {rows} rows (vocab_size in "
+            f"{path} has {tokens} ids, but the embedding has {rows} rows (vocab_size in "
             "config.json): it is the tokenizer of another model"
         )
     if rows - tokens > _MOST_PADDING * rows:
         raise UsageError(
             f"{path} has {tokens} ids for {rows} rows of the embedding (vocab_size in "
-            f"config.json), of which at most {_MOST_PADDING:.0%} may stand for no token: it is the "
+            f"config.json), and at most {_MOST_PADDING:.0%} of these may be padding: it is the "
             "tokenizer of another model"
         )
 

@@ -85,11 +85,11 @@ class _Model:
     def __init__(self, workdir, *, step=None, batch_size=8, max_length=None, config=None):
         super().__init__()
         if jax.process_count() > 1:
-            raise UsageError("lm-eval is run by one process: leave out what starts several")
+            raise UsageError("lm-eval runs in one process: start it without several processes")
         if runfolder.kind_of_result(workdir) == "clustering":
             raise UsageError(
-                f"--workdir={workdir} holds an ensemble, which cannot be asked here; its runs have"
-                " folders of their own in it, and each can be"
+                f"--workdir={workdir} is an ensemble, and lm-eval does not run on these; use "
+                "one of the run folders in it"
             )
         config = config_of_run(workdir) if config is None else config
         setup, self.step, params, variables = build.finished(config, workdir, step)
@@ -195,8 +195,8 @@ def _generation(settings):
         if name not in _GENERATION:
             known = ", ".join(("until", "max_gen_toks", *_GENERATION))
             raise UsageError(
-                f"generation_kwargs: {name}={settings[name]!r} is nothing that efx samples by"
-                f"{nearest(name, _GENERATION)}; there are {known}"
+                f"generation_kwargs: {name}={settings[name]!r} is not "
+                f"supported{nearest(name, _GENERATION)}; use {known}"
             )
     options = {"until": tuple(until), "max_new_tokens": count}
     if settings.pop("do_sample"):
@@ -319,7 +319,7 @@ def _tasks(names, manager):
     """What the manager finds by these; UsageError for what is none."""
     found = []
     if not names:
-        raise UsageError("--tasks is empty: give names of lm-eval's tasks, or YAML files")
+        raise UsageError("--tasks is empty: set names of lm-eval's tasks, or YAML files")
     for name in names:
         if _is_file(name):
             path = pathlib.Path(name).expanduser()
@@ -330,7 +330,7 @@ def _tasks(names, manager):
         matches = manager.match_tasks([name])
         if not matches:
             known = nearest(name, manager.all_tasks)
-            raise UsageError(f"--tasks={name}: no task, group or tag of lm-eval{known}")
+            raise UsageError(f"--tasks={name}: not a task, group or tag of lm-eval{known}")
         found += matches
     return list(dict.fromkeys(found))
 
@@ -339,7 +339,7 @@ def main(argv=None):
     parser = cli.Parser("efx.interop.lm_eval", __doc__)
     parser.add_argument("--workdir", required=True, help="run folder")
     parser.add_argument(
-        "--tasks", required=True, help="of lm-eval, or YAML files, with commas between"
+        "--tasks", required=True, help="of lm-eval, or YAML files, separated by commas"
     )
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
@@ -348,7 +348,7 @@ def main(argv=None):
         "--max-length", type=int, metavar="N", help="tokens of a row (default: the context)"
     )
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
-    parser.add_argument("--log-samples", action="store_true", help="write every answer, too")
+    parser.add_argument("--log-samples", action="store_true", help="also write every answer")
     parser.set_defaults(extra=[])
     return parser.run(run, argv)
 
@@ -361,7 +361,7 @@ def run(arguments):
     for setting in arguments.extra:
         if not setting.startswith("--config."):
             raise UsageError(
-                f"{setting}: after -- come settings, as in --config.train.dtype=bfloat16"
+                f"{setting}: only settings may follow --, as in --config.train.dtype=bfloat16"
             )
     flags = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
     evaluate(

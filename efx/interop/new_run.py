@@ -14,7 +14,7 @@ def open_new(workdir, config, command_line):
         workdir, settings.as_dict(config), command_line=list(command_line), may_differ=(".*",)
     )
     if not opened.is_new:
-        raise UsageError(f"--workdir={workdir} holds a run; give a new folder")
+        raise UsageError(f"--workdir={workdir} has a run; use a new folder")
     return opened
 
 

@@ -42,7 +42,7 @@ def check(c, adapter):
       c: `config.model`, resolved or not. adapter: kind of the adapters.
     """
     if c.family != "decoder":
-        _refuse("family", c.family, "decoders are exported, and this is none")
+        _refuse("family", c.family, "only decoders are exported")
     if adapter != "none":
         raise UsageError(
             f"config.adapter.kind={adapter!r}: adapters are not exported; export their base"

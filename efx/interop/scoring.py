@@ -142,12 +142,12 @@ class Answering:
         shards = sharding.batch_shards(self.mesh, self.rules)
         if batch_size % shards:
             raise UsageError(
-                f"--batch-size={batch_size} does not divide over the {shards} devices of the mesh's"
-                " batch axes"
+                f"--batch-size={batch_size}: must be a multiple of the {shards} devices on the "
+                "mesh's batch axes"
             )
         if not 2 <= self.max_length <= model.context:
             raise UsageError(
-                f"--max-length={max_length}: from 2 to {model.context}, the model's context"
+                f"--max-length={max_length}: must be from 2 to {model.context}, the model's context"
             )
         self.has_room, self.cost = has_room(model), Cost(model)
         self._placement = sharding.Placement(self.mesh, self.rules, batch_size)
@@ -203,8 +203,8 @@ class Answering:
         """(tokens of a row and the one after it, how many of the last are scored)"""
         if not continuation or len(continuation) > self.max_length:
             raise UsageError(
-                f"a continuation of {len(continuation)} tokens: there have to be from 1 to"
-                f" {self.max_length}, as many as a row has"
+                f"a continuation of {len(continuation)} tokens: must have from 1 to "
+                f"{self.max_length}, the length of a row"
             )
         return [*context, *continuation][-self.max_length - 1 :], len(continuation)
 
@@ -290,8 +290,8 @@ class Answering:
         most = self.max_length - max_new_tokens
         if not 1 <= max_new_tokens < self.max_length:
             raise UsageError(
-                f"max_gen_toks={max_new_tokens}: from 1 to {self.max_length - 1}, one less than the"
-                f" longest row"
+                f"max_gen_toks={max_new_tokens}: must be from 1 to {self.max_length - 1}, one "
+                "less than the longest row"
             )
         prompts = [list(prompt[-most:]) for prompt in prompts]
         seeds = range(len(prompts)) if seeds is None else seeds

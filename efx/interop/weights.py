@@ -38,7 +38,7 @@ class StoredArray:
     def __array__(self, dtype=None, copy=None):
         if self._slice.get_dtype() not in _DTYPES:
             raise UsageError(
-                f"{self.path}: {self.name} is of the type {self._slice.get_dtype()}; efx reads "
+                f"{self.path}: {self.name} has type {self._slice.get_dtype()}; efx reads "
                 f"{', '.join(_DTYPES)}"
             )
         try:
@@ -67,11 +67,13 @@ class Weights(Mapping):
             self._add(self.folder / name)
         for name, shard in shard_of.items():
             if name not in self._arrays or self._arrays[name].path.name != shard:
-                raise UsageError(f"{self.folder / shard} lacks {name}, which {index} says it has")
+                raise UsageError(
+                    f"{self.folder / shard} lacks {name}, an array that {index} lists for it"
+                )
 
     def _add(self, path):
         if not path.is_file():
-            raise UsageError(f"{path} does not exist: efx reads weights from safetensors only")
+            raise UsageError(f"{path} does not exist; efx reads weights from safetensors only")
         try:
             file = safe_open(path, framework="numpy")
             names = file.keys()
@@ -79,7 +81,7 @@ class Weights(Mapping):
             raise UsageError(f"{path} cannot be read: {in_a_line(error)}") from error
         for name in names:
             if name in self._arrays:
-                raise UsageError(f"{path} has {name}, and so has {self._arrays[name].path}")
+                raise UsageError(f"{name} is in both {path} and {self._arrays[name].path}")
             self._arrays[name] = StoredArray(file, path, name)
 
     def __getitem__(self, name):
@@ -105,7 +107,7 @@ def _shards(index):
         raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
     for name, shard in shards.items():
         if not reading.is_plain_name(shard):
-            raise UsageError(f"{index}: weight_map says {name} is in {shard!r}, no name of a file")
+            raise UsageError(f"{index}: weight_map lists {name} in {shard!r}, not a file name")
     return shards
 
 
@@ -180,7 +182,7 @@ def _converted(array, dtype):
         converted = numbers.astype(WRITTEN_DTYPES[dtype])
     if np.any(np.isinf(converted) & np.isfinite(numbers)):
         raise UsageError(
-            f"{array.name} has numbers up to {np.max(np.abs(numbers)):.3g}, more than {dtype} "
-            "holds; export as bfloat16 or float32"
+            f"{array.name} has values up to {np.max(np.abs(numbers)):.3g}, too large for "
+            f"{dtype}; export as bfloat16 or float32"
         )
     return converted

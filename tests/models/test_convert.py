@@ -240,14 +240,14 @@ def test_the_teacher_stays_the_same(parents, children, distilled, tmp_path, caps
     del record["checksum"]
     (run_of / "run.json").write_text(json.dumps(record))
     forget(run_of)
-    words = r"config\.train\.teacher=.*other has other parameters at step 2 than the model that"
+    words = r"config\.train\.teacher=.*other: its parameters at step 2 are not those of the teacher"
     refused(capsys, words, "--workdir", run_of, **teacher)
-    words = r"config\.train\.teacher=/nowhere: there is no such run with a checkpoint"
+    words = r"config\.train\.teacher=/nowhere: there is no run with a checkpoint"
     refused(capsys, words, "--workdir", run_of, **{"train.teacher": "/nowhere"})
-    words = r"config\.train\.teacher=.*imported has another tokenizer than this run"
+    words = r"config\.train\.teacher=.*imported: its tokenizer differs"
     refused(capsys, words, "--workdir", run_of, **{"train.teacher": children["imported"]})
     new = ("--config", parents["trained"], "--workdir", tmp_path / "new")
-    words = r"config\.losses\.distill=1\.0 needs config\.train\.teacher, the run folder"
+    words = r"config\.losses\.distill=1\.0: config\.train\.teacher is empty"
     refused(capsys, words, *new, **{"losses.distill": 1.0})
     assert not (tmp_path / "new").exists()
 
@@ -255,34 +255,34 @@ def test_the_teacher_stays_the_same(parents, children, distilled, tmp_path, caps
 BAD = {
     "no parent": (dict(parent=""), r"--from is missing: the folder of a dense run"),
     "no run": (dict(parent="nothing"), r"--from=nothing is not a run folder"),
-    "to nothing": (dict(to=""), r"--to is missing: mod, or layer_drop"),
+    "to nothing": (dict(to=""), r"--to is missing: mod or layer_drop"),
     "to what is not": (dict(to="mode"), r"--to=mode: expected mod or layer_drop \(did you mean"),
     "a routed parent": (
         dict(recorded={"model.depth_routing.kind": "mod"}),
-        r"has config\.model\.depth_routing\.kind='mod': it is routed already",
+        r"has config\.model\.depth_routing\.kind='mod': the parent already has routed blocks",
     ),
     "an adapted parent": (
         dict(recorded={"adapter.kind": "lora"}),
-        r"has config\.adapter\.kind='lora': convert the run that it adapts",
+        r"has config\.adapter\.kind='lora': convert its base model",
     ),
     "no checkpoint": (dict(without="checkpoints"), r"no finished checkpoint|no such step|holds no"),
     "another gate": (
         {"model.depth_routing.gate": "sigmoid"},
-        rf"{ROUTING}\.gate='sigmoid': a converted model begins as its parent, .*twice_sigmoid",
+        rf"{ROUTING}\.gate='sigmoid': a converted model starts as its parent,  .*twice_sigmoid",
     ),
     "recursion": (
         {"model.depth_routing.kind": "recursion"},
-        rf"{ROUTING}\.kind='recursion': --to=mod makes 'mod'",
+        rf"{ROUTING}\.kind='recursion': --to=mod writes 'mod'",
     ),
     "another width": ({"model.width": 64}, r"config\.model\.width=64: the model of --from has 32"),
     "another tokenizer": (
         {"data.tokenizer": "bpe:300"},
         r"config\.data\.tokenizer='bpe:300': --from=.* was trained with 'bytes'",
     ),
-    "longer rows": ({"data.seq_len": 32}, r"config\.model\.context=16 is shorter than"),
+    "longer rows": ({"data.seq_len": 32}, r"config\.model\.context=16: must be at least"),
     "another family": (
         dict(config="latent:smoke"),
-        r"config\.model\.family='latent': --mode=convert makes a decoder",
+        r"config\.model\.family='latent': --mode=convert writes a decoder",
     ),
     "blocks that are none": (
         {"model.depth_routing.blocks": "(1,9)"},
@@ -315,7 +315,7 @@ def test_what_cannot_be_converted_is_one_line(parents, tmp_path, capsys, monkeyp
 
 def test_other_refusals(parents, children, capsys):
     flags = ("--mode=convert", "--from", parents["trained"], "--to", "mod")
-    words = r"holds a run; give a new folder"
+    words = r"has a run; use a new folder"
     refused(capsys, words, *flags, "--workdir", children["trained"])
     flags = ("--to", "mod", "--workdir", children["trained"])
     refused(capsys, "--to goes with --mode=convert or export, not train", *flags)

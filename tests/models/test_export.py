@@ -231,11 +231,11 @@ def test_a_routed_run_brings_its_code(routed, tmp_path, load, capsys, transforme
     path = tmp_path / "mod"
     assert run("--mode=export", "--workdir", routed, "--to", path, "--step=0") == 0
     said = capsys.readouterr().out
-    assert "modeling_efx.py: transformers loads it with trust_remote_code" in said
+    assert "modeling_efx.py: load it in transformers with trust_remote_code" in said
     assert "not the model that was trained" not in said
     changed = "--config.model.depth_routing.slack=1.5"
     assert run("--mode=export", "--workdir", routed, "--to", tmp_path / "other", changed) == 0
-    words = "which had other settings: config.model.depth_routing.slack=1.5 (3.0)"
+    words = "config.model.depth_routing.slack=1.5 (trained with 3.0)"
     assert words in capsys.readouterr().out
     theirs, (model, _, params) = load(path), parameters(routed)
     assert type(theirs).__name__ == "EfxForCausalLM"
@@ -317,8 +317,8 @@ def test_a_qwen2_has_its_own_tokenizer(tmp_path):
         ("recursion", r"depth_routing\.kind='recursion': shared blocks are not exported"),
         ("soft", r"soft_experts\.num=4: soft experts are not exported"),
         ("averages", r"dense_former\.on=True: averages of earlier states are not exported"),
-        ("latent", r"family='latent': decoders are exported, and this is none"),
-        ("streams_same", r"family='encoder_decoder': decoders are exported"),
+        ("latent", r"family='latent': only decoders are exported"),
+        ("streams_same", r"family='encoder_decoder': only decoders are exported"),
     ],
 )
 def test_models_that_are_not_exported(name, words, tmp_path):
@@ -338,29 +338,29 @@ def refused(capsys, words, *arguments):
 def test_bad_input_is_one_line(routed, tmp_path, capsys, monkeypatch):
     """Nothing is left of an export that fails."""
     to = ("--workdir", routed, "--to")
-    refused(capsys, "--to is missing: the new folder", "--workdir", routed)
+    refused(capsys, "--to is missing: a new folder", "--workdir", routed)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
-    refused(capsys, "full is not empty (notes.txt): give a new folder", *to, tmp_path / "full")
-    refused(capsys, "a part of the path is a file", *to, tmp_path / "full/notes.txt/new")
-    refused(capsys, "--to=gs://a/b: this needs a folder on a disk", *to, "gs://a/b")
+    refused(capsys, "full is not empty (notes.txt); use a new folder", *to, tmp_path / "full")
+    refused(capsys, "notes.txt is a file, not a folder", *to, tmp_path / "full/notes.txt/new")
+    refused(capsys, "--to=gs://a/b: must be a folder on a disk", *to, "gs://a/b")
     refused(capsys, "--dtype=float8: expected float32", *to, tmp_path / "x", "--dtype=float8")
     refused(capsys, "there is no checkpoint 7", *to, tmp_path / "x", "--step=7")
     refused(capsys, "not a run folder", "--workdir", tmp_path / "none", "--to", tmp_path / "x")
     latent = ("--config", "latent:smoke")
-    refused(capsys, "config.model.family='latent': decoders", *to, tmp_path / "x", *latent)
+    refused(capsys, "config.model.family='latent': only decoders", *to, tmp_path / "x", *latent)
     lora = "--config.adapter.kind=lora"
     refused(capsys, "config.adapter.kind='lora': adapters are not", *to, tmp_path / "x", lora)
     (tmp_path / "ensemble/clusters").mkdir(parents=True)
     (tmp_path / "ensemble/clusters/clustering.json").write_text("{}")
     shutil.copy(routed / "config.json", tmp_path / "ensemble")
     ensemble = ("--workdir", tmp_path / "ensemble", "--to", tmp_path / "x")
-    refused(capsys, "holds an ensemble, which is not exported", *ensemble)
+    refused(capsys, "is an ensemble, and these are not exported", *ensemble)
 
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        refused(capsys, "KiB, and its disk has 97.7 KiB free", *to, tmp_path / "deep/x")
+        refused(capsys, "KiB, but its disk has 97.7 KiB free", *to, tmp_path / "deep/x")
     no_space = "Error while serializing: I/O error: No space left on device (os error 28)"
     for error in (OSError(errno.ENOSPC, "No space"), SafetensorError(no_space)):
         words = "the disk is full" if isinstance(error, OSError) else no_space
@@ -378,6 +378,6 @@ def test_bad_input_is_one_line(routed, tmp_path, capsys, monkeypatch):
 
 def test_numbers_that_a_type_cannot_hold(tmp_path):
     large = np.array([1.0, -1e6], np.float32)
-    with pytest.raises(UsageError, match=r"w has numbers up to 1e\+06, more than float16 holds"):
+    with pytest.raises(UsageError, match=r"w has values up to 1e\+06, too large for float16"):
         weights.write(tmp_path, [weights.NewArray("w", (2,), lambda: large)], "float16")
     weights.write(tmp_path, [weights.NewArray("w", (2,), lambda: large)], "bfloat16")

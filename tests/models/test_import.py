@@ -256,7 +256,7 @@ def cut_tokenizer(ids):
 LAST, QUERY = list(SHARDS)[1], "model.layers.1.self_attn.q_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 BAD = {
-    "missing shard": (lambda f: (f / LAST).unlink(), rf"{LAST} does not exist: efx reads weights"),
+    "missing shard": (lambda f: (f / LAST).unlink(), rf"{LAST} does not exist; efx reads weights"),
     "no weights": (
         lambda f: (f / "model.safetensors.index.json").unlink(),
         r"model\.safetensors does not exist",
@@ -267,7 +267,7 @@ BAD = {
     ),
     "index out of the folder": (
         add_to_index("x", "../../secret.safetensors"),
-        r"index\.json: weight_map says x is in '\.\./\.\./secret\.safetensors', no name of a file",
+        r"index\.json: weight_map lists x in '\.\./\.\./secret\.safetensors', not a file name",
     ),
     "index of what is not there": (add_to_index("x", LAST), rf"{LAST} lacks x, which .*says it"),
     "truncated": (edit_bytes(LAST, lambda data: data[:-100]), rf"{LAST} cannot be read"),
@@ -294,7 +294,7 @@ BAD = {
     ),
     "integers": (
         edit_arrays(lambda a: a.update({UP: a[UP].astype(np.int16)})),
-        rf"{LAST}: {UP} is of the type I16; efx reads F32, BF16, F16",
+        rf"{LAST}: {UP} has type I16; efx reads F32, BF16, F16",
     ),
     "another shape": (
         edit_arrays(lambda a: a.update({QUERY: a[QUERY][:-1].copy()})),
@@ -306,7 +306,7 @@ BAD = {
     ),
     "another array": (
         edit_arrays(lambda a: a.update({"model.layers.1.mlp.router.weight": a[QUERY]})),
-        r"llama has, and this model has no place for, layers\.1\.mlp\.router\.weight",
+        r"llama has arrays without a counterpart in this model: layers\.1\.mlp\.router\.weight",
     ),
     "an architecture": (
         edit_json("config.json", model_type="mamba"),
@@ -314,7 +314,7 @@ BAD = {
     ),
     "a key": (
         edit_json("config.json", attention_sinks=4),
-        r"llama/config\.json: attention_sinks=4: efx does not know this setting of llama",
+        r"llama/config\.json: attention_sinks=4: efx does not support this setting of llama",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json does not exist"),
     "a list": (
@@ -327,7 +327,7 @@ BAD = {
     ),
     "ten thousand layers": (
         edit_json("config.json", num_hidden_layers=9999),
-        r"config\.json describes a model of more than .* in 9999 layers, and the files hold",
+        r"config\.json describes a model of more than .* in 9999 layers, but the files have",
     ),
     "as wide as the sea": (
         edit_json("config.json", hidden_size=2**30),
@@ -344,7 +344,7 @@ BAD = {
     ),
     "a larger tokenizer": (
         cut_tokenizer(300),
-        r"tokenizer\.json has 300 ids, and the embedding has 288 rows \(vocab_size",
+        r"tokenizer\.json has 300 ids, but the embedding has 288 rows \(vocab_size",
     ),
     "a smaller tokenizer": (
         cut_tokenizer(260),
@@ -389,12 +389,12 @@ def test_a_full_disk_leaves_no_folder(folder, tmp_path, capsys, monkeypatch):
         ({"model.width": 64}, r"config\.model\.width=64: the model of --from has 32"),
         ({"model.attention.rope_theta": 5.0}, r"attention\.rope_theta=5\.0: the model of --from"),
         ({"model.context": 64}, r"config\.model\.context=64: the model of --from has 32"),
-        ({"data.seq_len": 64}, r"config\.model\.context=32 is shorter than .*seq_len=64"),
+        ({"data.seq_len": 64}, r"config\.model\.context=32: must be at least .*seq_len=64"),
         ({"data.tokenizer": "bytes"}, r"config\.data\.tokenizer='bytes': the model of --from="),
         ({"adapter.kind": "lora"}, r"config\.adapter\.kind='lora': import the model without"),
         (
             {"model.dropout.kind": "elementwise"},
-            r"dropout\.kind='elementwise': a checkpoint has no",
+            r"dropout\.kind='elementwise': a Hugging Face checkpoint has no",
         ),
     ],
 )
@@ -404,11 +404,11 @@ def test_settings_that_contradict_the_folder(folder, tmp_path, capsys, settings,
 
 def test_other_refusals(folder, imported, tmp_path, capsys):
     refused(tmp_path / "nothing", tmp_path, capsys, r"--from=.*nothing: there is no such folder")
-    words = r"config\.model\.family='latent': --mode=import makes a decoder"
+    words = r"config\.model\.family='latent': --mode=import writes a decoder"
     refused(folder, tmp_path, capsys, words, "--config", "latent:smoke")
     before = sorted(path.name for path in imported.iterdir())
     assert run("--mode=import", "--from", folder, "--workdir", imported) == 2
-    assert "holds a run; give a new folder" in capsys.readouterr().err
+    assert "has a run; use a new folder" in capsys.readouterr().err
     assert run("--mode=import", "--workdir", tmp_path / "run") == 2
     assert "--from is missing" in capsys.readouterr().err
     assert run("--workdir", imported, "--from", folder) == 2

@@ -383,12 +383,12 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ("gpt2", dict(model_type="bert"), "model_type='bert': efx reads gpt2 .*olmo2.*qwen3"),
         ("gpt2", dict(model_type=["gpt2"]), "model_type=.*: efx reads gpt2"),
         ("gemma2", {}, "model_type='gemma2': efx reads gpt2"),
-        ("efx", {}, "model_type='efx': this was exported by efx"),
-        ("gpt2", dict(alibi=True), "alibi=True: efx does not know this setting of gpt2"),
+        ("efx", {}, "model_type='efx': efx cannot import its own exports"),
+        ("gpt2", dict(alibi=True), "alibi=True: efx does not support this setting of gpt2"),
         (
             "llama",
             dict(quantization_config=dict(bits=4)),
-            "quantization_config=.*does not know this setting of llama",
+            "quantization_config=.*does not support this setting of llama",
         ),
         ("llama", dict(rope_interleaved=True), "rope_interleaved=True: efx reproduces False"),
         ("llama", dict(hidden_size="32"), "hidden_size='32': expected a whole number"),
@@ -420,12 +420,12 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         (
             "llama",
             dict(rope_scaling=dict(type="linear", factor=2.0, beta_fast=32)),
-            "rope_scaling.beta_fast=32: efx does not know this setting of 'linear'",
+            "rope_scaling.beta_fast=32: efx does not support this setting of 'linear'",
         ),
         (
             "llama",
             dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
-            "rope_parameters.factor is missing, which 'llama3' needs",
+            "rope_parameters.factor is missing, but 'llama3' needs it",
         ),
         (
             "llama",
@@ -446,7 +446,11 @@ def test_load_into_a_config_with_routing(llama, tmp_path):
         ),
         ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers=.*for each of the 36 layers"),
         ("gpt_neox", dict(rotary_pct=1.5), "partial_rotary_factor=1.5: efx reproduces at most"),
-        ("olmo2", dict(mlp_bias=False), "mlp_bias=False: efx does not know this setting of olmo2"),
+        (
+            "olmo2",
+            dict(mlp_bias=False),
+            "mlp_bias=False: efx does not support this setting of olmo2",
+        ),
     ],
 )
 def test_configs_that_efx_cannot_reproduce(kind, changes, message):
@@ -669,7 +673,7 @@ def test_arrays_that_do_not_fit(llama):
     refused(
         {**state, "model.layers.2.mlp.up_proj.weight": state[key]},
         model,
-        r"has, and this model has no place for, layers\.2\.mlp\.up_proj\.weight",
+        r"has arrays without a counterpart in this model: layers\.2\.mlp\.up_proj\.weight",
     )
     refused(
         {**state, "lm_head.weight": state["lm_head.weight"] + 1},
@@ -677,7 +681,7 @@ def test_arrays_that_do_not_fit(llama):
         r"lm_head\.weight differs from embed_tokens\.weight",
     )
     routing = dataclasses.replace(model.config.depth_routing, **ROUTING)
-    refused(state, models.changed(model, depth_routing=routing), "routed blocks: give a PRNG key")
+    refused(state, models.changed(model, depth_routing=routing), "routed blocks: pass a PRNG key")
 
 
 def test_folders_that_do_not_fit(llama, tmp_path):
@@ -692,7 +696,7 @@ def test_folders_that_do_not_fit(llama, tmp_path):
     (tmp_path / "config.json").write_text("{")
     load(r"config\.json cannot be read")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    load(r"model\.safetensors does not exist: efx reads weights from safetensors only")
+    load(r"model\.safetensors does not exist; efx reads weights from safetensors only")
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     load(r"model\.safetensors cannot be read")
     (tmp_path / "model.safetensors.index.json").write_text(
@@ -704,7 +708,7 @@ def test_folders_that_do_not_fit(llama, tmp_path):
 def test_nothing_is_overwritten(llama, tmp_path):
     model, params, _, _ = llama
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"is not empty \(notes\.txt\): give a new folder"):
+    with pytest.raises(UsageError, match=r"is not empty \(notes\.txt\); use a new folder"):
         hf.save_hf(tmp_path, params, model)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(UsageError, match=r"notes\.txt cannot be written"):

@@ -106,11 +106,13 @@ def test_what_is_too_long_loses_its_beginning():
     found = asked.scores([(row[:30], row[30:35]), (row[:1], row[1:17]), (row[18:30], row[30:35])])
     assert found[0].logprob == pytest.approx(found[2].logprob, abs=1e-4)
     assert [s.tokens for s in found] == [16, 16, 16]
-    with pytest.raises(UsageError, match=r"a continuation of 17 tokens: .* from 1 to 16, as many"):
+    with pytest.raises(
+        UsageError, match=r"a continuation of 17 tokens: .* from 1 to 16, the length of a row"
+    ):
         asked.scores([(row[:1], row[1:18])])
     with pytest.raises(UsageError, match="a continuation of 0 tokens"):
         asked.scores([(row, [])])
-    with pytest.raises(UsageError, match="--batch-size=3 does not divide over the 2 devices"):
+    with pytest.raises(UsageError, match="--batch-size=3: must be a multiple of the 2 devices"):
         answering(model, params, devices=2, batch_size=3)
 
 
@@ -172,7 +174,7 @@ def test_what_a_model_goes_on_with():
     whole = asked.texts(prompts[:1], max_new_tokens=STREAM + 4)
     assert asked.texts(prompts[:1], max_new_tokens=STREAM + 4, until=("",)) == whole
     assert whole[0].tokens == len(prompts[0]) + STREAM + 4
-    with pytest.raises(UsageError, match="max_gen_toks=32: from 1 to 31, one less than"):
+    with pytest.raises(UsageError, match="max_gen_toks=32: must be from 1 to 31, one less than"):
         asked.texts(prompts, max_new_tokens=T)
 
 
@@ -193,7 +195,7 @@ def test_generation_settings():
     assert lm_eval._generation({"until": "a", "do_sample": False, "temperature": 0.7}) == greedy
     drawn = lm_eval._generation({"until": ["a"], "do_sample": True, "top_p": 0.9, "max_tokens": 3})
     assert drawn == greedy | {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9}
-    with pytest.raises(UsageError, match="num_beams=4 is nothing that efx samples by; there are"):
+    with pytest.raises(UsageError, match="num_beams=4 is not supported; use"):
         lm_eval._generation({"until": [], "num_beams": 4})
 
 
@@ -347,17 +349,17 @@ def test_another_model_than_the_run_says_so(routed, library):
     config = config_of_run(routed)
     config.model.norm_eps = 0.5
     info = make(routed, config=config).get_model_info()
-    assert info["other_model"].endswith("other settings: config.model.norm_eps=0.5 (1e-05)")
+    assert info["other_model"].endswith("config.model.norm_eps=0.5 (trained with 1e-05)")
 
 
 WRONG = {
-    "--tasks=choicee,last": "no task, group or tag of lm-eval (did you mean 'choice'?)",
+    "--tasks=choicee,last": "not a task, group or tag of lm-eval (did you mean 'choice'?)",
     "--tasks=,": "--tasks is empty",
     "--tasks=nothing.yaml": "--tasks=nothing.yaml: there is no such file",
     "--limit=0": "--limit=0: must be at least 1",
     "--num-fewshot=-1": "--num-fewshot=-1: must be at least 0",
     "--batch-size=0": "--batch-size=0: must be at least 1",
-    "--max-length=33": "--max-length=33: from 2 to 32, the model's context",
+    "--max-length=33": "--max-length=33: must be from 2 to 32, the model's context",
     "--workdir=nothing": "nothing",
 }
 
@@ -380,7 +382,7 @@ def test_what_is_wrong_is_one_line(library, tasks, routed, capsys, monkeypatch):
     for setting, words in (
         ("--config.train.dtype=float17", "config.train.dtype='float17': "),
         ("--config.model.dept=2", "config.model.dept"),
-        ("--step=3", "--step=3: after -- come settings"),
+        ("--step=3", "--step=3: only settings may follow --"),
     ):
         flags = ["--workdir", str(routed), "--tasks", tasks[0], "--", setting]
         assert lm_eval.main(flags) == 2, setting
