@@ -37,8 +37,8 @@ PACKAGES = "jax", "matplotlib", "numpy", "scipy", "sklearn", "sympy", "torch", "
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 if MISSING:
     raise UsageError(
-        f"the text is the code of packages of which {', '.join(MISSING)} are not installed; give"
-        f" {extra('interop,compose')}"
+        f"the text is the code of packages, and {', '.join(MISSING)} are not installed; "
+        f"install {extra('interop,compose')}"
     )
 FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in PACKAGES]
 

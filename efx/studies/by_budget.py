@@ -54,7 +54,7 @@ def rows(derived, results):
     for budget in derived["budgets"]:
         result = results.get(budget["result"])
         if result is None:
-            raise UsageError(f"derived names {budget['result']!r}, which is no result")
+            raise UsageError(f"derived names {budget['result']!r}, not a result")
 
         size, losses = _best(result, derived["family"], budget)
         cells = {SIZE: size, LOSS: tables.summary(losses.values())}

@@ -23,7 +23,9 @@ BASE = "base"  # the anchor's own domain, in the table
 def run(study):
     """{row: {column: held-out loss}} of one seed."""
     if BASE in study.domains:
-        raise UsageError(f"--domain={BASE}=...: that is what the anchor's own domain is called")
+        raise UsageError(
+            f"--domain={BASE}=...: this name is taken by the anchor's own domain; use another"
+        )
     domains = dict(study.domains)
     anchor = study.run("anchor", "", study.base)
     singles = {

@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
         jobs: the name of what it starts several of at a time, "runs" or "experts"; "": no --jobs.
         """
         self.set_defaults(extra=[])
-        self.add_argument("--workdir", required=True, help="folder of all runs and the table")
+        self.add_argument("--workdir", required=True, help="folder for all runs and the table")
         if jobs:
-            help = f"{jobs} at a time, each on its share of the CPUs"
+            help = f"number of {jobs} that run at once, each on an equal part of the CPUs"
             self.add_argument("--jobs", type=int, default=1, metavar="N", help=help)
 
     def run(self, study, argv=None):
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
             number = getattr(error, "number", signal.SIGINT)
             how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
             with contextlib.suppress(OSError):  # the terminal is gone
-                line = f"efx: {how}; the same command goes on from here"
+                line = f"efx: {how}; rerun the command to resume"
                 print(line, file=sys.stderr, flush=True)
             return 128 + number
         except BrokenPipeError:
@@ -91,7 +91,7 @@ def check_extra(extra):
     """UsageError if the arguments for every run set what a study sets for each run."""
     for argument in extra:
         if re.match(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)", argument):
-            raise UsageError(f"{argument}: the study gives each of its runs its own")
+            raise UsageError(f"{argument}: the study sets this for each of its runs; leave it out")
 
 
 def extra_of_run(extra, name):
@@ -166,12 +166,11 @@ def new_file(out, endings, example):
     """
     path = storage.local_path(out, "--out")
     if path.is_dir():
-        raise UsageError(f"--out={out} is a folder; give a file in it, e.g. {path / example}")
+        raise UsageError(f"--out={out} is a folder; use a file in it, e.g. {path / example}")
     if path.suffix.lower() not in endings:
         raise UsageError(
-            f"--out={out}: the ending says what kind of file it is, e.g."
-            f" {path.with_suffix(pathlib.PurePath(example).suffix)}; there are"
-            f" {', '.join(sorted(endings))}"
+            f"--out={out}: unknown file ending; use one of {', '.join(sorted(endings))}, e.g. "
+            f"{path.with_suffix(pathlib.PurePath(example).suffix)}"
         )
     if not path.parent.is_dir():
         raise UsageError(f"--out={out}: there is no folder {path.parent}")

@@ -39,8 +39,10 @@ def main(name, description, run, argv=None):
         action="append",
         default=[],
         metavar="NAME=SOURCE",
-        help="a domain and its config.data.source; again for each. Default: parts of Python's "
-        "library",
+        help=(
+            "a domain and its config.data.source; repeat the flag for each. Default: parts "
+            "of Python's library"
+        ),
     )
     return parser.run(lambda flags: _all_seeds(flags, run), argv)
 
@@ -69,9 +71,9 @@ def _domains(flags):
             raise UsageError(f"--domain={text}: expected NAME=SOURCE, e.g. plays=text:a.txt")
     domains = {key: source for key, _, source in parsed} or dict(DOMAINS)
     if len(domains) < len(parsed):
-        raise UsageError(f"--domain={flags}: a name is given twice")
+        raise UsageError(f"--domain={flags}: a name is used twice")
     if len(domains) < 2:
-        raise UsageError(f"--domain: {len(domains)} is too few to compose; give two or more")
+        raise UsageError(f"--domain: {len(domains)} is too few to compose; use two or more")
     return domains
 
 
@@ -114,8 +116,8 @@ class SeedStudy:
         status, log_name = jobs.run_main(f"seed {self.seed}, {name}", command, self.path(name))
         if status:
             raise UsageError(
-                f"the run {name!r} with seed {self.seed} ended with status {status}; {log_name} "
-                "says why. Start the study again to go on from here"
+                f"the run {name!r} with seed {self.seed} ended with status {status}; see "
+                f"{log_name}. Rerun the study to resume"
             )
         return str(self.path(name))
 
@@ -192,7 +194,7 @@ class Rehearsal(SeedStudy):
 
     def run(self, name, *arguments, **changes):
         if name in self.names:
-            raise UsageError(f"two runs of the study are called {name!r}: rename a --domain")
+            raise UsageError(f"two runs of the study are called {name!r}; rename a --domain")
         command = self.commands[name] = self.command(name, *arguments, **changes)
         cli.check_command(name, command, made=[self.mixture({})])
         return str(self.path(name))

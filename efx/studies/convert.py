@@ -137,8 +137,8 @@ class Study:
         status, where = jobs_lib.run_main(f"seed {seed}, {name}", command, log, cpus)
         if status:
             raise UsageError(
-                f"the run {name!r} with seed {seed} ended with status {status}; {where} says why. "
-                "Start the study again to go on from here"
+                f"the run {name!r} with seed {seed} ended with status {status}; see {where}. "
+                "Rerun the study to resume"
             )
 
     def table(self):
@@ -221,7 +221,8 @@ def _fractions(text):
         or len({percent(fraction) for fraction in fractions}) < len(fractions)  # in names of runs
     ):
         raise UsageError(
-            f"--fractions={text}: expected numbers above 0 that differ in six digits, e.g. 0.01,0.2"
+            f"--fractions={text}: expected numbers above 0 that differ in their first six "
+            "digits, e.g. 0.01,0.2"
         )
     return fractions
 

@@ -63,12 +63,12 @@ def study(args):
 def measure(args):
     """{"muP" or "standard": {module: [mean |x| after the steps, one for each width]}}."""
     if min(args.widths) < 1 or len(args.widths) < 2:
-        raise UsageError(f"--widths={args.widths}: give two or more different widths")
+        raise UsageError(f"--widths={args.widths}: expected two or more different widths")
     if args.steps < 1:
         raise UsageError(f"--steps={args.steps}: must be at least 1")
     if args.batch < 1 or args.batch % jax.device_count():
         raise UsageError(
-            f"--batch={args.batch} does not divide over the {jax.device_count()} devices"
+            f"--batch={args.batch}: must be a multiple of the {jax.device_count()} devices"
         )
     bases = {"muP": min(args.widths), "standard": 0}
     # All configs are made first, so that an error in one comes before anything trains.
@@ -157,7 +157,10 @@ def _module_name(path):
 def _config(args, width, base):
     config = load_config(args.config)
     if "mup" not in config.model:
-        raise UsageError(f"--config={args.config}: config.model.mup is not a setting of its family")
+        raise UsageError(
+            f"--config={args.config}: its family has no setting config.model.mup; "
+            "use a family with muP"
+        )
     changes = {
         "steps": args.steps,
         "train_flops": 0.0,
@@ -189,7 +192,7 @@ def _level_widths(model, width):
     if model.width < 1 or any(level * width % model.width for level in model.level_widths):
         raise UsageError(
             f"--widths: at {width}, config.model.level_widths={model.level_widths} of a model "
-            f"{model.width} wide would be no whole numbers"
+            f"{model.width} wide would not be whole numbers"
         )
     return tuple(level * width // model.width for level in model.level_widths)
 

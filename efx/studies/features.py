@@ -200,19 +200,19 @@ def page():
         for why, (two, families) in pairs(alone).items()
     ]
     intro = (
-        "A feature is a few settings of `config.model`, or of `config.adapter`, the same in every "
-        "family that has it. A model of bridges has the features of its members, here decoders. "
-        "Where a cell says no, its number is that of what efx says to whoever asks for it."
+        "A feature is a few settings of `config.model`, or of `config.adapter`, the same in "
+        "every family that has it. A model of bridges has the features of its members, here "
+        "decoders. In a cell with a no, the number is that of efx's error message."
     )
     parts = [
         "# Features by family",
-        "<!-- Written by `python -m efx.studies.features` from what the code says. -->",
+        "<!-- Written by `python -m efx.studies.features` from the code. -->",
         textwrap.fill(intro, 115),
         tables.markdown(["feature", "settings", *FAMILIES], rows),
         "\n".join(f"{number}. {why}" for number, why in enumerate(reasons, 1)),
         "## Two at a time",
-        "Any two of the features that a family has go together, but for these.",
-        tables.markdown(["features", "families", "what efx says"], together),
+        "Any two features of a family can be combined, except these.",
+        tables.markdown(["features", "families", "message of efx"], together),
     ]
     return "\n\n".join(parts) + "\n"
 

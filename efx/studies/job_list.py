@@ -77,7 +77,7 @@ def write(format, path, jobs, hosts=1):
         formats = "; ".join(f"{name}: {what}" for name, what in FORMATS.items())
         raise UsageError(f"--list-jobs {format}: expected one of {formats}")
     if hosts < 1 or (hosts > 1 and format != "tpu"):
-        raise UsageError(f"--hosts={hosts}: a number of at least 1, of --list-jobs tpu")
+        raise UsageError(f"--hosts={hosts}: must be at least 1, and needs --list-jobs tpu")
     path = pathlib.Path(storage.local_folder(str(path)))
     files = {path: _lines(jobs, _PROGRAM[format])}
     if format == "slurm":
@@ -85,7 +85,7 @@ def write(format, path, jobs, hosts=1):
         files[script] = _SLURM.format(count=len(jobs), script=_quoted(script), list=_quoted(path))
     if format == "tpu":
         if hosts > len(jobs):
-            raise UsageError(f"--hosts={hosts}: there are {len(jobs)} runs to share")
+            raise UsageError(f"--hosts={hosts}: must be at most the number of runs, {len(jobs)}")
         files = {}
         for host, share in enumerate(shares(jobs, hosts)):
             script = path.with_name(f"{path.name}.{host}")

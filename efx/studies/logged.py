@@ -22,8 +22,8 @@ COUNTED = ("tokens", "flops", "flops_realised", "flops_teacher", "seconds")
 BY_TOKEN = ("train/loss", "train/objective", "train/accuracy", "eval/loss", "eval/accuracy")
 TOKENIZERS, HELD_OUT = "tokenizers", "held-out text"  # what `differences` tells apart
 BYTES_OF_TEXTS = (
-    "Bits per byte of different texts differ by the texts too: compare the courses of the curves,"
-    " not their levels."
+    "Bits per byte of different texts cannot be compared directly: compare the shapes of the "
+    "curves, not their levels."
 )
 TRAINED_UNLIKE = "The runs were trained on different texts: training losses cannot be compared."
 _LOSSES = ("train/loss", "eval/loss", "eval/bits_per_byte")  # one of them, or nothing is to be seen
@@ -69,15 +69,15 @@ def read_run(path):
     except UsageError as error:
         raise UsageError(str(error).removeprefix("--workdir=")) from error
     if not (storage.folder(path) / runfolder.METRICS_FILE).is_file():
-        raise UsageError(f"{path} has no {runfolder.METRICS_FILE}: nothing was logged there yet")
+        raise UsageError(f"{path} has no {runfolder.METRICS_FILE}: nothing has been logged yet")
     rows = [
         {name: number(value) for name, value in row.items() if _is_number(value)}
         for row in read_metrics(path)
     ]
     if not any(name in row for row in rows for name in _LOSSES):
         raise UsageError(
-            f"{path}/{runfolder.METRICS_FILE} has no row with one of {', '.join(_LOSSES)}: no step"
-            " was logged there yet"
+            f"{path}/{runfolder.METRICS_FILE} has no row with one of {', '.join(_LOSSES)}: no "
+            "step has been logged yet"
         )
     return Run(path, config, record, rows)
 

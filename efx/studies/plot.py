@@ -52,12 +52,12 @@ def unlike(runs, x, y):
         ]
         if column.startswith(logged.BY_TOKEN) and of_column:
             raise UsageError(
-                f"{of_column[0]}: their {column} cannot be compared; give fewer runs, or"
-                " --y=eval/bits_per_byte --x=flops, which can be"
+                f"{of_column[0]}: their {column} cannot be compared; use fewer runs, or "
+                "--y=eval/bits_per_byte --x=flops"
             )
     said = []
     if "tokens" in (x, y) and logged.TOKENIZERS in differences:
-        words = "their tokens are different amounts of text; --x=flops is an axis that they share"
+        words = "their tokens are different amounts of text; use --x=flops"
         said.append(f"{differences[logged.TOKENIZERS]}: {words}")
     if "eval/bits_per_byte" in (x, y) and logged.HELD_OUT in differences:
         said.append(f"{differences[logged.HELD_OUT]}. {logged.BYTES_OF_TEXTS}")

@@ -88,7 +88,7 @@ def read_run(folder):
     """{settings, text, tokenizer, seed, device, revision, steps, curves} of a run folder."""
     config, record = runfolder.recorded_config(folder), runfolder.run_record(folder)
     if not (storage.folder(folder) / runfolder.METRICS_FILE).is_file() or "launches" not in record:
-        raise UsageError(f"{folder}: no step is logged there yet")
+        raise UsageError(f"{folder}: no step has been logged yet")
     rows = read_metrics(folder)
     curves = {
         name: {str(row["step"]): _rounded(row[name]) for row in rows if name in row}
@@ -121,14 +121,14 @@ def compare(folder, recipes):
     recipe = recipes[name]
     if recipe is None:
         raise UsageError(
-            f"{folder}: its recipe {name!r} has no curves yet; they are measured by"
-            f" `{MEASURED_BY[name]}`"
+            f"{folder}: there are no curves of its recipe {name!r} yet; measure them with "
+            f"`{MEASURED_BY[name]}`"
         )
     for field, words in (("text", "another text"), ("tokenizer", "another tokenizer")):
         if run[field] != recipe[field]:
             raise UsageError(
-                f"{folder}: a run of {words} than that of the recipe {name!r}, so that their losses"
-                " do not compare"
+                f"{folder}: a run of {words} than the recipe {name!r}, so their losses cannot "
+                "be compared"
             )
     wanted = at_steps(recipe["seeds"])
     limits_at = bands(wanted)
@@ -136,8 +136,8 @@ def compare(folder, recipes):
     shared = [step for step in wanted if step in found]
     if not shared:
         raise UsageError(
-            f"{folder}: no held-out loss at one of the steps {', '.join(wanted)}, where the recipe"
-            f" {name!r} has them"
+            f"{folder}: no held-out loss at any of the steps {', '.join(wanted)} of the recipe "
+            f"{name!r}"
         )
     lines = [
         f"{folder}: recipe {name!r} ({recipe['config']}), measured on {recipe['device']}, seeds"
@@ -154,12 +154,12 @@ def compare(folder, recipes):
         lines.append(f"{step:>6}  {shown:>8}  {mean:8.4f}  {between}: {says}")
     missing = [step for step in wanted if step not in found]
     if missing:
-        lines.append(f"no held-out loss of this run at {_steps(missing)}: nothing is said of these")
+        lines.append(f"no held-out loss of this run at {_steps(missing)}: not compared")
     if outside:
-        lines.append(f"NOT as the recipe: outside of the band at {_steps(outside)}")
+        lines.append(f"NOT as the recipe: outside the band at {_steps(outside)}")
         return name, lines, False
     if len(recipe["seeds"]) < 2:
-        lines.append("one seed has no band: the differences are shown, and nothing is judged")
+        lines.append("there is no band with one seed: differences are shown, but not judged")
         return name, lines, None
     lines.append(f"as the recipe: within the band at {_steps(shared)}")
     return name, lines, True
@@ -197,8 +197,8 @@ def _recipe_of(folder, run, recipes):
         ]
         more = len(differing[name]) - len(shown)
         raise UsageError(
-            f"{folder}: a run of none of the recipes {', '.join(recipes)}; the nearest is"
-            f" {name!r}: {'; '.join(shown)}" + f" and {more} more" * bool(more)
+            f"{folder}: matches none of the recipes {', '.join(recipes)}; the nearest is "
+            f"{name!r}: {'; '.join(shown)}" + f" and {more} more" * bool(more)
         )
     return name
 
@@ -221,7 +221,7 @@ def read_curves(path):
     path = pathlib.Path(path)
     if not path.is_file():
         raise UsageError(
-            f"--curves={path}: there is no such file; it is {CURVES} of a checkout of efx"
+            f"--curves={path}: there is no such file; it is {CURVES} in a checkout of efx"
         )
     result = results.read_result(path)
     if not isinstance(result["curves"], dict) or set(result["curves"]) != set(RECIPES):
@@ -241,20 +241,22 @@ def record(path, name, folders):
     for folder, run in zip(folders, runs, strict=True):
         for key, there, here in points.differing_settings(first["settings"], run["settings"]):
             raise UsageError(
-                f"{folder}: config.{key} is {here} there and {there} in {folders[0]}: seeds of a"
-                " recipe differ in nothing else"
+                f"{folder}: config.{key} is {here} there and {there} in {folders[0]}; the runs "
+                "of a recipe may differ only in their seeds"
             )
         for field in ("text", "tokenizer", "device", "revision"):
             if run[field] != first[field]:
-                raise UsageError(f"{folder}: another {field} than in {folders[0]}")
+                raise UsageError(f"{folder}: its {field} differs from that of {folders[0]}")
         last, steps = max(map(int, run["curves"][TRAIN])), first["settings"]["steps"]
         if last < steps:
-            raise UsageError(f"{folder}: the run is at step {last} of {steps}")
+            raise UsageError(f"{folder}: the run is at step {last} of {steps}; finish it first")
         if not all(curve and None not in curve.values() for curve in run["curves"].values()):
-            raise UsageError(f"{folder}: a loss is missing or not finite: no reference")
+            raise UsageError(
+                f"{folder}: a loss is missing or not finite, so it cannot be a reference"
+            )
     seeds = {str(run["seed"]): run["curves"] for run in runs}
     if len(seeds) < len(runs):
-        raise UsageError(f"--record: runs of one seed twice ({', '.join(map(str, folders))})")
+        raise UsageError(f"--record: two runs have the same seed ({', '.join(map(str, folders))})")
     kept = {field: first[field] for field in ("device", "revision", "text", "tokenizer")}
     kept = {"config": RECIPES[name][0], **kept, "settings": first["settings"], "seeds": seeds}
     recipes = result["curves"] | {name: kept}

@@ -41,7 +41,7 @@ def check(runs, in_order=False):
     if done.returncode == 2 and done.stdout:
         raise UsageError(done.stdout.splitlines()[-1])
     if done.returncode:  # the runs will say themselves what is wrong with them
-        line = f"efx: warning: the runs could not be checked (status {done.returncode}); going on"
+        line = f"efx: warning: the runs could not be checked (status {done.returncode}); continuing"
         print(line, file=sys.stderr, flush=True)
 
 
@@ -50,7 +50,7 @@ def main():
     try:
         runs, in_order = json.load(sys.stdin)
     except ValueError:
-        print("efx: error: studies start this with their runs; it has nothing for a command line")
+        print("efx: error: this module is started by studies; it has no command line")
         return 2
     import jax
 

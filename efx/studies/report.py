@@ -69,8 +69,8 @@ def collect(arguments):
         if not path.is_dir():
             what = "a file" if path.exists() else "no such folder"
             raise UsageError(
-                f"{given}: {what}; give a run folder, a folder with runs below it, or the"
-                f" {report_fits.FILE} of a study"
+                f"{given}: {what}; use a run folder, a folder with runs below it, or the "
+                f"{report_fits.FILE} of a study"
             )
         found = list(_run_folders(path))
         if (path / report_fits.FILE).is_file():
@@ -121,9 +121,7 @@ def choices(runs, metrics, by_byte):
         if name not in known:
             raise UsageError(f"--metrics: no run has the column {name!r}{nearest(name, known)}")
         if by_byte and name.startswith(logged.BY_TOKEN):
-            raise UsageError(
-                f"--metrics: {name} counts by tokens, which --bits-per-byte leaves out"
-            )
+            raise UsageError(f"--metrics: {name} counts by tokens; --bits-per-byte leaves it out")
     offered = CURVES | {name: (name,) for name in metrics if (name,) not in CURVES.values()}
     return {
         title: columns
@@ -343,9 +341,7 @@ def samples_block(runs, names, styles):
         if samples := read_samples(run.path):
             drawn.append({"name": name, "colour": style["colour"], "samples": samples})
     if not drawn:
-        return page.paragraph(
-            "No run has samples; config.sample.every has a run make them.", "note"
-        )
+        return page.paragraph("No run has samples; set config.sample.every to log some.", "note")
     steps = sorted({sample["step"] for run in drawn for sample in run["samples"]})
     return page.Block("samples.html", {"steps": steps}, script="samples.js", data={"runs": drawn})
 
@@ -375,7 +371,7 @@ def notes(runs, unlike, by_byte):
     """Paragraphs on what a reader of the page has to know before the numbers."""
     blocks = []
     if by_byte and unlike:
-        text = "Losses in nats a token are left out, since they cannot be compared here: "
+        text = "Losses in nats a token are left out, because they cannot be compared here: "
         text += "; ".join(unlike.values()) + ". "
         if logged.HELD_OUT in unlike:
             text += logged.BYTES_OF_TEXTS
@@ -400,8 +396,8 @@ def sections_of(runs, metrics, by_byte):
     unlike = logged.differences(runs)
     if unlike and not by_byte:
         raise UsageError(
-            f"{next(iter(unlike.values()))}: their losses in nats a token cannot be compared; give"
-            " fewer runs, or --bits-per-byte, which can be"
+            f"{next(iter(unlike.values()))}: their losses in nats a token cannot be compared; "
+            "use fewer runs, or --bits-per-byte"
         )
     if by_byte and not any("eval/bits_per_byte" in run.last for run in runs):
         raise UsageError("--bits-per-byte: no run has the column eval/bits_per_byte")
@@ -426,8 +422,8 @@ def sections_of(runs, metrics, by_byte):
             [
                 speed_block(runs, names, styles),
                 page.paragraph(
-                    "Medians of the logged rows, with the range of the middle 80%; runs of"
-                    " different machines, or that shared one, are not compared by this.",
+                    "Medians of the logged rows, with the range of the middle 80%; not "
+                    "comparable between runs on different machines or on a shared one.",
                     "note",
                 ),
             ],
@@ -461,10 +457,15 @@ def main(argv=None):
     )
     parser.add_argument("--out", default="report.html", help="page (default: report.html)")
     parser.add_argument(
-        "--metrics", default="", metavar="NAMES", help="more columns to draw, e.g. router/accuracy"
+        "--metrics",
+        default="",
+        metavar="NAMES",
+        help=("further columns to draw, e.g. router/accuracy"),
     )
     parser.add_argument(
-        "--bits-per-byte", action="store_true", help="in place of losses, for unlike tokenizers"
+        "--bits-per-byte",
+        action="store_true",
+        help=("instead of losses, for runs with different tokenizers"),
     )
     return parser.run(report, argv)
 

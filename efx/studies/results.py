@@ -125,7 +125,7 @@ def read_result(path):
     try:
         fields = json.loads(path.read_text())
     except ValueError as error:
-        raise UsageError(f"{path}: no JSON: {error}") from error
+        raise UsageError(f"{path}: not JSON: {error}") from error
     return checked(path, fields)
 
 
@@ -147,7 +147,7 @@ def checked(path, fields):
     names = [row["name"] for row in fields["rows"]]
     for name in (name for pair in fields["headline"] for name in pair):
         if name not in names:
-            raise UsageError(f"{path}: headline names {name!r}, no row{nearest(name, names)}")
+            raise UsageError(f"{path}: headline has {name!r}, not a row{nearest(name, names)}")
     for row in fields["rows"]:
         for column in row["cells"]:
             if column not in fields["columns"]:
@@ -387,7 +387,7 @@ def read_study(workdir):
         return None, json.loads((workdir / "isoflop.json").read_text())
     if not (workdir / "table.json").is_file():
         raise UsageError(
-            f"--from={workdir}: no table.json or isoflop.json: give the folder of a finished study"
+            f"--from={workdir}: no table.json or isoflop.json; use the folder of a finished study"
         )
     rows = json.loads((workdir / "table.json").read_text())
     for name, row in rows.items():
@@ -406,9 +406,9 @@ def read_probe(workdir):
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
-        raise UsageError(f"--from={workdir}: no JSON: {error}") from error
+        raise UsageError(f"--from={workdir}: not JSON: {error}") from error
     if not isinstance(data, dict) or not {"runs", "probes", "selection"} <= set(data):
-        raise UsageError(f"--from={workdir} is not what efx.studies.router_probe writes")
+        raise UsageError(f"--from={workdir}: not an output of efx.studies.router_probe")
     return data
 
 
@@ -421,7 +421,7 @@ def describe_runs(workdir):
             launches.append(recorded[-1])
             seeds.add(runfolder.recorded_setting(path.parent, "seed"))
     if not launches:
-        raise UsageError(f"--from={workdir}: no run folder in it says which code made it")
+        raise UsageError(f"--from={workdir}: no run folder in it records its code revision")
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]
@@ -461,7 +461,9 @@ def import_study(path, workdir, new_fields, add=False):
     """
     probed = read_probe(workdir)
     if probed and add:
-        raise UsageError("--add: the blocks of a router probe are of one set of runs; leave it out")
+        raise UsageError(
+            "--add: the blocks of a router probe belong to one set of runs; leave it out"
+        )
     rows, study = (None, None) if probed else read_study(workdir)
     if path.is_file():
         result = read_result(path)
@@ -469,7 +471,7 @@ def import_study(path, workdir, new_fields, add=False):
         for field in ("title", "section", "commands"):
             if not new_fields.get(field):
                 flag = "command" if field == "commands" else field
-                raise UsageError(f"--{flag} is missing: {path} is new")
+                raise UsageError(f"--{flag} is missing: the result {path} is new")
         result = FIELDS | new_fields | {"columns": {}, "rows": []}
     if probed:
         cells = probe_report.cells(probed)
@@ -529,7 +531,7 @@ def main(argv=None):
     parser.add_argument("--add", action="store_true", help="keep rows that WORKDIR does not have")
     parser.add_argument("--title", default="", help="of a new result")
     parser.add_argument("--section", default="", help="of a new result")
-    help = "of a new result: what measures it again"
+    help = "of a new result: the command that measures it"
     parser.add_argument("--command", dest="measured_by", default="", help=help)
     return parser.run(update, argv)
 
@@ -537,7 +539,7 @@ def main(argv=None):
 def update(arguments):
     """Imports the study if one is given, then writes the page."""
     if bool(arguments.workdir) != bool(arguments.name):
-        raise UsageError("--from and --name go together: a study and what its result is called")
+        raise UsageError("--from and --name: set both, a study and the name of its result")
     if arguments.workdir:
         new_fields = {"title": arguments.title, "section": arguments.section}
         new_fields["commands"] = [arguments.measured_by] if arguments.measured_by else []

@@ -46,8 +46,8 @@ def load_file(path, kind, keys, optional=()):
     contents = run_file(kind, path, folder="sweeps")
     if not isinstance(contents, dict):
         raise UsageError(
-            f"{path}: get_{kind}() gave {shown(contents)}; expected a dict with the keys"
-            f" {', '.join(keys)}"
+            f"{path}: get_{kind}() returned {shown(contents)}; expected a dict with the keys "
+            f"{', '.join(keys)}"
         )
     for key in contents:
         if key not in (*keys, *optional):
@@ -90,12 +90,14 @@ def check_changes(path, contents, key):
     for name, settings in changes.items():
         if not isinstance(name, str) or not isinstance(settings, dict):
             raise UsageError(
-                f"{path}: {key}[{name!r}]={shown(settings)}: expected a name and a dict of the"
-                " settings that it changes, e.g. {'model.depth': 8}"
+                f"{path}: {key}[{name!r}]={shown(settings)}: expected a name and a dict of its "
+                "changed settings, e.g. {'model.depth': 8}"
             )
         for setting in settings:
             if not isinstance(setting, str):
-                raise UsageError(f"{path}: {key}[{name!r}]: {setting!r} is not a setting's name")
+                raise UsageError(
+                    f"{path}: {key}[{name!r}]: {setting!r} is not the name of a setting"
+                )
 
 
 def shown(value):
@@ -129,7 +131,7 @@ def load_sweep(path):
 def check_folders(path, sweep):
     """UsageError if two runs would share a folder."""
     if len(set(sweep["seeds"])) < len(sweep["seeds"]):
-        raise UsageError(f"{path}: seeds={sweep['seeds']} has one of them twice")
+        raise UsageError(f"{path}: seeds={sweep['seeds']} has a seed twice")
     run_of_folder = {}
     for name in sweep["runs"]:
         # Some file systems do not tell capitals from small letters.
@@ -137,7 +139,8 @@ def check_folders(path, sweep):
         if folder_name in run_of_folder:
             raise UsageError(
                 f"{path}: the runs {run_of_folder[folder_name]!r} and {name!r} would share the "
-                f"folder {folder('', name, 0)}: letters, digits and dots count; rename one of them"
+                f"folder {folder('', name, 0)} (only letters, digits and dots of a name are "
+                "used); rename one of them"
             )
         run_of_folder[folder_name] = name
 
@@ -227,11 +230,11 @@ def run_one(title, arguments, run, cpus=None):
     which one whose loss is not finite there did."""
     status, log_name = jobs_lib.run_main(title, arguments, f"{run}.log", cpus)
     if status == NOT_FINITE:
-        print(f"-- {title}: not finite at its end; {log_name} says why", flush=True)
+        print(f"-- {title}: its last values are not finite; see {log_name}", flush=True)
     elif status:
         raise UsageError(
-            f"the run {title!r} ended with status {status}; {log_name} says why. Start the study"
-            " again to go on from here"
+            f"the run {title!r} ended with status {status}; see {log_name}. Rerun the study to "
+            "resume"
         )
 
 
@@ -266,8 +269,8 @@ def check_finished(sweep, workdir):
             if step + (2 if config["train_flops"] else 0) < steps:
                 of = f"{steps:,.0f}" if steps < math.inf else "its training"
                 raise UsageError(
-                    f"{run} is at step {step:,} of {of}: it has not finished; without --table-only"
-                    " the sweep goes on with it"
+                    f"{run} is at step {step:,} of {of}: it has not finished; run the sweep "
+                    "without --table-only to resume it"
                 )
 
 
@@ -280,8 +283,9 @@ def check_columns(path, sweep, workdir):
         if not any(name in known for name in metric.split("|")):
             hint = next(filter(None, (nearest(name, known) for name in metric.split("|"))), "")
             raise UsageError(
-                f"{path}: columns[{title!r}]={metric!r}: no run has such a metric{hint}; correct it"
-                " or leave it out, and --table-only makes the table of the runs that are there"
+                f"{path}: columns[{title!r}]={metric!r}: no run has such a metric{hint}; "
+                "correct it or leave it out; --table-only then writes the table of the "
+                "existing runs"
             )
 
 
@@ -365,7 +369,9 @@ def markdown(sweep, table, command, split):
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.sweep", __doc__)
-    parser.add_argument("--sweep", required=True, help="sweep file, or the name of one of efx's")
+    parser.add_argument(
+        "--sweep", required=True, help=("sweep file, or the name of a sweep of efx")
+    )
     parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     parser.add_argument(
@@ -373,7 +379,7 @@ def main(argv=None):
         type=int,
         default=0,
         metavar="N",
-        help="also time N training steps of each run's model, taking turns in one process",
+        help="also time N training steps of each run's model, alternating in one process",
     )
     return parser.run(study, argv)
 

@@ -46,28 +46,30 @@ QUANTITIES = {
     ),
     "kept": Quantity(
         "kept by masks",
-        "share of the token's entries that the mask keeps",
+        "fraction of the token's entries that the mask keeps",
         "fraction",
         ("closed", "kept"),
     ),
     "experts": Quantity("number of experts", "how many experts compute the token", "count"),
     "weight": Quantity("expert weights", "weight of the expert for the next token", "fraction"),
-    "gate": Quantity("gate", "factor on what is added to the token", "number"),
+    "gate": Quantity("gate", "factor on the output of the block for the token", "number"),
     "expert": Quantity("which expert", "the expert of the largest weight", "class"),
     "heaviest": Quantity("largest weight", "weight of that expert", "fraction"),
     "noop": Quantity("no-op choices", "how many of its choices compute nothing", "count"),
-    "full": Quantity("choices without room", "how many experts were full for it", "count"),
+    "full": Quantity("dropped choices", "how many of its experts were over capacity", "count"),
     "score": Quantity(
-        "router score", "what the causal decision compares with 0", "number", by_row=True
+        "router score", "compared with 0 by the causal decision", "number", by_row=True
     ),
     "wanted": Quantity(
-        "wanted",
-        "whether the decision wants it computed, room or not",
+        "selected",
+        "whether the decision selects the token, before the capacity limit",
         "flag",
-        ("not wanted", "wanted"),
+        ("not selected", "selected"),
     ),
     "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
-    "flops": Quantity("FLOPs", "of what a token costs here that has all computed", "fraction"),
+    "flops": Quantity(
+        "FLOPs", "fraction of the cost of a token that is computed everywhere", "fraction"
+    ),
 }
 
 
@@ -102,7 +104,7 @@ class TokenMap:
     loss_T: np.ndarray
     flops_T: np.ndarray
     dense_T: np.ndarray
-    against: str = "of what it would cost if everything computed it"
+    against: str = "of the cost with everything computed"
 
     def of(self, quantity):
         """{name: values} of the rows of one quantity."""
@@ -137,8 +139,8 @@ def token_map(model, variables, ids, keys=None, next_id=None):
     rows, served = rows_of(model, made, len(ids))
     if not rows:
         raise UsageError(
-            "this model decides nothing token by token: it has no depth routing, experts, learned "
-            "dropout, gates or groups of latents (config.model.depth_routing.kind='none', ...)"
+            "config.model.depth_routing.kind='none': the model makes no decision per token; use "
+            "one with depth routing, experts, learned dropout, gates or groups of latents"
         )
     costs = token_costs.of_tokens(models.unrolled(model), len(ids), made.choices)
     left = _left_before(rows)

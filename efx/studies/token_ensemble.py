@@ -64,5 +64,5 @@ def token_map(ensemble, config, ids, next_id=None):
         flops_T += np.where(used_T, costs.flops_T, 0.0)
         dense_T = costs.dense_T if dense_T is None else dense_T
     entropy_T, loss_T = summary(jax.device_put(mixed_TV), ids, next_id)
-    against = "of what it costs in one expert"
+    against = "of the cost in one expert"
     return TokenMap([*rows, *own], served, entropy_T, loss_T, flops_T, dense_T, against)

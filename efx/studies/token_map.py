@@ -51,7 +51,7 @@ def tokens_of(tokenizer, text, data, context):
     """(ids, the token after them or None) of --text, or of the held-out split if it is None."""
     ids, after = held_out(data()) if text is None else (_encoded(tokenizer, text), None)
     if not 1 <= len(ids) <= context:
-        raise UsageError(f"--text: {len(ids)} tokens; the model takes 1 to {context}")
+        raise UsageError(f"--text: {len(ids)} tokens; must have from 1 to {context}")
     return ids, after
 
 
@@ -284,7 +284,7 @@ def main(argv=None):
     parser.add_argument("--workdir", required=True, help="run folder")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
     parser.add_argument("--out", help="page or picture (default: WORKDIR/token_map.html)")
-    parser.add_argument("--quantity", help="what a picture shows (default: the first there is)")
+    parser.add_argument("--quantity", help="quantity of a picture (default: the first one)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     return parser.run(run, argv)
 
@@ -293,13 +293,15 @@ def run(arguments):
     runfolder.recorded_config(arguments.workdir)  # which names the flag that is given
     out = _output(arguments.out or str(pathlib.Path(arguments.workdir) / "token_map.html"))
     if arguments.quantity is not None and out.suffix == ".html":
-        raise UsageError("--quantity: a page has all quantities; give --out of a picture")
+        raise UsageError(
+            "--quantity: a page shows all quantities; use --out with a picture's ending"
+        )
     made, ids, pieces, of = made_of(arguments.workdir, arguments.text, arguments.step)
     quantity = arguments.quantity or next(iter(made.quantities))
     if quantity not in made.quantities:
         raise UsageError(
-            f"--quantity={quantity}: there are {', '.join(made.quantities)}"
-            f"{nearest(quantity, made.quantities)}"
+            f"--quantity={quantity}: expected one of "
+            f"{', '.join(made.quantities)}{nearest(quantity, made.quantities)}"
         )
     numbers = out.with_suffix(".csv")
     with writing(out):

@@ -597,7 +597,7 @@ def test_curves_of_the_recipe_are_recorded_or_compared(tmp_path, root):
     for seed, name in enumerate(titles):
         folder = setup.runs("characters") / name
         make_run(folder, shifted(0.01 * seed), recipe="gpu", seed=seed, device="H100")
-    with pytest.raises(UsageError, match="a run of another text than that of the recipe 'gpu'"):
+    with pytest.raises(UsageError, match="a run of another text than the recipe 'gpu'"):
         measure()
     assert results.read_result(setup.curves)["curves"] == known["curves"]
     results.write_result(setup.curves, known | {"curves": known["curves"] | {"gpu": None}})

@@ -110,4 +110,7 @@ def test_bad_arguments_are_one_line(arguments, words, tmp_path, capsys):
 def test_calm_keeps_the_anchors_name_for_itself(tmp_path, capsys):
     arguments = ["--domain=base=text:x", "--domain=b=text:y"]
     assert calm.main([f"--workdir={tmp_path}", *arguments]) == 2
-    assert "--domain=base=...: that is what the anchor's own domain" in capsys.readouterr().err
+    assert (
+        "--domain=base=...: this name is taken by the anchor's own domain"
+        in capsys.readouterr().err
+    )

@@ -82,11 +82,11 @@ def test_table(study, tmp_path, root, monkeypatch):
         (["--fractions=0.1,x"], "--fractions=0.1,x: expected numbers above 0 that differ"),
         (["--fractions=0.1,0.1"], "--fractions=0.1,0.1: expected numbers above 0 that differ"),
         # The runs of both had one folder.
-        (["--fractions=0.1,0.10000001"], "expected numbers above 0 that differ in six digits"),
+        (["--fractions=0.1,0.10000001"], "expected numbers above 0 that differ in their first six"),
         (["--fractions=inf"], "--fractions=inf: expected numbers above 0"),
         (["--", "mood:--config.steps=3"], "no run's name begins with 'mood' (did you mean 'mod'"),
         (["--", "drop:--config.stps=3"], "the run 'drop_5': --config.stps is not a setting"),
-        (["--", "--config.seed=3"], "--config.seed=3: the study gives each of its runs its own"),
+        (["--", "--config.seed=3"], "--config.seed=3: the study sets this for each of its runs"),
         (["--config=convert_mod:smok"], "did you mean 'smoke'"),
     ],
 )

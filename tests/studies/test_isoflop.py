@@ -170,10 +170,10 @@ def test_budgets_up_to_one(tmp_path):
     small = grid_lib.up_to(grid, 1.5e9)
     assert grid_lib.runs_of(small, {}) == grid_lib.runs_of(grid, {})[:12]
     assert grid_lib.up_to(grid, 2e9) == grid_lib.up_to(grid, float("inf")) == grid
-    with pytest.raises(UsageError, match="--up-to=5e.08: the study needs its budget of 1e.09"):
+    with pytest.raises(UsageError, match="--up-to=5e.08: must include the budget of 1e.09"):
         grid_lib.up_to(grid, 5e8)
     rates = grid | {"learning_rates": (1e-3,), "rates_budget": 2e9}
-    with pytest.raises(UsageError, match="needs its budget of 2e.09"):
+    with pytest.raises(UsageError, match="must include the budget of 2e.09"):
         grid_lib.up_to(rates, 1.5e9)
 
 
@@ -250,7 +250,7 @@ def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
 
 
 @pytest.mark.parametrize("before, after, words", [
-    ("(2, 4, 8)", "(2, 4)", "2 sizes; a parabola needs three"),
+    ("(2, 4, 8)", "(2, 4)", "2 sizes; a parabola needs at least three"),
     ("families=", "family=", "'family' is not a key of a grid (did you mean 'families'"),
     ("seeds=", "learning_rate=1, seeds=", "'learning_rate' is not a key of a grid (did you mean"),
     ("(2e9, 1e9)", "()", "budgets is empty"),
@@ -258,24 +258,24 @@ def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
     ("(2e9, 1e9)", "(1e9, float('nan'))", "expected numbers"),
     ("families={", "families=None and {", "families=None: expected a dict"),
     ("sizes={", "sizes={} and {", "sizes is empty"),
-    ("return dict", "dict", "get_grid() gave None"),
+    ("return dict", "dict", "get_grid() returned None"),
     ("(0, 1)", '{"dense": (0,)}', "or numbers for each of the families dense, MoD"),
     ("(0, 1)", '{"dense": (0,), "MoD": ()}', "seeds is empty"),
     ("(0, 1)", '{"dense": (0,), "MoD": {"2 blocks": (0,)}}', "for each of the sizes 2 blocks, 4 b"),
-    ("(0, 1)", "(0, 0)", "has one of them twice"),
+    ("(0, 1)", "(0, 0)", "has a seed twice"),
     ('"MoD": {}', '"MoD": {"model.width": {"2 blocks": 8}}', "or one for each of the sizes 2 bl"),
     ("seeds=(0, 1)", 'learning_rates=(1e-3, 2e-3), seeds={"dense": (0,), "MoD": '
      '{"2 blocks": (), "4 blocks": (0,), "8 blocks": (0,)}}, seeds_at={2e9: (0,)}',
-     "no seeds of MoD, 2 blocks, at 1e+09 FLOPs, where learning rates are tried, but at 2e+09"),
-    ("seeds=", "rates_budget=1e9, seeds=", "without learning_rates to try there"),
-    ("seeds=", "learning_rates=(1e-3,), seeds=", "expected two or more that differ"),
+     "MoD, 2 blocks, has seeds at 2e+09 FLOPs but none at 1e+09"),
+    ("seeds=", "rates_budget=1e9, seeds=", "needs learning_rates to try"),
+    ("seeds=", "learning_rates=(1e-3,), seeds=", "expected two or more different rates"),
     ("seeds=", "learning_rates=(1e-3, 'x'), seeds=", "expected numbers, e.g. (1e-3, 2e-3)"),
     ("seeds=", "learning_rates={'2 blocks': (1e-3, 2e-3)}, seeds=",
      "expected numbers, or numbers for each of the sizes 2 blocks, 4 blocks, 8 blocks"),
-    ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "is none of budgets"),
+    ("seeds=", "learning_rates=(1e-3, 2e-3), rates_budget=3e9, seeds=", "expected one of budgets"),
     ('"MoD": {}', '"MoD": {"optim.learning_rate": 1.0}', "sets optim.learning_rate"),
     ("seeds=", "against=('MoE',), seeds=", "against=('MoE',): expected some of the families dense"),
-    ("seeds=", "without=('MoD',), seeds=", "without=('MoD',): expected names that are none of the"),
+    ("seeds=", "without=('MoD',), seeds=", "without=('MoD',): expected names other"),
     ("seeds=", "seeds_at={3e9: (0,)}, seeds=", "seeds_at={3000000000.0: (0,)}: expected seeds for"),
     ("seeds=", "seeds_at={2e9: {'MoD': (0,)}}, seeds=", "seeds_at[2e+09]={'MoD': (0,)}: expected"),
     ("seeds=", "fit_within=0.5, seeds=", "fit_within=0.5: expected a number above 1"),
@@ -283,9 +283,9 @@ def test_a_size_without_seeds_is_left_out_of_a_family(tmp_path):
     ("seeds=", "sizes_at={3e9: ('2 blocks',)}, seeds=", "expected sizes for some of budgets"),
     ("seeds=", "sizes_at={2e9: ('2 blocks',)}, seeds=", "expected three or more of the sizes 2 bl"),
     ("seeds=", "sizes_at={2e9: ['1 block'] * 3}, seeds=", "expected three or more of the sizes"),
-    ("seeds=", f"sizes_at={{1e9: {THREE}, 2e9: {THREE}}}, seeds=", "leaves 16 blocks out at every"),
+    ("seeds=", f"sizes_at={{1e9: {THREE}, 2e9: {THREE}}}, seeds=", "leaves out 16 blocks at every"),
     ("seeds=", f"learning_rates=(1e-3, 2e-3), sizes_at={{1e9: {THREE}}}, seeds=",
-     "sizes_at[1e+09] leaves sizes out, and the learning rate"),
+     "sizes_at[1e+09] leaves out sizes, but the learning rate"),
 ])  # fmt: skip
 def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
     assert before in GRID
@@ -300,14 +300,14 @@ def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more, words", [
-    (["--draws=3"], "--draws=3: intervals need 20 or more"),
+    (["--draws=3"], "--draws=3: must be at least 20"),
     (["--further", "0.5"], "expected numbers above 1"),
     (["--time-steps=-1"], "--time-steps=-1: expected a number of steps"),
-    (["--hosts=2"], "--hosts is of --list-jobs tpu"),
-    (["--save-points=x", "--table-only"], "--save-points and --table-only: give one of them"),
+    (["--hosts=2"], "--hosts: needs --list-jobs tpu"),
+    (["--save-points=x", "--table-only"], "--save-points and --table-only: use only one"),
     (["--list-jobs", "slum", "x"], "--list-jobs slum: expected one of plain: "),
-    (["--list-jobs", "plain", "x", "--hosts=2"], "--hosts=2: a number of at least 1, of"),
-    (["--list-jobs", "tpu", "x", "--hosts=0"], "--hosts=0: a number of at least 1"),
+    (["--list-jobs", "plain", "x", "--hosts=2"], "--hosts=2: must be at least 1, and needs"),
+    (["--list-jobs", "tpu", "x", "--hosts=0"], "--hosts=0: must be at least 1"),
     (["--from=nothing.json"], "cannot read nothing.json"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line(more, words, finished, tmp_path, capsys):
@@ -501,15 +501,19 @@ def test_a_study_goes_on_on_another_machine(copy, trained, capsys):
     # Foreign points are told, not mixed in.
     capsys.readouterr()
     assert call(copy, given, "--", "--config.model.width=32") == 2
-    refused(capsys, "dense, 2 blocks, 1.00 GFLOPs: a run of other settings: config.model.width is")
+    refused(
+        capsys, "dense, 2 blocks, 1.00 GFLOPs: a run with other settings: config.model.width is"
+    )
     (copy / "grid.py").write_text(GRID.replace("(2e9, 1e9)", "(2e9, 3e9)"))
     assert call(copy, given) == 2
-    refused(capsys, "dense, 2 blocks, 1.00 GFLOPs, seed 0, is no run of the grid; add its family")
+    refused(
+        capsys, "dense, 2 blocks, 1.00 GFLOPs, seed 0, is not a run of the grid; add its family"
+    )
     for text, words in (
         ('{"title": "x"}', "a result without the points of its study"),
-        ('{"points": [{}]}', "no points of an isoFLOP study (KeyError"),
-        ("[]", "no points of an isoFLOP study (TypeError"),
-        ("{", "no JSON"),
+        ('{"points": [{}]}', "not the points of an isoFLOP study (KeyError"),
+        ("[]", "not the points of an isoFLOP study (TypeError"),
+        ("{", "not JSON"),
     ):
         (copy / "points.json").write_text(text)
         assert call(copy, given) == 2
@@ -527,7 +531,7 @@ def test_points_of_another_text_are_told_after_one_run(copy, trained, capsys):
     made = trained(copy / "grid.py", copy / "elsewhere")
     capsys.readouterr()
     assert call(copy, f"--from={copy / 'points.json'}", workdir="elsewhere") == 2
-    refused(capsys, "are of other texts")
+    refused(capsys, "have other texts")
     assert len(made) == 1
 
     # Nothing is trained where those that are there are not of one text.
@@ -535,7 +539,7 @@ def test_points_of_another_text_are_told_after_one_run(copy, trained, capsys):
     (copy / "points.json").write_text(json.dumps(data))
     made = trained(copy / "grid.py", copy / "third")
     assert call(copy, f"--from={copy / 'points.json'}", workdir="third") == 2
-    refused(capsys, "are of other texts")
+    refused(capsys, "have other texts")
     assert made == []
 
 
@@ -564,7 +568,7 @@ def test_points_of_several_files_and_families_that_are_left_out(copy, trained, c
     assert found == {(name, *at) for name in families for at in ((1e9, 0), (1e9, 1), (2e9, 0))}
     grid.write_text(GRID.replace("seeds=", "seeds_at={2e9: (0,)}, seeds="))
     assert call(copy, *given, workdir="both") == 2
-    refused(capsys, "MoE, 2 blocks, 1.00 GFLOPs, seed 0, is no run of the grid")
+    refused(capsys, "MoE, 2 blocks, 1.00 GFLOPs, seed 0, is not a run of the grid")
 
 
 def test_three_families_of_two_files_of_results():
@@ -603,7 +607,7 @@ def test_the_grid_of_learning_rates_is_that_of_its_results():
     ({"budget": "1e9"}, "dense, 2 blocks: budget='1e9': expected a number above 0"),
     ({"seed": 0.5}, "dense, 2 blocks: seed=0.5: expected a whole number"),
     ({"size": 2}, "point 1: size=2: expected a text"),
-    ({"seed": 1}, "dense, 2 blocks, 1.00 GFLOPs, seed 1, is there twice; it would count as"),
+    ({"seed": 1}, "dense, 2 blocks, 1.00 GFLOPs, seed 1, is a duplicate and would count as"),
 ])  # fmt: skip
 def test_points_that_no_run_has_measured_are_one_line(change, words, copy, capsys):
     assert call(copy, "--table-only") == 0
@@ -630,12 +634,12 @@ def test_settings_that_came_later_are_at_their_default():
 
 
 @pytest.mark.parametrize("changed, words", [
-    ({"record": {"tokenizer": "letters"}}, "are of other tokenizers"),
-    ({"record": {"text": TEXT | {"source": "xyz"}}}, "are of other texts"),
-    ({"row": {"eval/split_fraction": 0.5}}, "are of other parts of the held-out text"),
-    ({"row": {"eval/loss": math.nan}}, "no held-out loss: it is not finite"),
-    ({"row": {"flops": 1e9}}, "1.00 GFLOPs of training, its budget is 2.00 GFLOPs"),
-    ({"record": {"launches": []}}, "metrics.jsonl or run.json lacks its beginning"),
+    ({"record": {"tokenizer": "letters"}}, "have other tokenizers"),
+    ({"record": {"text": TEXT | {"source": "xyz"}}}, "have other texts"),
+    ({"row": {"eval/split_fraction": 0.5}}, "have other parts of the held-out text"),
+    ({"row": {"eval/loss": math.nan}}, "held-out loss is not finite"),
+    ({"row": {"flops": 1e9}}, "1.00 GFLOPs of training; its budget is 2.00 GFLOPs"),
+    ({"record": {"launches": []}}, "the start of metrics.jsonl or run.json is missing"),
 ])  # fmt: skip
 def test_runs_that_do_not_belong_together_are_one_line(changed, words, copy, capsys):
     grid = isoflop.load_grid(copy / "grid.py")
@@ -655,7 +659,7 @@ def test_half_written_folders_are_one_line(copy, capsys):
     later = json.dumps({"step": 11, "flops": 2e9})
     for lines, words in (
         (f"{start}\n{end}\n{later}\n", "no held-out loss: the run has not finished"),
-        (f"{start}\n{end}", "0 FLOPs of training, its budget is 2.00 GFLOPs"),
+        (f"{start}\n{end}", "0 FLOPs of training; its budget is 2.00 GFLOPs"),
         ("nonsense\nnonsense\n", "line 1 is not a metrics row"),
     ):
         (folder / "metrics.jsonl").write_text(lines)
@@ -663,14 +667,14 @@ def test_half_written_folders_are_one_line(copy, capsys):
         refused(capsys, words)
     (folder / "metrics.jsonl").unlink()
     assert call(copy, "--table-only") == 2
-    refused(capsys, "no step is logged yet")
+    refused(capsys, "no step has been logged yet")
     (folder / "metrics.jsonl").write_text(metrics)
     (folder / "config.json").unlink()
     assert call(copy, "--table-only") == 2
-    refused(capsys, "has metrics.jsonl but no config.json: a part of a copy")
+    refused(capsys, "has metrics.jsonl but no config.json: an incomplete copy")
     shutil.rmtree(folder)
     assert call(copy, "--table-only") == 2
-    refused(capsys, "the run has not begun")
+    refused(capsys, "the run has not started")
 
 
 def test_budgets_whose_seconds_do_not_count(copy, capsys):
@@ -940,7 +944,9 @@ def test_jobs_that_wait_for_the_learning_rates(tmp_path, trained, capsys):
     (tmp_path / "grid.py").write_text(RATES)
     how = ["--list-jobs", "plain", str(tmp_path / "jobs")]
     assert call(tmp_path, *how) == 0
-    assert "18 of 18 runs" in (said := capsys.readouterr().out) and "once they have ended" in said
+    assert (
+        "18 of 18 runs" in (said := capsys.readouterr().out) and "when they have finished" in said
+    )
     grid = isoflop.load_grid(tmp_path / "grid.py")
     for run in grid_lib.rate_runs(grid):
         fake_run(grid, tmp_path / "w", run, loss=lambda run, by_law: run.rate)

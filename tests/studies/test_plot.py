@@ -80,7 +80,7 @@ def test_evaluations_between_logged_rows_were_left_out(tmp_path, capsys):
 
 @pytest.mark.parametrize("other, y, words", [
     ({"tokenizer": "bpe"}, "eval/loss", "different tokenizers (config.data.tokenizer='bytes' and"
-     " 'bpe'): their eval/loss cannot be compared; give fewer runs, or --y=eval/bits_per_byte"),
+     " 'bpe'): their eval/loss cannot be compared; use fewer runs, or --y=eval/bits_per_byte"),
     ({"tokenizer": "bpe"}, "train/loss", "different tokenizers"),
     ({"held_out": "k"}, "eval/loss", "different held-out text (the same settings, of other text):"),
 ])  # fmt: skip
@@ -96,7 +96,7 @@ def test_losses_of_unlike_runs_were_drawn_without_a_word(other, y, words, tmp_pa
 @pytest.mark.parametrize("other, x, y, words", [
     ({"tokenizer": "bpe"}, "flops", "eval/bits_per_byte", ""),
     ({"tokenizer": "bpe"}, "tokens", "eval/bits_per_byte", "their tokens are different amounts"),
-    ({"held_out": "k"}, "tokens", "eval/bits_per_byte", "compare the courses of the curves"),
+    ({"held_out": "k"}, "tokens", "eval/bits_per_byte", "compare the shapes of the curves"),
     ({"held_out": "k"}, "tokens", "train/loss", ""),
     ({"source": "t"}, "tokens", "train/loss", "training losses cannot be compared"),
     ({"source": "t"}, "tokens", "eval/loss", ""),
@@ -130,7 +130,7 @@ def test_bad_input_is_one_line(runs, tmp_path, capsys):
     run = str(runs[0])
     for arguments, words in (
         ([run, "--y=train/los"], "no column 'train/los' (did you mean 'train/loss'?)"),
-        ([run, "--out=curves"], "--out=curves: the ending says"),
+        ([run, "--out=curves"], "--out=curves: unknown file ending"),
         ([run, f"--out={tmp_path}/none/a.png"], "there is no folder"),
         ([str(tmp_path / "no run")], "no run is not a run folder"),
         ([run, "--smooth=0"], "--smooth=0: must be at least 1"),

@@ -107,7 +107,7 @@ def test_a_run_that_is_off(recorded, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "2.2000    2.0100  1.9603 to 2.0597: OUTSIDE, 0.1403 above" in said
     assert "1.2000    1.9100  1.8603 to 1.9597: OUTSIDE, 0.6603 below" in said
-    assert said.endswith("NOT as the recipe: outside of the band at steps 1500, 2000\n")
+    assert said.endswith("NOT as the recipe: outside the band at steps 1500, 2000\n")
     assert call(recorded, make_run(tmp_path / "nan", [*CURVE[:3], math.nan])) == 1
     assert "no number" in (said := capsys.readouterr().out) and "NOT FINITE" in said
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_off(recorded, tmp_path, capsys):
 def test_a_run_that_goes_on(recorded, tmp_path, capsys):
     assert call(recorded, make_run(tmp_path / "a", CURVE[:2])) == 0
     said = capsys.readouterr().out
-    assert "no held-out loss of this run at steps 1500, 2000: nothing is said of these" in said
+    assert "no held-out loss of this run at steps 1500, 2000: not compared" in said
     assert said.endswith("as the recipe: within the band at steps 500, 1000\n")
 
 
@@ -127,7 +127,7 @@ def test_one_seed_judges_nothing(recorded, tmp_path, capsys):
     path.write_text(json.dumps(result))
     assert call(path, make_run(tmp_path / "a", shifted(0.5))) == 0
     said = capsys.readouterr().out
-    assert "none: +0.5000 from the one seed" in said and "nothing is judged" in said
+    assert "none: +0.5000 from the one seed" in said and "not judged" in said
 
 
 def test_what_is_refused(recorded, tmp_path, capsys):
@@ -139,22 +139,25 @@ def test_what_is_refused(recorded, tmp_path, capsys):
     other = make_run(tmp_path / "other", steps=1000)
     refused("nearest is 'cpu': config.steps is 2000 in it and 1000 in the run", other)
     text = make_run(tmp_path / "text", text=TEXT | {"source": "xyz"})
-    refused("a run of another text than that of the recipe 'cpu'", text)
+    refused("a run of another text than the recipe 'cpu'", text)
     gpu = make_run(tmp_path / "gpu", recipe="gpu")
-    refused("'gpu' has no curves yet; they are measured by `python -m benchmarks.accel", gpu)
+    refused(
+        "there are no curves of its recipe 'gpu' yet; measure them with `python -m benchmarks.acc",
+        gpu,
+    )
     none = make_run(tmp_path / "none", ())
     with MetricsWriter(none, tensorboard=False) as writer:
         writer.write(20, {"train/loss": 3.0, "eval/loss": 3.0})
-    refused("no held-out loss at one of the steps 500, 1000", none)
+    refused("no held-out loss at any of the steps 500, 1000", none)
     refused("there is no such file", gpu, path=tmp_path / "nothing.json")
     refused("is not a run folder", tmp_path / "nothing")
     # To be recorded.
     right = make_run(tmp_path / "right")
     refused("--record=cpuu: expected one of cpu, gpu", right, "--record=cpuu")
     same = make_run(tmp_path / "same")
-    refused("runs of one seed twice", right, same, "--record=cpu")
+    refused("two runs have the same seed", right, same, "--record=cpu")
     refused("config.steps is 1000 there and 2000 in", right, other, "--record=cpu")
-    refused("another text than in", right, text, "--record=cpu")
+    refused("text differs from that of", right, text, "--record=cpu")
     short = make_run(tmp_path / "short", CURVE[:3], seed=1)
     refused("the run is at step 1500 of 2000", right, short, "--record=cpu")
     nan = make_run(tmp_path / "nan", [*CURVE[:3], math.nan], seed=1)

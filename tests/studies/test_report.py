@@ -259,7 +259,7 @@ def test_the_optimum_over_budgets_is_that_of_the_law(top):
 
 @pytest.mark.parametrize("change, words", [
     (('"budget": 10000000000.0', '"budget": "<b>"'), "budget='<b>': expected a number above 0"),
-    (('"points"', '"point"'), "no points of an isoFLOP study (KeyError: 'points'); give"),
+    (('"points"', '"point"'), "not the points of an isoFLOP study (KeyError: 'points'); use"),
     (('"draws": 20', '"draw": 20'), "KeyError: 'draws'"),
     (('{"settings"', '"settings"'), "JSONDecodeError"),
 ])  # fmt: skip
@@ -309,7 +309,7 @@ def test_runs_below_a_folder_that_cannot_be_read_are_named(top, capsys):
     text = out.read_text()
     assert "have different tokenizers (config.data.tokenizer=" in text
     assert "have different held-out text (the same settings, of other text)" in text
-    assert "compare the courses of the curves" in text and f"evaluation: {top / 'unseen'}." in text
+    assert "compare the shapes of the curves" in text and f"evaluation: {top / 'unseen'}." in text
     titles = [metric["title"] for metric in curves_of(text)["metrics"]]
     assert titles[0] == "held-out bits per byte" and not any("nats" in title for title in titles)
 
@@ -433,23 +433,23 @@ def curves_of(text):
 
 @pytest.mark.parametrize("arguments, words", [
     ([f"study/{NARROW}", "bpe"], "bpe have different tokenizers (config.data.tokenizer='bytes' and"
-     " 'bpe:512'): their losses in nats a token cannot be compared; give fewer runs, or"
+     " 'bpe:512'): their losses in nats a token cannot be compared; use fewer runs, or"
      " --bits-per-byte"),
     ([f"study/{NARROW}", "other_text"], "other_text have different held-out text"),
-    (["begun"], "begun has no metrics.jsonl: nothing was logged"),
-    (["silent"], "no step was logged there yet"),
+    (["begun"], "begun has no metrics.jsonl: nothing has been logged"),
+    (["silent"], "no step has been logged yet"),
     (["torn"], "torn/config.json is damaged"),
     (["headless"], "headless is not a run folder: it has no config.json"),
-    (["a.txt"], "a.txt: a file; give a run folder"),
+    (["a.txt"], "a.txt: a file; use a run folder"),
     (["none"], "none: no such folder; give"),
     (["nothing"], "nothing is not a run folder: it has no config.json"),
-    (["table.json"], "table.json: no points of an isoFLOP study"),
+    (["table.json"], "table.json: not the points of an isoFLOP study"),
     (["study", "--metrics=router/acuracy"], "'router/acuracy' (did you mean 'router/accuracy'?)"),
     (["study", "--bits-per-byte", "--metrics=eval/loss"], "eval/loss counts by tokens"),
     (["unseen", "--bits-per-byte"], "no run has the column eval/bits_per_byte"),
     (["study", "--out=none/a.html"], "--out=none/a.html: there is no folder none"),
-    (["study", "--out=a.png"], "--out=a.png: the ending says what kind of file it is, e.g. a.html"),
-    (["study", "--out=study"], "--out=study is a folder; give a file in it"),
+    (["study", "--out=a.png"], "--out=a.png: unknown file ending; use one of"),
+    (["study", "--out=study"], "--out=study is a folder; use a file in it"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(arguments, words, top, capsys, monkeypatch):
     monkeypatch.chdir(top)

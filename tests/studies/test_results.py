@@ -127,7 +127,7 @@ def test_what_a_file_says_stays_and_its_numbers_are_replaced(top, tmp_path):
     assert "| MoD, 12.5% | 3.00 ± 0.00 |" in text and "| dense twin | 2.10 ± 0.10 |" in text
     assert result["revision"] == "beef" * 10 + " with changes"
     assert "revision c0ffeec0f for dense twin" in text
-    with pytest.raises(UsageError, match="headline names 'dense twin', no row"):
+    with pytest.raises(UsageError, match="headline has 'dense twin', not a row"):
         results.import_study(path, other, {})
     results.write_result(path, results.read_result(path) | {"headline": []})
     results.import_study(path, other, {})
@@ -190,7 +190,7 @@ def test_a_row_for_each_seed_is_read_too(top, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--name=a"], "--from and --name go together"),
+    (["--name=a"], "--from and --name: set both"),
     (["--from=nowhere", "--name=a", *NEW], "--from=nowhere: no table.json"),
     (["--from={w}", "--name=new"], "--title is missing"),
     (["--from={w}", "--name=new", *NEW[:3], "Sped", *NEW[4:]], "did you mean 'Speed'"),
@@ -273,7 +273,7 @@ def test_differences_by_budget_follow_from_other_results(top, by_budget):
 
 @pytest.mark.parametrize("change, words", [
     ({"family": "MoE"}, "derived, 1 GFLOP: no size of 'MoE' has 3 seeds"),
-    ({"budgets": [{"name": "1", "flops": 1, "result": "is"}]}, "derived names 'is', which is no"),
+    ({"budgets": [{"name": "1", "flops": 1, "result": "is"}]}, "derived names 'is', not a result"),
     ({"budgets": [{"name": "1", "result": "iso"}]}, "derived lacks flops of budget 0"),
 ])  # fmt: skip
 def test_what_cannot_be_derived_is_one_line(change, words, by_budget):

@@ -303,9 +303,9 @@ def test_a_probe_becomes_a_result(top, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(
     "content, extra, message",
     [
-        ("{}", (), "is not what efx.studies.router_probe writes"),
+        ("{}", (), "not an output of efx.studies.router_probe"),
         ("{", (), "no JSON"),
-        (None, ("--add",), "--add: the blocks of a router probe are of one set of runs"),
+        (None, ("--add",), "--add: the blocks of a router probe belong to one set of runs"),
     ],
 )
 def test_results_refuse(top, tmp_path, capsys, content, extra, message):  # noqa: F811
@@ -446,12 +446,12 @@ def in_turn(monkeypatch, *told):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (["--tokens=10"], "--tokens=10 are too few to probe a router with; give at least 1000"),
-        (["--out={tmp}/probe.png"], "--out={tmp}/probe.png: the ending says what kind"),
+        (["--tokens=10"], "--tokens=10: too few to probe a router; use at least 1000"),
+        (["--out={tmp}/probe.png"], "--out={tmp}/probe.png: unknown file ending"),
         (["--out={tmp}/no/probe.json"], "there is no folder {tmp}/no"),
-        (["--workdir", "{run}", "{run}"], "the seeds are 0, 0; give each seed once"),
+        (["--workdir", "{run}", "{run}"], "the seeds are 0, 0; use each seed once"),
         (["--workdir", "{tmp}/none"], "there is no such folder"),
-        (["--workdir", "gs://bucket/run"], "gs://bucket/run: this needs a folder on a disk"),
+        (["--workdir", "gs://bucket/run"], "gs://bucket/run: must be a folder on a disk"),
         (["--step=77", "--tokens=2000"], "77"),
     ],
 )
@@ -486,7 +486,7 @@ def test_runs_of_other_texts_and_tokenizers(monkeypatch, what):
     asked = types.SimpleNamespace(
         runs=["a", "b"], tokens=2000, selection="causal", step=None, together=False
     )
-    with pytest.raises(UsageError, match=f"--workdir=b: {what} is another than that of a"):
+    with pytest.raises(UsageError, match=f"--workdir=b: {what} differs from that of a"):
         router_probe.probe(asked)
 
 
@@ -496,7 +496,9 @@ def test_a_dense_run(run, monkeypatch):
         config=types.SimpleNamespace(data=types.SimpleNamespace(seq_len=8, packing=False)),
     )
     monkeypatch.setattr(build, "finished", lambda *_: (built, 1, {}, {}))
-    with pytest.raises(UsageError, match="routes no block .*kind='none'.*no choices to probe"):
+    with pytest.raises(
+        UsageError, match="no routed blocks .*kind='none'.*use a run with depth routing"
+    ):
         tokens_lib.measured(run, 2000)
 
 

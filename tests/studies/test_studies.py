@@ -114,7 +114,9 @@ def test_runs_on_their_way_were_in_the_table_like_finished_ones(
     assert sweep.main(call) == (0 if finished else 2)
     assert (tmp_path / "table.md").exists() == finished
     if not finished:
-        words = f"{last} is at step 40 of 60: it has not finished; without --table-only"
+        words = (
+            f"{last} is at step 40 of 60: it has not finished; run the sweep without --table-only"
+        )
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
 
@@ -236,9 +238,12 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
         ((b'equal="flops"', b"equal=[]"), r"equal=\[\], expected 'flops'"),
         ((b"return dict", b"1 / 0; dict"), "cannot be loaded: ZeroDivisionError: division by zero"),
         ((b"return dict", b"raise SystemExit('no') or dict"), "cannot be loaded: SystemExit: no"),
-        ((b"return dict", b"dict"), r"get_sweep\(\) gave None; expected a dict with the keys conf"),
+        (
+            (b"return dict", b"dict"),
+            r"get_sweep\(\) returned None; expected a dict with the keys conf",
+        ),
         ((b"return dict", b"return list"), "cannot be loaded: TypeError"),
-        ((b"return dict", b"return [1] or dict"), r"get_sweep\(\) gave \[1\]; expected a dict"),
+        ((b"return dict", b"return [1] or dict"), r"get_sweep\(\) returned \[1\]; expected a dict"),
         ((b'"configs/mod.py"', b"3"), "config=3: expected a config file"),
         ((b"(0, 1, 2)", b"()"), "seeds is empty"),
         ((b"(0, 1, 2)", b"3"), "seeds=3: expected numbers"),
@@ -253,7 +258,10 @@ def test_values_that_were_not_finite_leave_a_cell_empty(tmp_path):
             (b'12.5%": {}', b'12.5%": None'),
             r"runs\['MoD, 12.5%'\]=None: expected a name and a dict",
         ),
-        ((b'12.5%": {}', b'12.5%": {3: 4}'), "runs\\['MoD, 12.5%'\\]: 3 is not a setting's name"),
+        (
+            (b'12.5%": {}', b'12.5%": {3: 4}'),
+            "runs\\['MoD, 12.5%'\\]: 3 is not the name of a setting",
+        ),
         ((b'"MoD, 12.5%": {}', b"7: {}"), r"runs\[7\]=\{\}: expected a name"),
         ((b"columns={", b"columns=None and {"), "columns=None: expected a dict"),
         ((b'"eval/router/accuracy"', b"3"), "columns=.*: expected a dict"),
@@ -333,7 +341,7 @@ def test_a_run_that_fails_beside_others_names_its_log(spec, tmp_path):
     (tmp_path / "short.txt").write_text("a")  # which only shows when the text is opened
     short = {"data.source": f"text:{tmp_path / 'short.txt'}"}
     loaded = spec | {"equal": "", "runs": {name: short for name in spec["runs"]}}
-    with pytest.raises(UsageError, match=r"ended with status 2; .*\.log says why"):
+    with pytest.raises(UsageError, match=r"ended with status 2; see .*\.log"):
         sweep.run_sweep(loaded, tmp_path, jobs=2)
     assert "short.txt" in next(tmp_path.glob("*.log")).read_text()
 
@@ -445,7 +453,7 @@ def test_a_signal_to_a_study_left_its_run_behind(number, at_a_time, started_stud
     assert marks(folder) == [f"saved by {number.name}"] * (at_a_time or 1)
     assert study.returncode == 128 + number, said
     how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
-    assert said == f"efx: {how}; the same command goes on from here\n"
+    assert said == f"efx: {how}; rerun the command to resume\n"
 
 
 def test_a_study_that_is_killed_leaves_no_run_behind(started_study):

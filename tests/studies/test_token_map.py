@@ -227,7 +227,7 @@ def test_scanned_layers_are_named_as_unrolled_ones():
 
 def test_a_model_that_decides_nothing():
     model = families.make({"depth": 1})
-    with pytest.raises(UsageError, match="decides nothing token by token"):
+    with pytest.raises(UsageError, match="no decision per token"):
         params = families.random_params(model)
         token_choices.token_map(model, {"params": params}, families.tokens(batch=1, length=4)[0])
 
@@ -394,14 +394,17 @@ def test_a_picture_has_room_for_characters_that_its_font_lacks(tmp_path):
     "bad, message",
     [
         (["--text", ""], "--text: 0 tokens"),
-        (["--text", "x" * 100], "100 tokens; the model takes 1 to 64"),
+        (["--text", "x" * 100], "100 tokens; must have from 1 to 64"),
         (["--out", "{tmp}/no/x.png"], "there is no folder {tmp}/no"),
-        (["--out", "{tmp}"], "--out={tmp} is a folder; give a file in it"),
+        (["--out", "{tmp}"], "--out={tmp} is a folder; use a file in it"),
         (["--workdir", "{tmp}/none"], "--workdir={tmp}/none is not a run folder: there is no such"),
-        (["--out", "{tmp}/map"], "the ending says what kind of file it is, e.g. {tmp}/map"),
-        (["--out", "{tmp}/map.csv"], "the ending says what kind of file it is, e.g. {tmp}/map"),
-        (["--out", "{tmp}/map.png", "--quantity", "gates"], "--quantity=gates: there are computed"),
-        (["--quantity", "kept"], "--quantity: a page has all quantities"),
+        (["--out", "{tmp}/map"], "unknown file ending; use one of"),
+        (["--out", "{tmp}/map.csv"], "unknown file ending; use one of"),
+        (
+            ["--out", "{tmp}/map.png", "--quantity", "gates"],
+            "--quantity=gates: expected one of computed",
+        ),
+        (["--quantity", "kept"], "--quantity: a page shows all quantities"),
         (["--step", "77"], "77"),
     ],
 )
@@ -491,14 +494,14 @@ def test_pointing_at_a_token_shows_its_path(browser):
     assert path.get_attribute("data-token") == "3"
     said = path.text
     assert "number 3, 2 of 3, id 3" in said and "4 nats" in said and "not known" in said
-    assert "50% of what it would cost if everything computed it: 40 FLOPs" in said
+    assert "50% of the cost with everything computed: 40 FLOPs" in said
     items = [item.text for item in all_of(browser, ".path li")]
     assert items == [
-        "block_1 · computed · router score 0.3 · wanted",
+        "block_1 · computed · router score 0.3 · selected",
         "<b>block_3 · skipped · router score 0",
     ]
     all_of(browser, ".tokens > span")[0].click()
-    assert "router score -1 · not wanted" in path.text
+    assert "router score -1 · not selected" in path.text
     all_of(browser, ".tokens > span")[0].click()
     ActionChains(browser).move_to_element(character).perform()
     # The grid: its third column, where two experts share the token.
@@ -524,7 +527,7 @@ def test_the_switch_shows_another_quantity(browser):
 
     switch = Select(all_of(browser, "select.quantity")[0])
     options = [option.text for option in all_of(browser, "select.quantity option")]
-    assert options == ["computed", "which expert", "router score", "wanted"]
+    assert options == ["computed", "which expert", "router score", "selected"]
     switch.select_by_visible_text("which expert")
     read = f"return [...{GRID}.data[0].z].map((row) => [...row])"
     assert browser.execute_script(read) == [[0, 2, 1, None, 1, 0]]

@@ -76,32 +76,30 @@ _TRAIN_NOTHING = ("--list-jobs", "--save-points", "--table-only")
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.isoflop", __doc__)
-    parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx's")
+    parser.add_argument("--grid", required=True, help="grid file, or the name of a grid of efx")
     parser.add_runs(jobs="runs")
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     help = (
-        "points that are not trained again: isoflop.json of a study, or a file of results/; may be"
-        " given several times"
+        "points to use instead of training: isoflop.json of a study, or a file of results/; "
+        "can be repeated"
     )
     parser.add_argument("--from", dest="points", action="append", default=[], metavar="FILE",
                         help=help)  # fmt: skip
-    help = "leave the grid's larger budgets out; without it the study goes on with them"
+    help = "leave out the grid's larger budgets; rerun without this flag to add them"
     parser.add_argument("--up-to", type=float, default=math.inf, metavar="FLOPS", help=help)
-    help = (
-        "time N training steps of all models, taking turns, and take the runs' seconds from these"
-    )
+    help = "time N training steps of all models, alternating, and use these for the runs' seconds"
     parser.add_argument("--time-steps", type=int, default=0, metavar="N", help=help)
-    help = f"of the bootstrap (default: {DRAWS})"
+    help = f"bootstrap draws (default: {DRAWS})"
     parser.add_argument("--draws", type=int, default=DRAWS, metavar="N", help=help)
-    help = "extrapolate to so many times the greatest budget (default: 10)"
+    help = "extrapolate to this many times the largest budget (default: 10)"
     parser.add_argument("--further", type=float, nargs="*", default=list(FURTHER), metavar="X",
                         help=help)  # fmt: skip
-    help = "train nothing, write the points of the runs that have ended to PATH, for --from"
+    help = "train nothing; write the points of the finished runs to PATH, for --from"
     parser.add_argument("--save-points", metavar="PATH", help=help)
     formats = "; ".join(f"{name}: {what}" for name, what in job_list.FORMATS.items())
-    help = f"train nothing, write the commands of the missing runs to PATH. {formats}"
+    help = f"train nothing; write the commands of the missing runs to PATH. {formats}"
     parser.add_argument("--list-jobs", nargs=2, metavar=("FORMAT", "PATH"), help=help)
-    help = "machines of --list-jobs tpu (default: 1)"
+    help = "number of machines for --list-jobs tpu (default: 1)"
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help=help)
     return parser.run(study, argv)
 
@@ -138,14 +136,14 @@ def _check(arguments):
     if not 0 <= arguments.time_steps < 10**6:
         raise UsageError(f"--time-steps={arguments.time_steps}: expected a number of steps")
     if arguments.draws < 20:
-        raise UsageError(f"--draws={arguments.draws}: intervals need 20 or more")
+        raise UsageError(f"--draws={arguments.draws}: must be at least 20")
     if not all(1 < factor < float("inf") for factor in arguments.further):
         raise UsageError(f"--further={arguments.further}: expected numbers above 1")
     given = [flag for flag in _TRAIN_NOTHING if getattr(arguments, flag[2:].replace("-", "_"))]
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)}: give one of them")
+        raise UsageError(f"{' and '.join(given)}: use only one of them")
     if arguments.hosts != 1 and not arguments.list_jobs:
-        raise UsageError("--hosts is of --list-jobs tpu")
+        raise UsageError("--hosts: needs --list-jobs tpu")
 
 
 def analysis_of(points, study):
@@ -184,9 +182,9 @@ class Runs:
                 continue
             if point.run not in known:
                 raise UsageError(
-                    f"{path}: {point.run.name}, seed {point.run.seed}, is no run of the grid; add"
-                    " its family, size, budget, seed or learning rate there, or leave it out of the"
-                    " file"
+                    f"{path}: {point.run.name}, seed {point.run.seed}, is not a run of the "
+                    "grid; add its family, size, budget, seed or learning rate to the grid, "
+                    "or remove it from the file"
                 )
             where = f"{path}: {point.run.name}"
             points_lib.check_settings(where, point.settings, self.expected(point.run))
@@ -321,7 +319,9 @@ def _save_points(runs, path):
         fitted = [runs.point(run, True) for run in fitted_runs if run not in missing]
     points = _together(fitted, tried)
     if not points:
-        raise UsageError("--save-points: no run of the grid has ended; there is nothing to write")
+        raise UsageError(
+            "--save-points: no run of the grid has finished, so there are no points to write"
+        )
     path = pathlib.Path(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,9 @@ def _list_jobs(runs, arguments):
         stage = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
         missing, waits = runs.missing(stage), False
     if not missing:
-        raise UsageError("--list-jobs: all runs of the grid have ended; there is nothing to list")
+        raise UsageError(
+            "--list-jobs: all runs of the grid have finished, so there are none to list"
+        )
     jobs = [
         (grid_lib.command(runs.grid, runs.workdir, run, runs.extra), run.budget) for run in missing
     ]
@@ -348,4 +350,4 @@ def _list_jobs(runs, arguments):
     total = quantity(sum(flops for _, flops in jobs), "FLOPs")
     print(f"{len(jobs)} of {len(stage)} runs, {total} of training")
     if waits:
-        print("These find the learning rates; once they have ended, list the other runs.")
+        print("These find the learning rates; when they have finished, list the other runs.")

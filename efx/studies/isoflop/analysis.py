@@ -404,9 +404,8 @@ def analyse(families, draws, within=None):
             continue
         if fit.law.one(0).at_the_edge():
             refusals[family] = (
-                "an exponent is at the end of the range that was searched,"
-                f" {law_lib.LEAST_EXPONENT:g} to {law_lib.GREATEST_EXPONENT:g}: the points do not"
-                " say what it is"
+                f"an exponent is at the end of the search range, {law_lib.LEAST_EXPONENT:g} to "
+                f"{law_lib.GREATEST_EXPONENT:g}: the points do not determine it"
             )
         else:
             laws[family] = fit

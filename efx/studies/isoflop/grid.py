@@ -44,7 +44,7 @@ def load_grid(path):
     for key in ("families", "sizes"):
         sweep_lib.check_changes(path, grid, key)
     if len(grid["sizes"]) < _LEAST_SIZES:
-        raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs three or more")
+        raise UsageError(f"{path}: {len(grid['sizes'])} sizes; a parabola needs at least three")
     named = [quantity(budget, "FLOPs") for budget in grid["budgets"]]
     if len(set(named)) < len(named):
         raise UsageError(
@@ -74,7 +74,7 @@ def up_to(grid, most):
     budgets = tuple(budget for budget in grid["budgets"] if budget <= most)
     needed = max(grid["rates_budget"] if grid["learning_rates"] else 0, grid["budgets"][0])
     if most < needed:
-        raise UsageError(f"--up-to={most:g}: the study needs its budget of {needed:g} FLOPs")
+        raise UsageError(f"--up-to={most:g}: must include the budget of {needed:g} FLOPs")
     return grid | {"budgets": budgets}
 
 
@@ -138,13 +138,15 @@ def _rates(path, grid):
             for name, changes in grid[key].items():
                 if RATE in changes:
                     raise UsageError(
-                        f"{path}: {key}[{name!r}] sets {RATE}, and learning_rates says which are"
-                        " tried; leave one of them out"
+                        f"{path}: {key}[{name!r}] sets {RATE}, but learning_rates lists the "
+                        "rates to try; leave one of them out"
                     )
     elif budget is not None:
-        raise UsageError(f"{path}: rates_budget={budget!r} without learning_rates to try there")
+        raise UsageError(f"{path}: rates_budget={budget!r}: needs learning_rates to try")
     if budget is not None and budget not in grid["budgets"]:
-        raise UsageError(f"{path}: rates_budget={budget!r} is none of budgets={grid['budgets']}")
+        raise UsageError(
+            f"{path}: rates_budget={budget!r}: expected one of budgets={grid['budgets']}"
+        )
     return {"learning_rates": rates or {}, "rates_budget": budget or grid["budgets"][0]}
 
 
@@ -158,8 +160,8 @@ def _check_tried(path, grid):
     for budget, family, size in places:
         if grid["seeds_at"][budget][family][size] and not tried[family][size]:
             raise UsageError(
-                f"{path}: no seeds of {family}, {size}, at {grid['rates_budget']:g} FLOPs, where"
-                f" learning rates are tried, but at {budget:g}; give it one there"
+                f"{path}: {family}, {size}, has seeds at {budget:g} FLOPs but none at "
+                f"{grid['rates_budget']:g}, the budget of the learning rates; add one there"
             )
 
 
@@ -176,7 +178,9 @@ def _rates_of_sizes(path, grid, given):
         found = {"learning_rates": rates}
         sweep_lib.check_numbers(path, found, "learning_rates", _is_positive, "(1e-3, 2e-3)")
         if len({f"{rate:g}" for rate in rates}) < max(2, len(rates)):
-            raise UsageError(f"{path}: learning_rates={rates}: expected two or more that differ")
+            raise UsageError(
+                f"{path}: learning_rates={rates}: expected two or more different rates"
+            )
     return {size: tuple(of_sizes[size]) for size in sizes}
 
 
@@ -199,8 +203,8 @@ def _check_fits(path, grid):
     without = grid["without"]
     if not isinstance(without, tuple | list) or any(name in [*families] for name in without):
         raise UsageError(
-            f"{path}: without={sweep_lib.shown(without)}: expected names that are none of the"
-            f" families {', '.join(families)}"
+            f"{path}: without={sweep_lib.shown(without)}: expected names other than those of "
+            f"the families {', '.join(families)}"
         )
     if not isinstance(against, tuple | list) or not all(name in [*families] for name in against):
         raise UsageError(
@@ -234,12 +238,12 @@ def _sizes_at(path, grid):
     }
     if grid["learning_rates"] and found[grid["rates_budget"]] != sizes:
         raise UsageError(
-            f"{path}: sizes_at[{grid['rates_budget']:g}] leaves sizes out, and the learning rate of"
-            " each is found at that budget"
+            f"{path}: sizes_at[{grid['rates_budget']:g}] leaves out sizes, but the learning "
+            "rate of each size is found at that budget"
         )
     for size in sizes:
         if not any(size in some for some in found.values()):
-            raise UsageError(f"{path}: sizes_at leaves {size} out at every budget")
+            raise UsageError(f"{path}: sizes_at leaves out {size} at every budget")
     return found
 
 

@@ -68,8 +68,8 @@ def check_points(parameters, budgets):
     points, sizes, levels = len(budgets), len({*parameters}), len({*budgets})
     if points <= PARAMETERS or levels < 2 or sizes < 3:
         raise UsageError(
-            f"the law L(N, D) has {PARAMETERS} parameters, for which it needs {PARAMETERS + 1}"
-            f" points, 2 budgets and 3 sizes; there are {points}, {levels} and {sizes}"
+            f"the law L(N, D) has {PARAMETERS} parameters and needs {PARAMETERS + 1} points, 2 "
+            f"budgets and 3 sizes; there are {points}, {levels} and {sizes}"
         )
 
 

@@ -121,8 +121,8 @@ def check_settings(where, found, expected):
     if differing:
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise UsageError(
-            f"{where}: a run of other settings: {'; '.join(differing[:_SHOWN])}{more}; leave it"
-            " out, or give the grid, and the arguments after --, that it was made with"
+            f"{where}: a run with other settings: {'; '.join(differing[:_SHOWN])}{more}; leave "
+            "it out, or use its own grid and arguments after --"
         )
 
 
@@ -138,23 +138,23 @@ def measured_point(run, folder, expected, fitted=True):
     if not (folder / runfolder.CONFIG_FILE).is_file():
         if folder.is_dir() and (folder / runfolder.METRICS_FILE).exists():
             raise UsageError(
-                f"{folder} has {runfolder.METRICS_FILE} but no {runfolder.CONFIG_FILE}: a part of a"
-                " copy; restore it, or delete the folder to train the run anew"
+                f"{folder} has {runfolder.METRICS_FILE} but no {runfolder.CONFIG_FILE}: an "
+                "incomplete copy; restore it, or delete the folder to train the run again"
             )
-        raise Unfinished(f"{folder}: the run has not begun")
+        raise Unfinished(f"{folder}: the run has not started")
     check_settings(folder, deciding(runfolder.recorded_config(folder)), expected)
     if not (folder / runfolder.METRICS_FILE).is_file():
-        raise Unfinished(f"{folder}: no step is logged yet")
+        raise Unfinished(f"{folder}: no step has been logged yet")
     row = sweep_lib.final_row(folder)
     flops, step = row.get("flops", 0), row.get("step", 0)
     if abs(flops - run.budget) > 2 * flops / max(step, 1):
         used, budget = (quantity(number, "FLOPs") for number in (flops, run.budget))
-        raise Unfinished(f"{folder}: {used} of training, its budget is {budget}")
+        raise Unfinished(f"{folder}: {used} of training; its budget is {budget}")
     record = runfolder.run_record(folder)
     if "parameters" not in row or not record.get("launches"):
         raise UsageError(
-            f"{folder}: {runfolder.METRICS_FILE} or {runfolder.RUN_FILE} lacks its beginning;"
-            " restore it, or delete the folder to train the run anew"
+            f"{folder}: the start of {runfolder.METRICS_FILE} or {runfolder.RUN_FILE} is "
+            "missing; restore it, or delete the folder to train the run again"
         )
     if "eval/loss" not in read_metrics(folder)[-1]:  # an earlier one may be in the rows before
         raise Unfinished(f"{folder}: no held-out loss: the run has not finished")
@@ -217,16 +217,16 @@ def from_data(data, where):
         ]
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"{where}: no points of an isoFLOP study ({type(error).__name__}: {error}); give the"
-            " isoflop.json of a study, or a file of results/ that was made from one"
+            f"{where}: not the points of an isoFLOP study ({type(error).__name__}: {error}); "
+            "use the isoflop.json of a study, or a file of results/ with points"
         ) from error
     seen = set()
     for number, point in enumerate(points, 1):
         _check_point(f"{where}: point {number}", point)
         if point.run in seen:
             raise UsageError(
-                f"{where}: point {number}, {point.run.name}, seed {point.run.seed}, is there"
-                " twice; it would count as another seed: leave one of them out"
+                f"{where}: point {number}, {point.run.name}, seed {point.run.seed}, is a "
+                "duplicate and would count as another seed; remove one of them"
             )
         seen.add(point.run)
     return points
@@ -253,8 +253,7 @@ def _check_point(where, point):
         value = getattr(point, name)
         if value is not None and not _is_number(value):
             raise UsageError(
-                f"{where}: {name}={value!r}: expected a number of nats, or null of a run that"
-                " diverged"
+                f"{where}: {name}={value!r}: expected a number of nats, or null for a diverged run"
             )
 
 
@@ -269,9 +268,11 @@ def read_points(path):
     except OSError as error:
         raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
     except ValueError as error:
-        raise UsageError(f"{path}: no JSON: {error}") from error
+        raise UsageError(f"{path}: not JSON: {error}") from error
     if isinstance(data, dict) and "title" in data and "study" not in data:
-        raise UsageError(f"{path}: a result without the points of its study; they were not kept")
+        raise UsageError(
+            f"{path}: a result without the points of its study; use the isoflop.json of the study"
+        )
     return from_data(data["study"] if isinstance(data, dict) and "study" in data else data, path)
 
 
@@ -290,9 +291,9 @@ def check_together(points):
         for point in points:
             if getattr(point, field) != getattr(first, field):
                 raise UsageError(
-                    f"{first.run.name} ({first.source}) and {point.run.name} ({point.source}) are"
-                    f" of {words}, so that their losses do not compare; {right} must give the same"
-                    " to all runs of a study"
+                    f"{first.run.name} ({first.source}) and {point.run.name} ({point.source}) "
+                    f"have {words}, so their losses cannot be compared; {right} must be the "
+                    "same in all runs of a study"
                 )
 
 
@@ -323,8 +324,8 @@ def families(points):
             continue
         if point.loss is None:
             raise UsageError(
-                f"{point.run.name}, seed {point.run.seed} ({point.source}): no held-out loss: it is"
-                " not finite; a lower optim.learning_rate may help"
+                f"{point.run.name}, seed {point.run.seed} ({point.source}): its held-out loss "
+                "is not finite; a lower optim.learning_rate may help"
             )
         of_family = groups.setdefault(point.run.family, {})
         of_family.setdefault((point.run.budget, point.run.size), []).append(point)

@@ -44,9 +44,9 @@ def main(argv=None):
     )
     help = f"held-out tokens to probe (default: {TOKENS})"
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=help)
-    help = "who chooses: the causal decision (default), or training's selection"
+    help = "probe the causal decision (default), or training's selection"
     parser.add_argument("--selection", choices=("causal", "train"), default="causal", help=help)
-    help = "predict by all that is known of a token too"
+    help = "also predict from all properties of a token together"
     parser.add_argument("--together", action="store_true", help=help)
     parser.add_argument("--out", help=f"data (default: {FILE} in the run folder)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
@@ -61,8 +61,8 @@ def run(arguments):
         cli.new_file(out, (".json",), "probe.json")
     if arguments.tokens < analysis.LEAST_TOKENS:
         raise UsageError(
-            f"--tokens={arguments.tokens} are too few to probe a router with; give at least"
-            f" {analysis.LEAST_TOKENS}"
+            f"--tokens={arguments.tokens}: too few to probe a router; use at least "
+            f"{analysis.LEAST_TOKENS}"
         )
     if arguments.together and importlib.util.find_spec("sklearn") is None:
         raise UsageError(f"--together needs {extra('compose')}: sklearn is not installed")
@@ -85,13 +85,14 @@ def check_seeds(workdirs):
             here, first = (runfolder.dotted(of).get(key) for of in (config, configs[0]))
             if here != first:
                 raise UsageError(
-                    f"--workdir={workdir}: config.{key}={here!r}, but {first!r} in {workdirs[0]}:"
-                    " only seeds of one config have a mean; probe other runs by themselves"
+                    f"--workdir={workdir}: config.{key}={here!r}, but {first!r} in "
+                    f"{workdirs[0]}: only seeds of one config can be averaged; probe other "
+                    "runs separately"
                 )
     seeds = [config["seed"] for config in configs]
     if len(set(seeds)) < len(seeds):
         raise UsageError(
-            f"--workdir: the seeds are {', '.join(map(str, seeds))}; give each seed once"
+            f"--workdir: the seeds are {', '.join(map(str, seeds))}; use each seed once"
         )
 
 
@@ -108,8 +109,8 @@ def probe(arguments):
         for what, key in about["of"].items():
             if key != first["of"][what]:
                 raise UsageError(
-                    f"--workdir={workdir}: {what} is another than that of {arguments.runs[0]};"
-                    " seeds are compared on the same tokens"
+                    f"--workdir={workdir}: {what} differs from that of {arguments.runs[0]}; "
+                    "seeds are compared on the same tokens"
                 )
         runs.append(about)
         probes.append(analysis.probe(tokens, blocks, arguments.together))

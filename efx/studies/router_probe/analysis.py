@@ -460,9 +460,9 @@ def probe(tokens, blocks, boosting=False):
 def check_size(rows, tokens):
     if rows < LEAST_ROWS or tokens < LEAST_TOKENS:
         raise UsageError(
-            f"{tokens} held-out tokens in {rows} rows are too few to probe a router with: at least"
-            f" {LEAST_TOKENS} in {LEAST_ROWS} rows; give a larger --tokens, or a run with a larger"
-            " config.data.eval_fraction or an eval_source"
+            f"{tokens} held-out tokens in {rows} rows are too few to probe a router: it needs "
+            f"{LEAST_TOKENS} in {LEAST_ROWS} rows; use a larger --tokens, or a run with a "
+            "larger config.data.eval_fraction or an eval_source"
         )
 
 

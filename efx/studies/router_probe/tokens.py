@@ -30,20 +30,20 @@ def measured(workdir, wanted, selection="causal", step=None):
       selection: see `Mode.selection`.
     """
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
-        raise UsageError(f"--workdir={workdir} is a folder of cBTM; give the run of one expert")
+        raise UsageError(f"--workdir={workdir} is a folder of cBTM; use the run of one expert")
     config = config_of_run(workdir)
     built, step, params, variables = build.finished(config, workdir, step, ("train", "eval"))
     length, packed = built.config.data.seq_len, built.config.data.packing
     routed = routed_blocks(built.model, length)
     if not routed:
         raise UsageError(
-            f"--workdir={workdir} routes no block (config.model.depth_routing.kind='none'): there"
-            " are no choices to probe"
+            f"--workdir={workdir} has no routed blocks "
+            "(config.model.depth_routing.kind='none'); use a run with depth routing"
         )
     if packed and any(len(tokens_S) != length for _, tokens_S, _ in routed.values()):
         raise UsageError(
-            f"--workdir={workdir}: latents of packed rows have no tokens of their own"
-            " (config.data.packing=True); probe a run without packing"
+            f"--workdir={workdir}: in packed rows (config.data.packing=True) latents do not "
+            "belong to single tokens; probe a run without packing"
         )
     variables = sharding.local({"params": params, **variables})
     batches = _batches(built, wanted)
@@ -66,7 +66,7 @@ def _provenance(workdir):
     """Seed, config, machine and revision of a run."""
     launches = runfolder.run_record(workdir).get("launches", [])
     if not launches:
-        raise UsageError(f"--workdir={workdir}: its run.json does not say which code made it")
+        raise UsageError(f"--workdir={workdir}: its run.json does not record the code revision")
     line = launches[-1]["command_line"]
     named = [arg.partition("=")[2] for arg in line if arg.startswith("--config=")]
     named += [arg for flag, arg in itertools.pairwise(line) if flag == "--config"]
