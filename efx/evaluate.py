@@ -125,8 +125,8 @@ class Evaluator:
             return
         if "accuracy" in name.rpartition("/")[2]:
             raise UsageError(
-                f"config.checkpoint.best_metric={name!r}: its lowest values would be kept, and of"
-                " an accuracy more is better; give a loss, such as eval/loss"
+                f"config.checkpoint.best_metric={name!r}: must be a metric to minimise, such "
+                "as eval/loss"
             )
         c, means = self._config, {}
         batch = next(iter(self._data.eval_batches(c.batch_size, 1)))
@@ -142,8 +142,8 @@ class Evaluator:
             of_layers = {of for of in known for over in known if of.startswith(f"{over}/")}
             whole = sorted({*known} - of_layers)
             raise UsageError(
-                f"config.checkpoint.best_metric={name!r}: no evaluation of this model gives it"
-                f"{nearest(name, known)}; there are {', '.join(whole)}"
+                f"config.checkpoint.best_metric={name!r}: evaluation of this model does not "
+                f"log it{nearest(name, known)}; use one of {', '.join(whole)}"
             )
 
     def _batches(self, rows):

@@ -88,7 +88,7 @@ def after(workdir, config, data, context):
     prompt = f" --prompt {shlex.quote(text)}" if text and text.isprintable() else ""
     look = f"tensorboard --logdir {folder}"
     if not config.log.tensorboard:
-        look = f"{workdir / runfolder.METRICS_FILE} has a line for each logged step"
+        look = f"{workdir / runfolder.METRICS_FILE} has one line per logged step"
     elif shutil.which("tensorboard") is None:
         look = f"{python} -m tensorboard.main --logdir {folder}"
         if importlib.util.find_spec("tensorboard") is None:

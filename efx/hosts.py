@@ -23,8 +23,8 @@ HEARTBEAT_SECONDS = 15
 # so themselves before they lose it. Process 0 serves the connection and goes last.
 _GRACE_SECONDS = 2
 ADVICE = (
-    "see the output of the others; the same command on all of them goes on from the newest"
-    " checkpoint"
+    "see the output of the other processes; rerun the same command on all of them to resume "
+    "from the newest checkpoint"
 )
 # The exit status of a process that has lost another: the same command goes on.
 LOST = PassingError.status
@@ -68,23 +68,23 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
     except (ValueError, RuntimeError) as error:
         if coordinator_address is None and "should be defined" in str(error):
             raise UsageError(
-                "--distributed finds no cluster: no Slurm job, TPU pod, GKE JobSet or MPI run that"
-                " JAX knows; leave it out, or give --coordinator_address, --num_processes and"
-                " --process_id"
+                "--distributed found no cluster (Slurm job, TPU pod, GKE JobSet or MPI run); "
+                "leave it out, or set --coordinator_address, --num_processes and --process_id"
             ) from error
-        address = coordinator_address or "found by --distributed"
+        address = coordinator_address or "detected by --distributed"
         # Where nobody has given an address, none is wrong: a machine is lost at the start.
         raise (UsageError if coordinator_address else NotConnected)(
-            f"the processes of the run could not be connected (process 0 is {address}):"
-            f" {str(error).splitlines()[0]}"
+            f"the processes could not connect (process 0 is {address}): "
+            f"{str(error).splitlines()[0]}"
         ) from error
     if preemption and jax.process_count() == 1:
         # JAX's service has taken SIGTERM, also before training asks for it. Alone, nobody asks the
         # service: the signal ends the process until `efx.signals` catches it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     line = (
-        f"process {jax.process_index()} of {jax.process_count()} ended without a word of its own:"
-        f" it was killed, or JAX's runtime ended it because another process is lost; {ADVICE}"
+        f"process {jax.process_index()} of {jax.process_count()} ended without an error "
+        "message: it was killed, or JAX's runtime ended it because another process is lost; "
+        f"{ADVICE}"
     )
     # -I -S: nothing is imported, so that it costs no more than a megabyte or two.
     _observer = subprocess.Popen(

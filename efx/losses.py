@@ -147,9 +147,9 @@ def chunked_cross_entropy(
     """
     batch, length = targets_BT.shape
     if chunk < 1:
-        raise UsageError(f"config.train.loss_chunk={chunk} must be at least 1 to chunk the loss")
+        raise UsageError(f"config.train.loss_chunk={chunk}: must be at least 1")
     if batch % groups:
-        raise ValueError(f"{batch} rows do not divide into {groups} groups")
+        raise ValueError(f"{batch} rows: must be a multiple of the {groups} groups")
 
     def split(a):
         return a.reshape(groups, batch // groups, *a.shape[1:])
@@ -360,7 +360,7 @@ def check_names(sown_names, config_losses):
         if name not in config_losses:
             close = nearest(name, unused).replace("did you mean", "misspelt as")
             raise UsageError(
-                f"the model sows a loss {name!r} that has no weight: set config.losses.{name} "
+                f"the model sows a loss {name!r} without a weight: set config.losses.{name} "
                 f"(0.0 only records it){close}"
             )
     return unused

@@ -148,8 +148,8 @@ def _module(values, kind):
         return f"efx.interop.{values.mode}_run"
     if kind == "clustering":
         raise UsageError(
-            f"--workdir={values.workdir} holds a clustering, and its runs have folders of "
-            "their own in it: python -m efx.cbtm.run starts them (--commands shows how)"
+            f"--workdir={values.workdir} has a clustering; its runs are in folders below it: "
+            "start them with python -m efx.cbtm.run (--commands lists them)"
         )
     return "efx.train"
 
@@ -163,8 +163,8 @@ def _check_processes(values):
         return
     if None in (address, count, number):
         raise UsageError(
-            "--coordinator_address, --num_processes and --process_id go together: "
-            "give all three, or --distributed"
+            "--coordinator_address, --num_processes and --process_id: set all three, or use "
+            "--distributed"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

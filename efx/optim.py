@@ -125,13 +125,14 @@ def make_schedule(config_optim, total_steps):
     config_optim = make(OptimConfig, config_optim)
     peak, shape = config_optim.learning_rate, config_optim.schedule
     if total_steps < 1:
-        raise UsageError(f"config.steps={total_steps} must be at least 1")
+        raise UsageError(f"config.steps={total_steps}: must be at least 1")
     end = shape.decay_steps or total_steps
     end_name = "config.optim.schedule.decay_steps" if shape.decay_steps else "config.steps"
     warmup_steps = _warmup_steps(shape, total_steps)
     if warmup_steps > end:
         raise UsageError(
-            f"config.optim.schedule.warmup_steps={shape.warmup_steps} is more than {end_name}={end}"
+            f"config.optim.schedule.warmup_steps={shape.warmup_steps}: must be at most "
+            f"{end_name}={end}"
         )
     warmup = max(warmup_steps, round(shape.warmup_fraction * end))
     final = shape.final_fraction
@@ -149,9 +150,10 @@ def make_schedule(config_optim, total_steps):
         decay = _decay_steps(shape, end)
         if warmup + decay > end:
             raise UsageError(
-                f"config.optim.schedule: {warmup} steps of warm-up (warmup_steps="
-                f"{shape.warmup_steps}, warmup_fraction={shape.warmup_fraction}) and {decay} of "
-                f"decay (decay_fraction={shape.decay_fraction}) do not fit into {end_name}={end}"
+                f"config.optim.schedule: {warmup} steps of warm-up "
+                f"(warmup_steps={shape.warmup_steps}, warmup_fraction={shape.warmup_fraction}) "
+                f"and {decay} steps of decay (decay_fraction={shape.decay_fraction}) are more "
+                f"than {end_name}={end}"
             )
         pieces.append((end - warmup - decay, optax.constant_schedule(peak)))
         pieces.append((decay, optax.linear_schedule(peak, peak * final, decay)))
@@ -195,8 +197,8 @@ def _say_if_cut(schedule, total_steps):
     goes on later with more steps, and else a mistake."""
     if schedule.decay_steps > total_steps:
         _log.warning(
-            "config.optim.schedule.decay_steps=%d is past the last step, config.steps=%d: the"
-            " learning rate does not reach its end",
+            "config.optim.schedule.decay_steps=%d is past the last step, config.steps=%d: the "
+            "learning rate will not reach its final value",
             schedule.decay_steps,
             total_steps,
         )
@@ -215,8 +217,8 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
             multipliers.setdefault(path, (float(factor), pattern))
     if paths and len(frozen) == len(paths):
         raise UsageError(
-            f"config.optim.frozen={config_optim.frozen!r} freezes every parameter: nothing is left "
-            "to train"
+            f"config.optim.frozen={config_optim.frozen!r} freezes every parameter, so nothing "
+            "would be trained"
         )
     groups = {}
     for path, leaf in paths.items():
@@ -383,11 +385,11 @@ def _checked(config_optim):
     c = make(OptimConfig, config_optim)
     if c.name == "schedule_free_adamw":
         if not c.b1:
-            raise UsageError("config.optim.b1=0.0: must be above 0 for schedule_free_adamw")
+            raise UsageError("config.optim.b1=0.0: must be more than 0 for schedule_free_adamw")
         if c.schedule.kind != "constant":
             raise UsageError(
                 f"config.optim.schedule.kind={c.schedule.kind!r}: must be 'constant' for "
-                "schedule_free_adamw, whose averaging replaces the decay (warm-up is allowed)"
+                "schedule_free_adamw (its averaging replaces the decay; warm-up is allowed)"
             )
     return c
 
@@ -401,10 +403,12 @@ def _matching(key, pattern, paths):
     if not matched:
         all_paths = list(paths)
         partly = any(regex.search(path) for path in paths)
-        hint = f"; a pattern must match the whole path, as '.*{pattern}.*' would" if partly else ""
+        hint = f"; a pattern must match the whole path, such as '.*{pattern}.*'" if partly else ""
         raise UsageError(
-            f"config.optim.{key}={pattern!r} matches no parameter; there are {len(all_paths)},"
-            " such as " + ", ".join(all_paths[:: max(1, len(all_paths) // 4)][:4]) + hint
+            f"config.optim.{key}={pattern!r} matches no parameter; there are "
+            f"{len(all_paths)}, such as "
+            + ", ".join(all_paths[:: max(1, len(all_paths) // 4)][:4])
+            + hint
         )
     return matched
 

@@ -48,7 +48,7 @@ def keep_compiled():
             runfolder.check_shared(cache_folder(), "EFX_COMPILE_CACHE")
         except UsageError as error:
             if jax.process_index() == 0:
-                _log.warning("compiled programs are not kept: %s", error)
+                _log.warning("compiled programs are not cached: %s", error)
             # Nor where JAX_COMPILATION_CACHE_DIR says.
             jax.config.update("jax_compilation_cache_dir", None)
             return

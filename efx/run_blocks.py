@@ -72,15 +72,15 @@ class DataConfig:
     def check(self):
         if 0 < self.document_bytes < 16:
             raise UsageError(
-                f"config.data.document_bytes={self.document_bytes}: must be 0 (whole) or at least "
-                "16"
+                f"config.data.document_bytes={self.document_bytes}: must be 0 (whole "
+                "documents) or at least 16"
             )
         if self.packing and self.shuffle != "windows":
             raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
         if self.withhold and not self.eval_source:
             raise UsageError(
-                "config.data.withhold=True goes with config.data.eval_source; without one a part "
-                "of config.data.source is held out anyway"
+                "config.data.withhold=True: needs config.data.eval_source (without one, a "
+                "part of config.data.source is held out)"
             )
         mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
         splits = not self.eval_source or self.withhold
@@ -89,38 +89,39 @@ class DataConfig:
         if (mixed or self.subset) and splits and self.split != "documents":
             why = "a mixture" if mixed else "config.data.subset"
             raise UsageError(
-                f"config.data.split={self.split!r}: {why} needs config.data.split=documents, since "
-                "the tail of the text is all of one kind"
+                f"config.data.split={self.split!r}: {why} needs config.data.split=documents, "
+                "because the tail of the text is of one kind"
             )
         if tokens and (self.subset or self.document_bytes):
             key = "subset" if self.subset else "document_bytes"
             raise UsageError(
-                f"config.data.{key}={getattr(self, key)!r} needs text, and {self.source} holds "
-                "tokens"
+                f"config.data.{key}={getattr(self, key)!r}: needs text, but {self.source} has "
+                "only tokens"
             )
 
     def _check_buffer(self, mixed, tokens, splits):
-        key = "config.data.shuffle='buffer', which does not wait for the whole text,"
+        key = "config.data.shuffle='buffer'"
         if mixed or tokens:
-            why = "follow one another" if mixed else "are tokens already"
+            why = "are read one after another" if mixed else "are tokens already"
             raise UsageError(
-                f"{key} does not go with config.data.source={self.source!r}, whose parts {why}; "
+                f"{key}: not with config.data.source={self.source!r}, because its parts {why}; "
                 "use config.data.shuffle=windows"
             )
         if self.tokenizer == "chars":
             raise UsageError(
-                f"{key} does not go with config.data.tokenizer='chars', which needs all of its "
-                "characters; use bytes, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
+                f"{key}: not with config.data.tokenizer='chars', because it needs the whole "
+                "text; use bytes, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
             )
         if self.subset:
             raise UsageError(
-                f"{key} does not go with config.data.subset={self.subset!r}; use "
+                f"{key}: not with config.data.subset={self.subset!r}; use "
                 "config.data.shuffle=windows"
             )
         if splits and self.split != "documents":
             raise UsageError(
-                f"{key} does not know where its tail begins: with config.data.split={self.split!r} "
-                "give config.data.eval_source, or use config.data.split=documents"
+                f"{key}: the tail of a growing text is unknown with "
+                f"config.data.split={self.split!r}; set config.data.eval_source, or use "
+                "config.data.split=documents"
             )
 
 
@@ -164,20 +165,20 @@ def loss_weight(spec, where):
     """
     if not isinstance(spec, Mapping) and not hasattr(spec, "items"):
         if isinstance(spec, bool) or not isinstance(spec, (int, float)):
-            raise UsageError(f"{where}={spec!r} must be a number or a dict with a schedule")
+            raise UsageError(f"{where}={spec!r}: must be a number, or a dict with a schedule")
         return converted(NonNegative, spec, where)
     spec = dict(spec.items())
     kind = spec.pop("schedule", None)
     if kind not in tuple(COEFFICIENTS):
         raise UsageError(
-            f"{where}.schedule={kind!r} is none of {', '.join(COEFFICIENTS)}"
+            f"{where}.schedule={kind!r}: expected one of {', '.join(COEFFICIENTS)}"
             + nearest(kind, COEFFICIENTS)
         )
     keys = COEFFICIENTS[kind]
     for key in spec:
         if key not in keys:
             raise UsageError(
-                f"{where}.{key} is not a key of the schedule {kind!r}, which has "
+                f"{where}.{key} is not a key of the schedule {kind!r}; its keys are "
                 f"{', '.join(keys)}" + nearest(key, keys)
             )
     for key in keys:
@@ -280,14 +281,14 @@ class OptimConfig:
             where = f"{self.where}.lr_multipliers[{i}]"
             is_pair = isinstance(entry, (tuple, list)) and len(entry) == 2
             if not is_pair or not isinstance(entry[0], str):
-                raise UsageError(f"{where}={entry!r} must be a pair (regex, factor)")
+                raise UsageError(f"{where}={entry!r}: must be a pair (regex, factor)")
             pattern, factor = entry
             if (
                 isinstance(factor, bool)
                 or not isinstance(factor, (int, float))
                 or not 0 <= factor < math.inf
             ):
-                raise UsageError(f"{where}={entry!r} must be a pair (regex, finite factor >= 0)")
+                raise UsageError(f"{where}={entry!r}: must be a pair (regex, finite factor >= 0)")
             converted(NonNegative, factor, where)
             check_regex(pattern, where)
 
@@ -336,8 +337,8 @@ class LogConfig:
         for name in ("wandb_group", "wandb_tags"):
             if getattr(self, name) and not self.wandb:
                 raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r} needs {self.where}.wandb, the "
-                    "name of a project"
+                    f"{self.where}.{name}={getattr(self, name)!r}: needs {self.where}.wandb, "
+                    "the name of a project"
                 )
 
 
@@ -368,7 +369,7 @@ class SampleConfig:
 
     def check(self):
         for name in ("prompt", "stop"):
-            needed = ": a text in UTF-8 is needed"
+            needed = ": expected UTF-8 text"
             check_encodes(getattr(self, name), f"{self.where}.{name}", needed=needed)
 
 

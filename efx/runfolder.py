@@ -116,13 +116,18 @@ _SHOWN = 6  # differing keys named in an error before "and N more"
 
 def reason(error):
     """What an OSError means to a user, in a few words without the traceback's decoration."""
+    if error.errno == errno.ENOTDIR:
+        path = pathlib.Path(str(error.filename))
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                return f"{part} is a file, not a folder"
     texts = {
         errno.ENOSPC: "the disk is full",
         errno.EDQUOT: "the disk quota is used up",
         errno.EROFS: "the file system is read-only",
         errno.EACCES: "permission denied",
         errno.EPERM: "permission denied",
-        errno.ENOTDIR: "a part of the path is a file, not a folder",
+        errno.ENOTDIR: "a folder of this path is a file",
     }
     return texts.get(error.errno, error.strerror or str(error))
 
@@ -133,9 +138,14 @@ def writing(path):
     try:
         yield
     except OSError as error:
+        remedies = {
+            errno.ENOSPC: "free space on it, or ",
+            errno.EDQUOT: "free space, or ",
+            errno.EACCES: "change its permissions, or ",
+        }
         raise UsageError(
-            f"cannot write {error.filename or path}: {reason(error)}; free or fix it, or pass"
-            " another --workdir"
+            f"cannot write {error.filename or path}: {reason(error)}; "
+            f"{remedies.get(error.errno, '')}use another folder"
         ) from error
     except UsageError:
         raise
@@ -186,13 +196,13 @@ def recorded_config(workdir, setting="--workdir"):
         raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
     if not path.is_file() and holds_result(folder):
         raise UsageError(
-            f"{setting}={workdir} has no {CONFIG_FILE}; to train in it with the settings that it"
-            " had, --config and all others given, writes it anew"
+            f"{setting}={workdir} has no {CONFIG_FILE}; to resume training in it, pass "
+            "--config and all settings of the run, and the file is written again"
         )
     if not path.is_file():
         raise UsageError(
-            f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; give a folder that"
-            " --mode=train made"
+            f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; use a folder "
+            "written by --mode=train"
         )
     check_entries(folder)
     return _read_sealed(path)
@@ -214,14 +224,16 @@ def check_entries(folder):
             target = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
             if entry.is_symlink() and os.path.commonpath([top, target]) != top:
                 raise UsageError(
-                    f"{entry.path} is a link that leads out of the run folder, to {target}; put"
-                    " there what it leads to, or make --workdir itself the link"
+                    f"{entry.path} is a link out of the run folder, to {target}; copy its "
+                    "target there, or make --workdir itself the link"
                 )
             if entry.is_dir(follow_symlinks=False):
                 if pathlib.Path(entry.path).relative_to(folder).parts[0] in _FOLDERS:
                     pending.append(entry.path)
             elif not entry.is_file() and not entry.is_symlink():
-                raise UsageError(f"{entry.path} is not a file: nothing of a run is of its kind")
+                raise UsageError(
+                    f"{entry.path} is not a regular file; move it out of the run folder"
+                )
 
 
 def recorded_setting(workdir, key):
@@ -230,8 +242,8 @@ def recorded_setting(workdir, key):
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             raise UsageError(
-                f"{storage.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the config"
-                " of a run"
+                f"{storage.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the "
+                "config of a run"
             )
         value = value[part]
     return value
@@ -351,15 +363,15 @@ def _is_new(workdir):
         for name in _OF_A_CONFIG:
             if name not in recorded_config(workdir):
                 raise UsageError(
-                    f"--workdir={workdir} holds a {CONFIG_FILE} that is not one of efx: it has no"
-                    f" {name!r}; use another --workdir"
+                    f"--workdir={workdir}: its {CONFIG_FILE} is not a config of efx (no "
+                    f"{name!r}); use another --workdir"
                 )
     else:
         for name in _OF_A_RUN:
             if (folder / name).exists():
                 raise UsageError(
-                    f"--workdir={workdir} holds {name} but no {CONFIG_FILE}, so it cannot be told"
-                    " which run it belongs to; use another --workdir"
+                    f"--workdir={workdir} has {name} but no {CONFIG_FILE}, so its run is "
+                    "unknown; use another --workdir"
                 )
     return not holds_result(workdir)
 
@@ -441,8 +453,8 @@ class Lock:
 
     def _warn(self, lacking):
         _warn(
-            f"{self._folder} cannot be locked ({lacking} has no locks): see to it that no other"
-            " launch trains there"
+            f"{self._folder} cannot be locked ({lacking} has no locks): make sure that no "
+            "other launch trains there"
         )
 
 
@@ -496,9 +508,9 @@ def check_shared(workdir, setting="--workdir"):
             path.rmdir()
     if blind is not None:
         raise UsageError(
-            f"{setting}={workdir} is not one folder for all processes: process"
-            f" {blind} does not see what process 0 writes there; give a folder that"
-            " they share, on a network file system or at gs://BUCKET/FOLDER"
+            f"{setting}={workdir} is not shared by all processes: process {blind} does not see "
+            "the files of process 0; use a shared folder, on a network file system or at "
+            "gs://BUCKET/FOLDER"
         )
 
 
@@ -602,13 +614,13 @@ def _restore_config(folder, config, may_differ):
         return
     if now not in known:
         raise UsageError(
-            f"--workdir={folder} has no {CONFIG_FILE}, and checkpoint {step} in it was saved with"
-            " other settings than these; give those, and it is written anew, or use another"
-            " --workdir"
+            f"--workdir={folder} has no {CONFIG_FILE}, and checkpoint {step} was saved with "
+            "other settings than these; pass the settings of the run to write it again, or "
+            "use another --workdir"
         )
     check_entries(folder)
     _write_sealed(path, config)
-    _warn(f"{path} was lost, and is written anew: checkpoint {step} has these settings")
+    _warn(f"{path} was missing and is written again: checkpoint {step} has these settings")
 
 
 def _configs_of(remembered):
@@ -627,8 +639,8 @@ def _check_config_of_checkpoint(folder, may_differ):
     now = fingerprint_of_config(_read_sealed(path), may_differ)
     if before.get("of") == now["of"] and now not in _configs_of(remembered):
         raise UsageError(
-            f"{path} is not the config that checkpoint {step} beside it was saved with; restore the"
-            f' file, or, if it was edited on purpose, delete its entry "{_CHECKSUM}"'
+            f"{path} is not the config of checkpoint {step}; restore the file, or, if it was "
+            f'edited on purpose, delete its entry "{_CHECKSUM}"'
         )
 
 
@@ -638,11 +650,15 @@ def _check_record_of_checkpoint(folder, record):
     now = _fingerprints_of_record(record)
     lost = [name for name in _DECISIVE if name in remembered and remembered[name] != now.get(name)]
     if lost:
-        what = f"lacks {' and '.join(lost)} of the run, or has others," if record else "is missing,"
+        what = (
+            (f"lacks {' and '.join(lost)} of the run, or has changed ones")
+            if record
+            else ("is missing")
+        )
         raise UsageError(
-            f"{folder / RUN_FILE} {what} with which checkpoint {step} was saved: they decide what"
-            " is held out and what the run began with; restore the file, or start another run from"
-            " its parameters with --config.init.run"
+            f"{folder / RUN_FILE} {what}: checkpoint {step} needs it to know the held-out text "
+            "and the start of the run; restore the file, or start another run from its "
+            "parameters with --config.init.run"
         )
 
 
@@ -659,8 +675,8 @@ def run_record(workdir):
         keys, entry = _KEYS_OF_ENTRIES.get(name, ()), record[name]
         if not isinstance(entry, kind) or any(key not in entry for key in keys):
             raise UsageError(
-                f"{path} is not the record of a run: {name!r} should be a {kind.__name__}"
-                f"{' with ' * bool(keys)}{', '.join(keys)}; restore the file"
+                f"{path} is not the record of a run: expected {name!r} to be a "
+                f"{kind.__name__}{' with ' * bool(keys)}{', '.join(keys)}; restore the file"
             )
     _check_record_of_checkpoint(path.parent, record)
     return record
@@ -697,8 +713,8 @@ def saved_tokenizer(workdir):
         is_another = entry and checksum(text) != entry
     if is_another:
         raise UsageError(
-            f"{path} is missing or not the tokenizer of this run; restore the file, or use another"
-            " --workdir"
+            f"{path} is missing, or not the tokenizer of this run; restore the file, or use "
+            "another --workdir"
         )
     return path if text is not None else None
 
@@ -724,8 +740,8 @@ def recorded_origin(workdir):
     text = _text(path)
     if checksum(text) != entry["held_out"]:
         raise UsageError(
-            f"{path}, which says what is held out, is missing or not as it was written; restore the"
-            " file, or use another --workdir"
+            f"{path}, the list of held-out documents, is missing or was changed; restore the "
+            "file, or use another --workdir"
         )
     decision = json.loads(text) if text else {"of": None, "held_out": None}
     return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
@@ -761,8 +777,9 @@ def _check_same(workdir, stored, config, may_differ):
     if refused:
         others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
         raise UsageError(
-            f"--workdir={workdir} holds a run of another config ({'; '.join(refused[:_SHOWN])}"
-            f"{others}); use another --workdir, or the values of that run"
+            f"--workdir={workdir} has a run with another config "
+            f"({'; '.join(refused[:_SHOWN])}{others}); use another --workdir, or the values of "
+            "that run"
         )
     return changed
 
@@ -893,13 +910,13 @@ def _read_sealed(path):
     contents = _read_json(path)
     if not isinstance(contents, dict):
         raise UsageError(
-            f"{path} is not a file of efx: it should be a dict, and is of type"
-            f" {type(contents).__name__}; restore the file, or use another --workdir"
+            f"{path} is not a file of efx: expected a dict, not {type(contents).__name__}; "
+            "restore the file, or use another --workdir"
         )
     if _CHECKSUM in contents and contents.pop(_CHECKSUM) != _seal(contents):
         raise UsageError(
-            f"{path} is damaged or was edited: it is not what efx wrote; restore the file, or, if"
-            f' it was edited on purpose, delete its entry "{_CHECKSUM}"'
+            f"{path} is damaged or was edited; restore the file, or, if it was edited on "
+            f'purpose, delete its entry "{_CHECKSUM}"'
         )
     return contents
 

@@ -77,7 +77,9 @@ class Sampler:
         self.model, self.batch_size = model, batch_size
         self.cache_size = cache_size or model.context
         if self.cache_size > model.context:
-            raise ValueError(f"cache_size={cache_size} is more than the context {model.context}")
+            raise ValueError(
+                f"cache_size={cache_size}: must be at most the context of {model.context} tokens"
+            )
         self._program = _Program.of(model, batch_size, self.cache_size, len(stop_ids), rules)
         self._check_memory()
         self._options = dict(
@@ -140,7 +142,8 @@ class Sampler:
         """Raises UsageError if the prompt is longer than the context."""
         if len(ids) > self.cache_size:
             raise UsageError(
-                f"the prompt has {len(ids)} tokens, more than the context of {self.cache_size}"
+                f"the prompt has {len(ids)} tokens, more than the context of "
+                f"{self.cache_size}; shorten it"
             )
 
 

@@ -219,7 +219,7 @@ def _text(value, where):
     """A text, or a name that the system may have: one that is not UTF-8 has halves of surrogate
     pairs, of one kind, in Python."""
     if "\0" in value:
-        raise UsageError(f"{where}={value!r}: has a character \\0, which ends texts for the system")
+        raise UsageError(f"{where}={value!r}: the character \\0 is not allowed")
     check_encodes(value, where, "surrogateescape")
     return value
 
@@ -231,8 +231,8 @@ def check_encodes(text, where, errors="strict", needed=""):
         text.encode("utf-8", errors)
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"{where}={text!r}: has half of a surrogate pair, {text[error.start]!r}, which is no "
-            f"character{needed}"
+            f"{where}={text!r}: has half of a surrogate pair, {text[error.start]!r}, an "
+            f"invalid character{needed}"
         ) from None
 
 
@@ -275,7 +275,7 @@ def make(cls, mapping):
         return mapping
     if not isinstance(mapping, Mapping) and not hasattr(mapping, "items"):
         names = ", ".join(_hints(cls))
-        raise UsageError(f"{cls.where}={mapping!r}: it is a block of settings, {names}")
+        raise UsageError(f"{cls.where}={mapping!r}: expected a block of settings ({names})")
     values, hints = dict(mapping.items()), _hints(cls)
     for key in values:
         if key not in hints:

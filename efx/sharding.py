@@ -114,8 +114,8 @@ def make_mesh(mesh_config, devices=None):
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(devices) % fixed or (fixed != len(devices) and not inferred):
         raise UsageError(
-            f"config.mesh={sizes} needs {'a multiple of ' if inferred else ''}{fixed} devices "
-            f"but there are {len(devices)}"
+            f"config.mesh={sizes}: needs {'a multiple of ' if inferred else ''}{fixed} "
+            f"devices, but there are {len(devices)}"
         )
     if inferred:
         sizes[inferred[0]] = len(devices) // fixed
@@ -142,13 +142,14 @@ def _laid_out(sizes, groups, devices):
         kind = "slices" if devices[0].platform == "tpu" else "machines"
         joined = f"{slices} {kind}" if slices > 1 else f"{hosts} hosts"
         raise UsageError(
-            f"config.mesh.dcn_data={groups}, but there are {joined} of devices; 0 is always right"
+            f"config.mesh.dcn_data={groups}: there are {joined} of devices; use 0 to detect "
+            "the number"
         )
     if sizes["data"] % groups:
         raise UsageError(
-            f"config.mesh={sizes}: data={sizes['data']} is not a multiple of the {groups} groups "
-            "of devices that a slower network joins (config.mesh.dcn_data; of TPUs the slices), "
-            "over which no other axis may go"
+            f"config.mesh={sizes}: data={sizes['data']} must be a multiple of the {groups} "
+            "groups of devices on the slower network (config.mesh.dcn_data; TPU slices), "
+            "because only the data axis may span them"
         )
     inner = (sizes["data"] // groups, *list(sizes.values())[1:])
     options = dict(devices=devices, allow_split_physical_axes=True)
@@ -162,7 +163,7 @@ def _laid_out(sizes, groups, devices):
         )
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise UsageError(
-            f"config.mesh={sizes} has no place on these {len(devices)} devices: "
+            f"config.mesh={sizes} does not fit these {len(devices)} devices: "
             + (" ".join(str(error).split()) or type(error).__name__)
         ) from error
 
@@ -181,19 +182,21 @@ def check_rules(rules):
     names = [name for name, _ in rules]
     for name in PARAMETER_AXES + ACTIVATION_AXES:
         if name not in names:
-            raise UsageError(f"config.rules has no rule for the logical axis {name!r}")
+            raise UsageError(f"config.rules: there is no rule for the logical axis {name!r}")
     for name, axes in rules:
         if name not in PARAMETER_AXES + ACTIVATION_AXES:
             known = nearest(name, PARAMETER_AXES + ACTIVATION_AXES)
-            raise UsageError(f"config.rules: {name!r} is no logical axis{known}")
+            raise UsageError(f"config.rules: {name!r} is not a logical axis{known}")
         for axis in _as_tuple(axes):
             if axis not in MESH_AXES:
                 raise UsageError(
-                    f"config.rules maps {name!r} to {axis!r}, which is not a mesh axis; "
-                    f"the axes are {', '.join(MESH_AXES)}"
+                    f"config.rules: {name!r} is mapped to {axis!r}, not a mesh axis; the axes "
+                    f"are {', '.join(MESH_AXES)}"
                 )
         if len(set(_as_tuple(axes))) < len(_as_tuple(axes)):
-            raise UsageError(f"config.rules maps {name!r} to {axes!r}: each mesh axis once")
+            raise UsageError(
+                f"config.rules: {name!r} is mapped to {axes!r}; use each mesh axis once"
+            )
     for names in _TOGETHER:
         _check_together(rules, names)
     return rules
@@ -212,7 +215,7 @@ def _check_together(rules, names):
     for name in left:
         axis = next(a for n, axes in rules if n == name for a in _as_tuple(axes) if a in taken)
         raise UsageError(
-            f"config.rules maps both {taken[axis]!r} and {name!r} to {axis!r}, and these are "
+            f"config.rules: both {taken[axis]!r} and {name!r} are mapped to {axis!r}, but are "
             f"dimensions of one array; map {name!r} to another mesh axis, or to None"
         )
 
@@ -483,9 +486,10 @@ def tree_shardings(boxed, mesh, rules):
             if size % ways:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise UsageError(
-                    f"{name} of shape {shape.shape}: {size} does not divide over the mesh axes "
-                    f"{axes} ({ways} ways); change config.mesh, config.rules or the model's width "
-                    f"(for a vocabulary: config.model.vocab_multiple=0, or a multiple of {ways})"
+                    f"{name} of shape {shape.shape}: {size} is not a multiple of the {ways} "
+                    f"devices of the mesh axes {axes}; change config.mesh, config.rules or the "
+                    "model's width (for a vocabulary: config.model.vocab_multiple=0, or a "
+                    f"multiple of {ways})"
                 )
         return sharding
 
@@ -514,9 +518,9 @@ def torn_tiles(shapes):
     (size, count), _ = torn.most_common(1)[0]
     fewer = [n for n in range(2, count) if count % n == 0 and size // n % _TILE_ROWS == 0]
     return (
-        f"config.mesh cuts {size} into {count} pieces of {size // count}, not of whole tiles of"
-        f" {_TILE_ROWS} rows, and a TPU copies what it gathers of them"
-        + (f"; {max(fewer)} pieces are of whole tiles, with config.mesh.data=-1" if fewer else "")
+        f"config.mesh splits {size} into {count} pieces of {size // count}, not a multiple of "
+        f"the tile of {_TILE_ROWS} rows, so a TPU copies the gathered arrays once more"
+        + (f"; with config.mesh.data=-1, {max(fewer)} pieces are multiples" if fewer else "")
     )
 
 
@@ -566,7 +570,7 @@ class Placement:
 
     def _global_array(self, x):
         if len(x) != len(self.rows):
-            raise ValueError(f"{len(x)} rows were read where this process holds {len(self.rows)}")
+            raise ValueError(f"{len(x)} rows were read, but this process has {len(self.rows)}")
 
         def local_block(index):
             start, stop, _ = index[0].indices(self._size)

@@ -223,7 +223,7 @@ class SecondSignal:
                     continue
                 first = first or time.monotonic()
                 if time.monotonic() - first > _SAME_SECONDS:
-                    line = f"efx: {signal.Signals(number).name} once more: ended at once\n"
+                    line = f"efx: {signal.Signals(number).name} received again: ending at once\n"
                     with contextlib.suppress(OSError):
                         os.write(2, line.encode())
                     os._exit(128 + number)

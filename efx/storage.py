@@ -49,9 +49,8 @@ def folder(address, setting="--workdir"):
     scheme = str(address).partition("://")[0]
     if scheme != _OF_RUNS:
         raise UsageError(
-            f"{setting}={address}: no run can live at {scheme}://, where checkpoints cannot be"
-            " written; give a folder on a disk (or of a bucket that is mounted as one), or"
-            " gs://BUCKET/FOLDER"
+            f"{setting}={address}: checkpoints cannot be written to {scheme}://; use a folder "
+            "on a disk (or on a mounted bucket), or gs://BUCKET/FOLDER"
         )
     return _opened(str(address), setting)
 
@@ -74,8 +73,7 @@ def local_folder(address, setting="--workdir"):
     """The path of a folder that has to be on a disk."""
     if is_remote(address):
         raise UsageError(
-            f"{setting}={address}: this needs a folder on a disk; only runs of their own can live"
-            " at gs://"
+            f"{setting}={address}: must be a folder on a disk; only single runs can be at gs://"
         )
     return _checked_folder(address, setting)
 
@@ -85,8 +83,8 @@ def _checked_folder(address, setting):
     has to be the same everywhere, so a ~ that no shell has replaced is refused."""
     if pathlib.PurePath(address).parts[:1] == ("~",):
         raise UsageError(
-            f"{setting}={address}: no shell has replaced the ~, which would be the name of a folder"
-            f" here; give the whole path, such as {os.path.expanduser(address)}"
+            f"{setting}={address}: the shell did not expand ~; use the whole path, such as "
+            f"{os.path.expanduser(address)}"
         )
     return local_path(address, setting)
 
@@ -116,7 +114,7 @@ def _store(address, named):
     scheme = str(address).partition("://")[0]
     if scheme not in _STORES:
         known = " or ".join(f"{name}://" for name in _STORES)
-        raise UsageError(f"{named}: {scheme}:// is not known; use a path, {known}")
+        raise UsageError(f"{named}: {scheme}:// is not supported; use a path, {known}")
     import fsspec
 
     name = _STORES[scheme]

@@ -185,8 +185,8 @@ class _Launch:
         opened = self._open_run(self.config, self.opened.command_line)
         if opened.is_new != self.opened.is_new:
             raise UsageError(
-                f"--workdir={self.workdir} was trained in while this launch was starting; start it"
-                " again"
+                f"--workdir={self.workdir}: another launch trained there during the start of "
+                "this one; rerun the command"
             )
         c, data = self.config.log, self.data
 
@@ -266,10 +266,10 @@ class _Launch:
         line = f"{self.workdir / METRICS_FILE} {problem}"
         if self.config.checkpoint.on_damage == "error":
             raise UsageError(
-                f"{line}; restore the file, or go on without them with"
-                " --config.checkpoint.on_damage=fall_back"
+                f"{line}; restore the file, or resume without these rows with "
+                "--config.checkpoint.on_damage=fall_back"
             )
-        warn(f"{line}; going on without them")
+        warn(f"{line}; resuming without these rows")
         return {"lost_rows": f"{METRICS_FILE} {problem}"}
 
     def _check_subset(self):
@@ -325,8 +325,8 @@ class _Launch:
             if self.step > e.steps and not self.pending:
                 # Nothing is trained with this config, so it is not that of the run.
                 self.progress.println(
-                    f"finished already: {self.workdir} is at step {self.step}, and stays what it is"
-                    f" with config.steps={e.steps}"
+                    f"finished already: {self.workdir} is at step {self.step}; "
+                    f"config.steps={e.steps} does not change it"
                 )
                 return self._finish(already=True)
             self._commit(origin, files)
@@ -407,8 +407,8 @@ class _Launch:
             found = fingerprint(self.teacher["params"], e.teacher.model.vocab_size)
         if began and found != began["parameters"]:
             raise UsageError(
-                f"config.train.teacher={run} has other parameters at step {step} than the model"
-                f" that --workdir={self.workdir} began to follow; give the folder of that one"
+                f"config.train.teacher={run}: its parameters at step {step} are not those of "
+                f"the teacher of --workdir={self.workdir}; use the folder of the first teacher"
             )
         self.teacher_origin = {"run": run, "step": step, "parameters": found}
 
@@ -443,7 +443,7 @@ class _Launch:
         if self.teacher is None:
             return ""
         flops = quantity(self.experiment.teacher_flops(), "FLOPs")
-        return f" (of them {flops} by the teacher, {self.config.train.teacher})"
+        return f" (including {flops} for the teacher, {self.config.train.teacher})"
 
     def _loop(self, iterator):
         e, config = self.experiment, self.config
@@ -507,8 +507,8 @@ class _Launch:
     def _say_stopped(self):
         self.checkpoints.wait()  # or it would be said of a save that fails yet
         self.progress.println(
-            f"stopped at step {self.step} by {self.signals.name}; the run is saved, and "
-            "the same command goes on from here"
+            f"stopped at step {self.step} by {self.signals.name}; the run is saved; rerun the "
+            "command to resume"
         )
 
     def _apart(self, work):
@@ -606,9 +606,9 @@ class _Launch:
         limit = self.config.train.max_nonfinite
         if row["train/nonfinite_run"] >= limit > 0:
             raise RunStopped(
-                f"{limit} steps in a row up to step {step} had a non-finite loss or gradient and "
-                "were skipped; lower config.optim.learning_rate, or raise "
-                "config.train.max_nonfinite. The last checkpoint is untouched"
+                f"{limit} steps in a row up to step {step} had a non-finite loss or gradient "
+                "and were skipped; lower config.optim.learning_rate, or raise "
+                "config.train.max_nonfinite. The last checkpoint is unchanged"
             )
 
     def _pause(self, due, stop, position):
@@ -686,12 +686,12 @@ class _Launch:
         if math.isfinite(loss):
             steps = "step" if skipped == 1 else f"{skipped} steps"
             return (
-                f"the loss or gradient of the last {steps} was not finite and nothing was learnt"
-                f" there. The parameters are finite, those of step {self.step - skipped}, and the"
-                f" held-out loss is {loss:.4f} nats"
+                f"the loss or gradient of the last {steps} was not finite, so these were "
+                f"skipped. The parameters are finite, those of step {self.step - skipped}, and "
+                f"the held-out loss is {loss:.4f} nats"
             )
         if bool(jax.jit(_all_finite)(params)):
-            cause = "the parameters are finite, but too large to compute with"
+            cause = "the parameters are finite, but the forward pass overflows"
         else:
             cause = "the parameters are not finite"
         return f"the held-out loss is {loss}: {cause}"

@@ -66,7 +66,9 @@ def numbered(root):
     except FileNotFoundError:
         return set()
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoints in {root}: {reason(error)}") from error
+        raise CheckpointError(
+            f"cannot read checkpoints in {root}: {reason(error)}; use another folder"
+        ) from error
 
 
 def is_finished(folder):
@@ -91,7 +93,7 @@ def no_such_step(root, finished, step):
     """The error for a step that does not exist (None: no step exists)."""
     if step is None or not finished:
         return CheckpointError(
-            f"there is no finished checkpoint in {root}; train first, or give another --workdir"
+            f"there is no finished checkpoint in {root}; train first, or use another --workdir"
         )
     return CheckpointError(f"there is no checkpoint {step} in {root}; {listed(finished)}")
 
@@ -109,8 +111,8 @@ def shared_step(root, finished, step):
         blind = blind_process(lambda: is_finished(root / str(chosen)), _SEEN_SECONDS)
         if blind is not None:
             raise Passing(
-                f"process {blind} does not see checkpoint {chosen} in {root}, which"
-                " process 0 sees: is it one folder for all of them?"
+                f"process {blind} does not see checkpoint {chosen} in {root}, but process 0 "
+                "does; use a folder that all processes share"
             )
     return chosen
 
@@ -135,8 +137,8 @@ def read_step(root, finished, step, read):
                 raise
             if step is not None:
                 raise CheckpointError(
-                    f"checkpoint {step} in {root} was deleted while it was read, by a run that"
-                    f" keeps fewer; {listed(now)}"
+                    f"checkpoint {step} in {root} was deleted while it was read (its run keeps "
+                    f"fewer checkpoints); {listed(now)}"
                 ) from error
 
 
@@ -202,9 +204,9 @@ def read_manifest(folder):
         manifest["files"].items(), manifest["metrics"].items()
         return manifest
     except FileNotFoundError as error:
-        raise Damage(f"file {MANIFEST}, which holds the checksums, is missing") from error
+        raise Damage(f"the file of checksums, {MANIFEST}, is missing") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Damage(f"file {MANIFEST}, which holds the checksums, is not readable") from error
+        raise Damage(f"the file of checksums, {MANIFEST}, is not readable") from error
 
 
 def verify(folder):
@@ -217,7 +219,9 @@ def verify(folder):
         files = read_manifest(folder)["files"]
         for name in files:
             if not reading.stays_below(name):
-                raise Damage(f"file {MANIFEST} names {name!r}, which is not in the checkpoint")
+                raise Damage(
+                    f"file {MANIFEST} names {name!r}, a file that is missing in the checkpoint"
+                )
     except Damage as error:
         damage = error
     if not minimum_over_processes(int(damage is None)):
@@ -230,8 +234,8 @@ def verify(folder):
             size, digest = files[name]
             actual = (folder / name).stat().length
             if actual != size:
-                return f"has {actual} bytes where {size} were written"
-            return None if _digest(folder / name)[1] == digest else "differs from what was written"
+                return f"has {actual} bytes, expected {size}"
+            return None if _digest(folder / name)[1] == digest else "does not match its checksum"
         except FileNotFoundError:
             return "is missing"
         except (OSError, ValueError, TypeError) as error:

@@ -214,8 +214,8 @@ class Checkpointer:
             why = "the clock of this machine jumped while it was written"
         kind = files.Passing if files.may_pass(error, self._root) else CheckpointError
         return kind(
-            f"checkpoint {step} could not be saved in {self._root}: {why};"
-            " put that right and start the same command again, which goes on from the one before"
+            f"checkpoint {step} could not be saved in {self._root}: {why}; fix this and rerun "
+            "the command to resume from the previous checkpoint"
         )
 
     @contextlib.contextmanager
@@ -318,7 +318,7 @@ class Checkpointer:
         self.wait()
         finished = self.steps()
         for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):
-            warn(f"{self._root / str(number)} is not a finished checkpoint; ignored")
+            warn(f"{self._root / str(number)} is not a finished checkpoint; ignoring it")
         by_number = step is not None
 
         def read(step):
@@ -347,12 +347,12 @@ class Checkpointer:
             except Damage:
                 continue
             if by_number:
-                return f"checkpoint {candidate}, before it, is sound"
+                return f"checkpoint {candidate}, the one before it, is intact"
             return (
-                f"checkpoint {candidate}, before it, is sound: go on from that with"
-                " --config.checkpoint.on_damage=fall_back, or copy the folder back from a backup"
+                f"checkpoint {candidate}, the one before it, is intact: resume from it with "
+                "--config.checkpoint.on_damage=fall_back, or restore the folder from a backup"
             )
-        return "no checkpoint before it is sound: copy one back from a backup, or start anew"
+        return "no earlier checkpoint is intact: restore one from a backup, or start a new run"
 
     def _read(self, step, abstract_state, vocab_size, whole):
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
@@ -369,7 +369,7 @@ class Checkpointer:
             raise
         except Exception as error:  # orbax raises bare Exception too
             raise CheckpointError(
-                f"{name} could not be read though its checksums are right: {files.explain(error)}"
+                f"{name} could not be read, but its checksums are right: {files.explain(error)}"
             ) from error
         leaves = files.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
@@ -394,6 +394,6 @@ def _check_fit(name, stored, targets, vocab_size):
             differences.append(f"state/{'/'.join(path)} is {stored_kind} there, {target_kind} here")
     if differences:
         raise CheckpointError(
-            f"{name} is of another config: {files.abridged(differences)}; use the config it"
-            " was made with, or another --workdir"
+            f"{name} does not match the config: {files.abridged(differences)}; use the config "
+            "of the run, or another --workdir"
         )

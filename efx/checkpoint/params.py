@@ -37,10 +37,10 @@ class ParamsDiff:
 
     def __str__(self):
         lines = [f"checkpoint {self.step}: {self.loaded} parameter arrays loaded"]
-        lines += [f"  not in the checkpoint, left as it was: {path}" for path in self.missing]
+        lines += [f"  not in the checkpoint, left unchanged: {path}" for path in self.missing]
         lines += [f"  in the checkpoint, not used: {path}" for path in self.unexpected]
         lines += [f"  {path} from {stored_path}" for path, stored_path in self.renamed]
-        lines += [f"  {path}: {stored} turned into {dtype}" for path, stored, dtype in self.cast]
+        lines += [f"  {path}: {stored} converted to {dtype}" for path, stored, dtype in self.cast]
         return "\n".join(lines)
 
 
@@ -121,7 +121,7 @@ def restore_params(
     loaded = [path for path in targets if stored_path[path] in stored]
     for paths, allowed, verb, option in (
         (missing, allow_missing, "lacks", options[0]),
-        (unexpected, allow_unexpected, "has besides", options[1]),
+        (unexpected, allow_unexpected, "has extra arrays", options[1]),
     ):
         _refuse(name, paths, allowed, verb, option, options[2], stored_path, loaded)
     pairs = {path: (stored[stored_path[path]], targets[path]) for path in loaded}
@@ -129,8 +129,8 @@ def restore_params(
     for path in missing:
         if isinstance(targets[path], jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"{name} lacks {path}, which is allowed, but there is no value to leave in its"
-                " place: give an initialised array there"
+                f"{name} lacks {path}, and the target has no value for it; pass an initialised "
+                "array there"
             )
 
     values = dict(targets)
@@ -199,7 +199,7 @@ def _verify(name, folder):
         files.verify(folder)
     except Damage as damage:
         raise CheckpointError(
-            f"{name} is damaged: {damage}; give another step or copy the folder back from a backup"
+            f"{name} is damaged: {damage}; use another step, or restore the folder from a backup"
         ) from damage
 
 
@@ -215,14 +215,12 @@ def _refuse(name, paths, allowed, verb, option, rename, stored_path, known):
     wrong = [path for path in paths if not (allowed and re.fullmatch(allowed, path))]
     if wrong:
         shown = [
-            f"{path} (looked for as {stored_path[path]})"
-            if stored_path.get(path, path) != path
-            else path
+            f"{path} (read as {stored_path[path]})" if stored_path.get(path, path) != path else path
             for path in wrong
         ]
         raise CheckpointError(
-            f"{name} {verb} {files.abridged(shown)}; if that is meant, say so with {option}="
-            f"{_pattern(wrong, known, allowed)!r}, or map the names with {rename}"
+            f"{name} {verb} {files.abridged(shown)}; to allow this, set "
+            f"{option}={_pattern(wrong, known, allowed)!r}, or map the names with {rename}"
         )
 
 

@@ -54,7 +54,10 @@ def start_from(state, config, model, report):
     origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params, model.vocab_size)}
     variables, averages = _averages(root, diff.step, state.variables, config)
     loaded, *differences = str(diff).splitlines()
-    line = f"starting from {c.run}, {loaded}{averages}; optimiser and place in the text start anew"
+    line = (
+        f"starting from {c.run}, {loaded}{averages}; the optimiser and the position in the "
+        "text are new"
+    )
     report("\n".join([line, *differences]))
     if config.adapter.experts:
         params = with_expert_adapters(params, config.adapter, c.run, model.vocab_size)
@@ -64,7 +67,7 @@ def start_from(state, config, model, report):
             if changed := changed_settings(run, config, _OF_THE_MODEL):
                 # With a window, say, that the base had not, its parameters are another model.
                 listed = ", ".join(f"config.{key}={value!r}" for key, (value, _) in changed.items())
-                report(f"not the model of {run}, which had other settings: {listed}")
+                report(f"this is not the model of {run}: {listed}")
     return state.replace(params=params, variables=variables), origin
 
 
@@ -167,7 +170,7 @@ def with_expert_adapters(params, adapter, base, vocab_size):
         for path in base_paths:
             if not jnp.array_equal(expert[path], values[path]):
                 raise UsageError(
-                    f"config.adapter.experts: {run} was trained on another base model than "
+                    f"config.adapter.experts: the base model of {run} is not "
                     f"config.init.run={base} (they differ in {path})"
                 )
         for path in inherited:
@@ -193,15 +196,17 @@ def _expert(run, adapter, base, inherited, values, vocab_size):
     for key in EXPERT_KEYS:
         if expert_adapter[key] != getattr(adapter, key):
             raise UsageError(
-                f"config.adapter.experts: {run} has config.adapter.{key}="
-                f"{expert_adapter[key]!r}, not {getattr(adapter, key)!r}"
+                f"config.adapter.experts: {run} has "
+                f"config.adapter.{key}={expert_adapter[key]!r}, not {getattr(adapter, key)!r}"
             )
     if expert_adapter["experts"]:
-        raise UsageError(f"config.adapter.experts: {run} is composed of experts itself")
+        raise UsageError(
+            f"config.adapter.experts: {run} is itself composed of experts; use single experts"
+        )
     if any(path.endswith("/gate") for path in inherited) and not expert_adapter["gate"]:
         raise UsageError(
-            f"config.adapter.experts: {run} has no gates, which config.adapter.routing='topk' "
-            "needs; give the run that trained them (configs/phatgoose.py:gate)"
+            f"config.adapter.experts: {run} has no gates, but config.adapter.routing='topk' "
+            "needs them; use the run that trained them (configs/phatgoose.py:gate)"
         )
     targets = {}
     for path in sorted([*base, *inherited]):

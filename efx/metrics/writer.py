@@ -41,7 +41,8 @@ def check_wandb(project):
     name = "wandb"
     if (sys.modules[name] if name in sys.modules else importlib.util.find_spec(name)) is None:
         raise UsageError(
-            f'config.log.wandb={project!r} needs {extra("wandb")}, or config.log.wandb=""'
+            f"config.log.wandb={project!r}: wandb is not installed; install {extra('wandb')}, "
+            'or set config.log.wandb=""'
         )
 
 
@@ -56,7 +57,7 @@ def _rows(path):
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW), b""), 1):
             try:
                 if len(line) == _LONGEST_ROW:
-                    raise ValueError("a line without an end")
+                    raise ValueError("a line without a line break")
                 row = json.loads(line)
                 if type(row["step"]) is not int:
                     raise ValueError(f"step {row['step']!r}")
@@ -188,7 +189,10 @@ class MetricsWriter:
         row, start = {"step": step}, self._size
         if self._last is not None:
             if self._last[0]["step"] > step:
-                raise ValueError(f"metrics of step {step} after those of {self._last[0]['step']}")
+                raise ValueError(
+                    f"metrics of step {step} were logged after those of step "
+                    f"{self._last[0]['step']}"
+                )
             if self._last[0]["step"] == step:
                 row, start = dict(self._last[0]), self._last[1]
         row.update({k: v if math.isfinite(v) else None for k, v in values.items()})
@@ -226,7 +230,7 @@ class MetricsWriter:
         if not self._active or not record["rows"]:
             return ""
         if self._file is None:
-            return f"is missing, and had {record['rows']} rows up to step {step}"
+            return f"is missing; expected {record['rows']} rows up to step {step}"
         with writing(self._path):
             digest = _Digest()
             digest.read(self._file, record["bytes"])
@@ -234,8 +238,8 @@ class MetricsWriter:
             return ""
         found = sum(row["step"] <= step for row, _, _ in _rows(self._path))
         if found < record["rows"]:
-            return f"has {found} of the {record['rows']} rows up to step {step} that were written"
-        return f"has rows up to step {step} that are not as they were written"
+            return f"has {found} of its {record['rows']} rows up to step {step}"
+        return f"has changed rows up to step {step}"
 
     def write_text(self, step, name, text):
         """Appends `text` under the heading `name` to samples/step_0000000N.txt, whose names sort by
@@ -287,9 +291,9 @@ class MetricsWriter:
             run = run or wandb.init(**arguments, id=identity, resume="allow")
         except Exception as error:
             raise UsageError(
-                f"config.log.wandb={arguments['project']!r}: Weights & Biases refused to start"
-                f" ({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or"
-                ' config.log.wandb=""'
+                f"config.log.wandb={arguments['project']!r}: Weights & Biases did not start "
+                f"({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or set "
+                'config.log.wandb=""'
             ) from error
         # A later launch may differ in settings that do not bind the run.
         run.config.update(arguments.get("config", {}), allow_val_change=True)

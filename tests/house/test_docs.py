@@ -302,7 +302,7 @@ def test_every_command_is_one_that_its_program_takes(page, stub):
             try:
                 check(command, stub)
             except (Exception, SystemExit) as error:
-                kept = untried if "are not installed; give the extra" in str(error) else wrong
+                kept = untried if "are not installed; install the extra" in str(error) else wrong
                 kept.append(f"{command}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
     if untried:

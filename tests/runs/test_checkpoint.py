@@ -152,7 +152,7 @@ def test_a_vocabulary_may_be_padded_otherwise(tmp_path, size):
     with make(tmp_path) as checkpointer:
         assert_same(checkpointer.restore(abstract(expected), vocab_size=13).state, expected)
         for vocab_size in (0, size + 1, 17):
-            with pytest.raises(CheckpointError, match="of another config.*embed/embedding"):
+            with pytest.raises(CheckpointError, match="does not match the config.*embed/embedding"):
                 checkpointer.restore(abstract(expected), vocab_size=vocab_size)
     params, _ = restore_params(tmp_path, abstract(expected.params), vocab_size=13)
     assert_same(params, expected.params)
@@ -325,7 +325,9 @@ def test_restore_params_partly(tmp_path, capsys):
     words = r"--config\.init\.missing='other\|\(.*, or map the names with --config\.init\.rename"
     with pytest.raises(CheckpointError, match=words):
         restore_params(tmp_path, wanted, allow_missing="other", options=names)
-    with pytest.raises(CheckpointError, match="has besides embed/embedding; .*allow_unexpected"):
+    with pytest.raises(
+        CheckpointError, match="has extra arrays embed/embedding; .*allow_unexpected"
+    ):
         restore_params(tmp_path, wanted, allow_missing="router/.*")
     with pytest.raises(CheckpointError, match="lacks router/kernel"):
         restore_params(tmp_path, wanted, allow_missing="rout", allow_unexpected=".*")  # in full
@@ -337,11 +339,11 @@ def test_restore_params_partly(tmp_path, capsys):
     assert_same(params["block_0"], states[4].params["block_0"])
     assert capsys.readouterr().out == (
         "checkpoint 4: 3 parameter arrays loaded\n"
-        "  not in the checkpoint, left as it was: router/kernel\n"
+        "  not in the checkpoint, left unchanged: router/kernel\n"
         "  in the checkpoint, not used: embed/embedding\n"
     )
     wanted["router"]["kernel"] = jax.ShapeDtypeStruct((8, 2), jnp.float32)
-    with pytest.raises(CheckpointError, match="give an initialised array"):
+    with pytest.raises(CheckpointError, match="pass an initialised array"):
         restore_params(tmp_path, wanted, allow_missing="router/.*", allow_unexpected="embed/.*")
 
 
@@ -366,8 +368,8 @@ def test_restore_params_renamed_cast_and_sharded(tmp_path):
         np.testing.assert_array_equal(kernel, source.astype(kernel.dtype))
     assert len(diff.renamed) == 3 and len(diff.cast) == 1 and not diff.unexpected
     assert "  block_0/expert_2/up/kernel from block_0/mlp/up/kernel" in said[0]
-    assert "  block_0/expert_1/up/kernel: float32 turned into bfloat16" in said[0]
-    with pytest.raises(CheckpointError, match=r"lacks .*\(looked for as block_0/nlp"):
+    assert "  block_0/expert_1/up/kernel: float32 converted to bfloat16" in said[0]
+    with pytest.raises(CheckpointError, match=r"lacks .*\(read as block_0/nlp"):
         restore_params(
             tmp_path, wanted, rename=[("(.*)/expert_.*?/(.*)", r"\1/nlp/\2")], allow_unexpected=".*"
         )

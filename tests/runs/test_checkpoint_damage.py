@@ -80,14 +80,14 @@ def empty_the_manifest(root):
 
 DAMAGE = {
     flip_a_data_byte: "item state, file",
-    truncate_a_file: "bytes where",
+    truncate_a_file: "bytes, expected",
     remove_a_file: "is missing",
     remove_the_state: "item state, file",
-    flip_the_data_position: "item data, file metadata differs",
+    flip_the_data_position: "item data, file metadata does not match",
     cut_the_metadata: "item state, file _METADATA has 40 bytes",
-    remove_the_manifest: f"file {MANIFEST}, which holds the checksums, is missing",
-    break_the_manifest: f"file {MANIFEST}, which holds the checksums, is not readable",
-    empty_the_manifest: f"file {MANIFEST}, which holds the checksums, is not readable",
+    remove_the_manifest: f"the file of checksums, {MANIFEST}, is missing",
+    break_the_manifest: f"the file of checksums, {MANIFEST}, is not readable",
+    empty_the_manifest: f"the file of checksums, {MANIFEST}, is not readable",
 }
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_newest_checkpoint(tmp_path, damage, capfd):
         checkpointer.restore(shape)
     line = one_line(error)
     assert line.startswith(f"checkpoint 4 in {tmp_path} is damaged: ") and DAMAGE[damage] in line
-    assert "checkpoint 2, before it, is sound" in line
+    assert "checkpoint 2, the one before it, is intact" in line
     assert "--config.checkpoint.on_damage=fall_back" in line
     with make(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="checkpoint 4 in"):
         checkpointer.restore(shape, step=4, on_damage="fall_back")  # asked for by number
@@ -178,7 +178,7 @@ def test_all_damaged(tmp_path, capfd):
     for choice in ("error", "fall_back"):
         with make(tmp_path) as checkpointer, pytest.raises(CheckpointError) as error:
             checkpointer.restore(abstract(states[4]), on_damage=choice)
-        assert "no checkpoint before it is sound" in one_line(error)
+        assert "no earlier checkpoint is intact" in one_line(error)
 
 
 @pytest.mark.parametrize("contents", [(), ("state/d/x",), ("state/_METADATA", "meta/metadata")])
@@ -192,7 +192,7 @@ def test_unfinished_folder_is_not_the_latest(tmp_path, contents, capfd):
         assert checkpointer.steps() == [2, 4] and checkpointer.latest_step() == 4
         restored = checkpointer.restore(abstract(states[4]))
         assert restored.step == 4
-        assert f"{tmp_path}/6 is not a finished checkpoint; ignored" in capfd.readouterr().err
+        assert f"{tmp_path}/6 is not a finished checkpoint; ignoring" in capfd.readouterr().err
         with pytest.raises(CheckpointError) as error:
             checkpointer.restore(abstract(states[4]), step=6)
         assert "there is no checkpoint 6" in one_line(error) and "2, 4" in one_line(error)
@@ -217,7 +217,7 @@ def test_another_shape_of_model(tmp_path, capfd):
         with pytest.raises(CheckpointError) as error:
             checkpointer.restore(abstract(state), on_damage="fall_back")
         line = one_line(error)
-        assert "checkpoint 4" in line and "is of another config" in line and "more" in line
+        assert "checkpoint 4" in line and "does not match the config" in line and "more" in line
         assert "block_0/mlp/up/kernel is float32[8,16] there, float32[12,16] here" in line
         fewer = abstract(states[4].replace(variables={"theta": jnp.ones(2)}))
         with pytest.raises(CheckpointError, match=r"variables/theta is absent there, float32\[2\]"):

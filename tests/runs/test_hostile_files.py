@@ -67,7 +67,7 @@ def test_a_link_in_a_run_folder_leads_nowhere_else(run, tmp_path, name):
         with pytest.raises(UsageError) as error:
             use(run)
         # The lock comes first, and is opened where it is or not at all.
-        words = "Too many levels of symbolic links" if name == ".lock" else "leads out of the run"
+        words = "Too many levels of symbolic links" if name == ".lock" else "link out of the run"
         one_line(error, str(path), words)
     assert victim.read_text() == "precious" and victim.stat().st_size == 8
 
@@ -99,7 +99,7 @@ def test_a_manifest_names_what_is_in_its_checkpoint(tmp_path, name):
     (folder / files.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(files.Damage) as error:
         files.verify(files.as_root(folder))
-    one_line(error, f"names {name!r}, which is not in the checkpoint")
+    one_line(error, f"names {name!r}, a file that is missing in the checkpoint")
 
 
 BAD_NAMES = ("../a.bin", "/etc/passwd", "..", ".", "", "a/b.bin", "a\0b", "a" * 3000, 5, None)
@@ -113,12 +113,12 @@ def test_an_index_names_what_is_beside_it(tmp_path, name):
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UsageError) as error:
         shards.TokenShards("tokens", str(tmp_path), 0, tmp_path)
-    one_line(error, "meta.json", f"{name!r} is no name of a file in this folder")
+    one_line(error, "meta.json", f"{name!r} is not the name of a file in this folder")
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "a.bin")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(UsageError) as error:
         Weights(tmp_path)
-    one_line(error, f"weight_map says x is in {name!r}, no name of a file")
+    one_line(error, f"weight_map lists x in {name!r}, not a file name")
 
 
 # ---- sizes and kinds -------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_tokenizer_with_an_id_of_millions_makes_no_table_of_them(tmp_path):
     path.write_text(json.dumps({"version": "1.0", "model": model}))
     with pytest.raises(UsageError) as error:
         load_tokenizer(path)
-    one_line(error, str(path), f"its ids reach up to {1 << 28}")
+    one_line(error, str(path), f"its largest id is {1 << 28}")
     path.write_text(json.dumps({"kind": "chars", "characters": "ab\ud800"}))
     with pytest.raises(UsageError) as error:
         load_tokenizer(path)
@@ -207,7 +207,7 @@ def test_a_record_whose_text_is_none(tmp_path, value):
     records.close()
     with pytest.raises(UsageError) as error:
         load(data_of(tmp_path, source=f"arrayrecord:{path}", text_key="text"), seed=0)
-    one_line(error, "record 0 has no text", f"a value of type {type(value).__name__}")
+    one_line(error, "record 0", f"a value of type {type(value).__name__}")
 
 
 def data_of(tmp_path, **changes):

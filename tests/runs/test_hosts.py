@@ -315,7 +315,7 @@ def test_the_death_of_a_process_is_told_by_the_other(runs):
         assert "Traceback" not in runs[2][0] and "Check failure" not in runs[2][0]
     else:
         assert status == -signal.SIGABRT
-        assert last.startswith("efx: stopped: process 0 of 2 ended without a word of its own")
+        assert last.startswith("efx: stopped: process 0 of 2 ended without an error message")
 
 
 def test_processes_connect_without_the_proxy(tmp_path, root, monkeypatch):
@@ -332,7 +332,7 @@ def test_a_process_that_hangs_tells_of_a_death(hanging):
     process.wait(timeout=max(1, death + 30 - time.monotonic()))
     last = last_line(output, death + 30)
     assert process.returncode == -signal.SIGABRT
-    assert last.startswith("efx: stopped: process 0 of 2 ended without a word of its own")
+    assert last.startswith("efx: stopped: process 0 of 2 ended without an error message")
 
 
 def test_a_run_folder_that_is_not_shared_is_refused(hanging):
@@ -342,8 +342,8 @@ def test_a_run_folder_that_is_not_shared_is_refused(hanging):
     for rank, output in enumerate(outputs):
         (line,) = [line for line in output.read_text().splitlines() if line.startswith("refused")]
         assert line.startswith(
-            f"refused: --workdir={folder}/of_{rank}/run is not one folder for all processes:"
-            " process 1 does not see what process 0 writes there"
+            f"refused: --workdir={folder}/of_{rank}/run is not shared by all processes:"
+            " process 1 does not see the files of process 0"
         )
     assert sorted(path.name for path in folder.iterdir()) == ["process_0.txt", "process_1.txt"]
 

@@ -98,9 +98,9 @@ def test_the_text_grew_between_two_launches(copy, capsys):
     with open(text, "a") as file:
         file.write("more\n" * 200)
     more = {"steps": 3}
-    refused(tiny(text, **more), run, f"config.data.source='text:{text}' is not the text that this",
+    refused(tiny(text, **more), run, f"config.data.source='text:{text}' has changed since the run",
             "on_change=keep_split", "another --workdir")  # fmt: skip
-    with pytest.raises(UsageError, match="is not the text that this run began with"):
+    with pytest.raises(UsageError, match="has changed since the run started"):
         use.evaluate(tiny(text), run)
     use.sample(common.apply(tiny(text), {"sample.max_new_tokens": 1}), run)
     before = evaluate_text(tiny(text, **{"data.on_change": "keep_split"}), run, capsys)
@@ -164,7 +164,7 @@ def test_a_run_with_an_official_test_file(trained, tmp_path):
     row = train.train_and_evaluate(config, tmp_path / "run")
     assert row["eval/tokens"] == 359 and not (tmp_path / "run" / "held_out.json").exists()
     text.write_text("held out\n" * 41)
-    refused(config, tmp_path / "run", "config.data.eval_source=", "is not the text that")
+    refused(config, tmp_path / "run", "config.data.eval_source=", "has changed since")
 
 
 def test_hosts_with_different_texts_train_on_both(monkeypatch):
@@ -243,8 +243,8 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     whole, whole_config = record.read_text(), config_file.read_text()
     text.write_text(TEXT[::-1])  # what was held out would be trained on
     record.unlink()
-    refused(config, run, f"{record} is missing, with which checkpoint 2 was saved", "restore")
-    with pytest.raises(UsageError, match="run.json is missing, .* with --config.init.run"):
+    refused(config, run, f"{record} is missing: checkpoint 2 needs it", "restore")
+    with pytest.raises(UsageError, match="run.json is missing: .* with --config.init.run"):
         use.evaluate(tiny(text), run)
     # What needs nothing of it but the tokenizer, which the checkpoint knows, goes without.
     assert use.sample(tiny(text), run)["tokens_per_second"] > 0
@@ -253,22 +253,22 @@ def test_a_lost_record_let_held_out_text_be_trained_on(copy):
     its_own = tokenizer.read_text()
     for wrong in (its_own + " ", None):
         tokenizer.write_text(wrong) if wrong else tokenizer.unlink()
-        with pytest.raises(UsageError, match="is missing or not the tokenizer of this run"):
+        with pytest.raises(UsageError, match="is missing, or not the tokenizer of this run"):
             use.sample(tiny(text), run)
     tokenizer.write_text(its_own)
     for spoilt in ({}, {"launches": [5]}, {**json.loads(whole), "tokenizer": "another"}):
         record.write_text(json.dumps({**spoilt}))
         if "checksum" in spoilt:
             edit(record, lambda contents: contents)
-        refused(config, run, str(record), "with which checkpoint 2 was saved")
+        refused(config, run, str(record), "checkpoint 2 needs it")
     record.write_text(whole)
-    refused(config, run, "is not the text that this run began with")
+    refused(config, run, "has changed since the run started")
     text.write_text(TEXT)
     # A config.json that is whole, but that of another run.
     other = settings.as_dict(run_settings.check(tiny(text, **{"seed": 5})))
     runfolder.open_run(copy / "other", other, command_line=[]).commit({})
     shutil.copy(copy / "other/config.json", config_file)
-    refused(tiny(text, **{"seed": 5}), run, f"{config_file} is not the config that checkpoint 2")
+    refused(tiny(text, **{"seed": 5}), run, f"{config_file} is not the config of checkpoint 2")
     config_file.write_text(whole_config)
     forget(run)
     train.train_and_evaluate(tiny(text), run)  # which has nothing to do but that
@@ -283,13 +283,13 @@ def test_a_lost_config_ended_the_run(copy, capsys):
     train.train_and_evaluate(tiny(copy / "a.txt"), run)  # so that the checkpoint knows the copy
     whole = (run / "config.json").read_bytes()
     (run / "config.json").unlink()
-    with pytest.raises(UsageError, match="has no config.json; to train in it with the settings"):
+    with pytest.raises(UsageError, match="has no config.json; to resume training in it"):
         use.sample(config, run)
     refused(tiny(copy / "a.txt", **{"seed": 5}), run, "no config.json", "was saved with other")
     assert not (run / "config.json").exists()
     train.train_and_evaluate(tiny(copy / "a.txt"), run)  # which has nothing else to do
     assert (run / "config.json").read_bytes() == whole
-    assert "config.json was lost, and is written anew: checkpoint 2" in capsys.readouterr().err
+    assert "config.json was missing and is written again: checkpoint 2" in capsys.readouterr().err
     (run / "config.json").unlink()
     train.train_and_evaluate(config, run)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
@@ -346,10 +346,10 @@ def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):
     config, path = tiny(copy / "a.txt", **{"steps": 3}), copy / "run/metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
     for kept, problem in (
-        (first, "has 1 of the 2 rows up to step 2"),
-        (second, "has 1 of the 2 rows up to step 2"),
+        (first, "has 1 of its 2 rows up to step 2"),
+        (second, "has 1 of its 2 rows up to step 2"),
         (first.replace(b'"step": 1,', b'"step": 1 ') + second, "line 1 is not a metrics row"),
-        (first.replace(b"loss", b"lost") + second, "has rows up to step 2 that are not as they"),
+        (first.replace(b"loss", b"lost") + second, "has changed rows up to step 2"),
     ):
         path.write_bytes(kept)
         said = refused(config, copy / "run", str(path), problem)
@@ -358,8 +358,8 @@ def test_rows_that_are_lost_stop_a_resume_until_told_otherwise(copy, capsys):
     config.checkpoint.on_damage = "fall_back"
     train.train_and_evaluate(config, copy / "run")
     said = capsys.readouterr().err
-    assert f"efx: warning: {path} has 1 of the 2 rows" in said and "going on without" in said
-    assert "1 of the 2 rows" in runfolder.run_record(copy / "run")["lost_rows"]
+    assert f"efx: warning: {path} has 1 of its 2 rows" in said and "resuming without" in said
+    assert "1 of its 2 rows" in runfolder.run_record(copy / "run")["lost_rows"]
     train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 4}), copy / "run")  # from then on
     assert [row["step"] for row in read_metrics(copy / "run")] == [1, 3, 4]
 
@@ -455,7 +455,7 @@ def test_steps_skipped_at_the_end_are_told_from_parameters_that_are_lost(trained
     assert "The parameters are finite" in line and "\n" not in line
     # A loss that is lost though the parameters are not is told from parameters that are.
     this = types.SimpleNamespace(state=types.SimpleNamespace(nonfinite_run=0))
-    for value, why in ((1e38, "finite, but too large to compute with"), (np.inf, "not finite")):
+    for value, why in ((1e38, "finite, but the forward pass overflows"), (np.inf, "not finite")):
         found = train._Launch._ending(this, math.nan, {"a": jnp.float32([1, value])})
         assert found == f"the held-out loss is nan: the parameters are {why}"
     # The best checkpoint is one of those with a finite loss.
@@ -506,7 +506,7 @@ def test_what_a_run_starts_from_is_said(trained, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "starting from" in line]
     assert re.fullmatch(
         rf"starting from {trained / 'run'}, checkpoint 2: \d+ parameter arrays loaded;"
-        " optimiser and place in the text start anew",
+        " the optimiser and the position in the text are new",
         line,
     )
 
@@ -521,7 +521,7 @@ def test_the_tokenizer_of_the_run_started_from_is_the_one_recorded(trained, tmp_
             config,
             tmp_path / "next",
             f"config.data.tokenizer={spec!r}: config.init.run={run} was trained with 'bytes'",
-            "give --config.data.tokenizer=bytes",
+            "use --config.data.tokenizer=bytes",
         )
         # A study says so before the first of its runs trains, of a run that it still makes, too.
         for made in ({}, {str(run): tiny(trained / "a.txt")}):
@@ -545,8 +545,8 @@ def test_more_steps_say_that_the_learning_rate_jumps(copy, capsys):
     assert capsys.readouterr().err == ""
     build.experiment(tiny(copy / "a.txt", **{"steps": 5}), copy / "run")
     assert capsys.readouterr().err == (
-        "efx: warning: the schedule of the learning rate ends with the run: with 5 steps, where"
-        " there were 2, the rate at step 2 is 0.000868, not 0.0001\n"
+        "efx: warning: the learning rate schedule ends with the run: with 5 steps instead of 2,"
+        " the rate at step 2 is 0.000868 instead of 0.0001\n"
     )
 
 

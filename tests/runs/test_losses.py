@@ -186,7 +186,7 @@ def test_chunked_is_right_for_any_chunk(length, chunk, padded, z_loss, seed):
 def test_chunked_by_groups_of_rows():
     assert_chunked_is_right(batch(rows=4), 0.1, chunk=3, groups=2)
     assert_chunked_is_right(batch(rows=4), 0.1, chunk=7, groups=4)
-    with pytest.raises(ValueError, match="3 rows do not divide into 2 groups"):
+    with pytest.raises(ValueError, match="3 rows: must be a multiple of the 2 groups"):
         assert_chunked_is_right(batch(rows=3), chunk=3, groups=2)
 
 
@@ -225,7 +225,7 @@ def test_chunked_only_total_carries_a_gradient():
 
 
 def test_chunk_must_be_positive():
-    with pytest.raises(UsageError, match=r"config\.train\.loss_chunk=0 must be at least 1"):
+    with pytest.raises(UsageError, match=r"config\.train\.loss_chunk=0: must be at least 1"):
         losses.chunked_cross_entropy(head_fn, *batch(), chunk=0)
 
 
@@ -370,7 +370,7 @@ def test_exponential_is_exact_for_tiny_rates_and_finite_for_huge_ones():
             {"schedule": "expo", "rate": 1.0},
             r"config\.losses\.mask_l1\.schedule='expo'.*exponential",
         ),
-        ({"value": 1.0}, r"config\.losses\.mask_l1\.schedule=None is none of constant"),
+        ({"value": 1.0}, r"config\.losses\.mask_l1\.schedule=None: expected one of constant"),
         (
             {"schedule": "linear", "c_start": 0.0, "c_end": 1.0},
             r"config\.losses\.mask_l1\.steps is missing",
@@ -383,7 +383,7 @@ def test_exponential_is_exact_for_tiny_rates_and_finite_for_huge_ones():
             {"schedule": "cosine", "c_start": 0.0, "c_end": 1.0, "steps": -1},
             r"config\.losses\.mask_l1\.steps=-1",
         ),
-        ("linear", r"config\.losses\.mask_l1='linear' must be a number or a dict"),
+        ("linear", r"config\.losses\.mask_l1='linear': must be a number, or a dict"),
     ],
 )
 def test_bad_coefficients(spec, message):

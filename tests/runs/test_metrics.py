@@ -207,12 +207,12 @@ def test_rows_that_are_lost_are_noticed(tmp_path):
     assert lost > 100
     path.write_bytes(whole.replace(b"1.0, ", b"1.5, ").replace(b"0.6666", b"0.6667"))
     with make(tmp_path) as writer:
-        assert "has rows up to step 3 that are not as they were" in writer.lost(record, 3)
+        assert "has changed rows up to step 3" in writer.lost(record, 3)
         writer.truncate_after(1)
-        assert "has 1 of the 3 rows up to step 3 that were written" in writer.lost(record, 3)
+        assert "has 1 of its 3 rows up to step 3" in writer.lost(record, 3)
     path.unlink()
     with make(tmp_path) as writer:
-        assert "is missing, and had 3 rows up to step 3" in writer.lost(record, 3)
+        assert "is missing; expected 3 rows up to step 3" in writer.lost(record, 3)
         writer.write(1, {"loss": 1.0})  # a record that is made later begins anew
         assert writer.written()["rows"] == 1
 

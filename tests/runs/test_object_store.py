@@ -111,7 +111,7 @@ def test_a_bucket_has_no_locks(objects, tmp_path, capsys):
         said = capsys.readouterr().err.splitlines()
         assert said == [
             "efx: warning: gs://bucket/runs/locked cannot be locked (an object store has no locks):"
-            " see to it that no other launch trains there"
+            " make sure that no other launch trains there"
         ]
 
 
@@ -139,7 +139,7 @@ def test_damage_in_a_bucket(run, objects, capsys):
             del objects[last]
             with pytest.raises(UsageError, match="there is no finished checkpoint in gs://bucket"):
                 use.sample(recorded, RUN)
-            assert "6 is not a finished checkpoint; ignored" in capsys.readouterr().err
+            assert "6 is not a finished checkpoint; ignoring" in capsys.readouterr().err
     finally:
         objects.update(before)
 
@@ -214,9 +214,9 @@ def test_data_that_has_no_room_is_not_copied(objects, tmp_path, monkeypatch):
     with pytest.raises(UsageError) as error:
         first_inputs(tmp_path, "text:gs://texts/large")
     assert str(error.value) == (
-        f"config.data.source='text:gs://texts/large': 17.6 KiB would be copied to {tmp_path}/cache/"
-        "fetched, whose disk has 11.7 KiB free; name another folder by config.data.cache_dir or"
-        " EFX_CACHE, or mount the bucket and give the path there"
+        f"config.data.source='text:gs://texts/large': 17.6 KiB do not fit into the cache "
+        f"{tmp_path}/cache/fetched: its disk has 11.7 KiB free; choose another folder with"
+        " config.data.cache_dir or EFX_CACHE, or mount the bucket and use the path of the mount"
     )
     assert [path for path in (tmp_path / "cache/fetched").iterdir() if path.is_dir()] == []
 
@@ -365,17 +365,17 @@ def test_profiles_of_two_processes(objects, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["--workdir=s3://b/run"], "--workdir=s3://b/run: no run can live at s3://, where"),
-        (["--workdir=memory://run"], "--workdir=memory://run: no run can live at memory://"),
+        (["--workdir=s3://b/run"], "--workdir=s3://b/run: checkpoints cannot be written to s3://"),
+        (["--workdir=memory://run"], "--workdir=memory://run: checkpoints cannot be written to memory://"),
         (["--workdir=gs://b/run"], "--workdir=gs://b/run: gs:// needs the extra `gcs`"),
         (["--workdir=x", "--config.data.source=text:s3://b/t"],
          "config.data.source='text:s3://b/t': s3:// needs the extra `s3`"),
         (["--workdir=x", "--config.data.source=tokens:ftp://b/t"],
-         "config.data.source='tokens:ftp://b/t': ftp:// is not known; use a path, gs:// or s3://"),
+         "config.data.source='tokens:ftp://b/t': ftp:// is not supported; use a path, gs:// or s3://"),
         (["--workdir=x", "--config.init.run=s3://b/run"],
-         "config.init.run=s3://b/run: no run can live at s3://"),
+         "config.init.run=s3://b/run: checkpoints cannot be written to s3://"),
         (["--workdir=x", "--config.data.cache_dir=gs://b/c"],
-         "config.data.cache_dir=gs://b/c: the cache is a folder on a disk"),
+         "config.data.cache_dir=gs://b/c: the cache must be on a local disk"),
     ],
 )  # fmt: skip
 def test_refused_addresses(arguments, line, tmp_path, root, monkeypatch, capsys):
@@ -414,7 +414,7 @@ def test_other_launches_beside_the_question_whether_a_folder_is_shared(monkeypat
 
 def test_studies_want_a_disk(capsys):
     assert sweep.main(["--sweep=x", "--workdir=gs://b/study"]) == 2
-    line = "efx: error: --workdir=gs://b/study: this needs a folder on a disk"
+    line = "efx: error: --workdir=gs://b/study: must be a folder on a disk"
     assert capsys.readouterr().err.startswith(line)
 
 

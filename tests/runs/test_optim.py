@@ -275,7 +275,7 @@ def test_describe(params):
         (dict(eps=-1e-8), r"config\.optim\.eps"),
         (
             dict(schedule=dict(warmup_steps=9, decay_steps=8)),
-            r"warmup_steps=9 is more than config\.optim\.schedule\.decay_steps=8",
+            r"warmup_steps=9: must be at most config\.optim\.schedule\.decay_steps=8",
         ),
         (dict(schedule=dict(warmup_steps=-1)), r"config\.optim\.schedule\.warmup_steps=-1"),
         (dict(schedule=dict(decay_steps=-1)), r"config\.optim\.schedule\.decay_steps=-1"),
@@ -291,7 +291,7 @@ def test_describe(params):
         (dict(name="schedule_free_adamw"), r"schedule\.kind='cosine': must be 'constant'"),
         (
             dict(name="schedule_free_adamw", b1=0.0, schedule=CONSTANT),
-            r"config\.optim\.b1=0\.0.*above",
+            r"config\.optim\.b1=0\.0.*more than",
         ),
         (
             dict(decay=".*/kernal"),

@@ -135,4 +135,4 @@ def test_a_cache_that_processes_on_gpus_do_not_share_is_not_used(tmp_path, monke
     programs.keep_compiled()
     assert update == {"jax_compilation_cache_dir": None}  # whatever JAX_COMPILATION_CACHE_DIR says
     assert asked == [(str(tmp_path), "EFX_COMPILE_CACHE")]
-    assert "compiled programs are not kept: is not one folder" in caplog.text
+    assert "compiled programs are not cached: is not one folder" in caplog.text

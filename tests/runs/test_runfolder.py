@@ -292,10 +292,10 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path):
     for name, text in (("config.json", '{"model_type": "gpt2"}'), ("tokenizer.json", "{}")):
         (tmp_path / name).write_text(text)
     before = files_of(tmp_path)
-    with pytest.raises(UsageError, match="holds a config.json that is not one of efx"):
+    with pytest.raises(UsageError, match="config.json is not a config of efx"):
         look(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UsageError, match="holds tokenizer.json but no config.json"):
+    with pytest.raises(UsageError, match="has tokenizer.json but no config.json"):
         look(tmp_path)
     assert files_of(tmp_path).items() <= before.items()
 
@@ -333,7 +333,7 @@ def test_a_folder_without_a_checkpoint_is_blocked(tmp_path):
         (tmp_path / name).mkdir()
         if name == "clusters":
             (tmp_path / "clusters/clustering.json").write_text("{}")
-        with pytest.raises(UsageError, match="holds a run of another config"):
+        with pytest.raises(UsageError, match="has a run with another config"):
             look(tmp_path)
         if name != "clusters":
             (tmp_path / name).rmdir()

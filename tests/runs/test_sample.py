@@ -342,7 +342,7 @@ def test_an_empty_prompt_is_the_start_of_a_document(tokenizer, start):
 
 @pytest.mark.parametrize("changes, words", [
     ({"prompt": "a" * (CONTEXT + 1)}, "prompt: the prompt has 25 tokens, .* context of 24"),
-    ({"prompt": "Zürich"}, "prompt: the character 'Z' at 0 is not among the 27 characters"),
+    ({"prompt": "Zürich"}, "prompt: the character 'Z' at 0 is not one of the 27 characters"),
     ({"temperature": -0.5}, r"temperature=-0\.5: must be at least 0"),
     ({"temperature": float("nan")}, r"temperature=nan: must be finite and at least 0"),
     ({"top_k": -1}, "top_k=-1: must be at least 0"),
@@ -359,7 +359,7 @@ def test_bad_settings(changes, words):
 def test_a_later_prompt_is_checked_too():
     with pytest.raises(UsageError, match="the prompt has 25 tokens"):
         list(text_sampler().stream(variables(), "a" * 25, seed=0))
-    with pytest.raises(ValueError, match="cache_size=25 is more than the context 24"):
+    with pytest.raises(ValueError, match="cache_size=25: must be at most the context of 24"):
         sample.Sampler(build()[0], cache_size=25)
 
 

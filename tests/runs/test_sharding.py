@@ -61,10 +61,10 @@ def test_mesh_of_given_devices():
         (dict(data=-1, fsdp=-1), "at most one of them -1"),
         (dict(data=0), "at least 1"),
         (dict(data=-2), "at least 1"),
-        (dict(data=4), "needs 4 devices but there are 8"),
-        (dict(data=16), "needs 16 devices but there are 8"),
-        (dict(data=-1, tensor=3), "devices but there are 8"),
-        (dict(data=-1, tensor=16), "needs a multiple of 16 devices but there are 8"),
+        (dict(data=4), "needs 4 devices, but there are 8"),
+        (dict(data=16), "needs 16 devices, but there are 8"),
+        (dict(data=-1, tensor=3), "devices, but there are 8"),
+        (dict(data=-1, tensor=16), "needs a multiple of 16 devices, but there are 8"),
     ],
 )
 def test_impossible_meshes(sizes, message):
@@ -198,23 +198,23 @@ def test_check_rules():
 
 @pytest.mark.parametrize("name", sharding.PARAMETER_AXES + sharding.ACTIVATION_AXES)
 def test_a_missing_rule_is_named(name):
-    with pytest.raises(UsageError, match=rf"config\.rules has no rule .*'{name}'"):
+    with pytest.raises(UsageError, match=rf"config\.rules: there is no rule .*'{name}'"):
         sharding.check_rules(without(name))
 
 
 @pytest.mark.parametrize("axes", ["modle", ("data", "modle"), ["modle"]])
 def test_an_unknown_mesh_axis_is_named(axes):
-    with pytest.raises(UsageError, match="maps 'mlp' to 'modle'.*data, fsdp, tensor"):
+    with pytest.raises(UsageError, match="'mlp' is mapped to 'modle'.*data, fsdp, tensor"):
         sharding.check_rules((*without("mlp"), ("mlp", axes)))
 
 
 @pytest.mark.parametrize(
     "name, axes, message",
     [
-        ("mlp", ("tensor", "tensor"), "maps 'mlp' to .*: each mesh axis once"),
-        ("length", "data", "maps both 'batch' and 'length' to 'data'"),
-        ("act_embed", "tensor", "maps both 'act_.*' and 'act_embed' to 'tensor'"),
-        ("act_expert", "data", "maps both 'expert_batch' and 'act_expert' to 'data'"),
+        ("mlp", ("tensor", "tensor"), "'mlp' is mapped to .*; use each mesh axis once"),
+        ("length", "data", "both 'batch' and 'length' are mapped to 'data'"),
+        ("act_embed", "tensor", "both 'act_.*' and 'act_embed' are mapped to 'tensor'"),
+        ("act_expert", "data", "both 'expert_batch' and 'act_expert' are mapped to 'data'"),
     ],
 )
 def test_rules_that_exclude_each_other_are_named(name, axes, message):
@@ -451,7 +451,7 @@ def test_tree_shardings():
         (
             {"attention.num_kv_heads": 1, "attention.head_dim": 6},
             dict(tensor=4, data=2),
-            r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 does not divide .*'tensor'",
+            r"layers/block_0/attention/key/kernel of shape \(32, 6\): 6 is not a .*'tensor'",
         ),
     ],
 )
@@ -472,10 +472,12 @@ def test_pieces_of_no_whole_tiles_are_told_of():
         )
 
     assert told((96, 5)) == (
-        "config.mesh cuts 96 into 8 pieces of 12, not of whole tiles of 8 rows, and a TPU copies"
-        " what it gathers of them; 4 pieces are of whole tiles, with config.mesh.data=-1"
+        "config.mesh splits 96 into 8 pieces of 12, not a multiple of the tile of 8 rows, so a TPU"
+        " copies the gathered arrays once more; with config.mesh.data=-1, 4 pieces are multiples"
     )
-    assert told((40, 5)).endswith("copies what it gathers of them")  # nor are 4 of 10, 2 of 20
+    assert told((40, 5)).endswith(
+        "copies the gathered arrays once more"
+    )  # nor are 4 of 10, 2 of 20
     assert told((64, 5)) == told((24,)) == told((24, 5, 5)) == ""
     assert told((96, 5), (1024, 64)) == ""  # a small part of all
 

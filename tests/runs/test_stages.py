@@ -53,7 +53,7 @@ def test_only_what_is_new_trains(text, dense, tmp_path, capsys, variant, missing
         changes["init.missing"] = r".*/(router|predictor/.*)"
     run(tmp_path / "run", tiny(text, **changes))
     said = capsys.readouterr().out
-    assert f"starting from {dense}" in said and f"left as it was: layers/block_1/{missing}" in said
+    assert f"starting from {dense}" in said and f"left unchanged: layers/block_1/{missing}" in said
     before, after = arrays(dense), arrays(tmp_path / "run")
     for path, value in before.items():
         np.testing.assert_array_equal(after[path], value, err_msg=path)
@@ -110,7 +110,7 @@ def test_steps_that_were_trained_are_counted_as_they_were(text, tmp_path, capsys
     longer = tiny(text, **{**STAGES, "steps": 12})
     run(folder, longer)
     said = capsys.readouterr().err
-    assert "with 12 steps, where there were 6, the capacity at step 6 is 0.5, not 0.25" in said
+    assert "with 12 steps instead of 6, the capacity at step 6 is 0.5 instead of 0.25" in said
     rows = [r for r in read_metrics(folder) if "train/loss" in r]
     e = build.experiment(longer)
     c = longer.data

@@ -272,7 +272,7 @@ def test_the_second_signal_ends_a_process_at_once(text, tmp_path, root):  # noqa
             process.send_signal(number)
             assert process.wait(timeout=5) == 128 + number
             name = signal.Signals(number).name
-            assert f"efx: {name} once more: ended at once" in process.stdout.read().decode()
+            assert f"efx: {name} received again: ending at once" in process.stdout.read().decode()
     finally:
         for process in (saving, starting):
             process.kill()

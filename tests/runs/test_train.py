@@ -388,7 +388,7 @@ def test_a_run_that_is_further_stays_what_it_is(text, tmp_path, capsys):
     capsys.readouterr()
     with devices.only(1):
         again = train.train_and_evaluate(tiny(text, steps=2), tmp_path)
-    assert f"finished already: {tmp_path} is at step 3, and stays" in capsys.readouterr().out
+    assert f"finished already: {tmp_path} is at step 3; config.steps=" in capsys.readouterr().out
     assert before == (
         (tmp_path / "config.json").read_bytes(),
         (tmp_path / "run.json").read_bytes(),
@@ -571,16 +571,16 @@ def test_flops_can_be_given_instead_of_steps(text):
         ({"train_flops": 1e9}, "exactly one"),
         ({"steps": 0, "train_flops": 1.0}, "less than one step"),
         ({"train.accumulation": 3}, "config.train.accumulation=3"),
-        ({"data.batch_size": 12}, "does not divide over the 8 devices"),
+        ({"data.batch_size": 12}, "not a multiple of the 8 devices"),
         ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
-        ({"evaluate.repeated_rows": 8, "data.seq_len": 3}, "config.data.seq_len=3 tokens are too"),
+        ({"evaluate.repeated_rows": 8, "data.seq_len": 3}, "config.data.seq_len of at least 4"),
         ({"model.context": 16}, "config.model.context=16"),
         ({"model.attention.num_heads": 5}, "config.model.attention.num_heads=5"),
         ({"model.depth_routing.capacity": 0.0}, "capacity=0.0: must be in (0, 1]"),
         ({"model.depth_routing.capacity": 1.5}, "capacity=1.5: must be in (0, 1]"),
-        ({"data.seq_len": 100_000}, "config.data.seq_len=100000 is longer than the text"),
+        ({"data.seq_len": 100_000}, "config.data.seq_len=100000: "),
         ({"mesh.tensor": 3}, "config.mesh"),
-        ({"mesh.sequence": 8, "data.seq_len": 36}, "config.data.seq_len=36 does not divide over"),
+        ({"mesh.sequence": 8, "data.seq_len": 36}, "config.data.seq_len=36: must be a multiple"),
     ],
 )
 def test_bad_settings_are_one_clear_line_and_nothing_is_written(text, tmp_path, changes, words):
