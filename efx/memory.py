@@ -71,7 +71,7 @@ def host_memory():
     return min(found)
 
 
-def check(what, parts, hint=""):
+def check(what, parts, hint="; use smaller values"):
     """UsageError unless there is room on each device.
 
     Args:

@@ -436,7 +436,7 @@ class _Launch:
     def _text_size(self):
         data = self.experiment.data
         if data.grows:
-            return "training tokens made meanwhile"
+            return "training tokens (still tokenising)"
         return quantity(data.train_tokens, "training tokens")
 
     def _taught(self):

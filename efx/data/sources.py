@@ -277,10 +277,8 @@ class TextFiles:
                 )
                 hint = "for example with a glob"
                 if data.startswith(_PACKED):
-                    what, hint = (
-                        ("is compressed:"),
-                        ("decompress it (only jsonl: reads compressed files)"),
-                    )
+                    what = "is compressed:"
+                    hint = "decompress it (only jsonl: reads compressed files)"
                 raise UsageError(f"{self.name}: {path} {what} {hint}")
             if data:
                 yield Document(path, data)

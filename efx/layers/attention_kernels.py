@@ -238,7 +238,7 @@ def _splash_refuses(case):
     return _first(
         (
             case.window and case.gaps,
-            ("does not support a window by position in a routed subsequence"),
+            "does not support a window by position in a routed subsequence",
         ),
         (case.head_dim % 64, f"needs a head width that is a multiple of 64, not {case.head_dim}"),
     )
@@ -316,7 +316,7 @@ def _cudnn_refuses(case):
         (case.documents, "supports packed documents only with a dense mask, using T x T memory"),
         (
             case.window and case.gaps,
-            ("does not support a window by position in a routed subsequence"),
+            "does not support a window by position in a routed subsequence",
         ),
         (case.softcap, "does not support softcap"),
         (case.head_dim % 8, f"needs a head width that is a multiple of 8, not {case.head_dim}"),

@@ -91,7 +91,7 @@ def test_bad_settings(two_folders, tmp_path):
     refuse("config.data.document_bytes=-1", split="documents", document_bytes=-1)
     refuse("config.data.document_bytes=8", split="documents", document_bytes=8)
     refuse("there is no such file", split="documents", subset=str(tmp_path))
-    refuse("config.data.subset='x' needs text", source="tokens:x", subset="x", split="documents")
+    refuse("config.data.subset='x': needs text", source="tokens:x", subset="x", split="documents")
     refuse("config.data.subset needs", source=f"text:{tmp_path}/texts", subset="x")
     refuse("has only tokens", source="tokens:x", document_bytes=64)
 

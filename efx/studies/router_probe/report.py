@@ -104,7 +104,7 @@ def _predictors(blocks, of, figure, form, computed=False):
     for name, block in there.items():
         own = [tables.text(block[name], ".1%") for name in ("routed", "overflow")] * computed
         rows.append([name, *own, *(tables.text(block[of][n][figure], form) for n in names)])
-    titles = ["block", *["computed", "wanted without room"] * computed, *names]
+    titles = ["block", *["computed", "dropped over capacity"] * computed, *names]
     return tables.markdown(titles, rows)
 
 
