@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from efx import settings, tables
 from efx.errors import UsageError
 from efx.metrics import MetricsWriter
-from efx.studies import cli, isoflop, job_list, rehearsal, report_fits, sweep
+from efx.studies import cli, isoflop, rehearsal, report_fits, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
 from efx.studies.isoflop import points as points_lib
@@ -303,11 +304,7 @@ def test_bad_grids_are_one_line(before, after, words, tmp_path, capsys):
     (["--draws=3"], "--draws=3: must be at least 20"),
     (["--further", "0.5"], "expected numbers above 1"),
     (["--time-steps=-1"], "--time-steps=-1: expected a number of steps"),
-    (["--hosts=2"], "--hosts: needs --list-jobs tpu"),
     (["--save-points=x", "--table-only"], "--save-points and --table-only: use only one"),
-    (["--list-jobs", "slum", "x"], "--list-jobs slum: expected one of plain: "),
-    (["--list-jobs", "plain", "x", "--hosts=2"], "--hosts=2: must be at least 1, and needs"),
-    (["--list-jobs", "tpu", "x", "--hosts=0"], "--hosts=0: must be at least 1"),
     (["--from=nothing.json"], "cannot read nothing.json"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line(more, words, finished, tmp_path, capsys):
@@ -868,88 +865,30 @@ def test_no_rate_with_a_finite_loss_is_one_line(tmp_path, trained, capsys):
     refused(capsys, "dense, 2 blocks: no learning rate of 0.001, 0.004, 0.002 ends with a finite")
 
 
-# ---- lists of jobs -----------------------------------------------------------------------------
+# ---- commands of the missing runs --------------------------------------------------------------
 
 
-def listed(path, begins):
-    lines = [line for line in path.read_text().splitlines() if line.startswith(begins)]
-    return [line[line.index("--workdir=") :].split()[0].rpartition("/")[2] for line in lines]
+def test_printed_commands_train_the_missing_runs(tmp_path, capsys):
+    (top := tmp_path / "it's a folder").mkdir()
+    (top / "grid.py").write_text(GRID)
+    small = ["data.seq_len=32", "data.batch_size=2", "model.width=16", "model.attention.num_heads=1"]
+    flags = ["--print-commands", "--", *(f"--config.{setting}" for setting in small)]
+    assert call(top, *flags) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert len(others) == 23
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", first], cwd=ROOT, env=env, check=True)
+    assert call(top, *flags) == 0
+    assert capsys.readouterr().out.splitlines() == others
 
 
-def test_lists_of_the_missing_runs(copy, capsys):
-    grid = isoflop.load_grid(copy / "grid.py")
-    runs = [run for run in grid_lib.all_runs(grid) if run.seed == 1]
-    for run in runs:
-        shutil.rmtree(grid_lib.folder(copy / "w", run))
-    names = [grid_lib.folder(copy / "w", run).name for run in runs]
-    assert call(copy, "--list-jobs", "plain", str(copy / "l/jobs")) == 0
-    assert f"{copy / 'l/jobs'}\n12 of 24 runs, 18.0 GFLOPs" in capsys.readouterr().out
-    assert listed(copy / "l/jobs", "python -m efx.main --config=configs/mod.py") == names
-
-    assert call(copy, "--list-jobs", "slurm", str(copy / "l/array")) == 0
-    assert listed(copy / "l/array", "bash launch/scheduled.sh --config=") == names
-    script = (copy / "l/array.sbatch").read_text()
-    assert "#SBATCH --array=1-12\n" in script and f'p" {copy / "l/array"})' in script
-
-    assert call(copy, "--list-jobs", "tpu", str(copy / "l/host"), "--hosts=3") == 0
-    shares = [
-        listed(copy / f"l/host.{host}", "bash launch/local.sh --config=") for host in range(3)
-    ]
-    assert sorted(itertools.chain(*shares)) == sorted(names)
-    assert all(share == [name for name in names if name in share] for share in shares)
-    flops = [sum(2 if "2.00" in name else 1 for name in share) for share in shares]
-    assert flops == [6, 6, 6]
-    checker = shutil.which("shellcheck", path=Path(sys.executable).parent)
-    for path in (copy / "l/array.sbatch", copy / "l/host.0"):
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-        if checker:
-            checked = subprocess.run([checker, path], capture_output=True, text=True, check=False)
-            assert checked.returncode == 0, checked.stdout
-
-    for run in runs:
-        fake_run(grid, copy / "w", run)
-    assert call(copy, "--list-jobs", "plain", str(copy / "l/none")) == 2
-    refused(capsys, "all runs of the grid have ended")
-
-
-def test_a_task_of_the_array_runs_its_line(tmp_path):
-    """With `srun`, which runs what it is given, and the list's commands writing their names."""
-    jobs = [([f"--workdir=it's {i}"], 1.0) for i in range(3)]
-    list_path, script = job_list.write("slurm", tmp_path / "a list", jobs)
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/scheduled.sh").write_text('printf "%s\\n" "$@" >>done\n')
-    given = '[ "$1" = --cpus-per-task=8 ] || exit 9'  # which srun does not take from the job
-    (tmp_path / "srun").write_text(f'#!/bin/bash\n{given}\nshift\nexec "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path),
-           "SLURM_ARRAY_JOB_ID": "7"}  # fmt: skip
-    for task, status in (("3", 0), ("1", 0), ("4", 2)):
-        env["SLURM_ARRAY_TASK_ID"] = task
-        done = subprocess.run(["bash", script], env=env, capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
-    assert (tmp_path / "done").read_text() == "--workdir=it's 2\n--workdir=it's 0\n"
-    assert "the list has no line 4" in done.stderr
-
-
-def test_a_host_goes_on_after_a_run_that_failed(tmp_path):
-    jobs = [(["3"], 1.0), (["0"], 1.0)]
-    (script,) = job_list.write("tpu", tmp_path / "host", jobs)
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/local.sh").write_text('echo "$1" >>done\nexit "$1"\n')
-    done = subprocess.run(["bash", script], cwd=tmp_path, check=False)
-    assert done.returncode == 3 and (tmp_path / "done").read_text() == "3\n0\n"
-
-
-def test_jobs_that_wait_for_the_learning_rates(tmp_path, trained, capsys):
+def test_commands_that_need_the_best_learning_rate_come_later(tmp_path, capsys):
     (tmp_path / "grid.py").write_text(RATES)
-    how = ["--list-jobs", "plain", str(tmp_path / "jobs")]
-    assert call(tmp_path, *how) == 0
-    assert (
-        "18 of 18 runs" in (said := capsys.readouterr().out) and "when they have finished" in said
-    )
+    assert call(tmp_path, "--print-commands") == 0
+    assert capsys.readouterr().out.count("\n") == 18
     grid = isoflop.load_grid(tmp_path / "grid.py")
     for run in grid_lib.rate_runs(grid):
         fake_run(grid, tmp_path / "w", run, loss=lambda run, by_law: run.rate)
-    assert call(tmp_path, *how) == 0
-    assert "18 of 24 runs" in (said := capsys.readouterr().out) and "have ended" not in said
-    assert all("rate_0.001-" in name for name in listed(tmp_path / "jobs", "python"))
+    assert call(tmp_path, "--print-commands") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 18 and all("rate_0.001-" in line for line in lines)

@@ -46,20 +46,21 @@ fits. `--from` takes points from such a file, of another machine perhaps, or fro
 results/ (`python -m efx.studies.results` copies a study there), or from several: what they have is
 not trained again, and what does not belong to the grid is refused, but for families that it says
 it is without. `--save-points` writes such a file of a
-study that is not finished. `--list-jobs` writes the commands of the missing runs, for other
-machines.
+study that is not finished. `--print-commands` prints the commands of the missing runs, for
+other machines.
 """
 
 import dataclasses
 import json
 import math
 import pathlib
+import shlex
 
 from efx import runfolder, tables
 from efx.errors import UsageError
-from efx.metrics import portion, quantity
+from efx.metrics import portion
 from efx.runfolder import write_atomic, writing
-from efx.studies import cli, job_list, rehearsal
+from efx.studies import cli, rehearsal
 from efx.studies import jobs as jobs_lib
 from efx.studies import sweep as sweep_lib
 from efx.studies.isoflop import grid as grid_lib
@@ -71,7 +72,7 @@ from efx.studies.isoflop.points import from_data as points_of
 
 __all__ = ["analysis_of", "load_grid", "main", "points_of"]
 DRAWS, FURTHER = 1000, (10.0,)
-_TRAIN_NOTHING = ("--list-jobs", "--save-points", "--table-only")
+_TRAIN_NOTHING = ("--print-commands", "--save-points", "--table-only")
 
 
 def main(argv=None):
@@ -96,22 +97,22 @@ def main(argv=None):
                         help=help)  # fmt: skip
     help = "train nothing; write the points of the finished runs to PATH, for --from"
     parser.add_argument("--save-points", metavar="PATH", help=help)
-    formats = "; ".join(f"{name}: {what}" for name, what in job_list.FORMATS.items())
-    help = f"train nothing; write the commands of the missing runs to PATH. {formats}"
-    parser.add_argument("--list-jobs", nargs=2, metavar=("FORMAT", "PATH"), help=help)
-    help = "number of machines for --list-jobs tpu (default: 1)"
-    parser.add_argument("--hosts", type=int, default=1, metavar="N", help=help)
+    help = (
+        "train nothing; print the command of each missing run, one per line; runs that need the"
+        " best learning rate are printed once the runs that find it have ended"
+    )
+    parser.add_argument("--print-commands", action="store_true", help=help)
     return parser.run(study, argv)
 
 
 def study(arguments):
-    """Makes the runs, then tables, picture and numbers; or lists the runs."""
+    """Makes the runs, then tables, picture and numbers; or prints their commands."""
     _check(arguments)
     grid = grid_lib.up_to(load_grid(arguments.grid), arguments.up_to)
     workdir = pathlib.Path(arguments.workdir)
     runs = Runs(grid, workdir, arguments.extra, arguments.points)
-    if arguments.list_jobs:
-        _list_jobs(runs, arguments)
+    if arguments.print_commands:
+        _print_commands(runs)
         return
     if arguments.save_points:
         _save_points(runs, arguments.save_points)
@@ -142,8 +143,6 @@ def _check(arguments):
     given = [flag for flag in _TRAIN_NOTHING if getattr(arguments, flag[2:].replace("-", "_"))]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)}: use only one of them")
-    if arguments.hosts != 1 and not arguments.list_jobs:
-        raise UsageError("--hosts: needs --list-jobs tpu")
 
 
 def analysis_of(points, study):
@@ -329,25 +328,13 @@ def _save_points(runs, path):
     print(f"{path}: {len(points)} points")
 
 
-def _list_jobs(runs, arguments):
-    """Writes the missing runs; those that wait for the best learning rate cannot be known yet."""
-    stage = grid_lib.rate_runs(runs.grid)
-    missing, waits = runs.missing(stage), bool(stage)
+def _print_commands(runs):
+    """Prints a shell command for each missing run, those that find learning rates first."""
+    rate_runs = grid_lib.rate_runs(runs.grid)
+    missing = runs.missing(rate_runs)
     if not missing:
-        tried = [runs.point(run, False) for run in stage]
-        stage = grid_lib.runs_of(runs.grid, points_lib.best_rates(tried))
-        missing, waits = runs.missing(stage), False
-    if not missing:
-        raise UsageError(
-            "--list-jobs: all runs of the grid have finished, so there are none to list"
-        )
-    jobs = [
-        (grid_lib.command(runs.grid, runs.workdir, run, runs.extra), run.budget) for run in missing
-    ]
-    format, path = arguments.list_jobs
-    for file in job_list.write(format, path, jobs, arguments.hosts):
-        print(file)
-    total = quantity(sum(flops for _, flops in jobs), "FLOPs")
-    print(f"{len(jobs)} of {len(stage)} runs, {total} of training")
-    if waits:
-        print("These find the learning rates; when they have finished, list the other runs.")
+        tried = [runs.point(run, False) for run in rate_runs]
+        missing = runs.missing(grid_lib.runs_of(runs.grid, points_lib.best_rates(tried)))
+    for run in missing:
+        arguments = grid_lib.command(runs.grid, runs.workdir, run, runs.extra)
+        print(f"python -m efx.main {shlex.join(arguments)}")
