@@ -17,15 +17,12 @@ paper leaves open, see docs/mixture_of_depths.md:
     capacity                fraction of the tokens that a routed block computes; one, or one for
                             each block or recursion step
     capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
-    per*                    training's top-k within each "document" of a packed row, or over the
-                            whole "row"
     gate*                   factor of a routed block's increment: "sigmoid" of the score (default),
                             "identity" (the paper), "tanh", "one"; "twice_sigmoid", 1 for a score of
                             0, with which a dense model is converted
     train_selection         "topk"; "threshold", which is causal; or one of the controls:
-                            "stochastic", random tokens, others in each batch, "random_fixed",
-                            random positions, always the same, "position", evenly spaced ones,
-                            "token_hash", some types of tokens, "token_frequency", the rarest
+                            "stochastic", random tokens, others in each batch, "position",
+                            evenly spaced positions, "token_hash", some types of tokens
     causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
     also_train              further decisions that are trained and evaluated
     predictor_hidden*       width of the predictor

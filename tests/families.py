@@ -193,11 +193,11 @@ FAMILIES = {
             "depth_routing.train_selection": "stochastic",
         },
     ),
-    "mod_random_fixed": _mod(
+    "mod_fixed": _mod(
         looks_ahead=False,
         losses=(),
         **{
-            "depth_routing.train_selection": "random_fixed",
+            "depth_routing.train_selection": "position",
             "depth_routing.every": 1,
         },
     ),
@@ -625,7 +625,7 @@ FAMILIES = {
         experts=3,
         **{
             "depth_routing.kind": "mod",
-            "depth_routing.train_selection": "token_frequency",
+            "depth_routing.train_selection": "token_hash",
             "depth_routing.capacity": 0.5,
             "adapter.routing": "topk",
             "adapter.sites": ".*/(query|key|up)",

@@ -136,7 +136,11 @@ def _three():
         seeds=(0, 1, 2),
         seeds_at={LARGEST: {name: _seeds_of_largest(name, grid["sizes"]) for name in SEVERAL}},
         families={name: grid["families"][name] for name in SEVERAL},
-        without=tuple(name for name in grid["families"] if name not in SEVERAL),
+        # The last one is in the published results and not in this grid.
+        without=(
+            *(name for name in grid["families"] if name not in SEVERAL),
+            "rare types of tokens",
+        ),
     )
 
 
@@ -185,7 +189,6 @@ def _all():
         "random tokens": control("stochastic"),
         "positions": control("position"),
         "types of tokens": control("token_hash"),
-        "rare types of tokens": control("token_frequency"),
     }
     smaller = tuple(SIZES)
     return dict(

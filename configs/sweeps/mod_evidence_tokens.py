@@ -21,7 +21,6 @@ def get_sweep():
     families = {
         "MoD 12.5%": ("topk", 5e-3),
         "types of tokens": ("token_hash", 2.5e-3),
-        "rare types of tokens": ("token_frequency", 2.5e-3),
         "threshold in training too": ("threshold", 5e-3),
     }
     return dict(

@@ -41,9 +41,6 @@ RUNS = {
     "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
     "MoD 12.5%, every block": {"model.depth_routing.every": 1},
     "stochastic 12.5%, every second block": {"model.depth_routing.train_selection": "stochastic"},
-    "random fixed 12.5%, every second block": {
-        "model.depth_routing.train_selection": "random_fixed"
-    },
     "threshold in training too, 12.5%": {
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,
@@ -72,8 +69,7 @@ def get_sweep():
         equal="",  # `train_flops` is the same in all
         runs={name: SIZE | changes for name, changes in RUNS.items()},
         columns={
-            "loss under training's selection": "eval/loss_topk|eval/loss_stochastic"
-            "|eval/loss_random_fixed",
+            "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
             "accuracy of the decision": "eval/router/accuracy",
             "of the predictor beside it": "eval/predictor/accuracy",
             "of the auxiliary loss beside it": "eval/aux_loss/accuracy",

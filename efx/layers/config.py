@@ -281,9 +281,6 @@ class DepthRoutingConfig:
     # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
     # c^2...; then, and whenever the model does not train, `capacity`.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
-    # Of a packed row: training's top-k within each "document", or over the whole "row", where
-    # documents compete. Causal decisions and experts count capacity by document always.
-    per: Literal["document", "row"] = "document"
     # What multiplies a block's increment, of the score: "identity" in the paper, equation 1.
     # "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a finished block what it was.
     # With "one" the router learns from the loss of the decision "aux_loss" alone.
@@ -291,17 +288,9 @@ class DepthRoutingConfig:
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
     # as it trains: "stochastic" (the paper's: random tokens, others in each batch),
-    # "random_fixed" (random positions, the same ones always), "position" (evenly spaced ones),
-    # "token_hash" (some types of tokens, by a hash of their ids), "token_frequency" (the rarest).
-    train_selection: Literal[
-        "topk",
-        "threshold",
-        "stochastic",
-        "random_fixed",
-        "position",
-        "token_hash",
-        "token_frequency",
-    ] = "topk"
+    # "position" (evenly spaced positions), "token_hash" (some types of tokens, by a hash of their
+    # ids).
+    train_selection: Literal["topk", "threshold", "stochastic", "position", "token_hash"] = "topk"
     causal: Decision = "aux_loss"  # for evaluation and sampling
     also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
     predictor_hidden: Natural = 0  # 0: width / 2
@@ -391,7 +380,7 @@ class DepthRoutingConfig:
     @property
     def by_type(self):
         """Whether it is told which tokens these are, see `Tokens.types`."""
-        return self.kind != "none" and self.train_selection in ("token_hash", "token_frequency")
+        return self.kind != "none" and self.train_selection == "token_hash"
 
     @property
     def exact(self):
@@ -472,17 +461,6 @@ def say_if_the_router_is_fixed(c):
         c.causal,
         c.also_train,
     )
-
-
-@functools.cache
-def say_if_documents_compete(c):
-    """A warning, once a process, where packed documents do by these `DepthRoutingConfig`."""
-    if c.kind != "none" and c.per == "row" and c.train_selection == "topk":
-        logging.getLogger(__name__).warning(
-            "config.model.depth_routing.per='row': in training, the documents of a packed row "
-            "compete for the slots of routed blocks, so each depends on the others; "
-            "per='document' avoids this"
-        )
 
 
 @block("config.model.soft_experts")

@@ -10,7 +10,6 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend
-from efx.layers.config import say_if_documents_compete
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
@@ -84,9 +83,7 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def check_packing(self):
-        """Raise UsageError if the model cannot compute rows of several documents; say so where its
-        settings let what one document holds change what is computed of another."""
-        say_if_documents_compete(self.config.depth_routing)
+        """Raise UsageError if the model cannot compute rows of several documents."""
 
     @nn.nowrap
     def blocks(self):

@@ -59,14 +59,14 @@ def routing(draw, depth, recursion, by_type=True, further=0):
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
-    controls = ["random_fixed", "stochastic", *["token_hash"] * by_type]
+    controls = ["position", "stochastic", *["token_hash"] * by_type]
     controls = controls if kind == "mod" else []
     changes = pick(
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
         train_selection=["topk", "topk", "threshold", *controls],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
-        predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0], per=["row", "document"],
+        predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
     if kind == "mod":
@@ -435,7 +435,7 @@ def check(members, bridges, batch, seed):
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
     # Places that are drawn anew are others, and of fixed ones the last may find no room: the share
     # of a document in its row is rounded.
-    controls = "stochastic", "random_fixed", "token_hash"
+    controls = "stochastic", "position", "token_hash"
     drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:

@@ -6,7 +6,6 @@ capacity of each row of FAMILIES, which is scarce for most of them.
 """
 
 import functools
-import logging
 
 import families
 import jax
@@ -16,7 +15,6 @@ import pytest
 from families import FAMILIES, LENGTH
 from test_calm import bridged
 
-from efx.layers.config import say_if_documents_compete
 from efx.layers.info import CallInfo, Tokens
 from efx.layers.routing import plans
 from efx.layers.routing.depth import DepthRouted
@@ -30,7 +28,7 @@ MODELS = {
         for name in (
             "mod_options",
             "mod_threshold",
-            "mod_random_fixed",
+            "mod_fixed",
             "mod_stochastic",
             "recursion",
             "moe",
@@ -95,20 +93,6 @@ def test_nor_through_a_bridge():
         variables = {"params": families.random_params(model), **families.random_state(model)}
         first, *others = moved(model, variables, "auto", rows=3)
         assert first > 0.1 and others == [0, 0]
-
-
-def test_the_row_is_the_exception_and_says_so(caplog):
-    """per="row": training's top-k lets documents compete, the causal decision never."""
-    model = families.make({**MOD, "depth_routing.per": "row"})
-    variables = {"params": families.random_params(model)}
-    assert moved(model, variables, "train")[1] > 0.1
-    assert moved(model, variables, "causal")[1:] == [0, 0]
-    say_if_documents_compete.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        families.make(MOD).check_packing()
-        assert not caplog.messages
-        model.check_packing()
-    assert "per='row': documents of a packed row compete" in caplog.text
 
 
 # ---- by hand -----------------------------------------------------------------------------------

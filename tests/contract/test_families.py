@@ -52,9 +52,7 @@ REPRESENTATIVES = {
 UNREPRESENTED = {
     ("family", "bridged"): "made of other models: test_calm.py has all of this for it",
     ("dropout.kind", "standard"): "is nothing outside of training: test_models.py",
-    ("depth_routing.train_selection", "random_fixed"): "the row mod_random_fixed; test_controls.py",
-    ("depth_routing.train_selection", "position"): "random_fixed without its numbers",
-    ("depth_routing.train_selection", "token_hash"): "token_frequency in another order",
+    ("depth_routing.train_selection", "position"): "the row mod_fixed; test_controls.py",
     ("adapter.routing", "uniform"): "a mean, as adapters mixed by token are with equal weights",
 }
 

@@ -37,7 +37,7 @@ def control(selection):
     model = families.make({**CHANGES, "depth_routing.train_selection": selection})
     params = families.random_params(model)
     state = {}
-    if selection == "random_fixed":
+    if selection == "position":
         state = {"state": {"layers": {f"block_{i}": {"seed": np.int32(i)} for i in range(2)}}}
     return model, {"params": params, **state}
 
@@ -175,7 +175,6 @@ MEMORY = {**LATENT, "memory_global": 3}
         (LATENT, "stochastic", 14),
         (MEMORY, "stochastic", 12),
         (MEMORY, "stochastic", 15),
-        (MEMORY, "random_fixed", 15),
         (MEMORY, "position", 15),
         ({"family": "encoder_decoder"}, "stochastic", 14),
         ({"family": "encoder_decoder"}, "token_hash", 14),
@@ -225,37 +224,23 @@ def test_decoding_computes_the_places_of_a_whole_pass(changes, selection, length
 # ---- fixed places ------------------------------------------------------------------------------
 
 
-random_fixed = families.jit(controls.random_fixed, static_argnums=2)
-
-
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.75, 1.0])
 def test_fixed_places_are_as_many_as_a_document_of_any_length_has_room_for(capacity):
     tokens = Tokens(np.arange(300)[None])
-    chosen = [np.asarray(random_fixed(tokens, seed, capacity))[0] for seed in range(5)]
-    for chosen_T in chosen:
-        count_T = np.cumsum(chosen_T)
-        allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
-        assert np.all(count_T <= allowed_T) and np.all(count_T >= allowed_T - 1)
-    if capacity < 1:
-        assert len(np.unique(chosen, axis=0)) == 5
-        share_T = np.mean(
-            [np.asarray(random_fixed(tokens, s, capacity))[0] for s in range(200)], axis=0
-        )
-        assert share_T.min() > capacity / 3  # every position is somebody's
+    count_T = np.cumsum(controls.position(tokens, None, capacity)[0])
+    allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
+    assert np.all(count_T <= allowed_T) and np.all(count_T >= allowed_T - 1)
 
 
-def test_fixed_places_are_a_function_of_position_and_block():
+def test_fixed_places_are_a_function_of_position():
     """Whatever the tokens, the row, the batch, the length of the text and the way of selecting."""
-    model, variables = control("random_fixed")
-    whole = places(model, variables, families.tokens(batch=3), None)
-    tokens = Tokens(np.arange(families.LENGTH)[None])
-    expected = np.stack([random_fixed(tokens, block, 0.25) for block in (0, 1)])
-    same = {tuple(map(tuple, rows)) for rows in np.tile(expected, (1, 3, 1))}
-    assert {tuple(map(tuple, rows)) for rows in whole} == same and len(same) == 2
-    part = places(model, variables, families.tokens(seed=1, batch=3, length=13), None, "train")
-    assert {tuple(map(tuple, rows)) for rows in part} == {
-        tuple(map(tuple, rows)) for rows in np.tile(expected[..., :13], (1, 3, 1))
-    }
+    model, variables = control("position")
+    expected_BT = np.tile(np.arange(families.LENGTH) % 4 == 0, (3, 1))
+    (whole_BT,) = places(model, variables, families.tokens(batch=3), None)
+    np.testing.assert_array_equal(whole_BT, expected_BT)
+    tokens_BT = families.tokens(seed=1, batch=3, length=13)
+    (part_BT,) = places(model, variables, tokens_BT, None, "train")
+    np.testing.assert_array_equal(part_BT, expected_BT[:, :13])
 
 
 def test_evenly_spaced_places_are_the_first_of_their_intervals():
@@ -294,19 +279,19 @@ SHARES = np.array([0.4, 0.02, 0.3, 0.0, 0.08, 0.2])  # of a vocabulary of 6
 
 
 @functools.cache
-def token_types(order):
+def token_types():
     """Compiled (init, apply) of the module."""
-    module = controls.TokenTypes(len(SHARES), order)
+    module = controls.TokenTypes(len(SHARES))
     return families.jit(module.init), families.jit(
         functools.partial(module.apply, mutable=["state"])
     )
 
 
-def types_of(order, tokens_BT, segment_ids_BT=None, train=False, state=None):
+def types_of(tokens_BT, segment_ids_BT=None, train=False, state=None):
     """(`info.Types` of the tokens, the state afterwards)."""
     positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
     info = CallInfo(Tokens(positions_BT, segment_ids_BT), Mode(train=train))
-    init, apply = token_types(order)
+    init, apply = token_types()
     if state is None:
         state = init(jax.random.key(0), tokens_BT, info)["state"]
     types, after = jax.device_get(apply({"state": state}, tokens_BT, info))
@@ -318,81 +303,78 @@ def test_types_are_counted_in_training_after_the_decision():
     documents_BT = np.array([[1, 1, 2, 0], [1, 1, 1, 0]])  # 0: padding, which is not counted
     state, expected = None, []
     for tokens_BT in steps:
-        _, state = types_of("token_frequency", tokens_BT, documents_BT, True, state)
+        _, state = types_of(tokens_BT, documents_BT, True, state)
         expected.append(np.bincount(tokens_BT[documents_BT > 0], minlength=6) / 6)
     np.testing.assert_allclose(state["share"], np.mean(expected, axis=0), rtol=1e-6)
     assert state["steps"] == 2
-    np.testing.assert_array_equal(
-        types_of("token_frequency", steps[0], state=state)[1]["share"], state["share"]
-    )
+    np.testing.assert_array_equal(types_of(steps[0], state=state)[1]["share"], state["share"])
     # The first step knows nothing of its own tokens: all types are alike.
-    for order in controls.ORDER_OF_TYPES:
-        np.testing.assert_allclose(types_of(order, steps[0], train=True)[0].share_BT, 1 / 6)
+    np.testing.assert_allclose(types_of(steps[0], train=True)[0].share_BT, 1 / 6)
 
 
 def test_the_counts_of_micro_batches_have_the_mean_of_the_batch():
     tokens_BT = np.random.default_rng(0).integers(0, 6, (4, 8))
     whole, *halves = (
-        types_of("token_hash", rows, train=True)[1]["share"]
-        for rows in (tokens_BT, tokens_BT[:2], tokens_BT[2:])
+        types_of(rows, train=True)[1]["share"] for rows in (tokens_BT, tokens_BT[:2], tokens_BT[2:])
     )
     np.testing.assert_allclose(np.mean(halves, axis=0), whole, rtol=1e-6)
 
 
-@pytest.mark.parametrize("selection", ["token_hash", "token_frequency"])
-def test_types_share_the_line_by_how_frequent_they_are(selection):
+def test_types_share_the_line_by_how_frequent_they_are():
     state = {"share": np.float32(SHARES), "steps": np.int32(5)}
-    types, _ = types_of(selection, np.arange(6)[None], state=state)
+    types, _ = types_of(np.arange(6)[None], state=state)
     start_V, share_V = (np.asarray(types.start_BT)[0], np.asarray(types.share_BT)[0])
     np.testing.assert_allclose(share_V, SHARES, rtol=1e-6)
     order_V = np.lexsort((share_V, start_V))  # those of no length stand before the next
     np.testing.assert_allclose(
         start_V[order_V], np.cumsum(share_V[order_V]) - share_V[order_V], atol=1e-6
     )
-    rarest_first = np.argsort(SHARES).tolist()
-    assert (order_V.tolist() == rarest_first) == (selection == "token_frequency")
     # Of a long text as many are chosen as the capacity says, of the types that it reaches to.
     text_BT = np.random.default_rng(1).choice(6, (1, 20_000), p=SHARES)
-    types, _ = types_of(selection, text_BT, state=state)
+    types, _ = types_of(text_BT, state=state)
     tokens = Tokens(np.arange(20_000)[None], types=types)
-    choose = families.jit(controls.BY_TOKEN[selection])
+    choose = families.jit(controls.token_hash)
     chosen = np.concatenate([choose(tokens, seed, 0.25) for seed in (0, 1500, 3000)])
     np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
     assert len(np.unique(chosen, axis=0)) == 3  # of a type that is cut each block has other tokens
     by_type = np.array([chosen[:, text_BT[0] == v].mean(1) for v in (0, 1, 2, 4, 5)]).T
-    whole, some = by_type == 1.0, (by_type > 0) & (by_type < 1)
-    assert some.sum(1).max() <= 2  # an arc ends inside of two types at most
-    if selection == "token_frequency":
-        assert whole.tolist() == [[False, True, False, True, False]] * 3  # 0.02 + 0.08
-        np.testing.assert_allclose(by_type[:, 4], 0.15 / 0.2, atol=0.03)
-    else:
-        assert len(np.unique(by_type.round(1), axis=0)) == 3
+    partly = (by_type > 0) & (by_type < 1)
+    assert partly.sum(1).max() <= 2  # an arc ends inside of two types at most
+    assert len(np.unique(by_type.round(1), axis=0)) == 3
 
 
 def test_types_decide_as_the_state_that_training_left_says():
-    """A model of two blocks: what it computes are the rarest types, whatever stands around them."""
-    model, variables = control("token_frequency")
+    """Each of two blocks computes the types of its own arc, whatever stands around them."""
+    model, variables = control("token_hash")
     share_V = np.full(families.VOCAB, (1 - 0.25) / (families.VOCAB - 5))
     share_V[:5] = 0.05
     share_V /= share_V.sum()
-    seeds = {f"block_{i}": {"seed": np.int32(i)} for i in range(2)}
+    arcs = {"block_0": 0.0, "block_1": 0.5}
+    seeds = {name: {"seed": np.int32(-start * controls.SEEDS)} for name, start in arcs.items()}
     types = {"share": np.float32(share_V), "steps": np.int32(9)}
     variables = {**variables, "state": {"layers": seeds, "token_types": types}}
-    rare = np.argsort(share_V, kind="stable")[: families.VOCAB]
-    cumulated_V = np.zeros(families.VOCAB)
-    cumulated_V[rare] = np.cumsum(share_V[rare])
+    sorted_V = np.argsort(np.arange(families.VOCAB, dtype=np.uint32) * np.uint32(2654435769))
+    end_V = np.zeros(families.VOCAB)
+    end_V[sorted_V] = np.cumsum(share_V[sorted_V])
     tokens_BT = np.asarray(families.tokens(batch=2))
     chosen = places(model, variables, tokens_BT, None)
-    surely_BT = cumulated_V[tokens_BT] <= 0.25
-    never_BT = cumulated_V[tokens_BT] - share_V[tokens_BT] >= 0.25
-    assert surely_BT.any() and never_BT.any()
     room = model.specs()[0].routing.room(0.25, families.LENGTH)
     assert room == 16  # twice the capacity, in training as in evaluation
     assert model.specs()[0].routing.slots(0.25, families.LENGTH, "train") == 16
-    for block_BT in chosen:
-        assert not (block_BT & never_BT).any()
-        for wanted_T, sure_T in zip(block_BT, surely_BT, strict=True):
-            assert wanted_T.sum() == room or wanted_T[sure_T].all()
+
+    def is_computed(block_BT, start):
+        surely_V = (end_V - share_V >= start) & (end_V <= start + 0.25)
+        never_V = (end_V <= start) | (end_V - share_V >= start + 0.25)
+        surely_BT, never_BT = surely_V[tokens_BT], never_V[tokens_BT]
+        assert surely_BT.any() and never_BT.any()
+        return not (block_BT & never_BT).any() and all(
+            chosen_T.sum() == room or chosen_T[sure_T].all()
+            for chosen_T, sure_T in zip(block_BT, surely_BT, strict=True)
+        )
+
+    assert len(chosen) == 2  # in no order
+    for start in arcs.values():
+        assert sum(is_computed(block_BT, start) for block_BT in chosen) == 1
 
 
 def test_states_of_groups_have_no_type():
@@ -411,8 +393,10 @@ def test_states_of_groups_have_no_type():
 
 def test_every_block_draws_its_seed_when_the_model_is_made():
     def seeds(key, scan):
-        model = models.changed(control("random_fixed")[0], scan_layers=scan)
-        made = families.jit(lambda key: models.init(model, key)["state"])(jax.random.key(key))
+        model = models.changed(control("token_hash")[0], scan_layers=scan)
+        made = families.jit(lambda key: models.init(model, key)["state"]["layers"])(
+            jax.random.key(key)
+        )
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(made)])
 
     found = [seeds(0, False), seeds(1, False), seeds(0, True)]
@@ -422,7 +406,7 @@ def test_every_block_draws_its_seed_when_the_model_is_made():
 
 
 def test_a_control_has_neither_router_nor_gate():
-    for selection in ("stochastic", "random_fixed"):
+    for selection in ("stochastic", "position"):
         model, variables = control(selection)
         assert "router" not in variables["params"]["layers"]["block_0"]
         assert model.ledger(8).nominal["router"] == 0
@@ -432,11 +416,11 @@ def test_a_control_has_neither_router_nor_gate():
 
 
 def test_recursion_takes_no_control():
-    with pytest.raises(UsageError, match=r"selection='random_fixed': not with .*'recursion'"):
+    with pytest.raises(UsageError, match=r"selection='position': not with .*'recursion'"):
         families.make(
             {
                 "depth": 4,
                 "depth_routing.kind": "recursion",
-                "depth_routing.train_selection": "random_fixed",
+                "depth_routing.train_selection": "position",
             }
         )

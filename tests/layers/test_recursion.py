@@ -157,9 +157,6 @@ def test_a_token_that_left_never_comes_back(selection):
 def test_documents_and_padding():
     """Top-k within each document and among its survivors; padding takes no place."""
     model = build()[0].clone(selection="train")
-    model = models.changed(
-        model, depth_routing=dataclasses.replace(model.config.depth_routing, per="document")
-    )
     segments_BT = jnp.asarray(np.repeat([[1, 2, 0]], 8, 0).repeat([12, 12, 8], 1))
     _, seen = traced(model, build()[1], families.tokens(), segments_BT)
     (*_, first_BT), (*_, second_BT) = seen

@@ -313,7 +313,7 @@ def test_a_qwen2_has_its_own_tokenizer(tmp_path):
     "name, words",
     [
         ("mod_stochastic", r"depth_routing\.train_selection='stochastic': a control has no router"),
-        ("mod_random_fixed", r"depth_routing\.train_selection='random_fixed'"),
+        ("mod_fixed", r"depth_routing\.train_selection='position'"),
         ("recursion", r"depth_routing\.kind='recursion': shared blocks are not exported"),
         ("soft", r"soft_experts\.num=4: soft experts are not exported"),
         ("averages", r"dense_former\.on=True: averages of earlier states are not exported"),

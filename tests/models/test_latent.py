@@ -705,7 +705,7 @@ def test_a_sampler_takes_the_model():
 def test_a_sampler_counts_latents_where_latents_are_routed():
     """The share is of those that reach a block, of which there are not as many as tokens."""
     routing = {"kind": "mod", "capacity": 1.0, "slack": 1.0, "every": 1}
-    routing |= {"train_selection": "random_fixed"}
+    routing |= {"train_selection": "position"}
     changes = {f"depth_routing.{name}": value for name, value in routing.items()}
     latents = {"group_size": 4, "latents": (1,), "level_widths": (8,), "level_heads": (2,)}
     model = families.make({"family": "latent", "depth": 2, **latents, **changes})

@@ -54,7 +54,7 @@ VARIANTS = {
         "depth_routing.kind": "mod",
         "depth_routing.capacity": 0.5,
         "depth_routing.every": 1,
-        "depth_routing.train_selection": "token_frequency",
+        "depth_routing.train_selection": "token_hash",
         "depth": 1,
     },
     "streams": {

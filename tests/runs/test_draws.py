@@ -10,7 +10,7 @@ from efx import draws, models, sharding
 
 ROWS = {
     "drawn states and adapters": {
-        **families.FAMILIES["mod_random_fixed"].changes,
+        **families.FAMILIES["mod_fixed"].changes,
         "adapter.kind": "lora",
         "adapter.experts": ("a", "b"),
         "adapter.sites": ".*/(query|up)",

@@ -584,12 +584,16 @@ def test_three_families_of_two_files_of_results():
 def test_the_grid_of_learning_rates_is_that_of_its_results():
     """All rates of the first seed, and the best one of each place for the others."""
     grid = isoflop.load_grid("mod_evidence:rates")
-    points = points_lib.read_points(ROOT / "results/mod_evidence_own_rates.json")
+    points = [
+        point
+        for point in points_lib.read_points(ROOT / "results/mod_evidence_own_rates.json")
+        if point.run.family in grid["families"]
+    ]
     tried = [point for point in points if point.run.seed == 0]
     assert {point.run for point in tried} == {*grid_lib.rate_runs(grid)}
     fitted = {point.run for point in points if point.fitted}
     assert fitted == {*grid_lib.runs_of(grid, points_lib.best_rates(tried))}
-    assert len(points) == 84 and all(point.copied is not None for point in points)
+    assert len(points) == 77 and all(point.copied is not None for point in points)
 
 
 @pytest.mark.parametrize("change, words", [

@@ -6,12 +6,10 @@ and sampling choose alike.
 
     stochastic       top-k of Gaussian noise, drawn afresh for every block, row and batch (Raposo et
                      al. 2024, arXiv 2404.02258, section 3.4)
-    random_fixed     the same places for every row of every batch, drawn once for each block
     position         the first of every 1/capacity positions, in every block
     token_hash       the occurrences of some types of tokens (a type is an entry of the vocabulary),
                      others in each block, chosen by a hash of their ids as in Hash Layers (Roller
                      et al. 2021, arXiv 2106.04426), balanced by how frequent types are
-    token_frequency  the occurrences of the rarest types, in every block
 
 A control that tells from a token by itself whether to compute it, by whatever is known of it
 without its activations, is one function in `BY_TOKEN`, whose name is one of the choices of
@@ -32,45 +30,24 @@ from efx.layers.info import Types
 SEEDS = 4096
 
 
-def random_fixed(tokens, seed, capacity):
-    """One position, drawn by (seed, k), of the k-th 1/capacity positions of a document.
-
-    Of the first n positions, whatever n, at most ceil(capacity * n) are so chosen: the places that
-    a capacity allows.
-    """
-    interval_BT, start_BT, size_BT = _intervals(tokens.positions_BT, capacity)
-    within_BT = jnp.floor(size_BT * _uniform(seed, interval_BT)).astype(jnp.int32)
-    return tokens.positions_BT == start_BT + jnp.minimum(within_BT, size_BT - 1)
-
-
 def position(tokens, seed, capacity):
-    """The first of every 1/capacity positions of a document."""
-    return tokens.positions_BT == _intervals(tokens.positions_BT, capacity)[1]
+    """The first of every 1/capacity positions of a document.
+
+    For a capacity of a/b, interval k starts at position floor(b k / a). The first n positions
+    contain at most ceil(capacity * n) starts.
+    """
+    a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
+    if capacity < 1 / 4096:  # whose nearest fraction is 0, or more than it
+        a, b = 1, min(math.ceil(1 / capacity), 2**30)
+    # Of each b positions by themselves: a times a position may be more than an int32 holds.
+    inner_BT = tokens.positions_BT % b
+    return inner_BT == b * ((a * inner_BT + a - 1) // b) // a
 
 
 def token_hash(tokens, seed, capacity):
     """The types on an arc of length `capacity` of the circle of all types, which begins where the
     block's seed says."""
     return (_places_of_types(tokens, seed) + seed / SEEDS) % 1.0 < capacity
-
-
-def token_frequency(tokens, seed, capacity):
-    """The types on the first `capacity` of the line of all types."""
-    return _places_of_types(tokens, seed) < capacity
-
-
-def _intervals(positions_BT, capacity):
-    """(number, start, size) of the interval of a position: for a capacity of a/b, interval k is
-    [floor(b k / a), floor(b (k + 1) / a))."""
-    a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
-    if capacity < 1 / 4096:  # whose nearest fraction is 0, or more than it
-        a, b = 1, min(math.ceil(1 / capacity), 2**30)
-    # Of each b positions by themselves: a times a position may be more than an int32 holds.
-    round_BT, inner_BT = jnp.divmod(positions_BT, b)
-    inner_BT = (a * inner_BT + a - 1) // b
-    start_BT = b * round_BT + b * inner_BT // a
-    end_BT = b * round_BT + b * (inner_BT + 1) // a
-    return a * round_BT + inner_BT, start_BT, end_BT - start_BT
 
 
 def _uniform(seed, number_BT):
@@ -93,17 +70,8 @@ def _places_of_types(tokens, seed):
 # name: (tokens, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
 # the block's own, drawn when the model is initialised and kept with its state.
 BY_TOKEN = {
-    "random_fixed": random_fixed,
     "position": position,
     "token_hash": token_hash,
-    "token_frequency": token_frequency,
-}
-# The order in which types stand on the line: (ids [V], their shares of the text [V]) -> sort keys.
-# Multiplying by an odd number close to 2^32 / golden ratio gives every id another key (Knuth, The
-# Art of Computer Programming 3, section 6.4).
-ORDER_OF_TYPES = {
-    "token_hash": lambda ids_V, share_V: ids_V.astype(jnp.uint32) * jnp.uint32(2654435769),
-    "token_frequency": lambda ids_V, share_V: share_V,
 }
 STOCHASTIC = "stochastic"
 
@@ -114,13 +82,9 @@ class TokenTypes(nn.Module):
     How frequent types are is counted in training: `share`, in the collection `state`, is the mean
     over the steps of their shares of the tokens of a step; before the first step all are equal. A
     step counts its tokens after it has decided about them.
-
-    Attributes:
-      order: a key of `ORDER_OF_TYPES`.
     """
 
     vocab_size: int
-    order: str
 
     @nn.compact
     def __call__(self, tokens_BT, info):
@@ -129,7 +93,9 @@ class TokenTypes(nn.Module):
         share = self.variable("state", "share", jnp.zeros, (size,), jnp.float32)
         steps = self.variable("state", "steps", jnp.zeros, (), jnp.int32)
         share_V = jnp.where(steps.value > 0, share.value, 1.0 / size)
-        sorted_V = jnp.argsort(ORDER_OF_TYPES[self.order](jnp.arange(size), share_V))
+        # Sorted by a hash: multiplying by an odd number close to 2^32 / golden ratio gives every id
+        # another key (Knuth, The Art of Computer Programming 3, section 6.4).
+        sorted_V = jnp.argsort(jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435769))
         ends_V = jnp.cumsum(share_V[sorted_V])
         start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V], unique_indices=True)
         if info.mode.train and not self.is_initializing():
@@ -145,7 +111,7 @@ def make_token_types(routing, vocab_size):
     """What makes `Tokens.types` for blocks that are routed so, or None where they need none."""
     if not routing.by_type:
         return None
-    return TokenTypes(vocab_size, routing.train_selection)
+    return TokenTypes(vocab_size)
 
 
 def noise(module, batch, length):

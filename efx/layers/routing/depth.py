@@ -130,8 +130,7 @@ class DepthRouted(nn.Module):
             return decisions.Decision(
                 room.first(wanted_BT), room, room, {c.train_selection: wanted_BT}
             )
-        competing = documents if c.per == "document" else None
-        ahead = plans.Budget(self.capacity, length, competing)
+        ahead = plans.Budget(self.capacity, length, documents)
         top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
@@ -142,7 +141,7 @@ class DepthRouted(nn.Module):
             by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
             plan, budget = room.first(by_threshold_BT), room
         else:
-            plan, budget = top, plans.Budget(self.capacity, length, documents)
+            plan, budget = top, ahead
         if "threshold" in c.trained and info.mode.train and not self.is_initializing():
             self._say_scores(jax.lax.stop_gradient(score_BT), valid_BT)
         return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
