@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import memory, models, programs, reads, sharding
+from efx import memory, models, programs, sharding
 from efx.errors import UsageError
 from efx.layers import kv_cache
 from efx.layers.stack import label
@@ -243,17 +243,6 @@ class _Program:
         step, cache, *state = jax.lax.while_loop(running, body, state)
         return kv_cache.absorbed(cache), *state, step
 
-    def converted(self, variables):
-        """Those of the variables in the model's dtype of which nothing else is read."""
-        leaves, structure = jax.tree.flatten(variables)
-        if self.model.dtype == jnp.float32:
-            return variables
-        convert = _converted_places(self, _shapes(variables))
-        leaves = [
-            x.astype(self.model.dtype) if yes else x for x, yes in zip(leaves, convert, strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves)
-
     def shapes_of_prefill(self, variables):
         """The arguments of `prefill` as shapes, by those of the variables."""
         shape = jax.ShapeDtypeStruct
@@ -351,19 +340,6 @@ def _mesh_for(variables, device):
     return mesh or sharding.make_mesh(alone, [device]), mesh is not None
 
 
-@functools.cache
-def _converted_places(program, shapes):
-    """Of each leaf of the variables, whether both programs read it in the model's dtype alone."""
-
-    def places():
-        variables, dtype = jax.tree.unflatten(shapes[1], shapes[0]), program.model.dtype
-        of_prefill = reads.only_as(dtype, program.prefill, *program.shapes_of_prefill(variables))
-        of_decode = reads.only_as(dtype, program.decode, *program.shapes_of_decode(variables))
-        return [a and b for a, b in zip(of_prefill, of_decode, strict=True)]
-
-    return programs.kept_value(places, f"converted {program} {shapes}")
-
-
 class Outline:
     """What a run compiles and copies to sample from its model, in shapes alone: for devices that
     need not be there.
@@ -377,7 +353,7 @@ class Outline:
       mesh: on which is sampled. program: see `_Program`. functions: {what it does: (a function of
         the program, its arguments as shapes)}.
       used: variables as the functions get them. shared: those of them that are arrays of the run,
-        the others are copies. between: what is made on the way to these, and gone then.
+        the others are copies.
     """
 
     def __init__(self, model, batch_size, variables, unrolled, rules, device, longest):
@@ -394,21 +370,14 @@ class Outline:
                 layouts,
             )
 
-        def made(variables):
-            return program.converted(models.unroll_variables(model, variables))
+        def unroll(variables):
+            return models.unroll_variables(model, variables)
 
         with sharding.use(self.mesh, program.rules):
             variables = placed(variables, variables)
-            self.used = placed(jax.eval_shape(made, variables), unrolled)
-            is_copy = memory.is_new(made, variables)
-            between = memory.is_new(lambda v: models.unroll_variables(model, v), variables)
-            rows = jax.tree.leaves(self.used), jax.tree.leaves(placed(unrolled, unrolled))
-            self.shared = [x for x, new in zip(rows[0], is_copy, strict=True) if not new]
-            self.between = [
-                whole
-                for short, whole, new in zip(*rows, between, strict=True)
-                if new and short.dtype != whole.dtype
-            ]
+            self.used = placed(jax.eval_shape(unroll, variables), unrolled)
+            leaves = zip(jax.tree.leaves(self.used), memory.is_new(unroll, variables), strict=True)
+            self.shared = [leaf for leaf, is_copy in leaves if not is_copy]
             room = placed(program.room())
             reading, making = (
                 (variables, *room, *rest)
@@ -482,8 +451,6 @@ class _Run:
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
         self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
-        if self.source.every == math.inf:  # others are asked for changes of what they gave
-            self.variables = self._call(self.program.converted, self.variables)
         self.stale, self.due = again, self.due + self.source.every
 
     def prepare(self, texts, done_B, made):

@@ -193,8 +193,8 @@ class _Run:
             yield report
 
     def sampling(self):
-        """Yields a `Compiled` for each program that samples are made with, after one for what it
-        takes to make the copies of the parameters that they read."""
+        """Yields a `Compiled` for each program that samples are made with, after one for the copies
+        of scanned layers' parameters that they read."""
         e, rows = self.experiment, self.config.sample.num_samples
         longest = sample.longest_read(self.config.sample, e.model.context)
         with self._one_device():
@@ -211,12 +211,8 @@ class _Run:
         if copies:
             yield Compiled(
                 name="sampling: copies of the parameters",
-                of="unrolled and converted",
-                memory=self._memory(
-                    beside=self.held,
-                    outputs=copies,
-                    temporaries=memory.on_each_device(outline.between),
-                ),
+                of="unrolled",
+                memory=self._memory(beside=self.held, outputs=copies),
             )
         each = f"of {rows} rows" if rows > 1 else "of one row"
         for name, (function, shapes) in outline.functions.items():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from efx import evaluate, flops, sample, train
+from efx import evaluate, flops, models, sample, train
 from efx.ahead_of_time import compile as compile_lib
 from efx.ahead_of_time import hlo, topology
 from efx.configs import common
@@ -69,7 +69,7 @@ def newer(older):
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def both(request, tmp_path_factory):
     """({program: how a run called it}, bytes that were there when the run had made copies to
-    sample with, {program: (it as lowered ahead, the report of it)}, report of these copies)."""
+    sample with, {program: (it as lowered ahead, the report of it)}, [report of these copies])."""
     folder = tmp_path_factory.mktemp("run")
     rows = np.random.default_rng(0).choice(list("abcd"), (200, 30))
     (folder / "text.txt").write_text("\n\n".join("".join(row) for row in rows))
@@ -84,7 +84,7 @@ def both(request, tmp_path_factory):
 
 def called_by_a_run(config, folder):
     called, copied, older = {}, [], on_first_device()
-    steps, compiled, converted = evaluate.steps, sample._compiled, sample._Program.converted
+    steps, compiled, unroll = evaluate.steps, sample._compiled, models.unroll_variables
 
     def recorded(name, function):
         return called.setdefault(name, Recorded(function, older))
@@ -106,15 +106,15 @@ def called_by_a_run(config, folder):
             shapes,
         )
 
-    def recorded_copies(program, variables):
-        copies = converted(program, variables)
+    def recorded_copies(model, variables):
+        copies = unroll(model, variables)
         copied.append(newer(older))
         return copies
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "steps", recorded_steps)
         patch.setattr(sample, "_compiled", recorded_programs)
-        patch.setattr(sample._Program, "converted", recorded_copies)
+        patch.setattr(models, "unroll_variables", recorded_copies)
         train.train_and_evaluate(config, folder)
     return called, copied[0]
 
@@ -129,9 +129,9 @@ def compiled_ahead(config, patch):
     described(patch, compiled)
     reports = [*compile_lib.compile_programs(config, "cpu", 257)]
     assert not any(report.error for report in reports), reports
-    (copies,) = [report for report in reports if report.estimate is None]
-    reports.remove(copies)
-    return {r.name: (low, r) for low, r in zip(lowered, reports, strict=True)}, copies
+    copies = [report for report in reports if report.estimate is None]
+    compiled_reports = [report for report in reports if report not in copies]
+    return {r.name: (low, r) for low, r in zip(lowered, compiled_reports, strict=True)}, copies
 
 
 def described(patch, compiled):
@@ -174,11 +174,12 @@ def test_what_is_there_meanwhile_is_counted(both):
         assert memory.needed >= memory.beside + memory.arguments + memory.temporaries
 
 
-def test_what_copies_need(both):
-    """Of scanned layers all parameters are there once more, unrolled, until they are converted."""
-    _, copied, _, report = both
-    assert report.memory.needed == pytest.approx(copied, abs=FEW)
-    assert report.memory.outputs > 0 and report.memory.arguments == 0
+def test_unrolled_copies_of_scanned_layers_are_counted(both):
+    _, copied, ahead, reports = both
+    assert bool(reports) == (ahead["training step"][1].mesh == {"fsdp": 2})
+    for report in reports:
+        assert report.memory.needed == pytest.approx(copied, abs=FEW)
+        assert report.memory.outputs > 0 and report.memory.arguments == 0
 
 
 @pytest.mark.parametrize(

@@ -363,23 +363,6 @@ def test_a_later_prompt_is_checked_too():
         sample.Sampler(build()[0], cache_size=25)
 
 
-def test_bfloat16_parameters_are_converted_once(monkeypatch):
-    """And not at every call: what a decoder of bfloat16 keeps is half as large, and its texts are
-    those of the parameters as they are. Those of the caller stay so."""
-    changes = {**MOD, "width": 64}
-    model = families.make(changes, "bfloat16", vocab_size=LETTERS.vocab_size, context=CONTEXT)
-    params = families.random_params(model)
-    sampler = sample.Sampler(model, batch_size=2, temperature=0.7)
-    prompts = [prompt(5), prompt(CONTEXT)]
-    run = sample._Run(sampler, {"params": params}, prompts, [0, 1])
-    size = sum(x.nbytes for x in jax.tree.leaves(params))
-    assert sum(x.nbytes for x in jax.tree.leaves(run.variables)) < 0.52 * size
-    converted = make(sampler, prompts, n=30, params=params)
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    monkeypatch.setattr(sample._Program, "converted", lambda self, variables: variables)
-    assert make(sampler, prompts, n=30, params=params) == converted
-
-
 # ---- what is compiled --------------------------------------------------------------------------
 
 
