@@ -15,6 +15,7 @@ Prints a table. Exit status 1 if anything is lost, or a launch ends in other wor
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -29,8 +30,8 @@ import time
 import jax
 import numpy as np
 
+import efx
 from benchmarks.common import command, table
-from efx import programs
 from efx.checkpoint import arrays, files
 from efx.errors import UsageError
 from efx.metrics import read_metrics
@@ -271,6 +272,14 @@ class Bench:
 
 
 # ---- what is in a run folder -----------------------------------------------------------------
+
+
+def code_hash():
+    """SHA-256 of the source files of efx on disk."""
+    code = hashlib.sha256()
+    for path in sorted(pathlib.Path(efx.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return code.hexdigest()
 
 
 def rows(folder):
@@ -544,7 +553,7 @@ def main(argv=None):
         if getattr(options, name) < least:
             raise UsageError(f"--{name}={getattr(options, name)}: must be at least {least}")
     began, outcomes, notes = time.monotonic(), {}, []
-    code = programs.code_hash()
+    code = code_hash()
     with tempfile.TemporaryDirectory(prefix="efx_crash_") as scratch:
         bench = Bench(pathlib.Path(scratch), options.seed, options.steps)
         try:
@@ -555,7 +564,7 @@ def main(argv=None):
                 notes += said
         finally:
             bench.end()
-    if programs.code_hash() != code:
+    if code_hash() != code:
         raise UsageError(
             "the code of efx was edited meanwhile: launches of two versions are not compared; start"
             " again in a checkout that rests"

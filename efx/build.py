@@ -10,7 +10,6 @@ Each checks what it needs and writes nothing.
 import dataclasses
 import functools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from efx import (
     memory,
     models,
     optim,
-    programs,
     run_settings,
     runfolder,
     settings,
@@ -38,7 +36,6 @@ from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.layers import attention_kernels
-from efx.parameter import only_shapes
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -136,7 +133,7 @@ class Training:
     def __init__(self, experiment):
         e, c = experiment, experiment.config
         self.experiment = e
-        boxed = _variables(e.model)
+        boxed = models.variable_shapes(e.model)
         params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
         self.summary = optim.describe_groups(c.optim, params, base)
@@ -154,8 +151,7 @@ class Training:
         """The `TrainState` of step 0."""
         model = self.experiment.model
         init = functools.partial(step_lib.init_state, model, self.optimizer)
-        of = f"state of step 0 of {self._depends_on(model)}" if self.keeps_traced else None
-        return draws.by_pieces(init, self.shardings, np.uint32(seed), of=of)
+        return draws.by_pieces(init, self.shardings, np.uint32(seed))
 
     def begun_anew(self, state):
         """The `TrainState` of step 0 with the parameters and averages of `state`, which is donated:
@@ -170,77 +166,26 @@ class Training:
     def trace_step(self, model, start=0):
         """`step.make_train_step` of a stage's model, traced for arguments of the shapes and
         shardings that a run of this experiment has. start: the stage's."""
-        return self._traced(self._step(model, start))
-
-    def compile_step(self, model, start=0):
-        """(Compiled program of `trace_step`, `attention_kernels.as_records` of its attention). With
-        `keeps_traced` an earlier process may have traced it."""
-        with attention_kernels.taken() as choices:
-            if not self.keeps_traced:
-                compiled = self.trace_step(model, start).lower().compile()
-                return compiled, attention_kernels.as_records(choices)
-            step, structure = self._step(model, start), jax.tree.structure(self.shapes)
-
-            def of_leaves(leaves, *arguments):  # JAX writes down no classes of others
-                state, metrics = step(jax.tree.unflatten(structure, leaves), *arguments)
-                return jax.tree.leaves(state), metrics
-
-            def shapes():
-                return jax.tree.leaves(self.shapes), *self._arguments()
-
-            of = f"step from {start} of {self._depends_on(model)}"
-            kept = programs.kept(of_leaves, of, shapes)
-            attention = programs.kept_value(lambda: attention_kernels.as_records(choices), of)
-
-        def train_step(state, *arguments):
-            leaves, metrics = kept.call(jax.tree.leaves(state), *arguments)
-            return jax.tree.unflatten(structure, leaves), metrics
-
-        return self._traced(train_step).lower().compile(), attention
-
-    @property
-    def keeps_traced(self):
-        """Whether `new_state` and `compile_step` keep what they trace: of one CPU. JAX does not
-        write down all kernels for others, and efx not how arrays lie on several."""
-        devices = self.experiment.mesh.devices
-        return devices.size == 1 and devices.flat[0].platform == "cpu" and programs.are_kept()
-
-    def _depends_on(self, model):
-        """What decides about the state and the step of a model, as a text."""
-        e, c = self.experiment, self._step_config
-        teacher = e.teacher and e.teacher.model
-        parts = model, teacher, e.config.optim, c, e.steps, e.rules, *self._arguments()
-        return "\n".join(map(repr, parts))
-
-    @property
-    def _step_config(self):
-        """The blocks of the config that a step reads: no other, or it could be found by the wrong
-        one."""
-        c = self.experiment.config
-        return types.SimpleNamespace(train=c.train, losses=c.losses)
-
-    def _step(self, model, start):
         e = self.experiment
-        return step_lib.make_train_step(
+        step = step_lib.make_train_step(
             model,
             self.optimizer,
             self.schedule,
-            self._step_config,
+            e.config,
             total_steps=e.steps,
             groups=sharding.batch_shards(e.mesh, e.rules),
             teacher=e.teacher and e.teacher.model,
             start=start,
         )
-
-    def _traced(self, step):
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=sharding.replicated(e.mesh))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
-        return jitted.trace(self.shapes, *self._arguments())
+        return jitted.trace(self.shapes, self.batch, seed, self.teacher)
 
-    def _arguments(self):
-        """Those of a step beside the state, as shapes with shardings."""
-        seed = sharding.replicated(self.experiment.mesh)
-        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=seed)
-        return self.batch, seed, self.teacher
+    def compile_step(self, model, start=0):
+        """(Compiled program of `trace_step`, `attention_kernels.as_records` of its attention)."""
+        with attention_kernels.taken() as choices:
+            compiled = self.trace_step(model, start).lower().compile()
+        return compiled, attention_kernels.as_records(choices)
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
@@ -273,30 +218,18 @@ class Training:
         memory.check(f"{name}={numbers[name]}: training", parts, largest + remedy)
 
 
-@functools.lru_cache(maxsize=64)
-def _executed(model, length, batch, train=True):
-    """`flops.executed`, which is kept for the next process."""
-    of = f"FLOPs of {batch} rows of {length} tokens, train={train}: {model}"
-    return programs.kept_value(lambda: flops.executed(model, length, batch, train), of)
+_executed = functools.lru_cache(maxsize=64)(flops.executed)
 
 
 def variable_shapes(built, model):
     """A model's variables, without an optimiser's, as shapes with the shardings that they have on
     the devices of a `Setup`."""
-    shapes = _state(built, _variables(model), optax.identity())
+    shapes = _state(built, models.variable_shapes(model), optax.identity())
     return {"params": shapes.params, **shapes.variables}
 
 
-def _variables(model):
-    """Shapes of a model's variables; parameters with their logical axes."""
-    with only_shapes():
-        return programs.kept_shapes(
-            lambda: models.init(model, jax.random.key(0)), f"variables {model}"
-        )
-
-
 def _state(built, boxed, optimizer):
-    """A `TrainState` of jax.ShapeDtypeStruct with shardings; boxed: see `_variables`."""
+    """A `TrainState` of jax.ShapeDtypeStruct with shardings; boxed: `models.variable_shapes`."""
     shapes = jax.eval_shape(lambda v: step_lib.state_of(v, optimizer), nn.unbox(boxed))
     shardings = step_lib.state_shardings(boxed["params"], shapes, built.mesh, built.rules)
     return jax.tree.map(
@@ -800,7 +733,7 @@ def finished(config, workdir, step=None, splits=()):
     if with_optimizer:
         shapes = Training(built).shapes
     else:
-        shapes = _state(built, _variables(built.model), optax.identity())
+        shapes = _state(built, models.variable_shapes(built.model), optax.identity())
     c = built.config
     with checkpointer(workdir, c.checkpoint) as checkpoints:
         restored = checkpoints.restore(

@@ -14,40 +14,26 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from efx import programs
-
 # The primitive that makes a parameter's key of the model's, and the place of the parameter's number
 # among its arguments.
 _FOLD, _NUMBER = "random_fold_in", 1
 _programs = {}  # (form, shapes of the arguments, shardings): compiled for this process
 
 
-def by_pieces(function, shardings, *arguments, of=None):
+def by_pieces(function, shardings, *arguments):
     """`jax.jit(function, out_shardings=shardings)(*arguments)`, bit for bit.
 
-    Args:
-      arguments: arrays or numbers.
-      of: a text that says what `function` depends on, as for `programs.kept`, whose next process
-        traces nothing then; `shardings` is one for each output, all of one device. None: nothing is
-        kept.
+    arguments: arrays or numbers.
     """
-    arguments = [np.asarray(argument) for argument in arguments]
-    plan = functools.cache(lambda: _Plan(function, arguments))
-    if of is None:
-        calls, structure, given = plan().calls, plan().structure, plan().given
-        shardings = jax.tree.broadcast(shardings, jax.tree.unflatten(structure, plan().results))
-        program = functools.partial(_compiled, plan())
-    else:
-        calls = programs.kept_value(lambda: plan().calls, of)
-        structure, given = jax.tree.structure(shardings), arguments
-        program = functools.cache(functools.partial(_kept, plan, arguments, of))
-    shardings, results = jax.tree.leaves(shardings), [None] * structure.num_leaves
-    for places, piece, numbers in calls:
-        draw = program(piece, tuple(shardings[place] for place in places))
-        drawn = draw(given, [np.uint32(number) for number in numbers])
+    plan = _Plan(function, [np.asarray(argument) for argument in arguments])
+    shardings = jax.tree.broadcast(shardings, jax.tree.unflatten(plan.structure, plan.results))
+    shardings, results = jax.tree.leaves(shardings), [None] * plan.structure.num_leaves
+    for places, piece, numbers in plan.calls:
+        draw = _compiled(plan, piece, tuple(shardings[place] for place in places))
+        drawn = draw(plan.given, [np.uint32(number) for number in numbers])
         for place, result in zip(places, drawn, strict=True):
             results[place] = result
-    return jax.tree.unflatten(structure, results)
+    return jax.tree.unflatten(plan.structure, results)
 
 
 class _Plan:
@@ -87,20 +73,6 @@ def _compiled(plan, number, shardings):
     if key not in _programs:
         _programs[key] = jax.jit(piece.draw, out_shardings=list(shardings))
     return _programs[key]
-
-
-def _kept(plan, arguments, of, number, shardings):
-    """(arguments, numbers) -> outputs of a piece that an earlier process may have traced."""
-
-    def draw(arguments, numbers):
-        constants = plan().given[: -len(arguments)]
-        return plan().pieces[number].draw([*constants, *arguments], numbers)
-
-    def shapes():
-        return arguments, [np.uint32(number) for number in plan().pieces[number].numbers]
-
-    exported = programs.kept(draw, f"{of}, piece {number}", shapes)
-    return jax.jit(exported.call, out_shardings=list(shardings))
 
 
 class _Piece:

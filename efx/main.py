@@ -180,7 +180,7 @@ def start_jax(values):
     """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
-    from efx import programs
+    from efx import compile_cache
 
     _check_processes(values)
     keep_freed_memory()
@@ -200,7 +200,7 @@ def start_jax(values):
         )
     elif values.distributed:
         hosts.connect(preemption=values.mode == "train")
-    programs.keep_compiled()
+    compile_cache.keep_compiled()
 
 
 def _show_own_log():

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import memory, models, programs, sharding
+from efx import memory, models, sharding
 from efx.errors import UsageError
 from efx.layers import kv_cache
 from efx.layers.stack import label
@@ -287,35 +287,12 @@ _compiled_for = set()  # (decode, mesh) of what `_compiled` gives, once it is co
 
 
 @functools.cache
-def _compiled(program, shapes, is_split):
-    """(prefill of first tokens, a function that gives the prefill of others, decode, one that makes
-    what they work on: the cache, and the features of each row's last token). Equal programs share
-    them.
-
-    Args:
-      shapes: of the variables, as (leaves, structure).
-      is_split: whether these are split over devices, for which traced programs are not kept.
-    """
-    if is_split:
-        functions = program.first(), program.prefill, program.decode
-        first, prefill, decode = map(_jitted, functions)
-        return first, lambda: prefill, decode, _maker(program.room())
-
-    variables = jax.tree.unflatten(shapes[1], shapes[0])
-
-    def kept(function, shapes_of):
-        of = f"{function.__name__} {program} {shapes}"
-        return programs.kept(function, of, lambda: shapes_of(variables))
-
-    @functools.cache
-    def prefill():
-        return _jitted(kept(program.prefill, program.shapes_of_prefill).call)
-
-    decode = kept(program.decode, program.shapes_of_decode)
-    arguments, _ = jax.tree.unflatten(decode.in_tree, decode.in_avals)
-    # One with kernels is not kept: JAX does not write down those of all libraries.
-    first = _jitted(program.first()) if program.two_prefills else prefill()
-    return first, prefill, _jitted(decode.call), _maker(arguments[1:3])
+def _compiled(program):
+    """(prefill of first tokens, prefill of others, decode, a function that makes what they work on:
+    the cache, and the features of each row's last token), jitted. Equal programs share them."""
+    prefill = _jitted(program.prefill)
+    first = _jitted(program.first()) if program.two_prefills else prefill
+    return first, prefill, _jitted(program.decode), _maker(program.room())
 
 
 def _maker(shapes):
@@ -405,12 +382,6 @@ def longest_read(config, cache_size):
     return max(prompt, cache_size // 2) if outgrows else prompt
 
 
-def _shapes(variables):
-    """(shapes of the leaves, structure)"""
-    leaves, structure = jax.tree.flatten(variables)
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), structure
-
-
 class _Run:
     """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
 
@@ -434,7 +405,7 @@ class _Run:
         }  # of each block, of each row
         with self.timed("compile"):
             self.prefill_first, self.prefill, self.decode_loop, make_room = self._call(
-                _compiled, self.program, _shapes(self.variables), self.is_split
+                _compiled, self.program
             )
             # For what they work on, not empty yet. It may be gigabytes on every device.
             self.cache, self.last_BD = self._call(make_room)
@@ -479,7 +450,7 @@ class _Run:
             self.length_B[b] = len(text)
         for t in range(0, tokens_BT.shape[1], chunk):
             part = slice(t, t + chunk)
-            prefill = self._call(self.prefill) if t else self.prefill_first
+            prefill = self.prefill if t else self.prefill_first
             self.cache, self.last_BD = self._call(
                 prefill, self.variables, self.cache, self.last_BD,
                 rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],

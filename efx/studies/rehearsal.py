@@ -54,7 +54,7 @@ def main():
         return 2
     import jax
 
-    from efx import command_line, programs, run_settings
+    from efx import command_line, compile_cache, run_settings
 
     parsed, configs = [], {}
     try:
@@ -66,7 +66,7 @@ def main():
         jax.config.update("jax_platforms", "cpu")
         if (most := max(count for _, _, count, _ in parsed)) > 1:
             jax.config.update("jax_num_cpu_devices", most)
-        jax.config.update("jax_compilation_cache_dir", programs.cache_folder())
+        jax.config.update("jax_compilation_cache_dir", compile_cache.cache_folder())
         flops, made = None, configs if in_order else {}
         for name, config, count, gets_flops in parsed:
             try:

@@ -87,7 +87,10 @@ def called_by_a_run(config, folder):
     steps, compiled, unroll = evaluate.steps, sample._compiled, models.unroll_variables
 
     def recorded(name, function):
-        return called.setdefault(name, Recorded(function, older))
+        def call(*arguments):
+            return called.setdefault(name, Recorded(function, older))(*arguments)
+
+        return call
 
     def recorded_steps(*of):
         found = steps(*of)
@@ -98,12 +101,12 @@ def called_by_a_run(config, folder):
         }
 
     def recorded_programs(*of):
-        first, prefill, decode, shapes = compiled(*of)
+        first, prefill, decode, make_room = compiled(*of)
         return (
             recorded("sampling: prefill", first),
-            lambda: recorded("sampling: later chunks of a prompt", prefill()),
+            recorded("sampling: later chunks of a prompt", prefill),
             recorded("sampling: decoding", decode),
-            shapes,
+            make_room,
         )
 
     def recorded_copies(model, variables):
@@ -144,8 +147,7 @@ def described(patch, compiled):
 
 
 def test_the_same_programs_are_compiled(both):
-    """By what they compute, need and exchange. That a run keeps some as traced, with arguments that
-    they make no use of, and their names, are no difference."""
+    """By what they compute, need and exchange."""
     called, _, ahead, _ = both
     assert ahead.keys() == called.keys() | {"training step"}
     for name, record in called.items():

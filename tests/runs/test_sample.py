@@ -120,21 +120,21 @@ def test_a_prompt_longer_than_a_chunk(monkeypatch):
 def test_the_first_call_has_a_program_of_its_own(monkeypatch):
     """As on accelerators: prompts that fit into it, longer ones, texts that outgrow the cache."""
     monkeypatch.setattr(sample, "prefill_of", lambda batch_size, cache_size: (8, True))
-    sampler, calls = sample.Sampler(build()[0], batch_size=3, temperature=0.0), []
-    kept = sample.programs.kept
+    sampler, traced = sample.Sampler(build()[0], batch_size=3, temperature=0.0), []
+    read = sample._Program._read
 
-    def spy(function, *arguments):
-        calls.append(function.__name__)
-        return kept(function, *arguments)
+    def spy(self, decode, *arguments):
+        traced.append(decode)
+        return read(self, decode, *arguments)
 
-    monkeypatch.setattr(sample.programs, "kept", spy)
+    monkeypatch.setattr(sample._Program, "_read", spy)
     sample._compiled.cache_clear()
     prompts = [prompt(length, seed=length) for length in (3, 8, 5)]
     make(sampler, prompts, n=2)
-    assert set(calls) == {"decode"}, "the other prefill is made when it is wanted"
+    assert traced == ["first"], "the other prefill is compiled when a prompt needs it"
     prompts = [prompt(length, seed=length) for length in (3, CONTEXT, 16)]
     assert make(sampler, prompts, n=40) == [reference(text, 40) for text in prompts]
-    assert set(calls) == {"prefill", "decode"}
+    assert traced == ["first", True]
 
 
 @pytest.mark.parametrize("platform, batch, size, found", [

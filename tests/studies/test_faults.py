@@ -56,7 +56,7 @@ def test_rows_that_are_lost_are_counted(tmp_path):
 
 def test_launches_of_code_that_was_edited_are_not_compared(monkeypatch, capsys):
     hashes = iter(["before", "after"])
-    monkeypatch.setattr(crash.programs, "code_hash", lambda: next(hashes))
+    monkeypatch.setattr(crash, "code_hash", lambda: next(hashes))
     monkeypatch.setattr(crash, "Bench", lambda *arguments: SimpleNamespace(end=lambda: None))
     monkeypatch.setattr(crash, "FAULTS", {"two": lambda bench: ({}, [])})
     assert crash.main(["--faults=two"]) == 2

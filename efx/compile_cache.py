@@ -1,0 +1,35 @@
+"""JAX's persistent compilation cache."""
+
+import logging
+import os
+import pathlib
+
+import jax
+
+from efx import hosts, runfolder
+from efx.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+
+def cache_folder():
+    """The folder of compiled programs."""
+    return os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
+
+
+def keep_compiled():
+    """Cache compiled programs in `cache_folder()`, unless several GPU processes do not share it.
+
+    XLA compilers of several GPU processes tune kernels together and wait for each other, and only
+    process 0 writes the cache. A process that finds a cached program would leave the others
+    waiting.
+    """
+    folder = cache_folder()
+    if hosts.connected() and jax.process_count() > 1 and jax.default_backend() == "gpu":
+        try:
+            runfolder.check_shared(folder, "EFX_COMPILE_CACHE")
+        except UsageError as error:
+            if jax.process_index() == 0:
+                _log.warning("compiled programs are not cached: %s", error)
+            folder = None  # overrides JAX_COMPILATION_CACHE_DIR too
+    jax.config.update("jax_compilation_cache_dir", folder)
