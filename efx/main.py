@@ -16,12 +16,10 @@ the name of one that comes with efx, `mod`; `mod:smoke` picks a variant of it, a
 several.
 """
 
-import gc
 import signal
 import time
 
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
-gc.disable()  # until these are done: what they make stays, and looking for garbage in it is slow
 
 # ruff: noqa: E402
 from efx import signals
@@ -42,10 +40,6 @@ from efx.errors import UsageError, nearest
 from efx.hostmemory import keep_freed_memory
 from efx.settings import Count, Range, converted
 
-gc.freeze()
-gc.enable()
-# Of garbage there is little, of objects of traced programs millions: look through them seldom.
-gc.set_threshold(100_000, 30, 30)
 if _ENDS:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -88,7 +82,6 @@ def run(argv):
     if values.prompt is not None:
         config.sample.prompt = values.prompt
     verb = importlib.import_module(_module(values, kind))
-    gc.freeze()  # nor is what was imported searched for garbage while the model is traced
     if values.mode in ("evaluate", "sample"):
         getattr(verb, values.mode)(config, values.workdir, step=values.step)
     elif values.mode == "import":

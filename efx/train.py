@@ -29,7 +29,7 @@ from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.profiler import Profile, compile_seconds
 from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
-from efx.signals import Beside, Interrupted, StopSignals, leave_work
+from efx.signals import Interrupted, StopSignals, leave_work
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -156,7 +156,6 @@ class _Launch:
         self.buffer = MetricsBuffer()
         self.last_row = {}
         self.step, self.restored = 0, False
-        self.ahead = None  # the stage whose step is being compiled, and that as `Beside`
         self.attention = []  # what run.json records of the kernels of the steps compiled so far
         self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
         self.ending = ""  # what is not finite at the end of the run, in words
@@ -319,8 +318,6 @@ class _Launch:
                 self._report_estimate()
             with self._timed("data and model"):
                 iterator = e.data.train_iterator(rows=self.placement.rows)
-            if not untrained:
-                self._compile_ahead()
             origin = self._restore(iterator)
             if self.step > e.steps and not self.pending:
                 # Nothing is trained with this config, so it is not that of the run.
@@ -520,31 +517,12 @@ class _Launch:
         with sharding.used_in_thread(e.mesh, e.rules):
             return work()
 
-    def _compile_ahead(self):
-        """Begin to compile the first step, beside what else there is to do before it: initialising
-        and restoring take as long. Of several processes each waits for its turn, since compilers of
-        several devices may talk to each other, and threads would not do so in one order.
-
-        Libraries that these need are imported before. A library that grain imports puts a lazy
-        import in the place of Python's own for a moment, and what another thread imports
-        meanwhile, as JAX does in places, is then no module."""
-        e, step = self.experiment, self.checkpoints.latest_step() or 0
-        if step >= e.steps or jax.process_count() > 1:
-            return
-        stage = e.stage(step)
-        self.ahead = stage, Beside(lambda: self._in_thread(lambda: self._compile(stage)))
-
     def _compiled(self, stage):
-        """The compiled step of a stage, maybe begun before."""
-        begun, beside = self.ahead or (None, None)
-        self.ahead = None
+        """The compiled step of a stage."""
         with self._timed("compile"):
-            # Traced before timed steps, and, if the compiler is at work, beside it.
+            # Traced before timed steps.
             self.experiment.flops(stage.start + 1, nominal=False)
-            return beside.result() if begun is stage else self._compile(stage)
-
-    def _compile(self, stage):
-        compiled, attention = self.training.compile_step(stage.model, stage.start)
+            compiled, attention = self.training.compile_step(stage.model, stage.start)
         self.attention += [choice for choice in attention if choice not in self.attention]
         return compiled
 

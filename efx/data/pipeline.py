@@ -224,8 +224,8 @@ class Data:
 
     def train_iterator(self, start_step=0, rows=None):
         """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""
-        # Before a text that grows has a thread: what that imports meanwhile would be no module, see
-        # `train._Launch._compile_ahead`.
+        # Before a text that grows has a thread: a library that grain imports replaces Python's
+        # import for a moment, and another thread's imports would then be no modules.
         import grain  # noqa: F401
 
         config, stream = self._config, self._streams["train"]

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -63,40 +62,6 @@ def tiny(text, **changes):
     config = common.base()
     common.apply(config, {**TINY, "data.source": f"text:{text}", **changes})
     return config
-
-
-LIBRARIES = """
-import sys
-from efx import signals, train
-from efx.configs import common
-
-class Beside(signals.Beside):
-    def __init__(self, work):
-        print("lacks", sorted({"grain", "orbax.checkpoint"} - set(sys.modules)))
-        super().__init__(work)
-
-train.Beside = Beside
-source, workdir = sys.argv[1:]
-config = common.base()
-common.apply(config, {
-    "steps": 1, "data.source": f"text:{source}", "data.seq_len": 16, "data.batch_size": 2,
-    "model.width": 8, "model.depth": 1, "model.attention.num_heads": 1, "evaluate.max_batches": 1,
-    "evaluate.batch_size": 2, "optim.schedule.warmup_steps": 0, "log.tensorboard": False,
-})
-train.train_and_evaluate(config, workdir)
-"""
-
-
-def test_libraries_are_imported_before_a_thread_works(text, tmp_path, root):
-    """A library of grain's puts another import in the place of Python's for a moment, and what a
-    thread that compiled imported meanwhile was a `LazyModule`: once in some 60 starts, a traceback.
-    """
-    (tmp_path / "start.py").write_text(LIBRARIES)
-    command = [sys.executable, tmp_path / "start.py", text, tmp_path / "run"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "lacks []"
 
 
 def batch_of(config, vocab=64, seed=0):
