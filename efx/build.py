@@ -18,7 +18,6 @@ import optax
 from flax import linen as nn
 
 from efx import (
-    draws,
     flops,
     memory,
     models,
@@ -149,9 +148,8 @@ class Training:
 
     def new_state(self, seed):
         """The `TrainState` of step 0."""
-        model = self.experiment.model
-        init = functools.partial(step_lib.init_state, model, self.optimizer)
-        return draws.by_pieces(init, self.shardings, np.uint32(seed))
+        init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)
+        return jax.jit(init, out_shardings=self.shardings)(np.uint32(seed))
 
     def begun_anew(self, state):
         """The `TrainState` of step 0 with the parameters and averages of `state`, which is donated:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx import draws, flops, losses, models
+from efx import flops, losses, models
 from efx.configs import common
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
@@ -776,10 +776,7 @@ def random_params(model, seed=0):
 
 def initial(model, seed=0):
     """The variables of a new model, unboxed."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return draws.by_pieces(
-        lambda seed: nn.unbox(models.init(model, jax.random.key(seed))), here, np.uint32(seed)
-    )
+    return jit(lambda seed: nn.unbox(models.init(model, jax.random.key(seed))))(np.uint32(seed))
 
 
 @functools.cache
