@@ -114,6 +114,8 @@ def check(command, stub):
         efx_main(words[where + 1 :])
     elif program == "kubectl":
         assert words[:2] == ["apply", "-f"] and Path(words[2]).is_file(), command
+    elif program == "source":  # where environment.sh makes the environment
+        assert words == [".venv/bin/activate"], command
     elif program == "git":
         assert words[0] == "clone", command
     elif program == "hf" or program.endswith("-cli"):
@@ -356,6 +358,18 @@ def test_every_sweep_is_documented():
     commands = "\n".join(command for _, command in documented())
     for path in (ROOT / "configs/sweeps").glob("[a-z]*.py"):
         assert f"configs/sweeps/{path.name}" in commands, path.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_environment_is_activated_before_its_python_runs(page):
+    if page.name in ("results.md", "library.md"):  # no first page of a reader; installed by pip
+        return
+    commands = [command for _, found in blocks(page.read_text()) for command in found]
+    programs = [command.split()[0] for command in commands]
+    if "python" in programs:
+        assert "source" in programs[: programs.index("python")]
+    elif page.name == "README.md":
+        assert "source .venv/bin/activate" in spans(page.read_text())
 
 
 def test_blocks_of_shells_are_well_formed():
