@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
 from test_export import load, logits_of  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
 from efx import models
 from efx.errors import UsageError
 from efx.interop import convert_run, hf
+from efx.interop.weights import SINGLE
 from efx.layers.config import DepthRoutingConfig
 from efx.layers.routing import parameters
 
@@ -101,8 +103,8 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
     new = paths_of(trained["params"]) - paths_of(before)
     assert all(re.fullmatch(parameters.params_pattern(), path) for path in new), new
     new |= paths_of(trained.get("state", {}))
-    existing = {row.name for row in parameters.TABLE if row.exists(routing)}
-    assert {row and row.name for row in map(parameters.find, new)} == existing
+    rows = [row for row in parameters.TABLE if row.exists(routing)]
+    assert set(map(parameters.find, new)) == set(rows)
 
     dense_arrays, _ = hf.params_to_hf(before, dense)
     imported = hf.params_from_hf(dense_arrays, routed, jax.random.key(0))
@@ -116,10 +118,43 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
             found = logits(whole, converted, "train")
             np.testing.assert_allclose(found, dense_logits(), atol=1e-5)
 
-    if routing.kind == "recursion" or routing.control:
-        with pytest.raises(UsageError, match=r"^config\.model\.depth_routing\.\w+=.*$"):
+    key = "kind" if routing.kind == "recursion" else name
+    is_unknown = any(row.exported is None for row in rows)
+    if routing.kind == "recursion" or routing.control or is_unknown:
+        with pytest.raises(UsageError, match=rf"^config\.model\.depth_routing\.{key}=.*$"):
             hf.save_hf(tmp_path / "new", trained["params"], routed, state=trained.get("state"))
         return
     hf.save_hf(tmp_path / "new", trained["params"], routed, state=trained.get("state"))
     found, _ = logits_of(load(tmp_path / "new"), families.tokens(batch=2, length=16))
     np.testing.assert_allclose(found, logits(routed, trained, "causal"), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "mod"])
+def test_an_unknown_or_missing_array_is_not_exported(kind, tmp_path):
+    model = routed_model("kind", kind)
+    params = families.random_params(model)
+    state = families.random_state(model).get("state", {})
+    block = {**params["layers"]["block_1"], "new_norm": {"scale": np.ones(16)}}
+    unknown = {**params, "layers": {**params["layers"], "block_1": block}}
+    with pytest.raises(UsageError, match=r"^config\.model\..*=.*layers/block_1/new_norm/scale$"):
+        hf.save_hf(tmp_path / "unknown", unknown, model, state=state)
+    if kind == "mod":
+        words = r"depth_routing\.causal='threshold': .* lacks quantile$"
+        with pytest.raises(UsageError, match=words):
+            hf.save_hf(tmp_path / "missing", params, model)
+
+
+def test_an_export_with_other_arrays_is_not_loaded(tmp_path, load):  # noqa: F811
+    model = routed_model("kind", "mod")
+    params, state = families.random_params(model), families.random_state(model)["state"]
+    hf.save_hf(tmp_path / "new", params, model, state=state)
+    path = tmp_path / "new" / SINGLE
+    arrays = load_file(path)
+    router = arrays.pop("layers.1.router")
+    save_file(arrays, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing_keys: layers\.1\.router$"):
+        load(tmp_path / "new")
+    arrays |= {"layers.1.router": router, "layers.1.new_norm.weight": router}
+    save_file(arrays, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected_keys: layers\.1\.new_norm\.weight$"):
+        load(tmp_path / "new")
