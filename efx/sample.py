@@ -560,9 +560,13 @@ def filter_logits(logits_BV, top_k, top_p):
       top_p: keep the smallest set of most likely tokens whose mass reaches top_p (Holtzman et al.
         2020, arXiv 1904.09751); 1 keeps all tokens.
     """
-    ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    rank_1V = jnp.arange(logits_BV.shape[-1])[None]
-    in_top_k_1V = rank_1V < jnp.where(top_k > 0, top_k, logits_BV.size)
+    logits_BV = sharding.constrain(logits_BV, None, None)  # gathered once, for the sort and the sum
+    number_1V = jnp.arange(logits_BV.shape[-1])[None]
+    id_BV = jnp.broadcast_to(number_1V, logits_BV.shape)
+    # The sort is stable: of equal logits the lower id comes first.
+    negative_BV, ordered_id_BV = jax.lax.sort((-logits_BV, id_BV), num_keys=1)
+    ordered_BV = -negative_BV
+    in_top_k_1V = number_1V < jnp.where(top_k > 0, top_k, logits_BV.size)
     probs_BV = jax.nn.softmax(jnp.where(in_top_k_1V, ordered_BV, -jnp.inf), axis=-1)
     mass_before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     # The tolerance covers float32: 0.5 + 0.3 reaches 0.8.
@@ -570,9 +574,8 @@ def filter_logits(logits_BV, top_k, top_p):
     # The most likely token is kept even if top_p underflows to 0.
     count_B1 = jnp.maximum(1, jnp.sum(in_top_k_1V & in_nucleus_BV, axis=-1, keepdims=True))
     least_B1 = jnp.take_along_axis(ordered_BV, count_B1 - 1, axis=-1)
-    above_BV, tied_BV = logits_BV > least_B1, logits_BV == least_B1
-    tied_count_B1 = count_B1 - jnp.sum(above_BV, axis=-1, keepdims=True)
-    kept_BV = above_BV | (tied_BV & (jnp.cumsum(tied_BV, axis=-1) <= tied_count_B1))
+    last_id_B1 = jnp.take_along_axis(ordered_id_BV, count_B1 - 1, axis=-1)
+    kept_BV = (logits_BV > least_B1) | ((logits_BV == least_B1) & (id_BV <= last_id_B1))
     return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
 
