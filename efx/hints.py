@@ -39,8 +39,8 @@ def before(flops, steps, peak, command_line):
         return None
     seconds = flops / rate
     line = (
-        f"estimated time: {bound} {duration(seconds)} for {steps} steps,"
-        f" {_per_step(seconds / steps)} a step ({basis})"
+        f"estimated time: {bound} {_in_words(seconds)} for {steps} steps,"
+        f" {_in_words(seconds / steps)} a step ({basis})"
     )
     if not peak and seconds > _LONG_SECONDS:
         smaller = " or ".join(f"--config {source}" for source in _smaller(command_line))
@@ -48,7 +48,7 @@ def before(flops, steps, peak, command_line):
     return line
 
 
-def _per_step(seconds):
+def _in_words(seconds):
     return f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
 
 
