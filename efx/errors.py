@@ -36,15 +36,14 @@ def extra(name):
 def nearest(name, known, shown=None):
     """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string.
 
-    Close are names that begin with `name`, and names in which at most a third of the letters is
-    misspelt.
+    Close are names with at most two wrong letters in five, or else names that begin with `name`.
 
     Args:
       shown: {name: text to suggest for it}; by default the names.
     """
     name, known = str(name), [str(key) for key in known]
     errors = {key: _edit_distance(name.lstrip("-"), key.lstrip("-")) for key in known}
-    close = [key for key in errors if 3 * errors[key] <= max(len(name), len(key))]
+    close = [key for key in errors if 5 * errors[key] <= 2 * max(len(name), len(key))]
     close = close or [key for key in errors if len(name) > 2 and key.startswith(name)]
     if not close:
         return ""

@@ -116,7 +116,7 @@ _SHOWN = 6  # differing keys named in an error before "and N more"
 
 def reason(error):
     """What an OSError means to a user, in a few words without the traceback's decoration."""
-    if error.errno == errno.ENOTDIR:
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
         path = pathlib.Path(str(error.filename))
         for part in (path, *path.parents):
             if part.exists() and not part.is_dir():

@@ -455,7 +455,11 @@ def test_what_does_not_fit():
     assert other.needed == 1537 * GIB and not other.fits
     assert compile_lib._refused("INTERNAL: no luck") is None
     gpu = Memory(chip=80 * GIB, arguments=70 * GIB, fraction=0.75)
-    assert gpu.fits and "takes 75% of a GPU's memory" in gpu.verdict() and "0.89" in gpu.verdict()
+    assert (
+        gpu.fits
+        and "reserves only 75% of a GPU's memory" in gpu.verdict()
+        and "0.89" in gpu.verdict()
+    )
     assert not Memory(chip=80 * GIB, arguments=81 * GIB).fits
 
 
@@ -569,7 +573,7 @@ def call(root, monkeypatch, *arguments):
         (["--config=mod", "--topology=v5e:2x2", "--vocab_size=0"], "--vocab_size=0: must be"),
         (["--config=mod", "--topology=v5e:2x2", "--step=3"], "--step goes with --mode=evaluate"),
         (["--config=mod", "--topology=v5e:2x2", "--config.data.tokenizer=chars"],
-         "config.data.tokenizer='chars' : .*set --vocab_size"),
+         "config.data.tokenizer='chars': .*set --vocab_size"),
     ],
 )  # fmt: skip
 def test_bad_command_lines(root, monkeypatch, capsys, arguments, words):
@@ -594,7 +598,7 @@ def test_a_missing_compiler_names_its_extra(name, module, extra, monkeypatch):
         monkeypatch.setattr(topology, "find_spec", lambda name: None)
     elif find_spec(module):
         pytest.skip("JAX's plugin for GPUs is installed")
-    with pytest.raises(UsageError, match=rf"--topology={name} needs .*the extra `{extra}`"):
+    with pytest.raises(UsageError, match=rf"--topology={name}: .*install the extra `{extra}`"):
         topology.describe(name)
 
 

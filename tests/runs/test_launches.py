@@ -145,7 +145,7 @@ def test_evaluating_another_text_scores_a_part_of_a_part(trained, tmp_path, caps
     assert "(config.evaluate.max_batches=1)" in said
     # Other settings of the split for the run's own text would score what it was trained on.
     for key, value in (("eval_fraction", 0.5), ("max_bytes", 500), ("split", "documents")):
-        with pytest.raises(UsageError, match=f"config.data.{key}: .* was trained on"):
+        with pytest.raises(UsageError, match=f"config.data.{key}: .*score training text"):
             use.evaluate(tiny(trained / "a.txt", **{f"data.{key}": value}), trained / "run")
     # The same text in another place is the run's text, and a part of another text is told so.
     shutil.copy(trained / "a.txt", tmp_path / "moved.txt")
@@ -193,7 +193,7 @@ def test_a_launch_that_fails_blocks_its_folder(trained, tmp_path):
         train.train_and_evaluate(tiny(trained / "a.txt", **lacking), tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", None)  # as if not installed
-        with pytest.raises(UsageError, match="needs the extra `wandb`"):
+        with pytest.raises(UsageError, match="install the extra `wandb`"):
             config = tiny(trained / "a.txt", **{"log.wandb": "a project"})
             train.train_and_evaluate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -228,7 +228,7 @@ def test_a_resume_that_fails_rewrites_the_folder(copy):
     config.log.wandb = "a project"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "wandb", None)  # as if not installed
-        refused(config, run, "needs the extra `wandb`")
+        refused(config, run, "install the extra `wandb`")
     (run / "tokenizer.json").unlink()
     config.log.wandb = ""
     refused(config, run, "tokenizer.json is missing")

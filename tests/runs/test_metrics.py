@@ -63,7 +63,7 @@ def test_one_line_per_step(tmp_path):
         writer.write(3, {"train/loss": 1.0})
     with make(tmp_path) as writer:  # another process goes on
         writer.write(3, {"eval/loss": 4.0})
-        with pytest.raises(ValueError, match="step 2 after those of 3"):
+        with pytest.raises(ValueError, match="step 2 were logged after those of step 3"):
             writer.write(2, {"x": 1})
     assert [json.loads(line) for line in lines(tmp_path)] == [
         {"step": 1, "train/loss": 2.5},
@@ -371,7 +371,9 @@ def test_wandb_is_an_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(UsageError) as error:
         make(tmp_path, wandb={"project": "project"})
-    assert "config.log.wandb='project' needs the extra `wandb`" in str(error.value)
+    assert "config.log.wandb='project': wandb is not installed; install the extra `wandb`" in str(
+        error.value
+    )
 
 
 def test_wandb_resumes_the_same_run(tmp_path, monkeypatch):

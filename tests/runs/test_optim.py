@@ -297,7 +297,10 @@ def test_describe(params):
             dict(decay=".*/kernal"),
             r"config\.optim\.decay='\.\*/kernal' matches no parameter.*embed",
         ),
-        (dict(frozen="block_0"), r"config\.optim\.frozen='block_0' .*whole path, as '\.\*block_0"),
+        (
+            dict(frozen="block_0"),
+            r"config\.optim\.frozen='block_0' .*whole path, such as '\.\*block_0",
+        ),
         (dict(frozen=".*"), r"config\.optim\.frozen='\.\*' freezes every parameter"),
         (dict(frozen="("), r"config\.optim\.frozen='\(' is not a regular expression"),
         (

@@ -112,8 +112,11 @@ def test_only_data_goes_over_slices():
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (dict(fsdp=-1), r"data=1 is not a multiple of the 2 groups .*\(config\.mesh\.dcn_data; .*"),
-        (dict(data=-1, dcn_data=4), r"config\.mesh\.dcn_data=4, but there are 2 slices"),
+        (
+            dict(fsdp=-1),
+            r"data=1 must be a multiple of the 2 groups .*\(config\.mesh\.dcn_data; .*",
+        ),
+        (dict(data=-1, dcn_data=4), r"config\.mesh\.dcn_data=4: there are 2 slices"),
     ],
 )
 def test_a_mesh_that_slices_have_no_place_for_is_named(sizes, message):
@@ -123,7 +126,7 @@ def test_a_mesh_that_slices_have_no_place_for_is_named(sizes, message):
 
 def test_groups_of_devices_are_hosts_or_slices():
     assert mesh_of(data=8, dcn_data=1).devices.shape == (8, 1, 1, 1, 1)
-    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=2, but there are 1 hosts"):
+    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=2: there are 1 hosts"):
         mesh_of(data=8, dcn_data=2)
 
 
@@ -150,7 +153,7 @@ def test_groups_of_gpus_are_machines_however_many_processes_these_have():
     assert [{gpu.slice_index for gpu in row.flat} for row in laid_out] == [{0}, {1}]
     # Unless it is said that the network between them is slow, any axis may go over it.
     assert sharding.make_mesh(ONE | dict(fsdp=16), gpus).devices.shape == (1, 16, 1, 1, 1)
-    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=16, but there are 2 machines"):
+    with pytest.raises(UsageError, match=r"config\.mesh\.dcn_data=16: there are 2 machines"):
         sharding.make_mesh(ONE | dict(data=16, dcn_data=16), gpus)
 
 
@@ -220,7 +223,7 @@ def test_an_unknown_mesh_axis_is_named(axes):
 def test_rules_that_exclude_each_other_are_named(name, axes, message):
     """They ended in an error of JAX or of Flax when a step was traced, or when parameters were
     laid out."""
-    with pytest.raises(UsageError, match=rf"config\.rules {message}"):
+    with pytest.raises(UsageError, match=rf"config\.rules: {message}"):
         sharding.check_rules((*without(name), (name, axes)))
     # A later rule is taken where the first cannot be.
     sharding.check_rules((*DEFAULT_RULES, ("length", "data")))
@@ -441,12 +444,12 @@ def test_tree_shardings():
             {"vocab_multiple": 1},
             dict(fsdp=8),
             r"embed/embedding of shape \(45, 32\): 45 .*"
-            r"'fsdp'.*8 ways.*vocab_multiple=0, or a multiple of 8",
+            r"8 devices .*'fsdp'.*vocab_multiple=0, or a multiple of 8",
         ),
         (
             {"width": 36, "attention.head_dim": 8},
             dict(fsdp=8),
-            r"attention/\w+/kernel of shape .*36 does not",
+            r"attention/\w+/kernel of shape .*36 is not a multiple",
         ),
         (
             {"attention.num_kv_heads": 1, "attention.head_dim": 6},

@@ -835,7 +835,7 @@ def test_points_of_a_study_that_is_not_finished(tmp_path, trained, capsys, text,
     path, saved = tmp_path / "grid.py", tmp_path / "new/points.json"
     path.write_text(text)
     assert call(tmp_path, "--save-points", str(saved)) == 2
-    refused(capsys, "--save-points: no run of the grid has ended")
+    refused(capsys, "--save-points: no run of the grid has finished")
     grid = isoflop.load_grid(path)
     ended = grid_lib.rate_runs(grid)
     if not rates_ended:

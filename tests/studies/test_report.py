@@ -271,7 +271,7 @@ def test_points_that_are_none_are_one_line(change, words, top, tmp_path, capsys)
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
     # What is wrong is said once.
-    by_name = "expected" in words or "no points" in said
+    by_name = "expected" in words or "not the points" in said
     assert ("is not the isoflop.json of a study" in said) != by_name
     assert said.count("Error") == ("expected" not in words)
 
@@ -441,7 +441,7 @@ def curves_of(text):
     (["torn"], "torn/config.json is damaged"),
     (["headless"], "headless is not a run folder: it has no config.json"),
     (["a.txt"], "a.txt: a file; use a run folder"),
-    (["none"], "none: no such folder; give"),
+    (["none"], "none: no such folder; use"),
     (["nothing"], "nothing is not a run folder: it has no config.json"),
     (["table.json"], "table.json: not the points of an isoFLOP study"),
     (["study", "--metrics=router/acuracy"], "'router/acuracy' (did you mean 'router/accuracy'?)"),

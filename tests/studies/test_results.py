@@ -286,7 +286,7 @@ def test_what_cannot_be_derived_is_one_line(change, words, by_budget):
     (('"machine": "2 CPU cores",', ""), "the result lacks 'machine'"),
     (('"Speed",', '"Spead",'), "did you mean 'Speed'"),
     (('{"step time": 0.5}', '{"time": 0.5}'), "MoD: 'time' is not a column"),
-    (("]", ""), "no JSON"),
+    (("]", ""), "not JSON"),
 ])  # fmt: skip
 def test_a_file_that_is_no_result_is_one_line(change, words, top):
     path = top / "results/step.json"

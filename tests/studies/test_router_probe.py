@@ -304,7 +304,7 @@ def test_a_probe_becomes_a_result(top, tmp_path):  # noqa: F811
     "content, extra, message",
     [
         ("{}", (), "not an output of efx.studies.router_probe"),
-        ("{", (), "no JSON"),
+        ("{", (), "not JSON"),
         (None, ("--add",), "--add: the blocks of a router probe belong to one set of runs"),
     ],
 )
