@@ -2,6 +2,7 @@
 written."""
 
 import ast
+import copy
 import errno
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from test_documents import POSITIONS_T, SEGMENTS_T, packed
 from test_import import IDS, TEXT, folder, imported, parameters, run  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
@@ -152,12 +154,113 @@ def test_the_cache_holds_the_tokens_that_a_block_computed(tmp_path, load):
     for piece_BT in np.split(np.asarray(families.tokens()), (9, 10, 20), axis=1):
         _, cache = logits_of(theirs, piece_BT, past_key_values=cache)
     changed_B = sum(changed)
-    held_B = (cache.kept[routed.attention][0] >= 0).sum(dim=1)
+    held_B = (cache.kept["layers.1.attention"][0] >= 0).sum(dim=1)
     assert changed_B.tolist() == held_B.tolist() and 0 < int(changed_B.sum()) < 0.8 * 8 * T
-    assert cache.kept[routed.attention][1].shape[1] == int(held_B.max())
-    assert cache.kept[theirs.layers[0].attention][1].shape[1] == T
+    assert cache.kept["layers.1.attention"][1].shape[1] == int(held_B.max())
+    assert cache.kept["layers.0.attention"][1].shape[1] == T
     with pytest.raises(ValueError, match=f"more than max_position_embeddings={T} tokens"):
         logits_of(theirs, families.tokens()[:, :1], past_key_values=cache)
+
+
+@pytest.fixture(scope="module")
+def mod(tmp_path_factory, load):
+    """A Mixture-of-Depths in transformers."""
+    path = tmp_path_factory.mktemp("exports") / "mod"
+    hf.save_hf(path, families.params_of("mod"), families.build("mod"))
+    return load(path)
+
+
+def test_a_copied_cache_continues_a_prefix(mod):
+    """Into several rows too; a cache that cannot forget tokens refuses to."""
+    tokens_BT = np.asarray(families.tokens())
+    expected, _ = logits_of(mod, tokens_BT)
+    _, prefix = logits_of(mod, tokens_BT[:1, :FIRST])
+    found, _ = logits_of(mod, tokens_BT[:1, FIRST:], past_key_values=copy.deepcopy(prefix))
+    np.testing.assert_allclose(found, expected[:1, FIRST:], atol=1e-4)
+    repeated = copy.deepcopy(prefix)
+    repeated.batch_repeat_interleave(2)
+    rows_BT = np.stack([tokens_BT[0], np.r_[tokens_BT[0, :FIRST], tokens_BT[1, FIRST:]]])
+    found, _ = logits_of(mod, rows_BT[:, FIRST:], past_key_values=repeated)
+    np.testing.assert_allclose(found, logits_of(mod, rows_BT)[0][:, FIRST:], atol=1e-4)
+    assert prefix.get_seq_length() == FIRST
+    with pytest.raises(NotImplementedError, match="cannot forget tokens"):
+        prefix.crop(-1)
+
+
+def test_generate_prefills_in_chunks(mod):
+    import torch
+
+    inputs = torch.tensor(np.asarray(families.tokens())[:1, :16]).long()
+    options = dict(max_new_tokens=4, do_sample=False)
+    whole = mod.generate(inputs, **options).tolist()
+    for size in (5, 8):
+        _, cache = logits_of(mod, inputs[:, :3])
+        pieces = mod.generate(inputs, past_key_values=cache, prefill_chunk_size=size, **options)
+        assert pieces.tolist() == whole
+
+
+def test_accumulated_gradients_are_those_of_the_batch(mod, tmp_path, transformers):  # noqa: F811
+    """By transformers' Trainer, of rows that count 3 and 30 tokens."""
+    import torch
+
+    ids_BT = np.asarray(families.tokens(), np.int64)[:2]
+    rows = [
+        {"input_ids": ids_T, "labels": np.where(np.arange(T) < count, ids_T, -100)}
+        for ids_T, count in zip(ids_BT, (4, 31), strict=True)
+    ]
+
+    def trained(batch_size):
+        model = copy.deepcopy(mod)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=2 // batch_size,
+            max_steps=1,
+            optim="sgd",
+            learning_rate=1.0,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        transformers.Trainer(model, arguments, train_dataset=rows).train()
+        new, old = (torch.nn.utils.parameters_to_vector(m.parameters()) for m in (model, mod))
+        return (new - old).detach()
+
+    one_by_one, together = trained(1), trained(2)
+    assert (one_by_one - together).norm() < 1e-4 * together.norm()
+
+
+# The documents of these have room for all of their tokens, or for a share of them.
+@pytest.mark.parametrize("name, has_room", [("mod_context", True), ("mode_staged", False)])
+def test_a_packed_row_is_its_documents(name, has_room, tmp_path, load):
+    """The logits are those of efx for packed rows, and where no block is full those of each
+    document alone."""
+    import torch
+
+    model, variables = families.build(name), {"params": families.params_of(name)}
+    state = families.state_of(name)
+    tokens_BT = families.tokens(batch=2)
+    expected = families.jit(model.apply)(
+        {**variables, **state}, tokens_BT, packed(POSITIONS_T, 2), packed(SEGMENTS_T, 2)
+    )
+    hf.save_hf(tmp_path / "new", variables["params"], model, state=state.get("state"))
+    theirs = load(tmp_path / "new")
+    options = dict(
+        position_ids=torch.tensor(POSITIONS_T)[None],
+        attention_mask=torch.tensor(packed(SEGMENTS_T > 0, 2).tolist()),
+    )
+    found, cache = logits_of(theirs, tokens_BT, **options)
+    for document in (1, 2, 3):
+        is_here_T = SEGMENTS_T == document
+        np.testing.assert_allclose(found[:, is_here_T], expected[:, is_here_T], atol=1e-4)
+        if has_room:
+            alone, _ = logits_of(theirs, tokens_BT[:, is_here_T])
+            np.testing.assert_allclose(found[:, is_here_T], alone, atol=1e-4)
+    assert cache is None
+    with pytest.raises(ValueError, match="position_ids do not continue the rows"):
+        logits_of(theirs, tokens_BT, use_cache=True, **options)
 
 
 def test_scanned_layers_and_a_padded_vocabulary(tmp_path):

@@ -5,14 +5,15 @@
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
-The file needs PyTorch and transformers and nothing else. It computes what efx computes when it
-evaluates and samples: nothing depends on later tokens.
+The file needs PyTorch and transformers and nothing else. It computes what efx computes
+when it evaluates and samples: nothing depends on later tokens.
 
 A routed block (Raposo et al. 2024, arXiv 2404.02258) computes only the tokens that its router
 picks, each with its own position, and its cache keeps only their keys and values. Routed blocks and
 experts have room for a fixed share of a sequence of `max_position_embeddings` tokens, first come
 first served; so a token has the same logits in a short text as in a long one, with a cache as
-without.
+without. In a row that packs several documents, told apart by `position_ids` that restart, each
+document has its own share of the row.
 
 Arrays carry their axes in their name: B rows, T tokens, S the tokens that are attended to, C the
 tokens that a block computes, D width, N heads, K heads of keys and values, H width of a head,
@@ -151,48 +152,113 @@ def _wide(index_BC, x):
 
 def share(fraction, length):
     """How many of so many tokens a fraction is: at least one, at most all."""
+    return max(1, slots_before(fraction, length))
+
+
+def slots_before(fraction, place):
+    """How many slots of a routed block or an expert lie before this place of a row."""
     # Rounding first: 0.07 * 100 must be 7, not 8.
-    return max(1, min(length, math.ceil(round(fraction * length, 6))))
+    return math.ceil(round(min(fraction, 1) * place, 6))
 
 
 class EfxCache:
-    """What generation keeps of the tokens so far.
+    """The tokens so far of each row, in the interface of transformers' `Cache`.
 
     Every attention has its own keys and values, with the positions of their tokens: in a routed
-    block those of the tokens that it has computed. Padding is not kept.
+    block those of the tokens that it has computed. Padding is not kept. Entries go by the names of
+    modules, such as "layers.1.attention", so that a copy serves the same model.
     """
 
     is_compileable = False  # it grows; `generate` asks a cache that it is given
+    is_croppable = False
 
     def __init__(self):
         self.length = 0  # columns of the input that were read, padding included
-        self.next_B1 = 0  # the position of each row's next token
-        self.kept = {}  # attention: (positions [B, S], keys, values)
-        self.taken = {}  # routed block, experts: how many tokens of each row they have computed
+        self.next_B1 = torch.zeros(1, 1, dtype=torch.long)  # the position of each row's next token
+        self.kept = {}  # name of an attention: (positions [B, S], keys, values)
+        self.taken = {}  # name of a routed block, of experts: tokens of each row they have computed
+
+    def advance(self, positions_BT):
+        """Count new tokens at these positions, -1 for padding."""
+        self.length += positions_BT.shape[1]
+        last_B1 = positions_BT.amax(dim=1, keepdim=True)
+        self.next_B1 = torch.maximum(last_B1 + 1, self.next_B1.to(last_B1.device))
 
     def extend(self, attention, positions_BT, *new):
         """What the attention has kept, and now the new tokens behind it."""
-        new = (positions_BT, *new)
-        if attention in self.kept:
-            new = tuple(
-                torch.cat(pair, dim=1) for pair in zip(self.kept[attention], new, strict=True)
-            )
+        name, new = attention.cache_key, (positions_BT, *new)
+        if name in self.kept:
+            new = tuple(torch.cat(pair, dim=1) for pair in zip(self.kept[name], new, strict=True))
         if bool((new[0] < 0).any()):
             index_BC, is_real_BC = front(new[0] >= 0)
             positions_BS, *rest = (take(y, index_BC) for y in new)
             new = (positions_BS.masked_fill(~is_real_BC, -1), *rest)
-        self.kept[attention] = new
+        self.kept[name] = new
         return new
 
     def get_seq_length(self, layer_idx=0):
         return self.length
 
     def reorder_cache(self, beam_idx):
-        """The rows at these places, as beam search asks for."""
-        self.next_B1 = self.next_B1[beam_idx]
-        self.taken = {module: count[beam_idx] for module, count in self.taken.items()}
-        for attention, arrays in self.kept.items():
-            self.kept[attention] = tuple(array[beam_idx] for array in arrays)
+        """Select rows, as beam search does."""
+        self._change_rows(lambda array: array.index_select(0, beam_idx.to(array.device)))
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats):
+        """Repeat each row so many times."""
+        self._change_rows(lambda array: array.repeat_interleave(repeats, dim=0))
+
+    def _change_rows(self, change):
+        if self.length:
+            self.next_B1 = change(self.next_B1)
+        self.taken = {name: change(count) for name, count in self.taken.items()}
+        self.kept = {name: tuple(map(change, arrays)) for name, arrays in self.kept.items()}
+
+    def reset(self):
+        """Forget all tokens."""
+        self.__init__()
+
+    def crop(self, *_):
+        """Raises: NotImplementedError: routed blocks and experts do not record when they computed
+        how many tokens."""
+        raise NotImplementedError(
+            "EfxCache.crop: this cache cannot forget tokens; copy.deepcopy it before they are read"
+        )
+
+
+class Documents(NamedTuple):
+    """The documents of packed rows.
+
+    Attributes:
+      number_BT: the document of each token.
+      begin_BT, end_BT: the places [begin, end) of the row that its document has to itself, with
+        the padding after it; in a routed block the slots that these places come to.
+    """
+
+    number_BT: torch.Tensor
+    begin_BT: torch.Tensor
+    end_BT: torch.Tensor
+
+    @classmethod
+    def from_positions(cls, positions_BT):
+        """Of whole rows: a document begins wherever a position is not the one after the last."""
+        length = positions_BT.shape[1]
+        place_T = torch.arange(length, device=positions_BT.device)
+        is_real_BT = positions_BT >= 0
+        before_BT = F.pad(positions_BT.masked_fill(~is_real_BT, -2), (1, 0), value=-2)[:, :-1]
+        starts_BT = is_real_BT & (positions_BT != before_BT + 1)
+        begin_BT = torch.where(starts_BT, place_T, 0).cummax(dim=1).values
+        next_BT = F.pad(torch.where(starts_BT, place_T, length), (0, 1), value=length)[:, 1:]
+        end_BT = next_BT.flip(1).cummin(dim=1).values.flip(1)
+        return cls(starts_BT.cumsum(dim=1), begin_BT, end_BT)
+
+    def in_slots(self, fraction):
+        """The same with places counted in the slots that this fraction of them comes to."""
+        last = int(F.pad(self.end_BT, (0, 1)).max())  # 0 without tokens
+        slots = [slots_before(fraction, place) for place in range(last + 1)]
+        slots = torch.tensor(slots, device=self.end_BT.device)
+        return self._replace(begin_BT=slots[self.begin_BT], end_BT=slots[self.end_BT])
 
 
 class Tokens(NamedTuple):
@@ -201,19 +267,24 @@ class Tokens(NamedTuple):
     Attributes:
       positions_BT: places in the text; -1 for padding, which nothing attends to.
       cache: `EfxCache`, or None.
+      documents: `Documents` of packed rows, which have no cache, or None.
       mask_input_BTD: what learned dropout reads in place of the activations, or None.
     """
 
     positions_BT: torch.Tensor
     cache: EfxCache | None
+    documents: Documents | None = None
     mask_input_BTD: Any = None
 
-    def at(self, index_BC, is_real_BC):
-        """Those at these places."""
-        masks = self.mask_input_BTD
+    def at(self, index_BC, is_real_BC, fraction):
+        """Those at these places, which a block computes that has slots for this fraction."""
+        documents, masks = self.documents, self.mask_input_BTD
+        if documents is not None:
+            documents = Documents(*(take(y, index_BC) for y in documents.in_slots(fraction)))
         return Tokens(
             take(self.positions_BT, index_BC).masked_fill(~is_real_BC, -1),
             self.cache,
+            documents,
             None if masks is None else take(masks, index_BC),
         )
 
@@ -223,12 +294,26 @@ class Tokens(NamedTuple):
             return self.positions_BT, k_BTKH, v_BTKH
         return self.cache.extend(attention, self.positions_BT, k_BTKH, v_BTKH)
 
-    def admit(self, module, wanted, room):
-        """Those of the wanted tokens [B, T] or [B, T, E] that find room: the first of each row."""
-        before = 0 if self.cache is None else self.cache.taken.get(module, 0)
-        run = wanted & (before + wanted.cumsum(dim=1) <= room)
+    def shares_document(self, others):
+        """bool [B, T, S]: which of the other tokens are of the same document; None: all are."""
+        if self.documents is None:
+            return None
+        return self.documents.number_BT[:, :, None] == others.documents.number_BT[:, None]
+
+    def admit(self, module, wanted):
+        """Those of the wanted tokens [B, T] or [B, T, E] that a routed block or experts have room
+        for: the first of each row, of a packed row the first of each document."""
+        count = wanted.cumsum(dim=1)
+        if self.documents is not None:
+            number_BT, begin_BT, end_BT = self.documents.in_slots(module.fraction)
+            continues_BT = number_BT == F.pad(number_BT, (1, 0), value=-1)[:, :-1]
+            earlier = (count - wanted.long()).masked_fill(_wide(continues_BT, wanted), 0)
+            count = count - earlier.cummax(dim=1).values
+            return wanted & (count <= _wide(end_BT - begin_BT, wanted))
+        before = 0 if self.cache is None else self.cache.taken.get(module.cache_key, 0)
+        run = wanted & (before + count <= module.room)
         if self.cache is not None:
-            self.cache.taken[module] = before + run.sum(dim=1, keepdim=True)
+            self.cache.taken[module.cache_key] = before + run.sum(dim=1, keepdim=True)
         return run
 
 
@@ -241,11 +326,12 @@ def make_norm(config):
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.use_bias)
 
 
-def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, mask_probs=None):
+def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, same_BTS=None, mask_probs=None):
     """Causal attention: a query sees the keys whose position is its own or an earlier one.
 
     Args:
       keys: (positions [B, S], keys [B, S, K, H], values [B, S, K, H]), each for N / K heads.
+      same_BTS: which keys are of the query's document; None: all.
       mask_probs: (probabilities [B, N, T, S], positions of the keys) -> probabilities, or None.
     """
     key_positions_BS, k_BSKH, v_BSKH = keys
@@ -255,6 +341,8 @@ def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, mask_probs=No
     visible_BTS = (key_positions_BS[:, None] >= 0) & (back_BTS >= 0)
     if window:
         visible_BTS = visible_BTS & (back_BTS < window)
+    if same_BTS is not None:
+        visible_BTS = visible_BTS & same_BTS
     scores_BNTS = torch.einsum("btnh,bsnh->bnts", q_BTNH, k_BSNH).float() * scale
     if softcap:
         scores_BNTS = softcap * torch.tanh(scores_BNTS / softcap)
@@ -327,6 +415,7 @@ class Attention(nn.Module):
             c.attention_scale,
             c.attention_window,
             c.attention_softcap,
+            tokens.shares_document(read_tokens),
             None if self.probs_dropout is None else self.probs_dropout.of_probs,
         )
         return self.out(out_BTNH.flatten(2))
@@ -399,7 +488,7 @@ class MoE(nn.Module):
         self.shared = None
         if moe["num_shared"]:
             self.shared = MLP(config, moe["num_shared"] * moe["expert_hidden"])
-        self.room = share(moe["room"], length)
+        self.fraction, self.room = moe["room"], share(moe["room"], length)
 
     def forward(self, x_BTD, tokens):
         moe = self.moe
@@ -413,7 +502,7 @@ class MoE(nn.Module):
         else:
             wanted_BTE, weight_BTE = logits_BTE > 0, logits_BTE.sigmoid()
         wanted_BTE = wanted_BTE & (tokens.positions_BT >= 0)[..., None]
-        run_BTE = tokens.admit(self, wanted_BTE[..., : moe["num_experts"]], self.room)
+        run_BTE = tokens.admit(self, wanted_BTE[..., : moe["num_experts"]])
         y_BTD = torch.zeros_like(x_BTD)
         for expert in range(moe["num_experts"]):
             places = run_BTE[..., expert].nonzero(as_tuple=True)
@@ -469,8 +558,9 @@ class MaskAttention(nn.Module):
             (x_BTD @ matrix).unflatten(-1, (self.heads, -1))
             for matrix in (self.mask_query, self.mask_key, self.mask_value)
         )
-        keys = tokens.keys(self, k_BTNH, v_BTNH)
-        return attend(q_BTNH, tokens.positions_BT, keys, self.scale, self.window).flatten(2)
+        keys, same_BTS = tokens.keys(self, k_BTNH, v_BTNH), tokens.shares_document(tokens)
+        options = dict(scale=self.scale, window=self.window, same_BTS=same_BTS)
+        return attend(q_BTNH, tokens.positions_BT, keys, **options).flatten(2)
 
 
 class AttentionMask(nn.Module):
@@ -593,9 +683,11 @@ class RoutedBlock(Block):
     """
 
     def __init__(self, config, block, length):
-        room = share(block["capacity"] * config.routing["slack"], length)
+        fraction = block["capacity"] * config.routing["slack"]
+        room = share(fraction, length)
         super().__init__(config, block, room)
-        self.room, self.routing, width = room, config.routing, config.hidden_size
+        self.fraction, self.room = fraction, room
+        self.routing, width = config.routing, config.hidden_size
         self.router = nn.Parameter(torch.zeros(width))
         self.predictor = self.skip_mlp = None
         if self.routing["decision"] == "predictor":
@@ -608,13 +700,13 @@ class RoutedBlock(Block):
     def forward(self, x_BTD, tokens):
         score_BT = x_BTD.float() @ self.router.float()
         wanted_BT = (self.decision(x_BTD, score_BT) > 0) & (tokens.positions_BT >= 0)
-        run_BT = tokens.admit(self, wanted_BT, self.room)
+        run_BT = tokens.admit(self, wanted_BT)
         out_BTD = x_BTD
         if self.skip_mlp is not None:
             out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(run_BT[..., None], 0)
         # In the end a block that no token wants computes nothing: C is 0.
         index_BC, is_real_BC = front(run_BT)
-        inner = tokens.at(index_BC, is_real_BC)
+        inner = tokens.at(index_BC, is_real_BC, self.fraction)
         # Tokens that are not computed may still be attended to by later ones that are.
         read = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
         delta_BCD = self.increment(take(x_BTD, index_BC), inner, read)
@@ -655,6 +747,8 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         self.head = None  # the token embedding, if tied
         if not config.tie_word_embeddings:
             self.head = nn.Linear(width, config.vocab_size, bias=False)
+        for name, module in self.named_modules():
+            module.cache_key = name
         self.post_init()
 
     @classmethod
@@ -676,29 +770,44 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids,
         attention_mask=None,
+        position_ids=None,
         past_key_values=None,
         use_cache=None,
         labels=None,
         logits_to_keep=0,
         return_dict=None,
+        **kwargs,
     ):
         """Logits [B, T, V] in float32, or of the last `logits_to_keep` tokens.
 
         Args:
           input_ids: the new tokens [B, T].
           attention_mask: 1 for tokens and 0 for padding, on either side, of all tokens so far.
+          position_ids: positions [B, T] of the new tokens. A row packs several documents if they
+            restart in it: no document depends on another one. Such rows are not cached.
           past_key_values: the `EfxCache` of the tokens before, or None.
           labels: ids [B, T], -100 where none counts; the loss is that of predicting the next token.
+          kwargs: passed to transformers' loss, such as `num_items_in_batch`.
         """
         c, cache = self.config, past_key_values
-        use_cache = c.use_cache if use_cache is None else use_cache
-        if use_cache and not isinstance(cache, EfxCache):
-            if cache is not None and cache.get_seq_length():
+        if cache is not None and not isinstance(cache, EfxCache):
+            if cache.get_seq_length():
                 raise ValueError(f"past_key_values: expected an EfxCache, got {type(cache)}")
+            cache = None
+        if position_ids is None and not kwargs.keys().isdisjoint(("cu_seq_lens_q", "seq_idx")):
+            raise ValueError("packed documents are told apart by position_ids: pass these too")
+        positions_BT, documents = self.positions_of(input_ids, attention_mask, position_ids, cache)
+        if documents is not None and (use_cache or cache is not None):
+            raise ValueError(
+                "position_ids do not continue the rows, and a cache holds one document a row: pass "
+                "packed documents with use_cache=False and without past_key_values"
+            )
+        use_cache = c.use_cache if use_cache is None else use_cache
+        if use_cache and cache is None and documents is None:
             cache = EfxCache()
-        tokens = Tokens(self.positions_of(input_ids, attention_mask, cache), cache)
         if cache is not None:
-            cache.length += input_ids.shape[1]
+            cache.advance(positions_BT)
+        tokens = Tokens(positions_BT, cache, documents)
         x_BTD = self.embed(input_ids)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(tokens.positions_BT.clamp(min=0))
@@ -715,14 +824,14 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             logits_BTV = c.logit_softcap * torch.tanh(logits_BTV / c.logit_softcap)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            loss = self.loss_function(logits_BTV, labels, vocab_size=c.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
 
-    def positions_of(self, input_ids, attention_mask, cache):
-        """The position of each new token in its row, -1 for padding."""
+    def positions_of(self, input_ids, attention_mask, position_ids, cache):
+        """(the position of each new token, -1 for padding; `Documents` of packed rows, or None)."""
         length = input_ids.shape[1]
         if attention_mask is None:
-            start_B1 = 0 if cache is None else cache.next_B1
+            start_B1 = 0 if cache is None else cache.next_B1.to(input_ids.device)
             positions_BT = start_B1 + torch.arange(length, device=input_ids.device)
             positions_BT = positions_BT.expand(len(input_ids), -1)
         else:
@@ -733,15 +842,18 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             positions_BT = attention_mask.long().cumsum(dim=1) - 1
             positions_BT = positions_BT.masked_fill(attention_mask == 0, -1)[:, -length:]
-        if cache is not None:
-            last_B1 = positions_BT.amax(dim=1, keepdim=True)
-            cache.next_B1 = torch.maximum(last_B1 + 1, torch.zeros_like(last_B1) + cache.next_B1)
+        documents = None
+        if position_ids is not None:
+            given_BT = position_ids.long().expand_as(positions_BT)
+            given_BT = given_BT.masked_fill(positions_BT < 0, -1)
+            if not torch.equal(given_BT, positions_BT):
+                positions_BT, documents = given_BT, Documents.from_positions(given_BT)
         if int(positions_BT.max()) >= self.config.max_position_embeddings:
             raise ValueError(
                 f"more than max_position_embeddings={self.config.max_position_embeddings} tokens: "
                 "shorten the text, or, with rotary positions, load the model with a larger number"
             )
-        return positions_BT
+        return positions_BT, documents
 
     def prepare_inputs_for_generation(
         self,
@@ -752,12 +864,20 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        """What `generate` passes on to `forward`."""
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        return {
-            "input_ids": input_ids[:, seen:],
-            "past_key_values": past_key_values,
-            "attention_mask": attention_mask,
-            "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
-        }
+        """The arguments of `forward` that `generate` passes."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        # Not every version makes them by the attention mask, as `forward` does.
+        inputs.pop("position_ids", None)
+        return inputs
+
+    def generate(self, *args, position_ids=None, **kwargs):
+        if position_ids is not None:
+            raise ValueError("position_ids: generate counts them by itself; leave them out")
+        return super().generate(*args, **kwargs)
