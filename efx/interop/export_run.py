@@ -67,9 +67,9 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         shard_bytes=shard_bytes,
     )
     kind = contents["model_type"]
-    by = f"with {own_format.CODE.name}: load it in transformers with trust_remote_code=True"
+    by = f"with {own_format.CODE.name}: {hf.TRANSFORMERS} loads it with trust_remote_code=True"
     if kind in ARCHITECTURES:
-        by = f"as {ARCHITECTURES[kind].name}"
+        by = f"as {ARCHITECTURES[kind].name}, for {hf.TRANSFORMERS}"
     parameters = quantity(count_params(params), "parameters")
     print(f"{folder}: {parameters} of {workdir}, step {step}, {by}")
     if other := use.other_model(built.config, workdir):
@@ -87,6 +87,8 @@ def tokenizer_files(tokenizer, context):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        # Without this transformers 4 also makes token_type_ids, which `generate` refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
         **names,
     }
     return {

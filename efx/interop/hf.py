@@ -38,6 +38,8 @@ from efx.interop.weights import (
 from efx.layers.routing import parameters
 from efx.layers.stack import scan_params, unroll_params
 
+# The versions that exports are for; the tests load them with the oldest and the newest.
+TRANSFORMERS = "transformers>=4.57.1,<6"
 # Buffers that some checkpoints have in addition to the parameters.
 _BUFFERS = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias"
@@ -201,7 +203,10 @@ def arrays_of(params, model):
     kind, flat, arrays = _style(model), flatten_dict(params, sep="/"), []
 
     def name_of(name):
-        return name if name == "lm_head.weight" else _PREFIX[kind] + name
+        if name != "lm_head.weight":
+            return _PREFIX[kind] + name
+        # Newer versions of transformers read the older name too.
+        return "embed_out.weight" if kind == "gpt_neox" else name
 
     shapes = {path: array.shape for path, array in flat.items()}
     no_biases = hf_config.with_biases(model.config) != model.config

@@ -6,7 +6,12 @@ import copy
 import errno
 import importlib.util
 import json
+import os
+import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
 import families
 import jax.numpy as jnp
@@ -334,7 +339,7 @@ def test_a_routed_run_brings_its_code(routed, tmp_path, load, capsys, transforme
     path = tmp_path / "mod"
     assert run("--mode=export", "--workdir", routed, "--to", path, "--step=0") == 0
     said = capsys.readouterr().out
-    assert "modeling_efx.py: load it in transformers with trust_remote_code" in said
+    assert "modeling_efx.py: transformers>=4.57.1,<6 loads it with trust_remote_code" in said
     assert "not the model that was trained" not in said
     changed = "--config.model.depth_routing.slack=1.5"
     assert run("--mode=export", "--workdir", routed, "--to", tmp_path / "other", changed) == 0
@@ -368,6 +373,77 @@ def test_a_routed_run_brings_its_code(routed, tmp_path, load, capsys, transforme
     np.testing.assert_array_equal(
         *(logits_of(m, tokens_BT)[0] for m in (theirs, load(tmp_path / "again")))
     )
+
+
+# ---- the versions of transformers ----------------------------------------------------------------
+
+# The oldest that is supported, with the packages that it does not share with the newest.
+OLDEST = (
+    "transformers==" + re.search(r">=([\d.]+)", hf.TRANSFORMERS)[1],
+    "huggingface_hub==0.36.2",
+    "tokenizers==0.22.2",
+    *("requests", "urllib3", "certifi", "idna", "charset-normalizer"),
+)
+
+
+@pytest.fixture
+def oldest(request, tmp_path):
+    """The folder of the oldest transformers, installed once; skips if there is no index."""
+    cache = getattr(request.config, "cache", None)  # absent under -p no:cacheprovider
+    parent = tmp_path if cache is None else cache.mkdir("transformers")
+    path = parent / "-".join(OLDEST[:3])
+    if not path.exists():
+        part = path.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", part, *OLDEST]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if "(from versions: none)" in done.stderr:
+            pytest.skip("the package index cannot be reached")
+        assert done.returncode == 0, done.stderr
+        part.rename(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory, routed):
+    """A folder of exports, with efx's logits: a run with routed blocks, and a GPT-NeoX."""
+    path = tmp_path_factory.mktemp("versions")
+    assert run("--mode=export", "--workdir", routed, "--to", path / "mod") == 0
+    neox = families.make(families.FAMILIES["neox"].changes, vocab_size=IDS)
+    params = families.random_params(neox)
+    files = export_run.tokenizer_files(bpe.train_bpe([TEXT], 270), T)
+    assert hf.save_hf(path / "neox", params, neox, files=files)["model_type"] == "gpt_neox"
+    mod, _, mod_params = parameters(routed)
+    state = build.finished(config_of_run(routed), routed)[3]
+    tokens_BT = np.random.default_rng(0).integers(0, 270, (2, T))
+    for name, model, variables in (
+        ("mod", mod, {"params": mod_params, **state}),
+        ("neox", neox, {"params": params}),
+    ):
+        logits = families.jit(model.apply)(variables, jnp.asarray(tokens_BT, jnp.int32))
+        np.save(path / name / "tokens.npy", tokens_BT)
+        np.save(path / name / "logits.npy", logits)
+    return path
+
+
+@pytest.mark.parametrize("version", ["oldest", "newest"])
+def test_exports_load_with_the_claimed_versions(
+    version,
+    exports,
+    request,
+    tmp_path,
+    transformers,  # noqa: F811
+):
+    """The logits are those of efx, and the tokenizer's output is what `generate` takes."""
+    assert hf.TRANSFORMERS in own_format.CODE.read_text()
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = ""
+    if version == "oldest":
+        environment["PYTHONPATH"] = str(request.getfixturevalue("oldest"))
+    script = pathlib.Path(__file__).with_name("load_exports.py")
+    command = [sys.executable, "-P", script, exports]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
-The file needs PyTorch and transformers and nothing else. It computes what efx computes
+The file needs PyTorch and transformers>=4.57.1,<6 and nothing else. It computes what efx computes
 when it evaluates and samples: nothing depends on later tokens.
 
 A routed block (Raposo et al. 2024, arXiv 2404.02258) computes only the tokens that its router
