@@ -6,7 +6,6 @@ signs, zero, huge ones, nan, inf, nothing, names of no choice, and the ends of i
 """
 
 import contextlib
-import functools
 import json
 import math
 import types
@@ -149,7 +148,7 @@ def configured(family, changes, folder):
 
 @contextlib.contextmanager
 def remembered():
-    """Texts are read, models are initialised and steps are traced once for equal settings."""
+    """Texts are read once for equal settings."""
     texts, load = {}, build.load
 
     def load_once(config_data, **options):
@@ -158,10 +157,7 @@ def remembered():
             texts[key] = load(config_data, **options)
         return texts[key]
 
-    with (
-        mock.patch.object(build, "load", load_once),
-        mock.patch.object(build, "_variables", functools.cache(build._variables)),
-    ):
+    with mock.patch.object(build, "load", load_once):
         yield
 
 

@@ -1,6 +1,7 @@
 """Eight fake CPU devices, strict rank promotion, a compile cache, and where the real text is."""
 
 import gc
+import logging
 import os
 import pathlib
 
@@ -62,6 +63,14 @@ def collected():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Leave no log handler of a run in this process: it writes to a stream of that test."""
+    yield
+    log = logging.getLogger("efx")
+    log.handlers, log.propagate = [], True
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,8 @@ def init(model, key):
 def variable_shapes(model):
     """The shapes of what `init` gives."""
     with only_shapes():
-        return jax.eval_shape(lambda key: init(model, key), jax.random.key(0))
+        # The key is made inside: the mesh may have no devices, as in ahead-of-time compilation.
+        return jax.eval_shape(lambda: init(model, jax.random.key(0)))
 
 
 def unboxed_shapes(model):

@@ -200,8 +200,8 @@ TRIED = "0.0.17"  # with jax 0.11
         (HALF, "8.0", "0.11.2", TRIED, "compute capability 9.0"),
         (HALF, "12.0", "0.11.2", TRIED, "up to 10.x .B200., not 12.0"),
         (HALF, "9.0", "0.11.2", None, "is not installed: .*mosaic"),
-        (HALF, "9.0", "0.11.2", "0.0.12", "tokamax 0.0.17 .*for jax 0.11.2, and 0.0.12 is"),
-        (HALF, "9.0", "0.10.2", TRIED, "tokamax 0.0.12 .*for jax 0.10.2, and 0.0.17 is"),
+        (HALF, "9.0", "0.11.2", "0.0.12", "tokamax 0.0.17 .*for jax 0.11.2, but 0.0.12 is"),
+        (HALF, "9.0", "0.10.2", TRIED, "tokamax 0.0.12 .*for jax 0.10.2, but 0.0.17 is"),
         (HALF, "9.0", "0.12.0", TRIED, "with no tokamax for jax 0.12.0"),
         (HALF._replace(dtype=jnp.float32), "9.0", "0.11.2", TRIED, "not float32"),
         (HALF._replace(head_dim=512), "9.0", "0.11.2", TRIED, "at most 256"),
@@ -287,7 +287,7 @@ def test_falling_back_is_said_once(monkeypatch, caplog):
         (
             HALF._replace(head_dim=40),
             None,
-            f"attention in plain XLA: mosaic .*; cudnn {re.escape(NO_CUDNN)}; triton wants",
+            f"attention in plain XLA: mosaic .*; cudnn {re.escape(NO_CUDNN)}; triton needs",
         ),
         # What cuDNN would not have taken either is not its absence.
         (HALF._replace(documents=True), "triton", None),

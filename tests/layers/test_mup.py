@@ -336,7 +336,7 @@ def test_bad_values(changes, words):
 
 @pytest.mark.parametrize("name", ["muon", "sgd"])
 def test_other_optimisers_have_other_rules(name):
-    with pytest.raises(UsageError, match=rf"optim\.name='{name}' with .*base_width=16"):
+    with pytest.raises(UsageError, match=rf"optim\.name='{name}': .*base_width=16"):
         updates({"optim.name": name}, 16)
 
 
@@ -420,7 +420,7 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
         ({"steps": "0"}, "--steps=0"),
         ({"batch": "0"}, "--batch=0"),
         ({"config": "configs/nowhere.py"}, "there is no such file"),
-        ({"config": "configs/calm.py:bridge"}, "mup is not a setting"),
+        ({"config": "configs/calm.py:bridge"}, "no setting config.model.mup"),
         (
             {"config": "configs/latent.py:smoke", "widths": "32,33"},
             "at 33, config.model.level_widths",

@@ -437,7 +437,7 @@ def test_a_base_with_other_settings_of_its_model_was_taken_in_silence(runs, tmp_
     train.compose(config_of("compose", text, **changes), tmp_path / "other")
     lines = re.findall(said + ".*", capsys.readouterr().out)
     assert [line.split(": ")[-1] for line in lines] == ["config.model.attention.window=0"] * 2
-    assert "base," in lines[0] and "gate_a," in lines[1]
+    assert "base:" in lines[0] and "gate_a:" in lines[1]
 
 
 def test_resume_is_exact(runs, tmp_path):
@@ -520,7 +520,7 @@ def test_sites_of_scanned_layers_are_those_of_unrolled_ones():
     check_same(r"layers/block_\d/.*/query")
     mod = {"depth_routing.kind": "mod", "depth_routing.every": 2}
     check_same("layers/block_[13]/.*/query", **mod)
-    words = r"matches layers/block_1/\S+ but not layers/block_0/\S+, which .*scan_layers=True"
+    words = r"matches layers/block_1/\S+ but not layers/block_0/\S+, .*scan_layers=True"
     with pytest.raises(UsageError, match=words):
         adapted(True, "layers/block_1/.*/query")
     with pytest.raises(UsageError, match="matches .*block_1/.* but not .*block_3/.*"):

@@ -587,7 +587,7 @@ def test_rows_may_outgrow_the_context_where_no_table_ends():
 
 def test_positions_without_documents_are_refused():
     model, tokens_BT = make(), families.tokens(batch=1)
-    with pytest.raises(UsageError, match="positions without documents"):
+    with pytest.raises(UsageError, match="positions_BT without segment_ids_BT"):
         model.apply({"params": families.random_params(model)}, tokens_BT, tokens_BT)
 
 

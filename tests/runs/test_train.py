@@ -501,12 +501,12 @@ def test_run_json_names_the_attention_kernel_and_why_another_was_refused(
     """As if cuDNN were for the devices here, which it refuses."""
     cudnn = attention_kernels.KERNELS["cudnn"]._replace(platform="cpu")
     monkeypatch.setitem(attention_kernels.KERNELS, "cudnn", cudnn)
-    with devices.only(2):  # of which efx keeps no traced programs
+    with devices.only(2):
         train.train_and_evaluate(tiny(text, **{"mesh.data": 2, "steps": 1}), tmp_path)
     (launch,) = json.loads((tmp_path / "run.json").read_text())["launches"]
     (choice,) = launch["attention"]
     assert (choice["setting"], choice["kernel"]) == ("auto", "xla")
-    assert choice["refused"]["cudnn"].startswith("wants a GPU of compute capability 8.0")
+    assert choice["refused"]["cudnn"].startswith("needs a GPU of compute capability 8.0")
 
 
 def losses_of_repeats(config, workdir):
