@@ -141,6 +141,26 @@ def test_a_nonfinite_step_is_skipped_and_counted(reference):
     )
 
 
+def test_a_finite_loss_with_an_overflowing_gradient_is_not_applied(reference):
+    """A large scale before small kernels leaves the loss as it is; gradients of kernels overflow."""
+    config, state, step = reference
+
+    def rescale(path, x):
+        name = "/".join(key.key for key in path)
+        if name.endswith("block_0/norm_mlp/scale"):
+            return x * 1e30
+        return x * 1e-30 if "block_0/mlp/" in name and "down" not in name else x
+
+    batch = batch_of(config)
+    _, expected = step(state, batch, np.uint32(0))
+    state = state.replace(params=jax.tree_util.tree_map_with_path(rescale, state.params))
+    after, metrics = step(state, batch, np.uint32(0))
+    np.testing.assert_allclose(metrics["train/loss"], expected["train/loss"], rtol=1e-5)
+    assert not np.isfinite(metrics["train/grad_norm"])
+    close(state.params, after.params, 0)
+    assert after.nonfinite_total == 1
+
+
 def test_a_nonfinite_step_moves_no_average_and_no_rate(text):
     """The scores of a batch without a finite loss count in no threshold; the rate that is logged is
     that of the steps that were taken."""
