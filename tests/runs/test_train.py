@@ -142,7 +142,7 @@ def test_a_nonfinite_step_is_skipped_and_counted(reference):
 
 
 def test_a_finite_loss_with_an_overflowing_gradient_is_not_applied(reference):
-    """A large scale before small kernels leaves the loss as it is; gradients of kernels overflow."""
+    """A large scale before small kernels keeps the loss, and the kernels' gradients overflow."""
     config, state, step = reference
 
     def rescale(path, x):
