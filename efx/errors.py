@@ -11,6 +11,8 @@ class UsageError(ValueError):
     nothing to a terminal.
     """
 
+    status = 2  # of a process that ends with it
+
     def __init__(self, message=""):
         line = " ".join(str(message).splitlines())
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))

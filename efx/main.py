@@ -246,7 +246,7 @@ def _status(argv):
         sys.stdout.flush()  # where nobody reads it, that is noticed here
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr, flush=True)
-        return getattr(error, "status", 2)
+        return error.status
     except KeyboardInterrupt:
         print("efx: interrupted", file=sys.stderr, flush=True)
         return 130

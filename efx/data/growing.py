@@ -354,7 +354,7 @@ def main():
         _tokenise(Path(job["folder"]), job, wanted)
     except UsageError as error:
         print(error, flush=True)
-        status = getattr(error, "status", 2)
+        status = error.status
     except OSError as error:
         print(_cannot_write(job["root"], error), flush=True)
         status = 2
