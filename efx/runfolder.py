@@ -650,11 +650,9 @@ def _check_record_of_checkpoint(folder, record):
     now = _fingerprints_of_record(record)
     lost = [name for name in _DECISIVE if name in remembered and remembered[name] != now.get(name)]
     if lost:
-        what = (
-            (f"lacks {' and '.join(lost)} of the run, or has changed ones")
-            if record
-            else ("is missing")
-        )
+        what = "is missing"
+        if record:
+            what = f"lacks {' and '.join(lost)} of the run, or has changed ones"
         raise UsageError(
             f"{folder / RUN_FILE} {what}: checkpoint {step} needs it to know the held-out text "
             "and the start of the run; restore the file, or start another run from its "

@@ -139,7 +139,7 @@ def params_from_hf(state_dict, model, key=None, rows=0):
     unknown = sorted(state.keys() - {name for name, *_ in arrays})
     for verb, names in (
         ("lacks", missing),
-        (("has arrays without a counterpart in this model:"), unknown),
+        ("has arrays without a counterpart in this model:", unknown),
     ):
         if names:
             others = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -177,7 +177,7 @@ def _refuses(kernel, case):
         (case.probs, "does not support dropout or masks of attention probabilities"),
         (
             case.num_heads % ways,
-            (f"needs a number of heads divisible by {ways} devices, not {case.num_heads}"),
+            f"needs a number of heads divisible by {ways} devices, not {case.num_heads}",
         ),
     ) or kernel.refuses(case)
 
