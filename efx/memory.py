@@ -100,7 +100,7 @@ def exhaustion_as_usage_error(work, advice):
     """Raise UsageError, one line, where a device runs out of memory inside.
 
     Args:
-      work: what is done inside, as "an evaluation". advice: which settings to change.
+      work: a noun phrase for the code inside, such as "evaluation". advice: settings to change.
     """
     try:
         yield

@@ -288,8 +288,8 @@ _compiled_for = set()  # (decode, mesh) of what `_compiled` gives, once it is co
 
 @functools.cache
 def _compiled(program):
-    """(prefill of first tokens, prefill of others, decode, a function that makes what they work on:
-    the cache, and the features of each row's last token), jitted. Equal programs share them."""
+    """(prefill of first tokens, prefill of later ones, decode, a function that makes the cache and
+    the features of each row's last token), jitted. Equal programs share them."""
     prefill = _jitted(program.prefill)
     first = _jitted(program.first()) if program.two_prefills else prefill
     return first, prefill, _jitted(program.decode), _maker(program.room())

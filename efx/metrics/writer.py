@@ -242,8 +242,8 @@ class MetricsWriter:
         return f"has changed rows up to step {step}"
 
     def write_text(self, step, name, text):
-        """Appends `text` under the heading `name` to samples/step_0000000N.txt, whose names sort by
-        step; also to TensorBoard."""
+        """Append `text` under the heading `name` to samples/step_0000000N.txt, zero-padded so that
+        names sort by step; also to TensorBoard."""
         if not self._active:
             return
         path = self._workdir / SAMPLES / f"step_{int(step):08d}.txt"
@@ -332,6 +332,7 @@ class MetricsWriter:
 
     def _keep_wandb_id(self):
         path = self._workdir / WANDB_ID_FILE
+        # Not `write_atomic`, which waits for the disk: this runs at each logged row.
         with writing(path), atomic.replacing(path) as part:
             part.write_text(f"{self._wandb.id}\n{self._wandb_sent}\n", encoding="utf-8")
 

@@ -22,7 +22,7 @@ from efx.layers.config import DepthRoutingConfig
 from efx.layers.routing import parameters
 
 BASE = DepthRoutingConfig(kind="mod", gate="twice_sigmoid", causal="threshold", capacity=0.5)
-# Values of the settings whose type does not list them, and the settings that they need.
+# Values of settings without a list of choices in their type, and the settings that they need.
 VALUES = {
     "recursions": (3,),
     "every": (1,),

@@ -555,7 +555,7 @@ def test_a_study_does_not_start_a_finished_run_again(copy, monkeypatch, capsys):
     monkeypatch.setattr(jobs, "_status_of", lambda command, *_, **__: started.append(command) or 0)
     assert jobs.run_main("a run", command, copy / "log")[0] == 0
     assert not started and capsys.readouterr().out == ""
-    for change in ("steps=3", "seed=1"):  # of which the first continues it, the second is refused
+    for change in ("steps=3", "seed=1"):  # the first continues the run, the second is refused
         jobs.run_main("a run", [*command, f"--config.{change}"], copy / "log")
     assert len(started) == 2
 

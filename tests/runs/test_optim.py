@@ -86,7 +86,7 @@ def test_warmup_may_fill_the_run():
     [
         (40, dict(warmup_steps=50)),
         (40, dict(warmup_steps=50, decay_steps=80)),
-        (52, dict(warmup_steps=50, kind="wsd")),  # of which 10 steps decay
+        (52, dict(warmup_steps=50, kind="wsd")),  # 10 of the 52 steps decay
         (3, dict(warmup_steps=50)),
     ],
 )

@@ -12,7 +12,7 @@ A routed block (Raposo et al. 2024, arXiv 2404.02258) computes only the tokens t
 picks, each with its own position, and its cache keeps only their keys and values. Routed blocks and
 experts have room for a fixed share of a sequence of `max_position_embeddings` tokens, first come
 first served; so a token has the same logits in a short text as in a long one, with a cache as
-without. In a row that packs several documents, told apart by `position_ids` that restart, each
+without. In a row of packed documents, where `position_ids` restart at each document, each
 document has its own share of the row.
 
 Arrays carry their axes in their name: B rows, T tokens, S the tokens that are attended to, C the
@@ -795,7 +795,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"past_key_values: expected an EfxCache, got {type(cache)}")
             cache = None
         if position_ids is None and not kwargs.keys().isdisjoint(("cu_seq_lens_q", "seq_idx")):
-            raise ValueError("packed documents are told apart by position_ids: pass these too")
+            raise ValueError("packed documents need position_ids: pass them too")
         positions_BT, documents = self.positions_of(input_ids, attention_mask, position_ids, cache)
         if documents is not None and (use_cache or cache is not None):
             raise ValueError(

@@ -37,7 +37,7 @@ def position(tokens, seed, capacity):
     contain at most ceil(capacity * n) starts.
     """
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
-    if capacity < 1 / 4096:  # whose nearest fraction is 0, or more than it
+    if capacity < 1 / 4096:  # the nearest fraction would be 0, or larger
         a, b = 1, min(math.ceil(1 / capacity), 2**30)
     # Of each b positions by themselves: a times a position may be more than an int32 holds.
     inner_BT = tokens.positions_BT % b

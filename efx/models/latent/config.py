@@ -166,15 +166,15 @@ class LatentConfig(ModelConfig):
 def _check_latents(model, bad):
     if not model.latents:
         bad("latents", "expected the number of latents per group at each level, such as (16, 2)")
-    before, whose = model.group_size, f"config.model.group_size={model.group_size}"
+    before, limit = model.group_size, f"config.model.group_size={model.group_size}"
     for count in model.latents:
         if count >= before:
             bad(
                 "latents",
-                f"{count} must be less than {whose}: the number of latents "
+                f"{count} must be less than {limit}: the number of latents "
                 "decreases from level to level",
             )
-        before, whose = count, f"the {count} of the level before"
+        before, limit = count, f"the {count} of the level before"
 
 
 def _widths(model, attention, levels, bad):
