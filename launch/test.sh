@@ -2,6 +2,7 @@
 # Runs the test suite on this machine, with nothing but Python 3.11 or newer installed.
 #
 #   ./launch/test.sh                                       # tests of an extra not installed skip
+#   ./launch/test.sh --all                                 # and the slow ones
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
 #   ./launch/test.sh tests/house -k einsum                  # any arguments of pytest
 #
@@ -15,6 +16,7 @@ set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 arguments=()
+tier=(-m 'not slow')
 while [ $# -gt 0 ]; do
   case "$1" in
     --extras)
@@ -23,6 +25,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --extras=*) export EFX_EXTRAS="${1#*=}" ;;
+    --all) tier=() ;;
     *) arguments+=("$1") ;;
   esac
   shift
@@ -31,4 +34,4 @@ done
 python="$(bash "$root/launch/environment.sh")"
 cd -- "$root"
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
-  ${arguments[@]+"${arguments[@]}"}
+  ${tier[@]+"${tier[@]}"} ${arguments[@]+"${arguments[@]}"}
