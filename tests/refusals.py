@@ -20,7 +20,9 @@ def refused(call, *names):
 # Changes of a small run (test_cli.SETTINGS) and the names that the message must have.
 # tests/config/test_refusals.py starts each of them by the command line.
 
-GENERAL = []
+GENERAL = [
+    ({"seed": -1}, "config.seed=-1"),
+]
 
 MODELS = []
 
