@@ -1,0 +1,246 @@
+"""Faults: does the suite notice when one line of efx is wrong?
+
+    python -m benchmarks.mutations
+    python -m benchmarks.mutations --only=cache --jobs=1
+
+Each fault of `FAULTS` is made in a copy of this checkout, and the cheapest file of tests that
+should notice runs there. Prints a table; exit status 1 if a fault survives.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.common import table
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROUTING, LAYERS, MODELS = "efx/layers/routing/", "efx/layers/", "efx/models/"
+
+# (what is wrong, file, text that occurs once, text in its place, arguments of pytest)
+FAULTS = [
+    # ---- routing
+    ("selection: the smallest scores", ROUTING + "plans.py",
+     "jax.lax.top_k(scores_BT, size)", "jax.lax.top_k(-scores_BT, size)",
+     "layers/test_routing.py"),
+    ("admission: one token too many", ROUTING + "plans.py",
+     "(before_BT[:, :-1] < self.size)", "(before_BT[:, :-1] <= self.size)",
+     "layers/test_routing.py layers/test_decisions.py contract/test_documents.py"),
+    ("admission: a slot of the next document", ROUTING + "plans.py",
+     "(place_BT < self.shares(d.end_BT))", "(place_BT <= self.shares(d.end_BT))",
+     "contract/test_documents.py"),
+    ("routing: dropped tokens share an index", ROUTING + "plans.py",
+     "jnp.where(index < size, index, size + own)", "jnp.minimum(index, size)",
+     "layers/test_routing.py"),
+    ("routing: positions are counted anew", ROUTING + "plans.py",
+     "positions_BT=self.take(tokens.positions_BT, fill=-1),",
+     "positions_BT=jnp.where(self.mask_BC, jnp.arange(self.mask_BC.shape[1]), -1),",
+     "layers/test_routing.py"),
+    ("routing: no gate", ROUTING + "depth.py",
+     "plan.take(gate_BT)", "plan.take(jnp.ones_like(gate_BT))",
+     "layers/test_routing.py"),
+    ("routing: skipped tokens lose the residual", ROUTING + "depth.py",
+     "start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)\n        routed_info",
+     "start_BTD = self._add_skip_mlp(x_BTD * run_BT[..., None], ~run_BT)\n        routed_info",
+     "layers/test_routing.py"),
+    ("routing: the skip MLP on routed tokens", ROUTING + "depth.py",
+     "jnp.where(skipped_BT[..., None]", "jnp.where(~skipped_BT[..., None]",
+     "layers/test_routing.py"),
+    ("routing: the router's loss reaches the input", ROUTING + "depth.py",
+     "self.scores(jax.lax.stop_gradient(x_BTD))", "self.scores(x_BTD)",
+     "layers/test_decisions.py layers/test_routing.py"),
+    ("routing: the predictor trains the block's input", ROUTING + "depth.py",
+     "self.predictor(jax.lax.stop_gradient(x_BTD))", "self.predictor(x_BTD)",
+     "layers/test_decisions.py"),
+    ("threshold: old and new change weights", ROUTING + "quantiles.py",
+     "decay * old + (1.0 - decay) * new", "decay * new + (1.0 - decay) * old",
+     "layers/test_decisions.py"),
+    ("threshold: a share of survivors", ROUTING + "depth.py",
+     "self.capacity / self.survivors", "self.capacity",
+     "layers/test_recursion.py layers/test_decisions.py"),
+    # ---- caches and attention
+    ("cache: a full block admits one less", LAYERS + "kv_cache.py",
+     "jnp.cumsum(wanted, axis=1) <= room)", "jnp.cumsum(wanted, axis=1) < room)",
+     "contract/test_decode.py"),
+    ("cache: padding takes slots", LAYERS + "kv_cache.py",
+     "_added(slots[\"used\"], jnp.sum(valid_BT, axis=1), rows_B)",
+     "_added(slots[\"used\"], jnp.full(len(valid_BT), valid_BT.shape[1]), rows_B)",
+     "contract/test_decode.py"),
+    ("cache: no window", LAYERS + "attend.py",
+     "allowed_BTC & (gap_BTC < window) if window else allowed_BTC", "allowed_BTC",
+     "contract/test_decode.py"),
+    ("attention: a window too wide by one", LAYERS + "attend.py",
+     "search(along_T, along_T - window)", "search(along_T, along_T - window - 1)",
+     "layers/test_attention.py"),
+    ("attention: the future is visible", LAYERS + "attend.py",
+     "allowed_BTS = (k_1S <= q_T1)[None]", "allowed_BTS = (k_1S <= q_T1 + 1)[None]",
+     "layers/test_attention.py"),
+    ("attention: documents see each other", LAYERS + "attend.py",
+     "cut_BT = cut_BT | (jnp.diff(segment_ids_BT", "cut_BT = cut_BT & (jnp.diff(segment_ids_BT",
+     "layers/test_attention.py"),
+    ("attention: the gradient of the softcap", LAYERS + "attend.py",
+     "1.0 - jnp.square(scores_BKRS / static.softcap)",
+     "1.0 - jnp.abs(scores_BKRS / static.softcap)",
+     "layers/test_attention.py"),
+    # ---- experts, masks, latents, two streams
+    ("experts: weights do not sum to 1", ROUTING + "moe.py",
+     "weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)", "weight_BTE / c.top_k",
+     "layers/test_moe.py"),
+    ("experts: unweighted while decoding", ROUTING + "moe.py",
+     "jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]", "jnp.where(run_BTE, 1.0, 0.0)[:, 0]",
+     "contract/test_families.py -k moe"),
+    ("experts: the balancing loss of a micro-batch", "efx/means.py",
+     "self.replace(count=whole.count).mean()", "self.mean()",
+     "runs/test_means.py runs/test_accumulation.py"),
+    ("masks: the penalty of the complement", LAYERS + "mask_dropout/functions.py",
+     "entropy(1.0 - m)", "entropy(m)", "layers/test_learned_dropout.py"),
+    ("masks: no straight-through gradient", LAYERS + "mask_dropout/functions.py",
+     "jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))", "jax.lax.stop_gradient(hard)",
+     "layers/test_learned_dropout.py"),
+    ("latents: early tokens read their own group", MODELS + "latent/groups.py",
+     "before = repeated(z[:, :-1], early", "before = repeated(z[:, 1:], early",
+     "models/test_latent.py"),
+    ("latents: targets get a gradient", MODELS + "latent/loss.py",
+     "if not c.target_gradient:", "if c.target_gradient:", "models/test_latent_loss.py"),
+    ("cross-attention: reads the next encoder state", MODELS + "encoder_decoder/streams.py",
+     "entering_BTD if self.spec.parallel else e_BTD", "e_BTD", "models/test_encoder_decoder.py"),
+    ("cross-attention: no mask", LAYERS + "attend.py",
+     "allowed_BTS = gap_BTS >= 0", "allowed_BTS = gap_BTS >= gap_BTS.min()",
+     "contract/test_families.py -k streams"),
+    # ---- training
+    ("loss: z-loss without the square", "efx/losses.py",
+     "summed(jnp.square(lse_BT))", "summed(lse_BT)", "runs/test_losses.py"),
+    ("step: the same random numbers in each step", "efx/step.py",
+     "jax.random.fold_in(jax.random.key(seed), state.step)", "jax.random.key(seed)",
+     "runs/test_train.py runs/test_accumulation.py models/test_models.py"),
+    ("accumulation: other keys for the batch's means", "efx/step.py",
+     "forward(state.params, state.variables, batch, keys(index))",
+     "forward(state.params, state.variables, batch, keys(index + 1))",
+     "runs/test_accumulation.py"),
+    ("step: an overflowing gradient is applied", "efx/step.py",
+     "jnp.isfinite(metrics[\"train/objective\"]) & jnp.isfinite(norm)",
+     "jnp.isfinite(metrics[\"train/objective\"])", "runs/test_train.py"),
+    ("optimiser: everything decays", "efx/optim.py",
+     "not is_frozen and path in decayed and", "not is_frozen and", "runs/test_optim.py"),
+    ("optimiser: the warm-up starts at 0", "efx/optim.py",
+     "optax.linear_schedule(peak / (warmup + 1), peak, warmup)",
+     "optax.linear_schedule(0.0, peak, warmup)", "runs/test_optim.py"),
+    ("optimiser: muP's rate", LAYERS + "parametrisation.py",
+     "base_width / shape[axis] if base_width and axis", "1.0 if base_width and axis",
+     "layers/test_mup.py"),
+    ("mesh: MLPs are not split", "efx/sharding.py",
+     "    (\"mlp\", \"tensor\"),\n", "    (\"mlp\", None),\n", "runs/test_sharding.py"),
+    # ---- data
+    ("data: each epoch in one order", "efx/data/pipeline.py",
+     "np.random.default_rng([self._seed, epoch])", "np.random.default_rng([self._seed])",
+     "data/test_data.py"),
+    ("packing: one document a row", "efx/data/packing.py",
+     "segment_ids_BT[b, begin:end] = segment", "segment_ids_BT[b, begin:end] = 1",
+     "data/test_data_packing.py"),
+    ("tokenizer: characters past the table", "efx/data/tokenizers.py",
+     "ids[beyond] = -1", "ids[beyond] = 0", "data/test_tokenizers.py"),
+    ("data: held-out documents are trained on", "efx/data/held_out.py",
+     "if document_digest(data) in digests:", "if document_digest(data) is None:",
+     "data/test_data_sources.py data/test_data_corpus.py data/test_data.py"),
+    # ---- runs
+    ("manifest: checksums are not compared", "efx/checkpoint/files.py",
+     "return None if _digest(folder / name)[1] == digest else", "return None if True else",
+     "runs/test_checkpoint_damage.py"),
+    ("retention: the oldest are kept", "efx/checkpoint/manager.py",
+     "sorted(usable)[-self._keep_last :]", "sorted(usable)[: self._keep_last]",
+     "runs/test_checkpoint.py"),
+    ("lock: two launches share it", "efx/runfolder.py",
+     "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "runs/test_runfolder.py"),
+    ("signals: nobody stops", "efx/signals.py",
+     "return bool(self.name)", "return False", "runs/test_stopping.py"),
+    ("sampling: the nucleus without its last token", "efx/sample.py",
+     "jnp.cumsum(probs_BV, axis=-1) - probs_BV", "jnp.cumsum(probs_BV, axis=-1)",
+     "runs/test_sample.py -k nucleus"),
+    ("sampling: the same noise at each token", "efx/sample.py",
+     "jax.random.fold_in(key, index), scaled_BV", "key, scaled_BV", "runs/test_sample.py"),
+    # ---- interop and studies
+    ("import: matrices as stored", "efx/interop/hf.py",
+     "array = array.T if transposed else array", "array = array.T if False else array",
+     "models/test_import.py models/test_interop.py"),
+    ("export: halves of rotary pairs", "efx/interop/exported/modeling_efx.py",
+     "[a * cos - b * sin, b * cos + a * sin, rest]", "[a * cos + b * sin, b * cos - a * sin, rest]",
+     "models/test_export.py"),
+    ("isoFLOP: the vertex of the parabola", "efx/studies/isoflop/parabola.py",
+     "centre - slope_R / (2 * bend_R)", "centre - slope_R / bend_R",
+     "studies/test_isoflop_fits.py"),
+    ("isoFLOP: the law's exponent of tokens", "efx/studies/isoflop/law.py",
+     "self.B * np.power(tokens, -self.b)", "self.B * np.power(tokens, -self.a)",
+     "studies/test_isoflop_fits.py"),
+]  # fmt: skip
+
+
+def make_copy(folder):
+    """A copy of the tracked files of this checkout, beside what lies beside it."""
+    copy = pathlib.Path(tempfile.mkdtemp(dir=folder)) / ROOT.name
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    if (shared := ROOT.parent / "shared").is_dir():
+        (copy.parent / "shared").symlink_to(shared)
+    return copy
+
+
+def try_fault(fault, copies):
+    """(what is wrong, the tests that ran, the test that failed or "SURVIVED", seconds)."""
+    name, file, old, new, arguments = fault
+    original = (ROOT / file).read_text()
+    if original.count(old) != 1:
+        raise SystemExit(f"{name}: {file} has {original.count(old)} times, not once: {old}")
+    files, _, expression = arguments.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/{path}" for path in files.split()]
+    command += ["-k", expression] if expression else []
+    copy, start = copies.get(), time.monotonic()
+    try:
+        (copy / file).write_text(original.replace(old, new))
+        ended = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    finally:
+        (copy / file).write_text(original)
+        copies.put(copy)
+    caught = re.search(r"^(?:FAILED|ERROR) tests/\S+?::(.*?)(?: - .*)?$", ended.stdout, re.M)
+    if ended.returncode not in (0, 1):
+        output = ended.stdout[-2000:] + ended.stderr[-2000:]
+        raise SystemExit(f"{name}: {' '.join(command)} ended with {ended.returncode}\n{output}")
+    result = caught[1] if caught else "SURVIVED"
+    print(f"{name}: {result}", file=sys.stderr, flush=True)
+    return name, arguments, result, f"{time.monotonic() - start:.0f}"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults whose description has this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args(argv)
+    faults = [fault for fault in FAULTS if options.only in fault[0]]
+    copies = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.jobs):
+            copies.put(make_copy(folder))
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            rows = list(pool.map(lambda fault: try_fault(fault, copies), faults))
+    survived = sum(row[2] == "SURVIVED" for row in rows)
+    print(table(("fault", "tests", "caught by", "seconds"), *rows))
+    print(f"{len(rows) - survived} of {len(rows)} faults are caught")
+    return bool(survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
