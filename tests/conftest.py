@@ -40,7 +40,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = {
     "test_attention", "test_cli", "test_configs", "test_contract", "test_docs", "test_imports",
     "test_layout", "test_losses", "test_means", "test_models", "test_optim", "test_results",
-    "test_routing", "test_settings", "test_studies", "test_tokenizers", "test_wrong_use",
+    "test_routing", "test_settings", "test_studies", "test_tokenizers",
 }  # fmt: skip
 QUICK_ROWS = {"mod_options", "moe", "streams_parallel", "latent", "dropout_attention"}
 QUICK_PROPERTIES = {

@@ -7,6 +7,7 @@ file or the flag. Its other words are free.
 import pytest
 
 from efx.errors import UsageError
+from efx.sharding import DEFAULT_RULES
 
 
 def refused(call, *names):
@@ -21,7 +22,65 @@ def refused(call, *names):
 # tests/config/test_refusals.py starts each of them by the command line.
 
 GENERAL = [
-    ({"seed": -1}, "config.seed=-1"),
+    # Keys.
+    ({"modle.depth": 3}, "--config.modle"),
+    ({"optim.schedule.warmup": 3}, "--config.optim.schedule.warmup"),
+    ({"model": 3}, "--config.model"),
+    # Types.
+    ({"model.depth": "deep"}, "--config.model.depth=deep"),
+    ({"steps": "1e3"}, "--config.steps=1e3"),
+    ({"data.packing": "yes"}, "--config.data.packing=yes"),
+    ({"losses.router_bce": "'much'"}, "config.losses.router_bce='much'"),
+    ({"losses.z_loss": "nan"}, "config.losses.z_loss"),
+    ({"rules": "(('mlp', 5),)"}, "config.rules[0]"),
+    ({"rules": repr((*DEFAULT_RULES, ("mpl", None)))}, "'mpl'"),
+    ({"sample.prompt": "\udcff"}, "config.sample.prompt"),
+    # Ranges, and settings that contradict each other.
+    ({"seed": 2**32}, "config.seed=4294967296"),
+    ({"log.every": 0}, "config.log.every=0"),
+    ({"log.profile_at": 2}, "config.log.profile_at=2"),
+    ({"steps": 0, "train_flops": "inf"}, "config.train_flops=inf"),
+    ({"steps": 0, "train_flops": 1e38}, "config.train_flops"),
+    ({"optim.learning_rate": 1e39}, "config.optim.learning_rate"),
+    (
+        {"optim.schedule.decay_steps": 1, "optim.schedule.warmup_steps": 2},
+        "config.optim.schedule.decay_steps=1",
+    ),
+    ({"optim.frozen": "nothing/.*"}, "config.optim.frozen"),
+    ({"optim.decay": "nothing/.*"}, "config.optim.decay"),
+    ({"checkpoint.best_metric": "eval/los"}, "config.checkpoint.best_metric"),
+    ({"checkpoint.best_metric": "eval/accuracy"}, "config.checkpoint.best_metric"),
+    ({"checkpoint.keep_best": 1, "checkpoint.best_metric": "x"}, "config.checkpoint.best_metric"),
+    ({"train.accumulation": 3}, "config.data.batch_size=8"),
+    ({"data.batch_size": 9}, "config.data.batch_size=9"),
+    ({"mesh.data": 3}, "config.mesh"),
+    ({"data.packing": True}, "config.data.packing"),
+    ({"data.seq_len": 100_000}, "config.data.seq_len=100000"),
+    ({"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
+    ({"init.missing": ".*"}, "config.init.missing='.*'"),
+    # Models.
+    ({"model.attention.num_heads": 3}, "config.model.attention.num_heads=3"),
+    ({"model.attention.rope_theta": 0.0}, "config.model.attention.rope_theta=0.0"),
+    ({"model.depth": 1001}, "config.model.depth=1001"),
+    ({"model.depth_routing.capacity": 1.5}, "config.model.depth_routing.capacity=1.5"),
+    ({"model.depth_routing.every": 3}, "config.model.depth_routing.every=3"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.every": 3}, "config.model.mlp.moe.every=3"),
+    ({"model.dense_former.on": True, "model.dense_former.period": 5}, "dense_former.period=5"),
+    ({"model.dropout.kind": "elementwise", "model.dropout.sites": "()"}, "model.dropout.sites"),
+    # Memory.
+    ({"model.width": 10**7}, "config.model.width=10000000"),
+    ({"model.context": 10**9, "model.positions": "learned"}, "embedding"),
+    ({"data.batch_size": 8 * 10**8}, "config.data.batch_size=800000000"),
+    ({"evaluate.batch_size": 8 * 10**8}, "config.evaluate.batch_size=800000000"),
+    ({"sample.every": 1, "model.context": 10**9}, "config.model.context=1000000000"),
+    # Files.
+    ({"data.source": "text:nowhere.txt"}, "nowhere.txt"),
+    ({"data.source": "txt:nowhere.txt"}, "config.data.source"),
+    ({"data.tokenizer": "byte"}, "config.data.tokenizer"),
+    ({"data.tokenizer": "/none"}, "config.data.tokenizer='/none'"),
+    ({"data.tokenizer": "/dev/null"}, "config.data.tokenizer='/dev/null'"),
+    ({"init.run": "/none"}, "config.init.run='/none'"),
+    ({"losses.distill": 1.0, "train.teacher": "/none"}, "config.train.teacher"),
 ]
 
 MODELS = []

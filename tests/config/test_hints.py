@@ -1,0 +1,74 @@
+"""What a run prints before its first step and after its last one."""
+
+import re
+import tomllib
+from types import SimpleNamespace
+
+import numpy as np
+import test_layout
+
+from efx import hints
+from efx.configs import common
+from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+
+
+def closing_hints(monkeypatch, tokenizer, text, prompt, tensorboard=True, script=None, module=None):
+    """The lines at the end of a run; TensorBoard is installed as a script, a module, or not."""
+    monkeypatch.setattr(hints.shutil, "which", lambda name: script)
+    monkeypatch.setattr(hints.importlib.util, "find_spec", lambda name: module)
+    batch = {"inputs": np.array([tokenizer.encode(text)])}
+    data = SimpleNamespace(tokenizer=tokenizer, eval_batches=lambda size, most: iter([batch]))
+    config = common.apply(common.base(), {"sample.prompt": prompt, "log.tensorboard": tensorboard})
+    return hints.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
+
+
+def test_a_long_run_on_a_cpu_is_pointed_to_small_variants():
+    for command in (["efx", "--config", "gpt2"], ["efx", "--config=configs/gpt2.py:x"]):
+        long, short = (hints.before(flops, 1, 0, command) for flops in (1e18, 1e9))
+        source = command[-1].split("=")[-1].removesuffix(":x")
+        assert f"--config {source}:smoke" in long and "smoke" not in short
+    assert "smoke" not in hints.before(1e18, 1, 0, ["efx", "--config", "mine.py"])
+    # On an accelerator, from its peak: 10 days at full speed.
+    days = int(re.search(r"(\d+) d ", hints.before(864e18, 1, 1e15, []))[1])
+    assert 20 <= days <= 40
+
+
+def test_the_suggested_prompt_is_one_that_the_tokenizer_has(monkeypatch):
+    chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
+
+    def prompt(*arguments):
+        return re.search(r"a run'(.*)", closing_hints(monkeypatch, *arguments)[0])[1]
+
+    assert prompt(chars, text, "地玄 ") == " --prompt '地玄 '"
+    assert prompt(chars, text, "def ") == " --prompt '天地玄黃'"  # its tokenizer has no "d"
+    assert prompt(ByteTokenizer(), "of words that it saw", "def ") == " --prompt 'def '"
+    assert prompt(ByteTokenizer(), "x", "\n") == ""  # the config's, without a flag
+
+
+def test_the_suggested_commands_fit_the_installation(monkeypatch):
+    monkeypatch.delenv("EFX_COMMAND", raising=False)
+    chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
+
+    def tensorboard(**options):
+        return closing_hints(monkeypatch, chars, text, "地", **options)[2].partition("at it:")[2]
+
+    assert tensorboard(script="/bin/tensorboard").strip().startswith("tensorboard --logdir ")
+    assert "-m tensorboard.main --logdir " in tensorboard(module="here")
+    assert "pip install tensorboard" in tensorboard()
+    assert "metrics.jsonl" in tensorboard(tensorboard=False)
+    monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
+    lines = closing_hints(monkeypatch, chars, text, "地")
+    assert lines[0].count("./launch/local.sh --mode=sample") == 1
+
+
+def test_messages_and_documents_name_extras_that_exist():
+    """And no package index: whoever registers the name there could be installed."""
+    project = tomllib.loads((test_layout.ROOT / "pyproject.toml").read_text())["project"]
+    known, named = set(project["optional-dependencies"]), []
+    for path, text in test_layout.project_files():
+        if path.name == "test_docs.py":  # has wrong ones on purpose
+            continue
+        assert not re.search(r"\befx\[[a-z]|pip[ ]install (-\S+ )*'?efx\b", text), path
+        found = re.findall(r"""['"]\.\[([\w,]+)\]|EFX_EXTRAS=([a-z][\w,]*)""", text)
+        named += [extra for one in found for extra in "".join(one).split(",")]
+    assert set(named) <= known and len(named) > 5
