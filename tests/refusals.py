@@ -87,7 +87,33 @@ MODELS = []
 
 ROUTING = []
 
-DATA = []
+DATA = [
+    ({"data.source": "txt:x"}, "config.data.source='txt:x'"),
+    ({"data.source": "text:"}, "config.data.source='text:'"),
+    ({"data.source": "stdlib:3.11"}, "config.data.source='stdlib:3.11'"),
+    ({"data.source": "text:/no/such/file"}, "config.data.source='text:/no/such/file'"),
+    ({"data.source": "text:/no/such/*.txt"}, "config.data.source='text:/no/such/*.txt'"),
+    ({"data.source": "mix:stdlib", "data.split": "documents"}, "config.data.source='mix:stdlib'"),
+    (
+        {"data.source": "mix:stdlib,tokens:x", "data.split": "documents"},
+        "config.data.source='mix:stdlib,tokens:x'",
+    ),
+    ({"data.source": "mix:stdlib,pydoc"}, "config.data.split='tail'"),
+    ({"data.split": "documents"}, "config.data.split='documents'"),  # of one document
+    ({"data.tokenizer": "byte"}, "config.data.tokenizer='byte'"),
+    ({"data.tokenizer": "bpe:256"}, "config.data.tokenizer='bpe:256'"),
+    ({"data.eval_fraction": 1.0}, "config.data.eval_fraction=1.0"),
+    ({"data.packing": True, "data.shuffle": "random"}, "config.data.packing=True"),
+    ({"data.withhold": True}, "config.data.withhold=True"),
+    ({"data.document_bytes": 8}, "config.data.document_bytes=8"),
+    ({"data.document_bytes": 64, "data.source": "tokens:x"}, "config.data.document_bytes=64"),
+    ({"data.subset": "x"}, "config.data.split='tail'"),
+    ({"data.shuffle": "buffer"}, "config.data.shuffle='buffer'"),
+    ({"data.shuffle": "buffer", "data.source": "tokens:x"}, "config.data.source='tokens:x'"),
+    ({"data.shuffle": "buffer", "data.tokenizer": "chars"}, "config.data.tokenizer='chars'"),
+    ({"data.shuffle": "buffer", "data.subset": "x"}, "config.data.subset='x'"),
+    ({"data.cache_dir": "/dev/null/cache"}, "config.data.cache_dir='/dev/null/cache'"),
+]
 
 RUNS = []
 
