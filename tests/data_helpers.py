@@ -1,4 +1,7 @@
-"""What the tests of efx.data share."""
+"""Shared helpers of the tests of efx.data: small texts, token shards that count, a fake hub.
+
+Only those that read a source, split it, or return all tokens of a split look inside efx.data.
+"""
 
 import contextlib
 import functools
@@ -9,43 +12,48 @@ import threading
 import numpy as np
 import pytest
 from hypothesis import settings
-from ml_collections import ConfigDict
+from refusals import refused
 
 import efx.data
-from efx.data import held_out
-from efx.errors import UsageError
+from efx.data import held_out, sources, tokenizers
+from efx.run_blocks import DataConfig
+from efx.settings import defaults
 
-# An example that is slow on a busy machine is not wrong.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# A slow example on a busy machine is not an error.
+few_examples = settings(max_examples=15, deadline=None)
 
 
 def make_config(source, tmp_path, **changes):
-    values = dict(
-        source=source,
-        tokenizer="bytes",
-        seq_len=8,
-        batch_size=4,
-        eval_source="",
-        eval_fraction=0.25,
-        split="tail",
-        withhold=False,
-        on_change="error",
-        packing=False,
-        shuffle="windows",
-        buffer_tokens=64,
-        cache_dir=str(tmp_path / "cache"),
-        text_key="",
-        max_bytes=0,
-        document_bytes=0,
-        subset="",
-    )
-    assert set(changes) <= set(values)
-    return ConfigDict(values | changes)
+    config = defaults(DataConfig())
+    small = dict(seq_len=8, batch_size=4, eval_fraction=0.25, buffer_tokens=64, text_key="")
+    small |= dict(source=source, cache_dir=str(tmp_path / "cache"))
+    config.update(small | changes)
+    return config
+
+
+def open_data(config, **changes):
+    return efx.data.load(config, **(dict(seed=3) | changes))
+
+
+def refuse_data(config, *names, **load):
+    """Loading `config` raises a UsageError of one line in which each of `names` occurs."""
+    refused(lambda: open_data(config, **load), *names)
+
+
+def counting_data(folder, length, eval_length=None, *, seed=3, files=1, **changes):
+    """Data whose token ids are their positions: `length` to train on, `eval_length` held out."""
+    eval_length = eval_length or length // 2
+    characters = map(chr, range(0x10000, 0x10000 + max(length, eval_length)))
+    tokenizer = tokenizers.CharTokenizer(characters)
+    for name, count in (("train", length), ("eval", eval_length)):
+        parts = np.array_split(np.arange(count), files)
+        efx.data.write_token_shards(folder / name, tokenizer, parts, shard_tokens=1)
+    changes = dict(tokenizer="chars", eval_source=f"tokens:{folder}/eval") | changes
+    return open_data(make_config(f"tokens:{folder}/train", folder, **changes), seed=seed)
 
 
 def write_letters(tmp_path):
-    """A text of 400 characters, of which no 4 in a row occur twice."""
+    """A text of 400 characters in which no 4 consecutive ones occur twice."""
     pairs = itertools.product("abcdefghijklmnopqrst", repeat=2)
     path = tmp_path / "letters.txt"
     path.write_text("".join(a + b for a, b in pairs if a != b)[:400])
@@ -53,7 +61,7 @@ def write_letters(tmp_path):
 
 
 def write_folder(tmp_path):
-    """12 documents of different lengths, each of its own letter; one is there twice."""
+    """12 documents of different lengths, each of its own letter; one occurs twice."""
     path = tmp_path / "texts"
     (path / "sub").mkdir(parents=True)
     for i in range(12):
@@ -64,13 +72,58 @@ def write_folder(tmp_path):
     return path
 
 
-def open_data(config, **changes):
-    return efx.data.load(config, **(dict(seed=3) | changes))
+def write_records(path, records):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+class MemorySource:
+    """A source whose documents are the bytes `texts`."""
+
+    name = "documents"
+
+    def __init__(self, texts):
+        self._texts = texts
+
+    def documents(self):
+        return (sources.Document(str(i), text) for i, text in enumerate(self._texts) if text)
+
+
+def read_documents(source, tmp_path, **changes):
+    """The documents of a source."""
+    config = make_config(source, tmp_path, **changes)
+    return list(sources.open_source(config, tmp_path / "cache").documents())
+
+
+def read_texts(source, tmp_path, **changes):
+    return [document.data.decode() for document in read_documents(source, tmp_path, **changes)]
 
 
 def split_documents(source, method, eval_fraction):
-    """The pieces of a text that has no earlier decision."""
+    """(split, name, bytes) of the pieces of a source that has no earlier split."""
     return held_out.pieces(source, held_out.decide(source, method, eval_fraction))
+
+
+def token_ids(data, split):
+    """All token ids of a split; of one that grows when it is complete."""
+    return np.concatenate(data._streams[split].arrays()).tolist()
+
+
+def text_of(data, split):
+    return data.tokenizer.decode(token_ids(data, split))
+
+
+def cache_entries(tmp_path):
+    return sorted(path for path in (tmp_path / "cache").glob("*/*") if path.is_dir())
+
+
+def split_sizes(config):
+    """(training tokens, held-out tokens)"""
+    data = open_data(config)
+    return data.train_tokens, data.eval_tokens
 
 
 def take(iterator, count):
@@ -83,17 +136,6 @@ def same(left, right):
         np.testing.assert_array_equal(left[key], right[key], err_msg=key)
 
 
-def usage_error(*words, **load):
-    """The message of the error that `load` ends in; it is one line and holds `words`."""
-    with pytest.raises(UsageError) as error:
-        efx.data.load(**(dict(seed=0) | load))
-    message = str(error.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-    return message
-
-
 @contextlib.contextmanager
 def served_data_set(tmp_path):
     """A Hugging Face data set of a.jsonl and b.jsonl, in `tmp_path`, behind an HTTP server.
@@ -103,7 +145,7 @@ def served_data_set(tmp_path):
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
-            # The library looks at a file, by requests without a range, before it reads it.
+            # The library probes a file by requests without a range before it reads it.
             reads = self.path == "/b.jsonl" and "Range" in self.headers
             if reads and self.server.failures > 0:
                 self.server.failures -= 1

@@ -1,32 +1,31 @@
-"""Data: nothing held out is trained on; order depends on (seed, step) alone."""
+"""Batches depend on (seed, step, row) alone; evaluation scores every target once; packing."""
 
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import (
+    counting_data,
+    few_examples,
     make_config,
     open_data,
+    refuse_data,
     same,
     take,
-    usage_error,
+    text_of,
+    token_ids,
     write_folder,
     write_letters,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
+from refusals import refused
 
-from efx.data import pipeline, tokenizers, write_token_shards
-from efx.data.stream import Stream
-
-# A stream in which every token says where it stands.
-COUNTING = Stream([np.arange(1000, dtype=np.uint16)])
+from efx.data import tokenizers, write_token_shards
 
 
 @pytest.fixture
@@ -39,35 +38,33 @@ def folder(tmp_path):
     return write_folder(tmp_path)
 
 
-@given(st.integers(1, 40), st.integers(0, 80), st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
-def test_windows_lie_in_the_text_and_do_not_overlap(seq_len, extra, seed):
+@few_examples
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_windows_of_an_epoch_cover_the_text_without_overlap(seq_len, extra, seed):
     length = seq_len + 1 + extra
-    stream = Stream([np.arange(length, dtype=np.uint16)])
-    windows = pipeline._ShuffledWindows(stream, seq_len, seed)
-    count = windows.count
-    for epoch in range(2):
-        starts = np.sort(windows.starts(range(epoch * count, (epoch + 1) * count)))
-        assert starts[0] >= 0 and starts[-1] + seq_len + 1 <= length
-        assert (np.diff(starts) == seq_len).all()
-        # All but the rest of less than two windows is trained on in every epoch.
-        assert count * seq_len > length - 1 - 2 * seq_len
+    count = max(1, length // seq_len - 1)
+    with tempfile.TemporaryDirectory() as name:
+        changes = dict(seq_len=seq_len, batch_size=count, seed=seed)
+        data = counting_data(Path(name), length, length + 1, **changes)
+        for batch in take(data.train_iterator(), 2):  # a batch is an epoch
+            starts = np.sort(batch["inputs"][:, 0])
+            assert (np.diff(starts) == seq_len).all() and starts[-1] + seq_len < length
+            assert (batch["targets"][:, -1] == batch["inputs"][:, 0] + seq_len).all()
+    # All tokens but those of fewer than two windows.
+    assert count * seq_len > length - 1 - 2 * seq_len
 
 
-def test_epochs_differ_in_order_and_offset():
-    windows = pipeline._ShuffledWindows(COUNTING, 10, seed=1)
-    count = windows.count
-    epochs = [windows.starts(range(e * count, (e + 1) * count)) for e in range(20)]
-    assert len({int(e.min()) for e in epochs}) > 5
-    assert len({tuple((e - e.min()).tolist()) for e in epochs}) == 20
+def test_epochs_differ_in_order_and_offset(tmp_path):
+    data = counting_data(tmp_path, 1000, seq_len=10, batch_size=99)
+    epochs = [batch["inputs"][:, 0] for batch in take(data.train_iterator(), 20)]
+    assert len({int(starts.min()) for starts in epochs}) > 5
+    assert len({tuple(starts - starts.min()) for starts in epochs}) == 20
 
 
-def test_random_windows_reach_every_start():
-    windows = pipeline._RandomWindows(Stream([np.arange(20, dtype=np.uint16)]), 8, seed=0)
-    batches = [windows(step, 16, np.arange(16)) for step in range(20)]
-    starts = {int(s) for b in batches for s in b["inputs"][:, 0]}
-    assert starts == set(range(12))  # 0..11: 11 + 8 + 1 = 20
-    assert max(int(b["targets"].max()) for b in batches) == 19
+def test_random_windows_reach_every_start(tmp_path):
+    data = counting_data(tmp_path, 20, seq_len=8, batch_size=16, shuffle="random")
+    batches = take(data.train_iterator(), 20)
+    assert {int(start) for batch in batches for start in batch["inputs"][:, 0]} == {*range(12)}
 
 
 @pytest.mark.parametrize("shuffle", ["windows", "random"])
@@ -84,12 +81,12 @@ def test_targets_are_the_inputs_one_later(shuffle, letters, tmp_path):
         for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
             row = data.tokenizer.decode([*inputs, targets[-1]])
             assert row[1:] == data.tokenizer.decode(targets)
-            # Windows of the held-out text do not occur in what is trained on.
+            # No window of the held-out text is trained on.
             assert row in text[:300] and row not in text[300 - 8 :]
 
 
 @pytest.mark.parametrize("shuffle", ["windows", "random"])
-def test_seeds_have_nothing_in_common(shuffle, letters, tmp_path):
+def test_seeds_have_no_batch_in_common(shuffle, letters, tmp_path):
     config = make_config(f"text:{letters}", tmp_path, shuffle=shuffle)
     first = {}
     for seed in (0, 1, 2, -1, 2**40):
@@ -103,92 +100,73 @@ ORDERS = [dict(), dict(shuffle="random"), dict(packing=True, seq_len=20)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("rows", [[0, 1], [3], [1, 3], [0, 1, 2, 3]])
-def test_rows_that_are_asked_for_are_those_of_the_whole_batch(order, rows, folder, tmp_path):
-    """Which rows a process reads is told by its devices; what they hold depends on no process."""
+def test_a_row_depends_neither_on_the_hosts_nor_on_when_the_run_resumed(order, folder, tmp_path):
     config = make_config(f"text:{folder}", tmp_path, split="documents", **order)
-    whole = take(open_data(config).train_iterator(), 25)
-    some = take(open_data(config).train_iterator(rows=rows), 25)
-    for batch, expected in zip(some, whole, strict=True):
-        same(batch, {k: v[rows] for k, v in expected.items()})
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_resuming_is_exact_also_with_other_rows(order, folder, tmp_path):
-    config = make_config(f"text:{folder}", tmp_path, split="documents", **order)
-    straight = take(open_data(config).train_iterator(), 30)
+    whole = take(open_data(config).train_iterator(), 30)
+    for rows in ([0], [1, 3], [2]):  # three hosts
+        for batch, expected in zip(
+            take(open_data(config).train_iterator(rows=rows), 25), whole[:25], strict=True
+        ):
+            same(batch, {k: v[rows] for k, v in expected.items()})
     iterator = open_data(config).train_iterator()
     assert iterator.get_state() == {"step": 0}
-    for step in (1, 7, 13):
-        while iterator.get_state()["step"] < step:
-            next(iterator)
+    for step in (1, 13):
+        take(iterator, step - iterator.get_state()["step"])
         state = json.loads(json.dumps(iterator.get_state()))
         assert state == {"step": step}
         resumed = open_data(config).train_iterator()
         resumed.set_state(state)
-        for batch, expected in zip(take(resumed, 5), straight[step:], strict=False):
+        for batch, expected in zip(take(resumed, 5), whole[step : step + 5], strict=True):
             same(batch, expected)
         other = open_data(config).train_iterator(step, rows=[2, 3])
         assert other.get_state() == state
-        same(next(other), {k: v[2:] for k, v in straight[step].items()})
+        same(next(other), {k: v[2:] for k, v in whole[step].items()})
     iterator.set_state({"step": 0})
-    same(next(iterator), straight[0])
+    same(next(iterator), whole[0])
 
 
-_IN_A_NEW_PROCESS = """
-import sys, json, efx.data
-from ml_collections import ConfigDict
-data = efx.data.load(ConfigDict(json.loads(sys.argv[1])), seed=3)
-it = data.train_iterator(5)
-print(json.dumps([next(it)["inputs"].tolist() for _ in range(2)]))
-"""
+GOLDEN_STARTS = {
+    "windows": [176, 224, 88, 160, 152, 16, 64, 320, 104, 259, 371, 235, 363, 291, 275, 219],
+    "random": [35, 280, 66, 281, 366, 259, 78, 20, 355, 230, 310, 151, 260, 312, 267, 323],
+    "packing": [272, 220, 336, 24, 61, 300, 53, 45, 0, 388, 380, 360, 264, 32, 228, 316],
+}
 
 
-def test_order_is_the_same_in_every_process_and_version(letters, tmp_path):
-    """The numbers are fixed: a run that goes on after an upgrade sees the text it would have."""
-    config = make_config(f"text:{letters}", tmp_path, batch_size=2)
-    here = [b["inputs"].tolist() for b in take(open_data(config).train_iterator(5), 2)]
-    environment = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    there = subprocess.run(
-        [sys.executable, "-c", _IN_A_NEW_PROCESS, json.dumps(config.to_dict())],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(there.stdout) == here
-    config.shuffle = "random"
-    drawn = next(open_data(config).train_iterator(5))["inputs"]
-    rows, text = np.uint8([*here[0], *drawn]), letters.read_bytes()
-    starts = [text.index(bytes(row)) for row in rows]
-    assert starts == GOLDEN_STARTS
+@pytest.mark.parametrize("order", GOLDEN_STARTS)
+def test_the_order_is_the_same_in_every_version(order, tmp_path):
+    """A run that is resumed after an upgrade reads the rows that it would have read."""
+    how = dict(packing=True) if order == "packing" else dict(shuffle=order)
+    data = counting_data(tmp_path, 400, files=11, batch_size=8, **how)
+    batches = take(data.train_iterator(5), 2)
+    starts = np.concatenate([batch["inputs"][:, 0] for batch in batches])
+    assert starts.tolist() == GOLDEN_STARTS[order]
 
 
-GOLDEN_STARTS = [136, 88, 26, 208]
-
-
+@few_examples
 @given(st.integers(2, 70), st.integers(1, 12), st.sampled_from([1, 2, 3, 6]), st.integers(0, 4))
-@settings(max_examples=60)
 def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches):
     hosts_batches = []
-    data = _data_of(np.arange(length), seq_len)
-    for rows in np.split(np.arange(6), hosts):
-        batches = data.eval_batches(6, max_batches, rows)
-        listed = list(batches)
-        assert len(listed) == len(batches)
-        assert all(b["inputs"].shape == (6 // hosts, seq_len) for b in listed)
-        hosts_batches.append(listed)
+    with tempfile.TemporaryDirectory() as name:
+        data = counting_data(Path(name), 100, length, seq_len=seq_len)
+        for rows in np.split(np.arange(6), hosts):
+            batches = data.eval_batches(6, max_batches, rows)
+            hosts_batches.append(list(batches))
+            assert len(hosts_batches[-1]) == len(batches)
+            assert all(b["inputs"].shape == (6 // hosts, seq_len) for b in batches)
     total = -(-(length - 1) // (6 * seq_len))
     count = min(total, max_batches) if max_batches else total
     assert {len(b) for b in hosts_batches} == {count}
     scored, inputs, again = [], [], []
     for step in range(count):
-        for listed in hosts_batches:
-            batch = listed[step]
+        for batches in hosts_batches:
+            batch = batches[step]
             keep = batch["weights"] > 0
             assert set(np.unique(batch["weights"])) <= {0.0, 1.0}
             scored += batch["targets"][keep].tolist()
             inputs += batch["inputs"][keep].tolist()
             again += batch["inputs"][~keep].tolist()
     assert inputs == [t - 1 for t in scored] and scored == sorted(set(scored))
-    # What fills up the last batch is of the text of that batch.
+    # The last batch is filled up with text of that batch.
     assert {*again} <= {*inputs[(count - 1) * 6 * seq_len :], scored[-1]}
     if count == total:
         assert scored == list(range(1, length))
@@ -198,22 +176,14 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
         assert scored[-1] > (rows - math.ceil(rows / (6 * count)) - 1) * seq_len
 
 
-def _data_of(tokens, seq_len):
-    """Data of a held-out split of these tokens."""
-    config = ConfigDict(dict(seq_len=seq_len, packing=False, batch_size=1, shuffle="windows"))
-    streams = dict.fromkeys(("train", "eval"), Stream([tokens.astype(np.uint16)]))
-    tokenizer = tokenizers.ByteTokenizer()
-    return pipeline.Data(config, 0, tokenizer, streams, None, None, "key")
-
-
 def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
     config = make_config(f"text:{folder}", tmp_path, split="documents", packing=True, seq_len=20)
     data = open_data(config)
     batches = list(data.eval_batches(4))
     assert len(batches) == len(data.eval_batches(4))
-    weights = sum(b["weights"].sum() for b in batches)
-    assert weights == data.scored_tokens("eval")
-    heldout = [t for p in folder.rglob("*.txt") if (t := p.read_text()) and _held(data, t)]
+    assert sum(b["weights"].sum() for b in batches) == data.scored_tokens("eval")
+    texts = [text for path in folder.rglob("*.txt") if (text := path.read_text())]
+    heldout = [text for text in texts if text[0] in text_of(data, "eval")]
     targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
     assert sorted(targets) == sorted([*"".join(heldout).encode(), *[256] * len(heldout)])
     same(batches[0], next(iter(data.eval_batches(4))))
@@ -221,26 +191,25 @@ def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
         same(part, {k: v[[0, 3]] for k, v in whole.items()})
 
 
-@pytest.mark.parametrize("seq_len, packing", [(4, False), (9, True), (16, False)])
-def test_rows_that_repeat_themselves(seq_len, packing):
-    data, half = _data_of(np.arange(1000), seq_len), seq_len // 2
-    data._config.packing = packing
+@pytest.mark.parametrize("seq_len, packing", [(4, False), (9, True)])
+def test_repeated_rows_repeat_random_held_out_tokens(seq_len, packing, tmp_path):
+    data, half = counting_data(tmp_path, 1200, 1000, seq_len=seq_len, packing=packing), seq_len // 2
     batches = list(data.repeated_batches(7, 4))
-    assert len(batches) == 2  # the last of eight rows is not wanted
+    assert len(batches) == 2
     drawn = []
-    for number, of_half in enumerate(batches):
+    for number, halves in enumerate(batches):
         for name, begin in (("first", 0), ("second", half)):
-            batch = of_half[name]
+            batch = halves[name]
             tokens = np.concatenate([batch["inputs"], batch["targets"][:, -1:]], axis=1)
             np.testing.assert_array_equal(batch["targets"], tokens[:, 1:])
             np.testing.assert_array_equal(tokens[:, half:], tokens[:, :-half])
-            wanted = np.zeros((4, seq_len))
-            wanted[: 4 - number, begin : begin + half - 1] = 1
-            np.testing.assert_array_equal(batch["weights"], wanted)
+            weights = np.zeros((4, seq_len))
+            weights[: 4 - number, begin : begin + half - 1] = 1  # the last row of eight has none
+            np.testing.assert_array_equal(batch["weights"], weights)
             if packing:
                 np.testing.assert_array_equal(batch["positions"][1], np.arange(seq_len))
                 assert (batch["segment_ids"] == 1).all()
-        same(batch | {"weights": 0}, of_half["first"] | {"weights": 0})
+        same(batch | {"weights": 0}, halves["first"] | {"weights": 0})
         drawn += tokens[:, :half].tolist()
     assert np.ptp(drawn) > 500 and len({tuple(row) for row in drawn}) == 8
     # Hosts draw the same rows, and so does the next evaluation.
@@ -249,12 +218,7 @@ def test_rows_that_repeat_themselves(seq_len, packing):
             same(part[name], {key: value[[1, 3]] for key, value in batch.items()})
 
 
-def _held(data, text):
-    return text.encode()[0] in data._streams["eval"].arrays()[0]
-
-
-def test_bytes_per_token(folder, tmp_path):
-    """Bits per byte do not depend on the tokenizer: bytes of what is scored over its tokens."""
+def test_bytes_per_token_are_those_of_the_scored_tokens(folder, tmp_path):
     for tokenizer, packing in itertools.product(["bytes", "chars", "bpe:260"], [False, True]):
         config = make_config(
             f"text:{folder}", tmp_path, split="documents", tokenizer=tokenizer, packing=packing
@@ -262,7 +226,7 @@ def test_bytes_per_token(folder, tmp_path):
         data = open_data(config)
         lengths = data.tokenizer.byte_lengths()
         for split in ("train", "eval"):
-            stream = data._streams[split].arrays()[0]
+            stream = np.array(token_ids(data, split))
             if not packing:
                 scored = stream[1:]
             elif tokenizer == "chars":
@@ -275,21 +239,7 @@ def test_bytes_per_token(folder, tmp_path):
             assert data.bytes_per_token(split) == pytest.approx(expected)
 
 
-def test_bytes_are_counted_once(letters, tmp_path, monkeypatch):
-    """Every evaluation asks for them, and a long split takes seconds."""
-    count, counted = pipeline.count_bytes, []
-
-    def spy(*arguments, **options):
-        counted.append(count(*arguments, **options))
-        return counted[-1]
-
-    monkeypatch.setattr(pipeline, "count_bytes", spy)
-    data = open_data(make_config(f"text:{letters}", tmp_path))
-    found = [data.bytes_per_token(split) for split in ("eval", "eval", "train", "eval")]
-    assert len(counted) == 2 and found[0] == found[1] == found[3]
-
-
-def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
+def test_bytes_per_token_where_an_id_has_no_fixed_bytes(tmp_path):
     library = pytest.importorskip("tokenizers")
     inner = library.Tokenizer(library.models.WordLevel({"é": 0, "b": 1, "?": 2}, unk_token="?"))
     inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
@@ -305,49 +255,132 @@ def test_bytes_per_token_where_ids_do_not_tell(tmp_path):
     assert open_data(config).bytes_per_token("eval") == (5 * 15 - 1) / 29  # no space at the end
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(source="txt:x"), ["config.data.source='txt:x'", "did you mean 'text'"]),
-        (dict(source="stdlb"), ["did you mean 'stdlib'"]),
-        (dict(source="text:"), ["expected text:PATH"]),
-        (dict(source="stdlib:3.11"), ["expected stdlib"]),
-        (dict(source="tokens"), ["expected tokens:PATH"]),
-        (dict(source="text:/no/such/file"), ["/no/such/file", "no such file"]),
-        (dict(source="text:/no/such/*.txt"), ["no file matches"]),
-        (dict(source="arrayrecord:/no/such*"), ["no file matches"]),
-        (dict(tokenizer="byte"), ["config.data.tokenizer='byte'", "did you mean 'bytes'"]),
-        (dict(tokenizer="bpe:12"), ["config.data.tokenizer='bpe:12'", "from 257 to"]),
-        (dict(split="tails"), ["config.data.split='tails'", "did you mean 'tail'"]),
-        (dict(split="documents"), ["config.data.split='documents'", "at least 2 are"]),
-        (dict(shuffle="window"), ["config.data.shuffle='window'", "did you mean 'windows'"]),
-        (dict(packing=True, shuffle="random"), ["config.data.packing=True", "'windows'"]),
-        (dict(eval_fraction=0.0), ["config.data.eval_fraction=0.0"]),
-        (dict(eval_fraction=1.0), ["config.data.eval_fraction=1.0"]),
-        (dict(eval_fraction=0.0001), ["held-out split", "has 1 tokens"]),
-        (dict(eval_fraction=float("nan")), ["config.data.eval_fraction=nan"]),
-        (dict(seq_len=0), ["config.data.seq_len=0"]),
-        (dict(seq_len=299), []),
-        (dict(seq_len=300), ["config.data.seq_len=300", "training split", "has 300 tokens"]),
-        (dict(seq_len=100), ["config.data.seq_len=100", "held-out split", "has 100 tokens"]),
-        (dict(batch_size=0), ["config.data.batch_size=0"]),
-        (dict(max_bytes=-1), ["config.data.max_bytes=-1"]),
-    ],
-)
-def test_bad_settings_are_one_clear_line(changes, words, letters, tmp_path):
-    config = make_config(f"text:{letters}", tmp_path)
-    config.update(changes)
-    usage_error(*words, config_data=config)
+def test_a_row_has_to_fit_into_each_split(letters, tmp_path):
+    config = make_config(f"text:{letters}", tmp_path, seq_len=99)
+    assert next(open_data(config).train_iterator())["inputs"].shape == (4, 99)
+    config.seq_len = 100
+    refuse_data(config, "config.data.seq_len=100", "held-out")
+    config.seq_len = 300
+    refuse_data(config, "config.data.seq_len=300", "training")
 
 
-def test_a_path_alone_is_told_how_to_be_a_source(letters, tmp_path):
-    config = make_config(str(letters), tmp_path)
-    usage_error(f"'text:{letters}'", config_data=config)
-
-
-def test_a_tokenizer_that_cannot_write_the_text(letters, tmp_path):
+def test_a_tokenizer_that_cannot_encode_the_text_is_refused(letters, tmp_path):
     tokenizers.CharTokenizer("abc").save(tmp_path / "tokenizer.json")
     for tokenizer, path in (("bytes", tmp_path / "tokenizer.json"), (str(tmp_path), None)):
         config = make_config(f"text:{letters}", tmp_path, tokenizer=tokenizer)
-        usage_error(str(letters), "'d'", "3 characters", config_data=config, tokenizer_path=path)
-    usage_error("no.json", config_data=config, tokenizer_path=tmp_path / "no.json")
+        refuse_data(config, str(letters), "'d'", tokenizer_path=path)
+    refuse_data(config, "no.json", tokenizer_path=tmp_path / "no.json")
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+
+def epoch(data):
+    """The batches of the first epoch; the last one may go beyond it."""
+    batches, scored = [], 0
+    for batch in data.train_iterator():
+        batches.append(batch)
+        scored += int(batch["weights"].sum())
+        if scored >= data.scored_tokens("train"):
+            return batches
+
+
+@few_examples
+@given(
+    st.lists(st.integers(2, 30), min_size=4, max_size=12),
+    st.integers(1, 16),
+    st.sampled_from(["bytes", "chars"]),
+)
+def test_packed_rows_hold_each_pair_of_each_document_once(lengths, seq_len, tokenizer):
+    texts = [chr(ord("a") + i) * n for i, n in enumerate(lengths)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts").mkdir()
+        for i, text in enumerate(texts):
+            (folder / "texts" / f"{i:02d}").write_text(text)
+        settings = dict(split="documents", packing=True, batch_size=1, seq_len=1)
+        config = make_config(f"text:{folder}/texts", folder, tokenizer=tokenizer, **settings)
+        probe = open_data(config)
+        config.seq_len = min(seq_len, probe.train_tokens - 1, probe.eval_tokens - 1)
+        data = open_data(config)
+    eot, found = data.tokenizer.eot, []
+    for split, batches in (("train", epoch(data)), ("eval", list(data.eval_batches(1)))):
+        pairs = []
+        for batch in batches:
+            row = {key: value[0] for key, value in batch.items()}
+            weights, segments = row["weights"], row["segment_ids"]
+            np.testing.assert_array_equal(weights > 0, segments > 0)
+            assert (np.diff(weights) <= 0).all()  # padding comes last
+            assert set(np.diff(segments[weights > 0])) <= {0, 1} and segments[0] == 1
+            for segment in range(1, segments.max() + 1):
+                inside = segments == segment
+                inputs, targets = row["inputs"][inside], row["targets"][inside]
+                np.testing.assert_array_equal(row["positions"][inside], np.arange(inside.sum()))
+                np.testing.assert_array_equal(inputs[1:], targets[:-1])
+                assert len({t for t in [*inputs, *targets] if t != eot}) == 1
+                pairs += zip(inputs.tolist(), targets.tolist(), strict=True)
+        expected, joined, ids = [], [], token_ids(data, split)
+        for start, stop in data.documents(split):
+            document = ids[start:stop]
+            joined += [eot] * (joined != [] and eot is not None) + document
+            found.append(data.tokenizer.decode(document))
+            expected += itertools.pairwise(document if eot is None else [eot, *document, eot])
+        assert sorted(pairs) == sorted(expected) and len(pairs) == data.scored_tokens(split)
+        assert ids == joined  # ends of documents between them
+    assert sorted(found) == sorted(texts)
+
+
+def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [np.full(length, 7) for length in rng.integers(2, 300, 2000)]
+    tokenizer = tokenizers.ByteTokenizer()
+    write_token_shards(tmp_path / "t", tokenizer, documents, documents)
+    changes = dict(packing=True, seq_len=128, batch_size=40)
+    config = make_config(f"tokens:{tmp_path}/t", tmp_path, **changes)
+    data, other = open_data(config, seed=0), open_data(config, seed=1)
+    for split, batches, least in (
+        ("train", epoch(data), 0.98),
+        ("eval", list(data.eval_batches(40)), 0.93),
+    ):
+        assert data.scored_tokens(split) / (128 * 40 * len(batches)) > least
+    first, second = (next(each.train_iterator())["segment_ids"] for each in (data, other))
+    assert (first != second).any()
+    same(next(iter(data.eval_batches(40))), next(iter(other.eval_batches(40))))
+
+
+def test_every_packed_row_is_trained_on_once_an_epoch(folder, tmp_path):
+    settings = dict(split="documents", packing=True, seq_len=20, batch_size=1)
+    data = open_data(make_config(f"text:{folder}", tmp_path, **settings))
+    iterator, count = data.train_iterator(), len(epoch(data))
+    epochs = [
+        [b["inputs"].tobytes() + b["segment_ids"].tobytes() for b in itertools.islice(iterator, n)]
+        for n in (count, count)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
+def test_documents_of_one_token_cannot_be_packed(tmp_path):
+    """Without an end of documents nothing in them can be predicted."""
+    (tmp_path / "text").mkdir()
+    for letter in "abcdefgh":
+        (tmp_path / "text" / letter).write_text(letter)
+    settings = dict(split="documents", packing=True, seq_len=1, tokenizer="chars")
+    config = make_config(f"text:{tmp_path / 'text'}", tmp_path, **settings)
+    data = open_data(config)
+    refused(data.check_packing, "config.data.packing=True", "training")
+    refused(lambda: data.scored_tokens("eval"), "config.data.packing=True", "held-out")
+    config.tokenizer = "bytes"
+    assert open_data(config).scored_tokens("eval")
+
+
+def test_token_shards_are_one_stream_of_documents(tmp_path):
+    data = counting_data(tmp_path, 23, files=5, seq_len=4)
+    for start, stop in itertools.combinations(range(24), 2):
+        assert data.tokens("train", start, stop).tolist() == [*range(start, stop)]
+    # Without an end-of-document id each file is a document.
+    assert np.diff(data.documents("train")).ravel().tolist() == [5, 5, 5, 4, 4]
+    texts = ["ab", "c", "", "defg", "hi" * 4]
+    write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), texts, texts, 4)
+    data = open_data(make_config(f"tokens:{tmp_path}/t", tmp_path, seq_len=4))
+    found = [data.tokenizer.decode(data.tokens("train", a, b)) for a, b in data.documents("train")]
+    assert found == [text for text in texts if text]

@@ -1,174 +1,107 @@
-"""Where text comes from: each source gives its documents, bad ones give one line."""
+"""Sources: documents of each kind of text, token shards, mixtures, subsets, refused files."""
 
 import gzip
 import json
 import logging
-import os
-import shutil
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_config, open_data, usage_error, write_folder, write_letters
+from data_helpers import (
+    make_config,
+    open_data,
+    read_documents,
+    read_texts,
+    refuse_data,
+    split_documents,
+    split_sizes,
+    text_of,
+    token_ids,
+    write_folder,
+    write_letters,
+    write_records,
+)
+from refusals import refused
 
 import efx.data
-from efx.data import bpe, shards, sources, tokenizers
-from efx.errors import UsageError
+from efx.data import bpe, sources, tokenizers
+from efx.data.sources import document_digest
+from efx.data.subset import Subset
 
 
-@pytest.fixture
-def letters(tmp_path):
-    return write_letters(tmp_path)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_folder(tmp_path)
-
-
-def read(source, tmp_path, **changes):
-    config = make_config(source, tmp_path, **changes)
-    return [d.data.decode() for d in sources.open_source(config, tmp_path / "cache").documents()]
-
-
-def test_text_of_a_file_a_folder_and_a_glob(folder, tmp_path):
-    assert read(f"text:{folder / '00.txt'}", tmp_path) == ["a" * 7]
-    every = read(f"text:{folder}", tmp_path)
+def test_texts_of_a_file_a_folder_and_a_glob(tmp_path):
+    folder = write_folder(tmp_path)
+    assert read_texts(f"text:{folder / '00.txt'}", tmp_path) == ["a" * 7]
+    every = read_texts(f"text:{folder}", tmp_path)
     names = ["00", "03", "06", "09", "copy"] + [f"sub/{i:02d}" for i in range(12) if i % 3]
     assert every == [(folder / f"{n}.txt").read_text() for n in names]
-    assert read(f"text:{folder}/*.txt", tmp_path) == every[:5]
-    assert read(f"text:{folder}/**/*.txt", tmp_path) == every
+    assert read_texts(f"text:{folder}/*.txt", tmp_path) == every[:5]
+    assert read_texts(f"text:{folder}/**/*.txt", tmp_path) == every
     (folder / ".hidden").write_bytes(b"\0")
-    assert read(f"text:{folder}", tmp_path) == every
-    # A run that is kept within its own text goes on with the text that it began with.
-    for run in (folder / "runs/a", folder):
-        (run / "samples").mkdir(parents=True)
-        for name in ("config.json", "run.json", "samples/step_1.txt"):
-            (run / name).write_text("{}")
-        assert read(f"text:{folder}", tmp_path) == every
-        assert read(f"text:{folder}/**/*.txt", tmp_path) == every
-        assert read(f"text:{folder}/*", tmp_path) == every[:5]
-        assert read(f"text:{run}/samples", tmp_path) == ["{}"]  # unless it is what is asked for
-        assert read(f"text:{run}/samples/*.txt", tmp_path) == ["{}"]
-    for name in ("runs", "samples", "config.json", "run.json"):
-        remove = shutil.rmtree if (folder / name).is_dir() else os.remove
-        remove(folder / name)
+    assert read_texts(f"text:{folder}", tmp_path) == every
     (folder / "[a].txt").write_text("brackets")
-    assert read(f"text:{folder}/[a].txt", tmp_path) == ["brackets"]
+    assert read_texts(f"text:{folder}/[a].txt", tmp_path) == ["brackets"]
 
 
-def test_documents_are_separated_where_there_is_a_separator(folder, tmp_path):
-    config = make_config(f"text:{folder}", tmp_path, eval_fraction=0.01, seq_len=2)
-    every = read(f"text:{folder}", tmp_path)
-    ids = open_data(config)._streams["train"].arrays()[0]
-    text = "".join("|" if i == 256 else chr(i) for i in ids)
-    assert "|".join(every).startswith(text) and len(text) > 400
-    config.tokenizer = "chars"
-    data = open_data(config)
-    assert "".join(every).startswith(data.tokenizer.decode(data._streams["train"].arrays()[0]))
-
-
-@pytest.mark.parametrize("limit", range(1, 13))
-def test_max_bytes_cuts_between_characters(limit, tmp_path):
+def test_max_bytes_cuts_between_characters(tmp_path):
     for name, text in (("a", "xé"), ("b", ""), ("c", "漢😀zz")):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    whole = b"x\xc3\xa9" + "漢😀zz".encode()
-    texts = read(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
-    assert all(texts)
-    found = "".join(texts).encode()
-    assert whole.startswith(found) and limit - 4 < len(found) <= limit
-    assert whole[:limit].decode(errors="ignore") == found.decode()
+    whole = "xé漢😀zz".encode()
+    for limit in range(1, 13):
+        texts = read_texts(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
+        assert all(texts) and "".join(texts) == whole[:limit].decode(errors="ignore")
 
 
 def test_the_standard_library(tmp_path):
-    config = make_config("stdlib", tmp_path, split="documents", seq_len=64)
-    source = sources.open_source(config, tmp_path)
-    names = [d.name for d in source.documents()]
+    names = [d.name for d in read_documents("stdlib", tmp_path)]
     assert any(n.endswith("json/decoder.py") for n in names)
-    assert not any(set(n.split(os.sep)) & {"site-packages", "test", "tests"} for n in names)
-    data = open_data(config)
+    assert not any(set(n.split("/")) & {"site-packages", "test", "tests"} for n in names)
+    data = open_data(make_config("stdlib", tmp_path, split="documents", seq_len=64))
     assert 5e6 < data.train_tokens < 5e7
-    assert 0.08 < data.eval_tokens / (data.eval_tokens + data.train_tokens) < 0.35
-    again = open_data(config)
-    assert again.fingerprint == data.fingerprint
+    assert 0.2 < data.eval_tokens / (data.eval_tokens + data.train_tokens) < 0.3
 
 
-def write_records(path, records):
-    module = pytest.importorskip("array_record.python.array_record_module")
-    writer = module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
-def test_array_records(tmp_path, monkeypatch):
+def test_array_records(tmp_path):
     import msgpack
 
     texts = [f"text {i} é" for i in range(7)]
     write_records(tmp_path / "a-0.array_record", [t.encode() for t in texts[:4]])
     write_records(tmp_path / "a-1.array_record", [t.encode() for t in texts[4:]])
-    assert read(f"arrayrecord:{tmp_path}/a-*.array_record", tmp_path) == texts
-    monkeypatch.setattr(sources, "_RECORDS_AT_ONCE", 2)
-    assert read(f"arrayrecord:{tmp_path}/a-*.array_record", tmp_path) == texts
-    assert read(f"arrayrecord:{tmp_path}/a-*.array_record", tmp_path, max_bytes=12) == [
-        texts[0], "tex",
-    ]  # fmt: skip
-    packed = [json.dumps({"body": texts[0]}).encode(), msgpack.packb({"body": texts[1], "n": 3})]
-    write_records(tmp_path / "b.array_record", packed)
-    source = f"arrayrecord:{tmp_path}/b.array_record"
-    assert read(source, tmp_path, text_key="body") == texts[:2]
-    config = make_config(source, tmp_path, text_key="text")
-    usage_error("record 0", "config.data.text_key='text'", config_data=config)
+    source = f"arrayrecord:{tmp_path}/a-*.array_record"
+    assert read_texts(source, tmp_path) == texts
+    assert read_texts(source, tmp_path, max_bytes=12) == [texts[0], "tex"]
+    records = [json.dumps({"body": texts[0]}).encode(), msgpack.packb({"body": texts[1], "n": 3})]
+    path = tmp_path / "b.array_record"
+    write_records(path, records)
+    assert read_texts(f"arrayrecord:{path}", tmp_path, text_key="body") == texts[:2]
+    config = make_config(f"arrayrecord:{path}", tmp_path, text_key="text")
+    refuse_data(config, str(path), "text_key='text'")
+    config.text_key = ""
+    write_records(path, [b"text", b"bin\0ary"])
+    refuse_data(config, f"{path} record 1")
+    path.write_text("no records")
+    refuse_data(config, str(path))
 
 
-def test_array_records_make_batches(tmp_path):
-    write_records(tmp_path / "a.array_record", [b"abcdefghij" * i for i in range(1, 9)])
-    config = make_config(f"arrayrecord:{tmp_path}/a.array_record", tmp_path, split="documents",
-                         packing=True)  # fmt: skip
-    batch = next(open_data(config).train_iterator())
-    assert batch["inputs"].shape == (4, 8) and batch["weights"].any()
-
-
-def test_a_hugging_face_dataset_needs_its_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
-    config = make_config("hf:some/thing", tmp_path)
-    usage_error("config.data.source='hf:some/thing'", ".[hf]", config_data=config)
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe:270"])
-def test_empty_and_binary_files(tokenizer, tmp_path):
+def test_empty_binary_and_compressed_files_are_refused(tmp_path):
     path = tmp_path / "file.txt"
-    config = make_config(f"text:{path}", tmp_path, tokenizer=tokenizer)
-    path.write_bytes(b"")
-    usage_error(str(path), "is empty", config_data=config)
-    path.write_bytes(b"text\0text" * 50)
-    usage_error(str(path), "binary", "byte 4", config_data=config)
-    path.write_bytes(gzip.compress(b"text " * 100))
-    usage_error(str(path), "is compressed: decompress it (only jsonl:", config_data=config)
+    config = make_config(f"text:{path}", tmp_path)
+    for data in (b"", b"text\0text" * 50, gzip.compress(b"text " * 100), b"x"):
+        path.write_bytes(data)
+        refuse_data(config, str(path))
     path.write_bytes("é".encode() * 100 + b"\xff" + "é".encode() * 100)
-    if tokenizer == "bytes":
-        assert open_data(config).train_tokens == 299
-    else:
-        usage_error(str(path), "0xff at 200", "tokenizer=bytes", config_data=config)
-    path.write_bytes(b"x")
-    usage_error(str(path), "would be empty", config_data=config)
+    assert open_data(config).train_tokens == 299
+    for tokenizer in ("chars", "bpe:270"):
+        config.tokenizer = tokenizer
+        refuse_data(config, str(path), "0xff at 200")
     path.unlink()
     path.mkdir()
-    usage_error(str(path), "has no files", config_data=config)
+    refuse_data(config, str(path))
     (path / "a").write_bytes(b"")
-    (path / "b").write_bytes(b"")
-    usage_error(str(path), "every file is empty", config_data=config)
+    refuse_data(config, str(path))
 
 
-def test_a_file_that_is_no_array_record(letters, tmp_path):
-    config = make_config(f"arrayrecord:{letters}", tmp_path)
-    usage_error(str(letters), "not an ArrayRecord file", config_data=config)
-    write_records(tmp_path / "bin.array_record", [b"text", b"bin\0ary"])
-    config.source = f"arrayrecord:{tmp_path}/bin.array_record"
-    usage_error("record 1", "binary", config_data=config)
-
-
-def test_token_shards_written_and_read(tmp_path):
+def test_token_shards_are_read_as_they_were_written(tmp_path):
     tokenizer = tokenizers.ByteTokenizer()
     train, heldout = ["first text", b"second", "third " * 20], ["held out text"]
     meta = efx.data.write_token_shards(tmp_path / "t", tokenizer, train, heldout, shard_tokens=16)
@@ -182,83 +115,84 @@ def test_token_shards_written_and_read(tmp_path):
     batch = next(iter(data.eval_batches(4)))
     assert tokenizer.decode(batch["targets"][batch["weights"] > 0]) == "eld out text"
     assert (next(data.train_iterator())["weights"] == 1).all()
-    meta["shards"].reverse()  # the order of the list does not matter to what max_bytes limits
+    meta["shards"].reverse()  # their order in the list does not matter
     (tmp_path / "t" / "meta.json").write_text(json.dumps(meta))
     config.max_bytes = 40
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (20, 14)
+    assert split_sizes(config) == (20, 14)
     config.max_bytes = 0
     config.packing = True
     data = open_data(config)
-    rows = data._packing("train")
-    assert rows.pairs == sum(len(t) + 1 for t in train)
+    assert data.scored_tokens("train") == sum(len(t) + 1 for t in train)
     assert data.bytes_per_token("eval") == pytest.approx(13 / 14)
-    with pytest.raises(UsageError, match="already has token shards"):
-        efx.data.write_token_shards(tmp_path / "t", tokenizer, train)
-    with pytest.raises(UsageError, match="outside 0..256"):
-        efx.data.write_token_shards(tmp_path / "u", tokenizer, [[1, 257]])
-
-
-def test_token_shards_of_a_large_vocabulary(tmp_path):
-    tokenizer = tokenizers.CharTokenizer(map(chr, range(0x10000, 0x10000 + 70_000)))
-    meta = efx.data.write_token_shards(tmp_path / "t", tokenizer, [np.arange(70_000)])
-    assert meta["dtype"] == "uint32"
-    config = make_config(f"tokens:{tmp_path / 't'}", tmp_path, tokenizer="chars")
-    data = open_data(config)
-    assert (data.train_tokens, data.eval_tokens, data.vocab_size) == (52_500, 17_500, 70_000)
-    assert next(iter(data.eval_batches(1)))["inputs"][0, 0] == 52_500
-
-
-def test_nanogpt_folders(tmp_path):
-    np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    config = make_config(f"tokens:{tmp_path}", tmp_path)
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
-    np.arange(50, dtype=np.uint16).tofile(tmp_path / "val.bin")
-    data = open_data(config)
-    assert (data.train_tokens, data.eval_tokens) == (200, 50)
-    config.max_bytes = 100
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (50, 50)
-
-
-def test_wrong_token_shards_are_one_clear_line(tmp_path):
-    where = f"tokens:{tmp_path / 't'}"
-    config = make_config(where, tmp_path)
-    usage_error(where, "no such file or folder", config_data=config)
-    (tmp_path / "t").mkdir()
-    usage_error(where, "neither meta.json nor a shard", "train.bin", config_data=config)
-    np.arange(300, dtype=np.uint16).tofile(tmp_path / "t" / "train.bin")
-    usage_error("train.bin", "id 299", "'bytes' has only 257 ids", config_data=config)
-    config.tokenizer = "bpe:512"
-    usage_error("without text", "tokenizer.json", config_data=config)
-    (tmp_path / "t" / "train.bin").write_bytes(b"abc")
-    usage_error("train.bin has 3 bytes", config_data=config)
-    (tmp_path / "t" / "train.bin").unlink()
-    efx.data.write_token_shards(tmp_path / "t", tokenizers.CharTokenizer("ab"), ["ab" * 99])
-    config.tokenizer = "bytes"  # every id would fit
-    usage_error("'bytes' is not the tokenizer", "t/tokenizer.json", config_data=config)
-    config.tokenizer = "chars"
-    assert open_data(config).vocab_size == 2
-    config.split = "documents"
-    usage_error("config.data.split='documents'", "tail", config_data=config)
-    config.split = "tail"
-    (tmp_path / "t" / "train-00000.bin").write_bytes(b"ab" * 9)
-    usage_error("train-00000.bin has 18 bytes, expected 396", config_data=config)
-    (tmp_path / "t" / "train-00000.bin").unlink()
-    usage_error("cannot read", "train-00000.bin", config_data=config)
-    (tmp_path / "t" / "meta.json").write_text('{"format": "other", "version": 1}')
-    usage_error("meta.json", "'other'", config_data=config)
+    refused(lambda: efx.data.write_token_shards(tmp_path / "t", tokenizer, train), "/t")
+    refused(lambda: efx.data.write_token_shards(tmp_path / "u", tokenizer, [[1, 257]]), "/u")
 
 
 def llm_c_shard(path, ids, magic=20240520, version=1, count=None):
-    """A shard as llm.c and modded-nanogpt write them."""
+    """A shard in the format of llm.c and modded-nanogpt."""
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, len(ids) if count is None else count
     dtype = np.uint32 if magic == 20240801 else np.uint16
     path.write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
 
 
+def test_token_shards_of_a_large_vocabulary(tmp_path):
+    tokenizer = tokenizers.CharTokenizer(map(chr, range(0x10000, 0x10000 + 70_000)))
+    meta = efx.data.write_token_shards(tmp_path / "t", tokenizer, [np.arange(70_000)])
+    assert meta["dtype"] == "uint32"
+    (tmp_path / "llm.c").mkdir()
+    tokenizer.save(tmp_path / "llm.c" / "tokenizer.json")
+    shard = tmp_path / "llm.c" / "a_train.bin"
+    llm_c_shard(shard, np.arange(70_000), magic=20240801, version=7)
+    for folder in ("t", "llm.c"):
+        config = make_config(f"tokens:{tmp_path / folder}", tmp_path, tokenizer="chars")
+        data = open_data(config)
+        assert (data.train_tokens, data.eval_tokens, data.vocab_size) == (52_500, 17_500, 70_000)
+        assert next(iter(data.eval_batches(1)))["inputs"][0, 0] == 52_500
+
+
+def test_nanogpt_folders(tmp_path):
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    config = make_config(f"tokens:{tmp_path}", tmp_path)
+    assert split_sizes(config) == (150, 50)
+    np.arange(50, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    assert split_sizes(config) == (200, 50)
+    config.max_bytes = 100
+    assert split_sizes(config) == (50, 50)
+
+
+def test_token_shards_that_do_not_fit_are_refused(tmp_path):
+    folder = tmp_path / "t"
+    config = make_config(f"tokens:{folder}", tmp_path)
+    refuse_data(config, config.source)
+    folder.mkdir()
+    refuse_data(config, config.source)
+    np.arange(300, dtype=np.uint16).tofile(folder / "train.bin")
+    refuse_data(config, "train.bin", "299", "'bytes'")
+    config.tokenizer = "bpe:512"
+    refuse_data(config, "config.data.tokenizer='bpe:512'")
+    (folder / "train.bin").write_bytes(b"abc")
+    refuse_data(config, "train.bin")
+    (folder / "train.bin").unlink()
+    efx.data.write_token_shards(folder, tokenizers.CharTokenizer("ab"), ["ab" * 99])
+    config.tokenizer = "bytes"  # every id would fit
+    refuse_data(config, "config.data.tokenizer='bytes'", "t/tokenizer.json")
+    config.tokenizer = "chars"
+    assert open_data(config).vocab_size == 2
+    config.split = "documents"
+    refuse_data(config, "config.data.split='documents'")
+    config.split = "tail"
+    (folder / "train-00000.bin").write_bytes(b"ab" * 9)
+    refuse_data(config, "train-00000.bin")
+    (folder / "train-00000.bin").unlink()
+    refuse_data(config, "train-00000.bin")
+    (folder / "meta.json").write_text('{"format": "other", "version": 1}')
+    refuse_data(config, "meta.json")
+
+
 @pytest.fixture
 def llm_c(tmp_path):
-    """A folder of three training shards and one for evaluation, of tokens that all differ."""
+    """A folder of three training shards and one for evaluation whose tokens all differ."""
     folder = tmp_path / "fineweb10B"
     folder.mkdir()
     for i, (split, first) in enumerate([("val", 200)] + [("train", 50 * i) for i in range(3)]):
@@ -269,112 +203,76 @@ def llm_c(tmp_path):
 def test_shards_of_llm_c(llm_c, tmp_path):
     config = make_config(f"tokens:{llm_c}", tmp_path)
     data = open_data(config)
-    whole = {part: s.windows([0], len(s))[0].tolist() for part, s in data._streams.items()}
-    assert whole == {"train": list(range(150)), "eval": list(range(200, 250))}
-    again = open_data(config, run_origin=data.origin)
-    assert again.fingerprint == data.fingerprint and "shards" in data.origin["held_out"]
+    assert token_ids(data, "train") == [*range(150)]
+    assert token_ids(data, "eval") == [*range(200, 250)]
+    assert open_data(config, run_origin=data.origin).fingerprint == data.fingerprint
     config.max_bytes = 120
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (60, 50)
-    # By patterns; without shards for evaluation the tail is held out.
+    assert split_sizes(config) == (60, 50)
+    # Without shards for evaluation the tail is held out.
     config = make_config(f"tokens:{llm_c}/fineweb_train_*.bin", tmp_path)
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (112, 38)
-    config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
-    config = make_config(f"tokens:{llm_c}/*_00000[02].bin", tmp_path)  # some are left out
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (50, 50)
+    assert split_sizes(config) == (112, 38)
+    config = make_config(f"tokens:{llm_c}/*_00000[02].bin", tmp_path)
+    assert split_sizes(config) == (50, 50)
     llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
-    usage_error("has changed since the run started", run_origin=data.origin,
-                config_data=make_config(f"tokens:{llm_c}", tmp_path))  # fmt: skip
+    config = make_config(f"tokens:{llm_c}", tmp_path)
+    refuse_data(config, config.source, "on_change", run_origin=data.origin)
 
 
-def test_a_training_shard_is_not_held_out_too(llm_c, tmp_path):
-    """It was trained on and scored."""
+def test_a_training_shard_cannot_be_the_held_out_text(llm_c, tmp_path):
     shard = llm_c / "fineweb_train_000002.bin"
-    config = make_config(f"tokens:{llm_c}", tmp_path, eval_source=f"tokens:{shard}")
-    words = (
-        "config.data.eval_source=",
-        f"{shard.name} is also a training shard of",
-        "pattern",
-    )
-    usage_error(*words, config_data=config)
-    config.max_bytes = 120  # also if a part of it is trained on, or it is called otherwise
-    config.eval_source = f"tokens:{llm_c}/fineweb_train_000001.bin"
-    usage_error("fineweb_train_000001.bin is also", config_data=config)
-    (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())
+    config = make_config(f"tokens:{llm_c}", tmp_path, eval_source=f"tokens:{shard}", max_bytes=120)
+    refuse_data(config, "config.data.eval_source=", shard.name)
+    (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())  # under another name
     config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path)
     config.eval_source = f"tokens:{llm_c}/copy_val.bin"
-    usage_error("copy_val.bin is also", config_data=config)
+    refuse_data(config, "copy_val.bin")
     # Its own shards for evaluation are not trained on.
     config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (150, 50)
-    config = make_config(f"tokens:{llm_c}/*train_00000[13].bin", tmp_path)
+    assert split_sizes(config) == (150, 50)
+    config.source = f"tokens:{llm_c}/*train_00000[13].bin"
     config.eval_source = f"tokens:{shard}"
-    assert (open_data(config).train_tokens, open_data(config).eval_tokens) == (100, 50)
+    assert split_sizes(config) == (100, 50)
 
 
-def test_the_tokenizer_of_token_shards_in_place_of_one_that_would_be_trained(tmp_path, caplog):
+def test_bad_shards_of_llm_c_are_refused(llm_c, tmp_path):
+    config = make_config(f"tokens:{llm_c}", tmp_path)
+    first, last = llm_c / "fineweb_train_000001.bin", llm_c / "fineweb_train_000003.bin"
+    llm_c_shard(last, [50256])
+    refuse_data(config, "000003.bin", "50256", "hf:gpt2")
+    whole = first.read_bytes()
+    for damaged in (whole[:-2], whole[:100], b""):
+        first.write_bytes(damaged)
+        refuse_data(config, str(first))
+    for header in (dict(magic=20240521), dict(version=2), dict(count=-50), dict(count=2**31 - 1)):
+        llm_c_shard(first, range(50), **header)
+        refuse_data(config, str(first))
+    first.write_bytes(whole)
+    (llm_c / "fineweb_train_000002.bin").unlink()
+    refuse_data(config, "fineweb_train_000002.bin")
+    last.rename(llm_c / "fineweb_000002.bin")
+    refuse_data(config, "fineweb_000002.bin")
+    for pattern in ("*_train_9*.bin", "*_val_*.bin"):
+        config.source = f"tokens:{llm_c}/{pattern}"
+        refuse_data(config, config.source)
+
+
+def test_the_tokenizer_of_token_shards_replaces_one_that_would_be_trained(tmp_path, caplog):
     tokenizer = bpe.train_bpe(["abc abd abc " * 9], 300)
     efx.data.write_token_shards(tmp_path / "t", tokenizer, ["abc abd " * 40])
     config = make_config(f"tokens:{tmp_path / 't'}", tmp_path, tokenizer="bpe:512", seq_len=4)
     with caplog.at_level(logging.INFO, logger="efx"):
         assert open_data(config).vocab_size == tokenizer.vocab_size
-    lines = [record.getMessage() for record in caplog.records]
-    (line,) = [line for line in lines if "config.data.tokenizer='bpe:512'" in line]
-    assert f"t/tokenizer.json ({tokenizer.vocab_size} ids)" in line
-    config.tokenizer = "bpe:258"  # more ids than asked for are never trained
-    usage_error("config.data.tokenizer='bpe:258'", f"has {tokenizer.vocab_size} ids", "use",
-                config_data=config)  # fmt: skip
+    assert "t/tokenizer.json" in caplog.text
 
 
-def test_shards_of_llm_c_with_a_large_vocabulary(tmp_path):
-    tokenizer = tokenizers.CharTokenizer(map(chr, range(0x10000, 0x10000 + 70_000)))
-    tokenizer.save(tmp_path / "tokenizer.json")
-    llm_c_shard(tmp_path / "a_train.bin", np.arange(70_000), magic=20240801, version=7)
-    config = make_config(f"tokens:{tmp_path}", tmp_path, tokenizer="chars")
-    assert next(iter(open_data(config).eval_batches(1)))["inputs"][0, 0] == 52_500
-
-
-def test_wrong_shards_of_llm_c_are_one_clear_line(llm_c, tmp_path):
-    config = make_config(f"tokens:{llm_c}", tmp_path)
-    first, last = llm_c / "fineweb_train_000001.bin", llm_c / "fineweb_train_000003.bin"
-    llm_c_shard(last, [50256])
-    usage_error("000003.bin has token id 50256", "config.data.tokenizer=hf:gpt2",
-                config_data=config)  # fmt: skip
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-2])
-    usage_error(str(first), "1122 bytes, expected 1124 bytes by its header", config_data=config)
-    first.write_bytes(whole[:100])
-    usage_error(str(first), "100 bytes, expected 1124 bytes by its header", config_data=config)
-    llm_c_shard(first, range(50), magic=20240521)
-    usage_error(str(first), "starts with 20240521", "20240520", config_data=config)
-    llm_c_shard(first, range(50), version=2)
-    usage_error(str(first), "version 2", "efx reads version 1", config_data=config)
-    llm_c_shard(first, range(50), count=-50)
-    usage_error(str(first), "-50 tokens", config_data=config)
-    llm_c_shard(first, range(50), count=2**31 - 1)  # nothing of that size is reserved
-    usage_error(str(first), "expected 4294968318 bytes by its header", config_data=config)
-    first.write_bytes(b"")
-    usage_error(str(first), "starts with 0", config_data=config)
-    first.write_bytes(whole)
-    (llm_c / "fineweb_train_000002.bin").unlink()
-    usage_error("fineweb_train_000002.bin is missing", "pattern", config_data=config)
-    last.rename(llm_c / "fineweb_000002.bin")
-    usage_error("fineweb_000002.bin", "must contain either train or val", config_data=config)
-    config.source = f"tokens:{llm_c}/*_train_9*.bin"
-    usage_error(config.source, "no file matches", config_data=config)
-    config.source = f"tokens:{llm_c}/*_val_*.bin"
-    usage_error(config.source, "no shard has training tokens", config_data=config)
-
-
-def test_a_tokenizer_of_the_hub_is_in_its_cache(tmp_path, monkeypatch):
-    """config.data.tokenizer=hf:gpt2 is how the tokens of llm.c are named."""
+def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    config = make_config("stdlib", tmp_path, tokenizer="hf:some/gpt2", max_bytes=9000)
-    usage_error("config.data.tokenizer='hf:some/gpt2'", "check the name and the network",
-                config_data=config)  # fmt: skip
+    letters = write_letters(tmp_path)
+    config = make_config(f"text:{letters}", tmp_path, tokenizer="hf:some/gpt2", seq_len=4)
+    refuse_data(config, "config.data.tokenizer='hf:some/gpt2'")
     model = tmp_path / "models--some--gpt2"
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text("a" * 40)
@@ -384,6 +282,109 @@ def test_a_tokenizer_of_the_hub_is_in_its_cache(tmp_path, monkeypatch):
     assert open_data(config).tokenizer.fingerprint == made.fingerprint
 
 
-def test_the_vocabulary_on_disk():
-    assert shards.token_dtype(65_536) == np.dtype("<u2")
-    assert shards.token_dtype(65_537) == np.dtype("<u4")
+# ---- mixtures, pieces of documents, subsets ------------------------------------------------------
+
+
+@pytest.fixture
+def two_folders(tmp_path):
+    """A mixture of a folder of letters and a folder of digits."""
+    write_folder(tmp_path)
+    digits = tmp_path / "digits"
+    digits.mkdir()
+    for i in range(10):
+        (digits / f"{i}.txt").write_text(f"{i} " * (8 + i))
+    return f"mix:text:{tmp_path}/texts,text:{digits}"
+
+
+def test_a_mixture_is_the_documents_of_its_parts(two_folders, tmp_path):
+    """`max_bytes` limits each part."""
+    parts = two_folders.removeprefix("mix:").split(",")
+    for limit in (0, 50):
+        mixed = read_documents(two_folders, tmp_path, max_bytes=limit)
+        for part in parts:
+            found = [(d.name, d.data) for d in mixed if d.component == part]
+            alone = read_documents(part, tmp_path, max_bytes=limit)
+            assert found == [(d.name, d.data) for d in alone]
+            assert not limit or sum(len(data) for _, data in found) == limit
+        assert {d.component for d in mixed} == set(parts) and mixed[0].component == parts[0]
+
+
+def test_a_mixture_with_the_language_reference_has_it_once(tmp_path):
+    mixed = read_documents("mix:stdlib,pydoc", tmp_path)
+    text = b"A class definition defines a class object"
+    assert {d.component for d in mixed if text in d.data} == {"pydoc"}
+    assert {d.component for d in mixed} == {"stdlib", "pydoc"}
+
+
+def test_pieces_are_the_document(tmp_path):
+    texts = ["line of text\n" * 40, "é" * 70, "x" * 16, "y" * 17]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    found = read_documents(f"text:{tmp_path}/*.txt", tmp_path, document_bytes=64)
+    assert max(len(d.data) for d in found) <= 64
+    assert "".join(d.data.decode() for d in found) == "".join(texts)  # no character is cut
+    lines = [d for d in found if "/0.txt" in d.name]
+    assert len(lines) > 1 and all(d.data.endswith(b"\n") for d in lines)
+    (whole,) = read_documents(f"text:{tmp_path}/2.txt", tmp_path, document_bytes=16)
+    assert whole.data == b"x" * 16
+
+
+SETTINGS = dict(split="documents", seq_len=4, batch_size=2)
+
+
+def by_first_byte(two_folders, tmp_path):
+    """[file that lists the training documents of letters, of digits]."""
+    config = make_config(two_folders, tmp_path, **SETTINGS)
+    source = sources.open_source(config, tmp_path / "cache")
+    digests = [[], []]
+    for part, _, data in split_documents(source, "documents", config.eval_fraction):
+        if part == "train":
+            digests[data[:1].isdigit()].append(document_digest(data).hex())
+    for i in range(2):
+        (tmp_path / f"{i}.json").write_text(Subset(digests[i]).to_json())
+    return [str(tmp_path / f"{i}.json") for i in range(2)]
+
+
+def test_a_subset_is_trained_on_alone_and_held_out_text_is_the_same(two_folders, tmp_path):
+    whole, letters, digits = (
+        open_data(make_config(two_folders, tmp_path, **SETTINGS, subset=path))
+        for path in ("", *by_first_byte(two_folders, tmp_path))
+    )
+    assert letters.train_tokens + digits.train_tokens + 1 == whole.train_tokens  # one divider
+    assert not any(c.isdigit() for c in text_of(letters, "train"))
+    assert not any(c.isalpha() for c in text_of(digits, "train"))
+    assert text_of(letters, "eval") == text_of(digits, "eval") == text_of(whole, "eval")
+    assert len({data.fingerprint for data in (whole, letters, digits)}) == 3
+    assert letters.subset == Subset.load(tmp_path / "0.json").key != digits.subset
+    assert whole.subset is None
+
+
+def test_a_subset_of_other_documents_or_a_damaged_one_is_refused(two_folders, tmp_path):
+    path, _ = by_first_byte(two_folders, tmp_path)
+    config = make_config(two_folders, tmp_path, **SETTINGS | dict(subset=path, document_bytes=32))
+    refuse_data(config, "config.data.subset")
+    config.document_bytes = 0
+    stored = json.loads(Path(path).read_text())
+    for damaged in (json.dumps(stored | {"documents": stored["documents"][1:]}), "{", "[]"):
+        Path(path).write_text(damaged)
+        refuse_data(config, f"config.data.subset='{path}'")
+    Path(path).unlink()
+    refuse_data(config, f"config.data.subset='{path}'")
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_positions_of_scored_targets_are_their_places_in_the_split(two_folders, tmp_path, packing):
+    config = make_config(two_folders, tmp_path, **SETTINGS, packing=packing)
+    data, places = open_data(config), []
+    stream = [*data.tokens("eval", 0, data.eval_tokens), data.tokenizer.eot]
+    for most in (0, 2):
+        batches = data.eval_batches(3, most)
+        for batch, places_BT in zip(batches, batches.target_positions(), strict=True):
+            scored = batch["weights"] > 0
+            np.testing.assert_array_equal(places_BT >= 0, scored)
+            assert [stream[i] for i in places_BT[scored]] == batch["targets"][scored].tolist()
+            places += [] if most else places_BT[scored].tolist()
+    first = 0 if packing else 1
+    assert sorted(places) == list(range(first, data.eval_tokens + packing))
+    for start, stop in data.documents("eval"):
+        assert data.tokenizer.eot not in data.tokens("eval", start, stop)
