@@ -83,7 +83,16 @@ GENERAL = [
     ({"losses.distill": 1.0, "train.teacher": "/none"}, "config.train.teacher"),
 ]
 
-MODELS = []
+MODELS = [
+    ({"cluster.count": 0}, "config.cluster.count=0"),
+    ({"cluster.dimensions": 0}, "config.cluster.dimensions=0"),
+    ({"cluster.features": 1}, "config.cluster.features=1"),
+    ({"cluster.method": "randm"}, "config.cluster.method='randm'"),
+    ({"cluster.seed_fraction": 1.0}, "config.cluster.seed_fraction=1.0"),
+    ({"ensemble.every": 0}, "config.ensemble.every=0"),
+    ({"ensemble.tau": 0.0}, "config.ensemble.tau=0.0"),
+    ({"ensemble.top_k": 0}, "config.ensemble.top_k=0"),
+]
 
 ROUTING = []
 
