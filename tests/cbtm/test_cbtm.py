@@ -112,7 +112,6 @@ def evaluated(folder):
     return result["mixtures"] | result["models"]
 
 
-@pytest.mark.slow
 def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
     folder, plan = trained
     assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
@@ -124,7 +123,6 @@ def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
         assert f"--config.init.run={folder}/seed" in job.command()
 
 
-@pytest.mark.slow
 def test_evaluation_agrees_with_that_of_runs_and_with_its_parts(trained):
     folder, _ = trained
     result = evaluated(folder)
@@ -159,7 +157,6 @@ def token_order(held_out):
     return np.argsort(np.concatenate([x[x >= 0] for x in positions]))
 
 
-@pytest.mark.slow
 def test_no_probability_depends_on_later_text(trained, ensemble, tmp_path):
     """Held-out text is changed from one byte on, in the middle of a block and of a piece."""
     config, rng = run_settings.check(config_of_run(trained[0])), np.random.default_rng(0)
