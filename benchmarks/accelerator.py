@@ -13,11 +13,11 @@ next measurement is begun only if there is time for one like the longest before 
 seconds are for ending what still runs then.
 `python -m efx.studies.results` puts the numbers into docs/results.md.
 
-Needed on the machine: efx with the extra of the device (`cuda13`, `cuda12` or `tpu`); on an H100
-`mosaic`, with Python 3.12; `interop`, with a torch that has CUDA, for what decoding is compared
-with; `dev` for the part `tests`; and the text of tinyshakespeare (--text) for `characters`. Where
-its disk is lost afterwards, `--results` names a folder that lasts, which may have the record of
-earlier calls; a `--workdir` that lasts keeps the trained runs and the compiled programs too.
+Needed on the machine: efx with the extra of the device (`cuda13`, `cuda12` or `tpu`); `interop`,
+with a torch that has CUDA, for what decoding is compared with; `dev` for the part `tests`; and the
+text of tinyshakespeare (--text) for `characters`. Where its disk is lost afterwards, `--results`
+names a folder that lasts, which may have the record of earlier calls; a `--workdir` that lasts
+keeps the trained runs and the compiled programs too.
 
 The parts:
     matmul      products of square matrices: what part of the data sheet's peak is there at all

@@ -7,8 +7,7 @@
 Each kernel is compiled for each accelerator of its kind with a few masks, widths of heads and
 dtypes; the table counts what compiles and what the kernel says that it cannot do. What it takes and
 the compiler does not is printed below, and gives status 1. TPUs need the extra `tpu`, GPUs `cuda12`
-or `cuda13`, and the kernel mosaic the extra of that name. Nothing runs on a device, so nothing is
-said of what comes out.
+or `cuda13`. Nothing runs on a device, so nothing is said of what comes out.
 """
 
 import argparse

@@ -388,8 +388,7 @@ class KernelCall:
 
 # Matrix products of the size of the scores that each attention kernel computes.
 _FLASH = {"fwd": 2, "dq": 3, "dkv": 4}
-_PALLAS = {"mha_forward": 2, "mha_backward": 5}
-_KERNEL_TARGETS = ("tpu_custom_call", "__cudnn$", "triton", "mosaic")
+_KERNEL_TARGETS = ("tpu_custom_call", "__cudnn$")
 
 
 def kernels(program):
@@ -432,18 +431,6 @@ def _kernel(target, instruction):
         computed = sum(min(row + 1, columns) for row in range(rows))
         pairs = computed * (q[-2] // rows) ** 2
         return splash[0], _FLASH[splash[1]] * 2 * math.prod(q[:-2]) * pairs * q[-1]
-    name, products = None, 0
-    if "PallasMosaicGpuFlashAttention" in path:
-        # What a window or documents spare depends on the rows: all before a query are counted.
-        part = "fwd"
-        if "FlashAttentionVjp" in path:
-            part = "dq" if len(instruction.shapes) == 1 else "dkv"
-        name, products = f"mosaic_{part}", _FLASH[part]
-    elif mha := re.search(r"mha_(?:forward|backward)", path + instruction.text):
-        name, products = mha[0], _PALLAS[mha[0]]
-    if name:
-        *batch, length, heads, width = operands[0][1]
-        return name, products * 2 * math.prod(batch) * heads * causal_pairs(length, 0) * width
     return path.removesuffix("/pallas_call").rpartition("/")[2] or target, None
 
 

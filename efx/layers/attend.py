@@ -148,11 +148,9 @@ def attend(
         probs=probs_fn is not None,
     )
     chosen = attention_kernels.choose(kernel, case)
-    if chosen is not None and not chosen.intervals:
+    if chosen is not None:
         return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
     first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
-    if chosen is not None:
-        return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, first_BT, scale)
     if case.split and probs_fn is None and _divides(q_BTNH, k_BSKH):
         return _over_devices(q_BTNH * scale, k_BSKH, v_BSKH, first_BT, chunk, softcap)
     q_BKGTH = _split_heads(q_BTNH * scale, k_BSKH.shape[2])

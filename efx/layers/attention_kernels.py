@@ -7,7 +7,6 @@ program compiled ahead of time for other devices has their kernel. Each says wha
 import contextlib
 import contextvars
 import functools
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,25 +23,14 @@ from efx.errors import UsageError, extra
 LANES = 128  # splash wants lengths that are multiples of this
 _RESIDUALS = "attention_residuals"  # what splash keeps for its backward pass, by name
 _is_residual = jax.checkpoint_policies.save_only_these_names(_RESIDUALS)
-# The primitives whose results nothing names: of cuDNN one of JAX, of the others programs in Pallas.
+# The primitives whose results nothing names: one of JAX for cuDNN, and programs in Pallas.
 _PRIMITIVES = ("dot_product_attention_fwd_wrapper", "pallas_call")
 
 
 def keeps(primitive, *args, **params):
     """A policy of `jax.checkpoint` that keeps the results of kernels of attention, so that the
     backward pass, which wants them, does not compute them again."""
-    if primitive.name == "custom_vjp_call":  # of Triton, which calls its own once more
-        return _calls_kernel(params["call_jaxpr"])
     return primitive.name in _PRIMITIVES or _is_residual(primitive, *args, **params)
-
-
-def _calls_kernel(jaxpr):
-    return any(
-        equation.primitive.name in _PRIMITIVES
-        or equation.primitive.name == "jit"
-        and _calls_kernel(equation.params["jaxpr"])
-        for equation in jaxpr.eqns
-    )
 
 
 class Case(NamedTuple):
@@ -89,14 +77,12 @@ class Kernel(NamedTuple):
     Attributes:
       refuses: Case -> why it cannot be, or None.
       run: (case, q_BTNH, k_BTKH, v_BTKH, documents, scale) -> [B, T, N, H], where `documents` are
-        segment_ids_BT or, for a kernel of intervals, first_BT (`attend.first_visible`); or None.
-      intervals: every mask is told as the first key of each query.
+        segment_ids_BT or None.
     """
 
     platform: str
     refuses: Callable
     run: Callable
-    intervals: bool = False
 
 
 class Choice(NamedTuple):
@@ -160,13 +146,10 @@ def _choice(name, case):
             continue
         reason = _refuses(kernel, case)
         if reason is None:
-            # JAX for GPUs brings cuDNN: that another kernel takes its place is no choice.
-            if reasons.get("cudnn") and reasons["cudnn"] == _without_cudnn():
-                _say_why(f"by {candidate}", (("cudnn", reasons["cudnn"]),))
             return Choice(name, candidate, tuple(reasons.items()))
         reasons[candidate] = reason
     if reasons:
-        _say_why("in plain XLA", tuple(reasons.items()))
+        _say_why(tuple(reasons.items()))
     return Choice(name, "xla", tuple(reasons.items()))
 
 
@@ -183,9 +166,9 @@ def _refuses(kernel, case):
 
 
 @functools.cache
-def _say_why(how, reasons):
+def _say_why(reasons):
     listed = "; ".join(f"{name} {reason}" for name, reason in reasons)
-    logging.getLogger(__name__).warning("attention %s: %s", how, listed)
+    logging.getLogger(__name__).warning("attention in plain XLA: %s", listed)
 
 
 def _first(*conditions):
@@ -285,11 +268,7 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
 
 # ---- GPU ----------------------------------------------------------------------------------------
 
-# Compute capabilities: of an A100, of an H100, and of GPUs for graphics after it.
-_AMPERE, _HOPPER, _GRAPHICS = 8.0, 9.0, 12.0
-# Bytes that a block of threads may share on the smallest GPUs since Ampere, such as an L4.
-_LEAST_SHARED = 101_376
-_TRITON_BLOCK = 128  # queries, or keys, that a block of threads takes at a time
+_AMPERE = 8.0  # compute capability of an A100
 
 
 def _capability():
@@ -299,20 +278,17 @@ def _capability():
     return 0.0 if told.startswith("gfx") else float(told)
 
 
-def _before_ampere():
-    capability = _capability()
-    wants = f"needs a GPU of compute capability 8.0 (A100) or newer, not {capability}"
-    return capability < _AMPERE, wants
-
-
-def _half(case):
-    return jnp.dtype(case.dtype) in (jnp.bfloat16, jnp.float16)
-
-
 def _cudnn_refuses(case):
+    capability, dtype = _capability(), jnp.dtype(case.dtype)
     reason = _first(
-        _before_ampere(),
-        (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
+        (
+            capability < _AMPERE,
+            f"needs a GPU of compute capability 8.0 (A100) or newer, not {capability}",
+        ),
+        (
+            dtype not in (jnp.bfloat16, jnp.float16),
+            f"computes in bfloat16 or float16, not {dtype}",
+        ),
         (case.documents, "supports packed documents only with a dense mask, using T x T memory"),
         (
             case.window and case.gaps,
@@ -362,135 +338,8 @@ def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
     return out_BTNH[:, : case.length]
 
 
-def _triton_refuses(case):
-    power = case.head_dim & (case.head_dim - 1) == 0
-    needed, shared = _triton_shared(case), _shared_memory()
-    return _first(
-        _before_ampere(),
-        (case.window, "does not support windows"),
-        (case.softcap, "does not support softcap"),
-        (
-            not power or not 16 <= case.head_dim <= 128,
-            f"needs a head width of 16, 32, 64 or 128, not {case.head_dim}",
-        ),
-        (
-            needed > shared,
-            f"needs {needed} bytes of shared memory for a head width of {case.head_dim} in "
-            f"{jnp.dtype(case.dtype)}, but the GPU has {shared}",
-        ),
-    )
-
-
-def _shared_memory():
-    """Bytes that a block of threads may share."""
-    return getattr(get_default_device(), "shared_memory_per_block_optin", _LEAST_SHARED)
-
-
-def _triton_shared(case):
-    """Bytes that a block of threads of the forward pass shares, which needs more than the backward
-    one: blocks of queries, keys and values, and on an H100 or B200 those that are read ahead."""
-    blocks = 4 + _half(case) if _HOPPER <= _capability() < _GRAPHICS else 3
-    return blocks * _TRITON_BLOCK * case.head_dim * jnp.dtype(case.dtype).itemsize
-
-
-def triton(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False):
-    """JAX's attention in Pallas for Triton; keys and values are repeated for grouped heads."""
-    from jax.experimental.pallas.ops.gpu import attention as lib
-
-    length = _whole_lanes(case.length)
-
-    def local(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT=None):
-        groups = q_BTNH.shape[2] // k_BTKH.shape[2]
-        k_BTNH, v_BTNH = (jnp.repeat(y, groups, axis=2) for y in (k_BTKH, v_BTKH))
-        return lib.mha(
-            q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, sm_scale=scale, causal=True, interpret=interpret
-        )
-
-    arrays = _pad(length, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
-    return _over_devices(local, *arrays)[:, : case.length]
-
-
-# The release of tokamax that has been tried with each of JAX: it calls what JAX does not promise.
-_TOKAMAX = {"0.10": "0.0.12", "0.11": "0.0.17"}
-
-
-@functools.cache
-def _tokamax():
-    """The version that is installed, or None."""
-    try:
-        return importlib.metadata.version("tokamax")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache
-def _tokamax_lacks():
-    """What an installed tokamax that cannot be imported says; "" if it can."""
-    try:
-        from tokamax._src.ops.attention import pallas_mosaic_gpu  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
-def _mosaic_refuses(case):
-    installed, capability = _tokamax(), _capability()
-    tried = _TOKAMAX.get(jax.__version__.rpartition(".")[0])
-    wanted = f"tokamax {tried} (pip install tokamax=={tried})" if tried else "no tokamax"
-    return _first(
-        (
-            installed is None,
-            f"is not installed: install {extra('mosaic')}, with Python 3.12 or newer",
-        ),
-        (
-            installed != tried,
-            f"is tested with {wanted} for jax {jax.__version__}, but {installed} is installed",
-        ),
-        (not _half(case), f"computes in bfloat16 or float16, not {jnp.dtype(case.dtype)}"),
-        (case.head_dim > 256, f"needs a head width of at most 256, not {case.head_dim}"),
-        (
-            not _HOPPER <= capability < 11,
-            "needs a GPU of compute capability 9.0 (H100) or newer, up to 10.x (B200), not "
-            f"{capability}",
-        ),
-    ) or (f"cannot be imported: {_tokamax_lacks()}" if _tokamax_lacks() else None)
-
-
-def mosaic(case, q_BTNH, k_BTKH, v_BTKH, first_BT, scale):
-    """Flash attention of tokamax in Pallas for Mosaic: windows and documents are intervals of keys,
-    of which it skips what no query of a block may see."""
-    from tokamax._src.ops.attention import base
-    from tokamax._src.ops.attention import pallas_mosaic_gpu as lib
-
-    # It tells of every shape that nobody has tuned; its rule for these is what is wanted.
-    logging.getLogger("absl").addFilter(_not_of_tuning)
-
-    def local(q_BTNH, k_BTKH, v_BTKH, first_BT=None):
-        first_B1T = None if first_BT is None else first_BT[:, None]
-        return lib.PallasMosaicGpuFlashAttention()(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            logits_scale=scale,
-            logits_soft_cap=case.softcap or None,
-            mask=base.Mask(k_start=first_B1T, is_causal=True),
-        )
-
-    if first_BT is not None:
-        first_BT = jnp.broadcast_to(first_BT, (q_BTNH.shape[0], case.length))
-    length = _whole_lanes(case.length)  # first keys are told in blocks of queries
-    arrays = _pad(length, q_BTNH, k_BTKH, v_BTKH, first_BT)
-    return _over_devices(local, *arrays)[:, : case.length].astype(q_BTNH.dtype)
-
-
-def _not_of_tuning(record):
-    return not record.getMessage().startswith("Autotuning cache miss")
-
-
 # The first that can do it is taken.
 KERNELS = {
     "splash": Kernel("tpu", _splash_refuses, splash),
-    "mosaic": Kernel("gpu", _mosaic_refuses, mosaic, intervals=True),
     "cudnn": Kernel("gpu", _cudnn_refuses, cudnn),
-    "triton": Kernel("gpu", _triton_refuses, triton),
 }

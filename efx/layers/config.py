@@ -90,7 +90,7 @@ class AttentionConfig:
     chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
     # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
     # that can do what is asked, and "xla" where there is none.
-    kernel: Literal["auto", "xla", "splash", "mosaic", "cudnn", "triton"] = "auto"
+    kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
 
     def resolved(self, width, rope, mup, use_bias):
         """With every field made out, for a model so wide.

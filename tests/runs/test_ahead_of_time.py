@@ -289,10 +289,6 @@ SPLASH = """  %m = s8[1,4,4]{{2,1,0}} parameter(0)
 CUDNN = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
   ROOT %a = (bf16[2,4,512,64], f32[2,4,512]) custom-call(%q, %q, %q), custom_call_target="{target}", operand_layout_constraints={{bf16[2,512,4,64]{{3,2,1,0}}, bf16[2,512,4,64]{{3,2,1,0}}}}, backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "512", "512"], "tuple_shapes": []}}, "mask_type": "{mask}", "sliding_window_length": {window}}}}}"""
 
-# The path names the kernel and all that it was given, quotes escaped.
-MOSAIC = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
-  ROOT %a = {shapes} custom-call(%q, %q), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={{bf16[2,512,4,64]{{3,2,1,0}}, bf16[2,512,2,64]{{3,2,1,0}}}}, metadata={{op_name="jit(f)/tokamax:{{\\"op\\":{{\\"__type\\":\\"tokamax.PallasMosaicGpuFlashAttention{vjp}\\"}}}}/mpmd_map"}}"""
-
 
 @pytest.mark.parametrize(
     "text, name, flops",
@@ -308,12 +304,6 @@ MOSAIC = """  %q = bf16[2,512,4,64]{{3,2,1,0}} parameter(0)
          "__cudnn$fmhaSoftmaxBackward", 5 * 2 * 2 * 4 * 64 * 512**2),
         (CUDNN.format(target="__cudnn$fmhaSoftmax", mask="CAUSAL", window=64),
          "__cudnn$fmhaSoftmax", 2 * 2 * 2 * 4 * 64 * causal_pairs(512, 64)),
-        (MOSAIC.format(vjp="", shapes="(bf16[2,512,4,64], f32[2,4,512])"),
-         "mosaic_fwd", 2 * 2 * 2 * 4 * 64 * causal_pairs(512)),
-        (MOSAIC.format(vjp="Vjp", shapes="bf16[2,512,4,64]"),
-         "mosaic_dq", 3 * 2 * 2 * 4 * 64 * causal_pairs(512)),
-        (MOSAIC.format(vjp="Vjp", shapes="(bf16[2,512,2,64], bf16[2,512,2,64])"),
-         "mosaic_dkv", 4 * 2 * 2 * 4 * 64 * causal_pairs(512)),
         (SPLASH.format(name="another", width=4), "another", None),
     ],
 )  # fmt: skip
@@ -824,20 +814,13 @@ def test_gradients_of_layers_are_scattered_on_a_tpu(root):
     assert summed and not any("1368,512" in shapes or "512,1368" in shapes for shapes in summed)
 
 
-@pytest.mark.parametrize(
-    "modules, target, kernel",
-    [
-        (("libtpu",), "v5e", "splash"),
-        (("tokamax", "jax_cuda13_plugin"), "h100", "mosaic"),
-    ],
-)
-def test_a_kernel_compiles_with_the_libraries_that_are_here(modules, target, kernel, root):
-    """What of it a new release of JAX or of the kernel's own library breaks shows here."""
-    if missing := [module for module in modules if find_spec(module) is None]:
-        pytest.skip(f"{' and '.join(missing)} not installed")
+def test_splash_compiles_with_the_libraries_that_are_here(root):
+    """What of it a new release of JAX breaks shows here."""
+    if find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu)")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "benchmarks.compiled_kernels"]
-    command += ["--targets", target, "--kernels", kernel, "--masks", "grouped"]
+    command += ["--targets", "v5e", "--kernels", "splash", "--masks", "grouped"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{target} {kernel}: 2 of 4 compiled" in done.stdout  # others it refuses
+    assert "v5e splash: 2 of 4 compiled" in done.stdout  # others it refuses

@@ -313,7 +313,7 @@ def test_a_kernel_that_is_wrong_somewhere_is_found(call, monkeypatch):
             raise jax.errors.JaxRuntimeError("CUDA_ERROR")
         return without_windows(case, *arrays)
 
-    monkeypatch.setitem(KERNELS, "triton", Kernel("cpu", reason, run))
+    monkeypatch.setitem(KERNELS, "cudnn", Kernel("cpu", reason, run))
     references = []
     own = accelerator_parts._masked
     monkeypatch.setattr(
@@ -323,15 +323,15 @@ def test_a_kernel_that_is_wrong_somewhere_is_found(call, monkeypatch):
     setup = SimpleNamespace(smoke=False)
     monkeypatch.setattr(accelerator_parts, "LENGTH", 120)
     found = {title: measure() for title, measure in accelerator_parts.kernels(setup)}
-    triton = {mask: found[f"attention, {mask}, triton"] for mask in accelerator_parts.MASKS}
-    assert triton["causal"][", float32"]["says"] == "right"
-    assert triton["window"][", float32"]["error"] > 0.05
-    assert triton["window"][", float32"]["says"].startswith("FAILED: more than")
-    assert triton["softcap"] == {"": {"says": "refused: has no softcap"}}
-    assert triton["gaps"][", float32"] == {"says": "refused: takes no float32"}
+    cudnn = {mask: found[f"attention, {mask}, cudnn"] for mask in accelerator_parts.MASKS}
+    assert cudnn["causal"][", float32"]["says"] == "right"
+    assert cudnn["window"][", float32"]["error"] > 0.05
+    assert cudnn["window"][", float32"]["says"].startswith("FAILED: more than")
+    assert cudnn["softcap"] == {"": {"says": "refused: has no softcap"}}
+    assert cudnn["gaps"][", float32"] == {"says": "refused: takes no float32"}
     assert references == list(accelerator_parts.MASKS)  # once a mask
     masked = partial(own, setup, "documents")
-    rows = accelerator_parts._kernel(masked, "triton")
+    rows = accelerator_parts._kernel(masked, "cudnn")
     assert rows == {", bfloat16": {"says": "FAILED: JaxRuntimeError: CUDA_ERROR"}}
 
 
@@ -339,23 +339,23 @@ def test_a_kernel_that_refuses_has_not_failed(call, monkeypatch):
     """In training steps as in attention alone: else a call has status 1 wherever one of the kernels
     is not installed."""
     refusing = Kernel("cpu", lambda case: "is not installed: the extra", None)
-    monkeypatch.setattr(accelerator_parts, "KERNELS", {"mosaic": refusing})
-    monkeypatch.setitem(KERNELS, "mosaic", refusing)
+    monkeypatch.setattr(accelerator_parts, "KERNELS", {"cudnn": refusing})
+    monkeypatch.setitem(KERNELS, "cudnn", refusing)
     rows_of_8 = accelerator_parts.SIZES["smoke"] | {"batch": 8}  # for the devices of the tests
     monkeypatch.setitem(accelerator_parts.SIZES, "smoke", rows_of_8)
 
     def dense(setup):
         entries = list(accelerator_parts.dense(setup))
         assert len(entries) == 6
-        return (entry for entry in entries if "mosaic" in entry[0])
+        return (entry for entry in entries if "cudnn" in entry[0])
 
     monkeypatch.setattr(accelerator, "PARTS", {"dense": dense})
     status, said = call("--parts=dense")
     assert status == 0, said
     says = {"says": "refused: is not installed: the extra"}
-    assert rows(call) == {"dense 124M (GPT-2), mosaic": says, "dense 350M, mosaic": says}
+    assert rows(call) == {"dense 124M (GPT-2), cudnn": says, "dense 350M, cudnn": says}
     # Also of one model among several.
-    refused = attention_kernels.Refused("mosaic", "has no softcap")
+    refused = attention_kernels.Refused("cudnn", "has no softcap")
 
     def fitting(config, vocab, rounds, compiled):
         assert compiled == f"{config}, compiled"
