@@ -94,7 +94,65 @@ MODELS = [
     ({"ensemble.top_k": 0}, "config.ensemble.top_k=0"),
 ]
 
-ROUTING = []
+ROUTING = [
+    ({"model.attention.kernel": "triton"}, "config.model.attention.kernel='triton'"),
+    ({"model.attention.kernel": "splash"}, "config.model.attention.kernel='splash'"),
+    ({"model.dropout.kind": "attention"}, "dropout.sites"),
+    ({"model.dropout.attention.shift_init": 4.0}, "dropout.attention.shift_init=4.0"),
+    ({"model.dropout.attention.sigmoid_scale": -1.0}, "dropout.attention.sigmoid_scale=-1.0"),
+    ({"model.dropout.elementwise.b_std": -1.0}, "dropout.elementwise.b_std=-1.0"),
+    ({"model.dropout.elementwise.sharpen_scale": 0.0}, "dropout.elementwise.sharpen_scale=0.0"),
+    (
+        {
+            "model.dropout.kind": "attention",
+            "model.dropout.sites": ("mlp_output",),
+            "model.dropout.attention.num_heads": 5,
+        },
+        "dropout.attention.num_heads=5",
+    ),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.num_experts": 0}, "mlp.moe.num_experts=0"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.top_k": 9}, "mlp.moe.top_k=9"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.every": 0}, "mlp.moe.every=0"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.num_noop": -1}, "mlp.moe.num_noop=-1"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.capacity_factor": 0.0}, "moe.capacity_factor=0.0"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.capacity": 1.5}, "mlp.moe.capacity=1.5"),
+    ({"model.mlp.kind": "moe", "model.mlp.moe.slack": 0.5}, "mlp.moe.slack=0.5"),
+    (
+        {
+            "model.mlp.kind": "moe",
+            "model.mlp.moe.router": "expert_choice",
+            "model.mlp.moe.num_noop": 1,
+        },
+        "mlp.moe.num_noop=1",
+    ),
+    (
+        {"model.mlp.kind": "moe", "model.mlp.moe.computed_fraction": 0.0},
+        "mlp.moe.computed_fraction=0.0",
+    ),
+    (
+        {
+            "model.mlp.kind": "moe",
+            "model.mlp.moe.router": "expert_choice",
+            "model.mlp.moe.computed_fraction": 0.5,
+        },
+        "mlp.moe.computed_fraction=0.5",
+    ),
+    ({"model.soft_experts.num": -1}, "soft_experts.num=-1"),
+    ({"model.soft_experts.num": 2, "model.soft_experts.every": 3}, "soft_experts.every=3"),
+    ({"model.soft_experts.num": 2, "model.soft_experts.shared": -1}, "soft_experts.shared=-1"),
+    ({"model.soft_experts.num": 2, "model.soft_experts.multiple": 0}, "soft_experts.multiple=0"),
+    (
+        {"model.soft_experts.num": 2, "model.soft_experts.hidden_multiple": 0.0},
+        "soft_experts.hidden_multiple=0.0",
+    ),
+    ({"model.soft_experts.num": 2, "model.mlp.kind": "moe"}, "soft_experts.every=1"),
+    ({"model.dense_former.on": True, "model.dense_former.dilation": 0}, "dense_former.dilation=0"),
+    ({"model.dense_former.on": True, "model.dense_former.period": -1}, "dense_former.period=-1"),
+    ({"model.dense_former.on": True, "model.scan_layers": True}, "scan_layers=True"),
+    ({"model.mup.base_width": -1}, "mup.base_width=-1"),
+    ({"model.mup.base_width": 16, "optim.name": "muon"}, "optim.name='muon'"),
+    ({"model.mup.base_width": 16, "optim.name": "sgd"}, "optim.name='sgd'"),
+]
 
 DATA = [
     ({"data.source": "txt:x"}, "config.data.source='txt:x'"),

@@ -1,4 +1,4 @@
-"""The attention kernel against full matrices: values, gradients, and what it visits."""
+"""Attention against full matrices: values, gradients, visited pairs, caches, rotary positions."""
 
 import functools
 
@@ -15,11 +15,12 @@ from efx.layers import attend, kv_cache
 from efx.layers.attention import Attention
 from efx.layers.config import AttentionConfig, RopeScalingConfig
 from efx.layers.dropout import ProbsFn, StandardDropout
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.linear import Embedding, Linear
+from efx.layers.info import CacheView, CallInfo, Mode, Tokens
+from efx.layers.linear import Embedding
 from efx.layers.positions import rope
 
 B, T, N, K, H = 2, 11, 4, 2, 6
+LONG = 700  # with a chunk of 600: one of two blocks, which take turns in a loop, and what is left
 
 
 def inputs(seed=0, length=T, kv_heads=K):
@@ -29,7 +30,6 @@ def inputs(seed=0, length=T, kv_heads=K):
     return tuple(np.float32(rng.normal(size=shape)) for shape in shapes)
 
 
-@functools.partial(jax.jit, static_argnames="softcap")
 def full(q, k, v, visible_BTS, scale, softcap=0.0, factor_BNTS=1.0):
     """Attention with all scores in memory, every head with keys of its own."""
     k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
@@ -52,55 +52,96 @@ def visible(length=T, window=0, segments=None, positions=None):
     return mask
 
 
-# Two documents and padding; three documents.
-SEGMENTS = np.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 1 + [2] * 6 + [3] * 4])
-# A routed subsequence: positions with gaps.
-GAPS = np.array([[0, 1, 3, 4, 8, 9, 10, 13, 20, 21, 22], [2, 5, 6, 7, 9, 11, 12, 13, 14, 15, 30]])
-
-CASES = {
-    "causal": dict(),
-    "attention.window": dict(window=4),
-    "window_one": dict(window=1),
-    "softcap": dict(softcap=0.7),
-    "segments": dict(segments=SEGMENTS),
-    "segments_window": dict(segments=SEGMENTS, window=3),
-    "gaps_window": dict(window=4, positions=GAPS),
-    "one_kv_head": dict(kv_heads=1),
-    "all_kv_heads": dict(kv_heads=N),
-}
+def segments_of(length):
+    """Two documents and padding; three documents."""
+    ends = np.array([[4, 9], [1, 7]]) * length // T
+    ids = 1 + (np.arange(length) >= ends[..., None]).sum(axis=1)
+    return np.where((np.arange(2)[:, None] == 0) & (ids == 3), 0, ids)
 
 
-@functools.cache
-def ours(case, chunk, block=256):
-    """Compiled (q, k, v) -> (values, gradients of a weighted sum of them)."""
-    options = dict(CASES[case])
-    options.pop("kv_heads", None)
-    segments, positions = options.pop("segments", None), options.pop("positions", None)
-    positions = np.tile(np.arange(T), (B, 1)) if positions is None else positions
+def gaps_of(length):
+    """Positions of a routed subsequence."""
+    steps = np.random.default_rng(3).choice([1, 2, 5], size=(B, length), p=[0.6, 0.3, 0.1])
+    return np.cumsum(steps, axis=1)
 
-    def value(q, k, v):
-        out = attend.attend(
-            q,
-            k,
-            v,
-            scale=0.4,
-            chunk=chunk,
-            positions_BT=jnp.asarray(positions),
-            segment_ids_BT=None if segments is None else jnp.asarray(segments),
-            **options,
-        )
-        return jnp.sum(out * weights()), out
 
-    return families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))
+def cases(length):
+    """[(number of heads of keys, options of `visible`, softcap)]"""
+    segments = segments_of(length)
+    return [
+        (1, {}, 0.0),
+        (K, dict(window=4), 0.7),
+        (K, dict(segments=segments), 0.0),
+        (N, dict(segments=segments, window=3), 0.0),
+        (K, dict(window=4, positions=gaps_of(length)), 0.0),
+    ]
+
+
+def test_visibility_by_hand():
+    positions = np.array([[0, 1, 3, 4, 8], [2, 5, 6, 7, 9]])
+    np.testing.assert_array_equal(
+        visible(5, window=4, positions=positions)[1],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
+    )
+    segments = np.array([[1, 1, 2, 0], [1, 2, 2, 2]])
+    np.testing.assert_array_equal(
+        visible(4, segments=segments)[0],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+    )
+
+
+@pytest.mark.parametrize("length, chunk", [(T, T + 1), (T, 4), (LONG, 600)])
+def test_attend_equals_full_attention(length, chunk):
+    """Values and gradients."""
+    weights = jnp.cos(jnp.arange(B * length * N * H, dtype=jnp.float32))
+    weights = weights.reshape(B, length, N, H)
+    every = cases(length)
+
+    def loss(attention):
+        def value(q, k, v):
+            out = attention(q, k, v)
+            return jnp.sum(out * weights), out
+
+        return jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
+
+    def ours(q, k, v, window=0, segments=None, positions=None, softcap=0.0):
+        return attend.attend(
+            q, k, v, scale=0.4, chunk=chunk, window=window, softcap=softcap,
+            positions_BT=np.arange(length)[None] if positions is None else positions,
+            segment_ids_BT=segments,
+        )  # fmt: skip
+
+    @families.jit
+    def both(arrays):
+        for qkv, (_, options, softcap) in zip(arrays, every, strict=True):
+            got = loss(functools.partial(ours, softcap=softcap, **options))(*qkv)
+            mask = visible(length, **options)
+            plain = functools.partial(full, visible_BTS=mask, scale=0.4, softcap=softcap)
+            results.append((loss(plain)(*qkv), got))
+        return results
+
+    results = []
+    for expected, got in both([inputs(length=length, kv_heads=heads) for heads, *_ in every]):
+        assert got[0][1].shape == (B, length, N, H) and got[0][1].dtype == jnp.float32
+        families.assert_trees_close(expected, got, rtol=1e-5)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs()
+    out = families.jit(functools.partial(attend.attend, scale=1.0))(100 * q, 100 * k, v)
+    assert np.isfinite(out).all()
+
+
+# ---- which keys a query visits -----------------------------------------------------------------
 
 
 first_visible = families.jit(attend.first_visible, static_argnums=(0, 1))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 6), st.booleans(), st.booleans())
-def test_what_is_visible_is_an_interval(seed, window, packed, routed):
-    """From the place that is said up to the query, in packed rows and routed subsequences."""
+def test_visible_keys_are_an_interval(seed, window, packed, routed):
+    """From the first visible key to the query, in packed rows and routed subsequences."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, 4) if packed else [20]
     segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)])
@@ -111,164 +152,53 @@ def test_what_is_visible_is_an_interval(seed, window, packed, routed):
     if routed:
         picked = np.flatnonzero(rng.uniform(size=len(segments)) < 0.6)[:24]
         empty = np.zeros(24 - len(picked), int)
-        segments, positions = (
-            np.append(segments[picked], empty),
-            np.append(positions[picked], empty - 1),
-        )
-    if not len(positions):
-        return
-    segments = segments if packed else None
-    first = first_visible(
-        len(positions), window, positions[None], None if segments is None else segments[None]
-    )
-    first = np.zeros(len(positions), int) if first is None else np.asarray(first)[0]
+        segments = np.append(segments[picked], empty)
+        positions = np.append(positions[picked], empty - 1)
+    segments_1T = segments[None] if packed else None
+    first_1T = first_visible(len(positions), window, positions[None], segments_1T)
+    first = np.zeros(len(positions), int) if first_1T is None else np.asarray(first_1T)[0]
     place = np.arange(len(positions))
     got = (place[None] <= place[:, None]) & (place[None] >= first[:, None])
-    expected = visible(
-        len(positions), window, None if segments is None else segments[None], positions[None]
-    )[0]
-    # Empty slots come last, or before the next document, and what they see is nobody's.
+    expected = visible(len(positions), window, segments_1T, positions[None])[0]
+    # Nothing reads what the empty slots see.
     real = positions >= 0
     np.testing.assert_array_equal(got[real], expected[real])
 
 
-def test_a_window_without_an_end_keeps_documents_apart():
-    """However large it is, and however many documents lie in a row: no sum of windows is one."""
+def test_a_huge_window_keeps_documents_apart():
+    """However large the window is, and however many documents a row has: sums of windows would
+    overflow."""
     segments_1T = np.repeat(np.arange(1, 9), 3)[None]
     positions_1T = np.tile(np.arange(3), 8)[None]
     first_1T = first_visible(24, 2**30, positions_1T, segments_1T)
     np.testing.assert_array_equal(first_1T, (segments_1T - 1) * 3)
 
 
-def weights():
-    return jnp.cos(jnp.arange(B * T * N * H, dtype=jnp.float32)).reshape(B, T, N, H)
-
-
-@functools.cache
-def expected_of(case):
-    """((weighted sum, values), gradients) of a case, from full matrices."""
-    options = dict(CASES[case])
-    args = inputs(kv_heads=options.pop("kv_heads", K))
-    softcap = options.pop("softcap", 0.0)
-    mask = visible(**options)
-
-    def value(q, k, v):
-        out = full(q, k, v, mask, 0.4, softcap)
-        return jnp.sum(out * weights()), out
-
-    return args, families.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*args)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk, block", [(0, 256), (4, 256), (0, 3), (6, 2)])
-def test_attend_is_full_attention(case, chunk, block, monkeypatch):
-    """Values and gradients; neither chunks of 4 nor blocks of 3 divide 11."""
-    monkeypatch.setattr(attend, "_BLOCK", block)
-    args, expected = expected_of(case)
-    got = ours(case, chunk, block)(*args)
-    assert got[0][1].shape == (B, T, N, H) and got[0][1].dtype == jnp.float32
-    families.assert_trees_close(expected, got, rtol=1e-5)
-
-
-@pytest.mark.parametrize("chunk", (1, 2, 3, 5, 7, T - 1, T, T + 1))
-def test_every_chunk_size(chunk):
-    """Longer than the sequence, too; all of them with a window, segments and grouped heads."""
-    q, k, v = inputs()
-    options = dict(
-        scale=0.4, window=3, positions_BT=jnp.arange(T)[None], segment_ids_BT=jnp.asarray(SEGMENTS)
-    )
-    got = families.jit(functools.partial(attend.attend, chunk=chunk, **options))(q, k, v)
-    expected = full(q, k, v, visible(window=3, segments=SEGMENTS), 0.4)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-def test_large_scores_do_not_overflow():
-    q, k, v = inputs()
-    out = families.jit(functools.partial(attend.attend, scale=1.0))(100 * q, 100 * k, v)
-    assert np.isfinite(out).all()
-
-
-def test_masks_as_tables():
-    """Who sees whom, read off the kernel: v is one-hot, so the output is the attention matrix."""
-    q = np.zeros((B, T, 1, T), np.float32)
-    v = np.tile(np.eye(T, dtype=np.float32)[None, :, None], (B, 1, 1, 1))
-
-    def seen(options, **static):
-        kernel = functools.partial(attend.attend, scale=1.0, chunk=6)
-        out = families.jit(lambda options: kernel(q, q, v, **options, **static))(options)
-        return (np.asarray(out)[:, :, 0] > 0).astype(int)
-
-    for options, window, mask in [
-        ({}, 0, visible()),
-        (dict(segment_ids_BT=SEGMENTS), 0, visible(segments=SEGMENTS)),
-        (dict(positions_BT=GAPS), 4, visible(window=4, positions=GAPS)),
-        (dict(positions_BT=np.arange(T)[None]), 4, visible(window=4)),
-    ]:
-        np.testing.assert_array_equal(seen(options, window=window), mask)
-    # Equal scores: each query divides itself equally among what it sees. By hand, row 1 of GAPS.
-    np.testing.assert_array_equal(
-        seen(dict(positions_BT=GAPS), window=4)[1, :5, :5],
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]],
-    )
-
-
 @pytest.mark.parametrize(
-    "length, chunk, window, expected",
-    [
-        (10, 4, 0, [(0, 4, 4, 4, False), (4, 8, 4, 8, False), (8, 10, 2, 10, False)]),
-        (10, 4, 3, [(0, 4, 4, 4, True), (4, 8, 4, 6, True), (8, 10, 2, 4, True)]),
-        (10, 4, 1, [(0, 4, 4, 4, True), (4, 8, 4, 4, True), (8, 10, 2, 2, True)]),
-        (10, 16, 0, [(0, 10, 10, 10, False)]),
-        (700, 600, 0, [(0, 512, 256, 600, False), (512, 600, 88, 600, False),
-                       (600, 700, 100, 700, False)]),
-        (4000, 0, 9, [(0, 3840, 256, 264, True), (3840, 4000, 160, 168, True)]),
-    ],
-)  # fmt: skip
-def test_spans_by_hand(length, chunk, window, expected):
-    assert attend.spans(length, chunk, window) == expected
-
-
-def test_chosen_chunks():
-    assert attend.chunk_size(10) == 64  # at least 64
-    assert attend.chunk_size(1024) == 128 and len(attend.spans(1024)) == 8  # at most 8
-    assert attend.chunk_size(1025) == 129
-    assert attend.chunk_size(1024, 100) == 100
-    assert max(span.block for span in attend.spans(100_000)) == 256
-    assert max(span.block for span in attend.spans(100_000, window=7)) == 256
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 40), st.integers(1, 45), st.integers(0, 45))
-def test_spans_cover_what_may_be_seen(length, chunk, window):
-    """Every allowed pair is visited, and none twice."""
-    visits = np.zeros((length, length), int)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "_BLOCK", 7)
-        for span in attend.spans(length, chunk, window):
-            for q0 in range(span.q_start, span.q_stop, span.block):
-                k0 = attend._first_key(span, q0)
-                visits[q0 : q0 + span.block, k0 : k0 + span.keys] += 1
-            assert (span.q_stop - span.q_start) % span.block == 0
-    assert visits.max() == 1
-    time = np.arange(length)
-    gap = time[:, None] - time[None]
-    allowed = (gap >= 0) & ((gap < window) if window else True)
-    assert np.all(visits[allowed] == 1)
-    assert allowed.sum() == flops.causal_pairs(length, window)
-
-
-@pytest.mark.parametrize("chunk, window, block", [(0, 0, 256), (4, 0, 256), (4, 3, 256), (6, 0, 2)])
-def test_visited_pairs_are_what_is_multiplied(chunk, window, block, monkeypatch):
-    monkeypatch.setattr(attend, "_BLOCK", block)
-    q, k, v = inputs()
-
+    "length, chunk, window", [(T, 0, 0), (T, 4, 0), (T, 4, 3), (LONG, 600, 0), (LONG, 0, 9)]
+)
+def test_counted_pairs_are_the_multiplied_ones(length, chunk, window):
     def run(q, k, v):
         return attend.attend(
-            q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(T)[None]
+            q, k, v, scale=1.0, chunk=chunk, window=window, positions_BT=jnp.arange(length)[None]
         )
 
-    pairs = sum(span.pairs for span in attend.spans(T, chunk, window))
-    assert flops.jaxpr_flops(run, q, k, v) == B * flops.attention_scores(pairs, N, H)
+    pairs = sum(span.pairs for span in attend.spans(length, chunk, window))
+    assert flops.causal_pairs(length, window) <= pairs
+    executed = flops.jaxpr_flops(run, *inputs(length=length))
+    assert executed == B * flops.attention_scores(pairs, N, H)
+
+
+def test_chosen_chunks_skip_most_masked_pairs_in_little_memory():
+    for length in (1024, 100_000):
+        pairs = sum(span.pairs for span in attend.spans(length))
+        assert pairs < 1.15 * flops.causal_pairs(length)
+    windowed = attend.spans(100_000, window=7)
+    assert max(span.block for span in (*attend.spans(100_000), *windowed)) <= 256
+    assert max(span.keys for span in windowed) < 300
+
+
+# ---- changed probabilities ---------------------------------------------------------------------
 
 
 class Factors(ProbsFn):
@@ -276,87 +206,69 @@ class Factors(ProbsFn):
 
     def __init__(self, factor_BNTS):
         super().__init__()
-        self.factor_BNTS, self.blocks = factor_BNTS, []
+        self.factor_BNTS = factor_BNTS
 
     def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
         queries, keys = probs_BKGTS.shape[3:]
-        self.blocks.append((q_start, queries, k_start))
         starts, sizes = (0, 0, q_start, k_start), (B, N, queries, keys)
         part = jax.lax.dynamic_slice(jnp.asarray(self.factor_BNTS), starts, sizes)
         changed = probs_BKGTS * part.reshape(probs_BKGTS.shape)
         return changed, (probs_BKGTS, jnp.broadcast_to(allowed_BTS, (B, queries, keys)))
 
 
-def test_probs_fn_sees_every_chunk():
-    """It gets [B, K, G, T, S] probabilities and the numbers of the first query and key."""
-    q, k, v = inputs()
-    factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
-    probs_fn = Factors(factor)
+@pytest.mark.parametrize("length, chunk, window", [(T, 4, 3), (LONG, 600, 0)])
+def test_probabilities_can_be_changed_in_every_block(length, chunk, window):
+    """Values and gradients; the function gets probabilities of sum 1 over the allowed keys, and the
+    numbers of the first query and key. What it returns beside them comes out for every query."""
+    q, k, v = inputs(length=length)
+    factor = np.random.default_rng(1).uniform(size=(B, N, length, length)).astype(np.float32)
+    weights_BTNH = np.random.default_rng(2).normal(size=(B, length, N, H)).astype(np.float32)
+
+    def gradients(attention):
+        def value(*arrays):
+            out, seen = attention(*arrays)
+            return jnp.sum(out * weights_BTNH), (out, seen)
+
+        return jax.value_and_grad(value, argnums=(0, 1, 2, 3), has_aux=True)
+
+    def ours(q, k, v, factor):
+        probs_fn = Factors(factor)
+        options = dict(scale=0.4, chunk=chunk, window=window, probs_fn=probs_fn)
+        out = attend.attend(q, k, v, positions_BT=jnp.arange(length)[None], **options)
+        return out, probs_fn.seen
+
+    def plain(q, k, v, factor):
+        return full(q, k, v, visible(length, window), 0.4, factor_BNTS=factor), None
 
     @families.jit
-    def run(q, k, v, positions_BT):
-        options = dict(scale=0.4, chunk=4, window=3, probs_fn=probs_fn)
-        return attend.attend(q, k, v, positions_BT=positions_BT, **options), probs_fn.seen
+    def both(*arrays):
+        return gradients(ours)(*arrays), gradients(plain)(*arrays)
 
-    out, chunks = jax.device_get(run(q, k, v, np.arange(T)[None]))
-    assert probs_fn.blocks == [(0, 4, 0), (4, 4, 2), (8, 3, 6)] and len(chunks) == 3
-    for probs_XBKGTS, allowed_XBTS in chunks:
+    ((_, (out, seen)), grads), ((_, (expected, _)), expected_grads) = jax.device_get(
+        both(q, k, v, factor)
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    families.assert_trees_close(expected_grads, grads)
+    assert sum(len(probs) * probs.shape[4] for probs, _ in seen) == length
+    for probs_XBKGTS, allowed_XBTS in seen:
         assert np.all((probs_XBKGTS > 0) == allowed_XBTS[:, :, None, None])
         np.testing.assert_allclose(probs_XBKGTS.sum(axis=-1), 1.0, rtol=1e-5)
-    expected = full(q, k, v, visible(window=3), 0.4, factor_BNTS=factor)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_probs_fn_in_blocks_that_take_turns(window, monkeypatch):
-    """Values, gradients and what is returned beside the probabilities, in loops over blocks."""
-    monkeypatch.setattr(attend, "_BLOCK", 2)
-    q, k, v = inputs()
-    factor = np.random.default_rng(1).uniform(size=(B, N, T, T)).astype(np.float32)
-    weights_BTNH = np.random.default_rng(2).normal(size=(B, T, N, H))
-
-    @families.jit
-    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True)
-    def run(q, k, v, factor):
-        probs_fn = Factors(factor)
-        options = dict(scale=0.4, chunk=0 if window else 8, window=window, probs_fn=probs_fn)
-        out = attend.attend(q, k, v, positions_BT=jnp.arange(T)[None], **options)
-        return jnp.sum(out * weights_BTNH), (out, probs_fn.seen)
-
-    @families.jit
-    @functools.partial(jax.grad, argnums=(0, 1, 2, 3))
-    def expected(q, k, v, factor):
-        out = full(q, k, v, visible(window=window), 0.4, factor_BNTS=factor)
-        return jnp.sum(out * weights_BTNH)
-
-    (_, (out, seen)), gradients = jax.device_get(run(q, k, v, factor))
-    assert max(len(probs) for probs, _ in seen) > 1
-    assert sum(len(probs) * probs.shape[4] for probs, _ in seen) == T
-    np.testing.assert_allclose(
-        out, full(q, k, v, visible(window=window), 0.4, factor_BNTS=factor), atol=1e-5
-    )
-    for ours, theirs in zip(gradients, expected(q, k, v, factor), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
-def layer_with_dropout():
+def layer_with_dropout(chunk=0):
     """One head, which drops a quarter of its probabilities."""
-    return Attention(
-        AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none"),
-        std=0.2,
-        std_out=0.2,
-        norm_eps=1e-5,
-        probs_dropout=functools.partial(StandardDropout, 0.25),
-        dtype=jnp.float32,
-        width=8,
+    config = AttentionConfig(
+        num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none", chunk=chunk
     )
+    dropout = functools.partial(StandardDropout, 0.25)
+    return Attention(config, 0.2, 0.2, 1e-5, dropout, jnp.float32, width=8)
 
 
 def test_memory_of_changed_probabilities_is_linear():
     """A step that drops probabilities keeps none of them for the backward pass."""
-    layer = layer_with_dropout()
 
     def temporaries(length):
+        layer = layer_with_dropout(chunk=length)  # one loop over blocks
         x_BTD = jax.ShapeDtypeStruct((1, length, 8), np.float32)
         info = CallInfo(Tokens(np.arange(length)[None])).replace(mode=Mode(train=True))
         key = jax.random.key(0)
@@ -367,26 +279,25 @@ def test_memory_of_changed_probabilities_is_linear():
         def loss(variables, x_BTD):
             return layer.apply(variables, x_BTD, info, rngs={"dropout": key}).sum()
 
-        compiled = jax.jit(jax.grad(loss)).lower(variables, x_BTD).compile()
+        compiled = families.jit(jax.grad(loss)).lower(variables, x_BTD).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     # With all probabilities kept it is 3.0 times: a part does grow with the length alone.
     assert temporaries(8192) < 2.3 * temporaries(4096)
 
 
-def test_dropout_of_probabilities():
-    """In training a share of them is zero and the rest is scaled; in evaluation none is."""
+def test_dropout_drops_and_scales_probabilities_in_training_alone():
     layer = layer_with_dropout()
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(200, 1, 8)))
     info = CallInfo(Tokens(np.zeros((1, 1), int)))
     variables = families.jit(layer.init)(jax.random.key(0), x_BTD, info)
 
     @families.jit
-    def apply(key, info=info):
-        dropping = info.replace(mode=Mode(train=True))
+    def apply(key):
+        training = info.replace(mode=Mode(train=True))
         return (
             layer.apply(variables, x_BTD, info),
-            layer.apply(variables, x_BTD, dropping, rngs={"dropout": key}),
+            layer.apply(variables, x_BTD, training, rngs={"dropout": key}),
         )
 
     # A lone token attends to itself with probability 1: dropped, or scaled by 1 / (1 - rate).
@@ -415,219 +326,109 @@ def test_every_block_of_queries_drops_by_itself():
 # ---- the cache ---------------------------------------------------------------------------------
 
 
-def test_attend_cache_is_attend():
-    """Slots in any order, some empty: what counts is each slot's position."""
-    q, k, v = inputs()
-    rng = np.random.default_rng(2)
-    slots = T + 3
-    places = np.stack([rng.permutation(slots)[:T] for _ in range(B)])
-    positions_BS = np.full((B, slots), -1)
-    k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    v_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    for b in range(B):
-        positions_BS[b, places[b]] = np.arange(T)
-        k_BKHS[b][:, :, places[b]] = np.transpose(k[b], (1, 2, 0))
-        v_BKHS[b][:, :, places[b]] = np.transpose(v[b], (1, 2, 0))
-    last = 4  # the last queries only
-    for window in (0, 3):
-        cached = functools.partial(attend.attend_cache, scale=0.4, window=window, softcap=0.9)
-        out = families.jit(cached)(
-            q[:, -last:],
-            k_BKHS,
-            v_BKHS,
-            np.tile(np.arange(T - last, T)[None], (B, 1)),
-            positions_BS,
-        )
-        expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[:, -last:]
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("used", [1, 5, 9, 12])
-def test_attend_cache_reads_used_slots_only(monkeypatch, window, used):
-    """In blocks, the last of which overlaps the one before; what lies behind is never read."""
-    monkeypatch.setattr(attend, "_CACHE_BLOCK", 5)
-    q, k, v = inputs()
-    slots, rows = 12, np.array([1, 0])
-    k_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
-    v_BKHS = np.full((B, K, H, slots), np.nan, np.float32)
-    count = min(used, T)
-    read = min(-(-used // 5) * 5, slots)  # whole blocks
-    k_BKHS[..., :read], v_BKHS[..., :read] = 1e3, 1e3
-    k_BKHS[..., :count] = np.transpose(k, (0, 2, 3, 1))[..., :count]
-    v_BKHS[..., :count] = np.transpose(v, (0, 2, 3, 1))[..., :count]
-    positions_BS = np.full((B, slots), -1)
-    positions_BS[:, :count] = np.arange(count)
-    query = q[:, count - 1 : count]
-    out = families.jit(
-        functools.partial(
-            attend.attend_cache,
-            scale=0.4,
-            window=window,
-            softcap=0.9,
-        )
-    )(
-        query[rows],
-        k_BKHS,
-        v_BKHS,
-        np.full((B, 1), count - 1),
-        positions_BS,
-        used=used,
-        rows_B=rows,
-    )
-    expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[:, count - 1 : count]
-    np.testing.assert_allclose(out, expected[rows], atol=1e-5)
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("newest", [0, 1, 4])
-def test_attend_cache_on_each_platform(monkeypatch, platform, newest):
-    """The last tokens apart from the slots, as a loop over tokens has them; whatever a platform
-    visits at a time, and with the rows that a TPU wants of a product."""
-    monkeypatch.setattr(attend, "_CACHE_BLOCK", 2)
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
-    q, k, v = inputs()
-    rows, kept, slots = np.array([1, 0]), T - newest, T + 3
-    k_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    v_BKHS = np.full((B, K, H, slots), 1e3, np.float32)
-    k_BKHS[..., :kept] = np.transpose(k, (0, 2, 3, 1))[..., :kept]
-    v_BKHS[..., :kept] = np.transpose(v, (0, 2, 3, 1))[..., :kept]
-    positions_BS = np.full((B, slots), -1)
-    positions_BS[:, :kept] = np.arange(kept)
-    apart = None
-    if newest:
-        empty = np.full((B, 2, *k.shape[2:]), 1e3, np.float32)  # places for more
-        places = np.concatenate([np.arange(kept, T), [-1, -1]])
-        apart = (
-            jnp.concatenate([k[:, kept:], empty], axis=1),
-            jnp.concatenate([v[:, kept:], empty], axis=1),
-            jnp.tile(places, (B, 1)),
-        )
-    for window in (0, 3):
-        out = attend.attend_cache(
-            *map(jnp.asarray, (q[rows, T - 1 :], k_BKHS, v_BKHS)),
-            np.full((B, 1), T - 1),
-            jnp.asarray(positions_BS),
-            scale=0.4,
-            window=window,
-            softcap=0.9,
-            used=kept,
-            newest=apart,
-            rows_B=rows,
-        )
-        expected = np.asarray(full(q, k, v, visible(window=window), 0.4, 0.9))[rows, T - 1 :]
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_tokens_kept_apart_are_stored_as_they_came():
-    """Rows with and without a token at a step, some of which come by their numbers; also of models
-    that are decoded together, whose caches lie side by side."""
-    rng = np.random.default_rng(0)
-    size, steps = 6, 3
-    start = {
-        "cached_key": jnp.zeros((B, K, H, size)),
-        "cached_value": jnp.zeros((B, K, H, size)),
-        "position": jnp.full((B, size), -1),
-        "used": jnp.array([1] + [0] * (B - 1)),
-    }
-    cache = kv_cache.with_newest({"layer": {"attention": start}, "routed": np.zeros(B)}, steps)
-    slots = start
-    for step, row_B in enumerate([None, np.array([1, 0]), None]):
-        k_B1KH, v_B1KH = rng.normal(size=(2, B, 1, K, H)).astype(np.float32)
-        position_B1 = np.full((B, 1), step)
-        position_B1[(step + 1) % B] = -1
-        layer = kv_cache.at_step(cache, step)["layer"]["attention"]
-        layer |= kv_cache._kept_apart(layer, k_B1KH, v_B1KH, position_B1, row_B)
-        # A row without a token leaves what another call has put there.
-        layer |= kv_cache._kept_apart(layer, k_B1KH + 1, v_B1KH, np.full((B, 1), -1), row_B)
-        cache["layer"]["attention"] = layer
-        slots = slots | kv_cache._stored(slots, k_B1KH, v_B1KH, position_B1, row_B)
-    stored = kv_cache.absorbed(cache)
-    assert stored.keys() == cache.keys() and np.any(slots["position"] >= 0)
-    jax.tree.map(np.testing.assert_array_equal, stored["layer"]["attention"], slots)
-    two = jax.tree.map(lambda x: np.stack([x, x], axis=1), cache)
-    both = kv_cache.absorbed(two)["layer"]["attention"]
-    doubled = jax.tree.map(lambda x: np.stack([x, x], axis=1), slots)
-    jax.tree.map(np.testing.assert_array_equal, both, doubled)
-
-
-def test_tokens_are_stored_when_they_come_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-    attention = {"cached_key": jnp.zeros((B, K, H, 6)), "used": jnp.zeros(B, jnp.int32)}
-    cache = {"layer": {"attention": attention}, "routed": np.zeros(B)}
-    for changed in (
-        kv_cache.with_newest(cache, 3), kv_cache.at_step(cache, 1), kv_cache.absorbed(cache)
-    ):  # fmt: skip
-        assert jax.tree.structure(changed) == jax.tree.structure(cache)
-        jax.tree.map(np.testing.assert_array_equal, changed, cache)
-
-
-@pytest.mark.parametrize("row_B", [None, [2, 0], [1, 3, 0]], ids=["all", "some", "none of one"])
-@pytest.mark.parametrize("tokens", [1, 4, 9])
-def test_tokens_are_stored_by_slices_on_a_tpu(monkeypatch, tokens, row_B):
-    """Into rows of which one is empty, one has little room and one none; with padding between the
-    tokens, and with more tokens than slots."""
-    rng = np.random.default_rng(0)
-    rows, size = 3, 7
-    used_B = np.array([0, 5, 7])
-    slots = {
-        "cached_key": rng.normal(size=(rows, K, H, size)).astype(np.float32),
-        "cached_value": rng.normal(size=(rows, K, H, size)).astype(np.float32),
-        "position": np.where(np.arange(size) < used_B[:, None], np.arange(size), -1),
-        "used": used_B,
-    }
-    slots = jax.tree.map(jnp.asarray, slots)
-    batch = rows if row_B is None else len(row_B)
-    k, v = rng.normal(size=(2, batch, tokens, K, H)).astype(np.float32)
-    positions = np.where(rng.random((batch, tokens)) < 0.7, 10 + np.arange(tokens), -1)
-    row_B = None if row_B is None else jnp.array(row_B)
-    expected = kv_cache._stored(slots, k, v, positions, row_B)
-    monkeypatch.setattr(kv_cache.sharding, "platform", lambda: "tpu")
-    jax.tree.map(
-        np.testing.assert_array_equal, kv_cache._stored(slots, k, v, positions, row_B), expected
+def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
+    """Pieces with padding before and after tokens, of some rows by their numbers; then a loop over
+    tokens, which a CPU and a TPU keep apart from the slots until it ends. A CPU reads 128 slots at
+    a time, and none behind the used ones."""
+    rows, length, size = 3, 148, 152
+    config = AttentionConfig(
+        num_heads=2, num_kv_heads=1, head_dim=H, window=140, softcap=0.9, bias="all"
     )
-    assert tokens == 1 or np.any(expected["position"] >= 10)
+    layer = Attention(config, 0.5, 0.5, 1e-5, None, jnp.float32, width=8)
+    x_BTD = np.random.default_rng(0).normal(size=(rows, length, 8)).astype(np.float32)
+    everything = CallInfo(Tokens(np.arange(length)[None]))
+    params = {"params": families.jit(layer.init)(jax.random.key(0), x_BTD, everything)["params"]}
+    expected_BTD = np.asarray(families.jit(layer.apply)(params, x_BTD, everything))
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+
+    @families.jit
+    def call(cache, x_BTD, positions_BT, rows_B):
+        info = CallInfo(Tokens(positions_BT), cache=CacheView(size, rows_B=rows_B))
+        variables = params if cache is None else params | {"cache": cache}
+        return layer.apply(variables, x_BTD, info, mutable=["cache"])
+
+    done_B = np.zeros(rows, int)
+
+    def step(cache, counts, width, rows_B=None, before=0):
+        """Read so many new tokens of each row, with as much padding before them, and check."""
+        chosen = np.arange(rows) if rows_B is None else np.array(rows_B)
+        places = np.arange(width) - before
+        inside = (places >= 0) & (places < np.array(counts)[:, None])
+        positions = np.where(inside, done_B[chosen][:, None] + places, -1)
+        read = np.where(inside[..., None], x_BTD[chosen[:, None], positions], 7.0)
+        rows_B = None if rows_B is None else jnp.array(rows_B)
+        out, state = call(cache, np.float32(read), np.int32(positions), rows_B)
+        wanted = expected_BTD[chosen[:, None], positions]
+        np.testing.assert_allclose(np.asarray(out)[inside], wanted[inside], atol=2e-5)
+        np.add.at(done_B, chosen, counts)
+        return state["cache"]
+
+    cache = jax.eval_shape(
+        lambda: layer.init(jax.random.key(0), x_BTD[:, :1], everything.replace(
+            tokens=Tokens(np.zeros((1, 1), np.int32)), cache=CacheView(size)
+        ))["cache"]
+    )  # fmt: skip
+    cache = {
+        name: np.full(leaf.shape, -1 if name == "position" else 0, leaf.dtype)
+        for name, leaf in cache.items()
+    }
+    if platform == "cpu":
+        for name in ("cached_key", "cached_value"):
+            cache[name][..., 128:] = np.nan
+    cache = step(cache, [100, 90, 5], width=101)
+    cache = step(jax.tree.map(jnp.nan_to_num, cache), [30, 31, 0], width=101)
+    cache = step(cache, [4, 2], width=6, rows_B=[2, 0], before=2)
+    apart = kv_cache.with_newest(cache, 4)
+    for i, (counts, rows_B) in enumerate([([1, 1, 1], None), ([1, 1], [1, 0]), ([0, 1, 1], None)]):
+        apart = step(kv_cache.at_step(apart, i), counts, width=1, rows_B=rows_B)
+    stored = kv_cache.absorbed(apart)
+    assert stored.keys() == cache.keys()
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x], axis=1), apart)  # models side by side
+    for name, leaf in kv_cache.absorbed(stacked).items():
+        np.testing.assert_array_equal(leaf[:, 1], stored[name])
+    step(stored, [3, 6], width=6, rows_B=[1, 2])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
-def test_few_rows_on_a_tpu(monkeypatch, rows):
-    """Products with rows of zeros beside them."""
-    x = np.random.default_rng(0).normal(size=(rows, 1, 6)).astype(np.float32)
-    layer = Linear(5, ("norm", "norm"), 0.5, use_bias=True)
+def test_few_rows_on_a_tpu(monkeypatch):
+    """Products with the output table are padded with rows of zeros."""
+    x = np.random.default_rng(0).normal(size=(3, 1, 6)).astype(np.float32)
     table = Embedding(7, 6, 0.5)
-    params = layer.init(jax.random.key(0), x), table.init(jax.random.key(0), np.zeros((1, 1), int))
-
-    def both():
-        return layer.apply(params[0], x), table.apply(params[1], x, method="attend")
-
-    plain = both()
+    params = {"params": {"embedding": np.random.default_rng(1).normal(size=(7, 6))}}
+    expected = table.apply(params, x, method="attend")
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
-    for y, other in zip(plain, both(), strict=True):
-        np.testing.assert_allclose(y, other, atol=1e-6)
+    np.testing.assert_allclose(table.apply(params, x, method="attend"), expected, atol=1e-6)
 
 
 # ---- rotary embedding --------------------------------------------------------------------------
 
 
 def test_rope_scaling():
-    """Angles of position 1: all divided, or those of Llama 3, of which fast ones stay and slow ones
-    are divided, with a passage between."""
+    """Angles of position 1. Linear scaling divides them all; that of Llama 3 keeps the fast ones,
+    divides the slow ones, and interpolates between."""
 
-    def angles(**scaling):
-        c = AttentionConfig(rope_theta=10.0**4, rope_scaling=RopeScalingConfig(**scaling))
+    @families.jit
+    def angles():
         x = np.eye(8, dtype=np.float32)[:4].reshape(4, 1, 1, 8)
-        turned = families.jit(lambda x, places_BT: rope(x, places_BT, c))
-        y = np.asarray(turned(x, np.ones((4, 1), int)))[:, 0, 0]
-        return np.arctan2(np.diagonal(y[:, 4:]), np.diagonal(y[:, :4]))
+        return [
+            rope(x, np.ones((4, 1), int), AttentionConfig(rope_theta=1e4, rope_scaling=scaling))
+            for scaling in (
+                RopeScalingConfig(),
+                RopeScalingConfig(kind="linear", factor=5.0),
+                RopeScalingConfig(kind="llama3", factor=8.0, original_context=100),
+            )
+        ]
 
+    none, linear, llama3 = (
+        np.arctan2(np.diagonal(y[:, 0, 0, 4:]), np.diagonal(y[:, 0, 0, :4])) for y in angles()
+    )
     plain = np.array([1.0, 0.1, 0.01, 0.001])
-    np.testing.assert_allclose(angles(), plain, rtol=1e-4)
-    np.testing.assert_allclose(angles(kind="linear", factor=5.0), plain / 5, rtol=1e-4)
+    np.testing.assert_allclose(none, plain, rtol=1e-4)
+    np.testing.assert_allclose(linear, plain / 5, rtol=1e-4)
     # Within 100 positions these turn 15.9, 1.59, 0.159 and 0.0159 times.
     share = (100 * 0.1 / (2 * np.pi) - 1) / 3
     expected = plain * np.array([1.0, share + (1 - share) / 8, 1 / 8, 1 / 8])
-    scaled = angles(kind="llama3", factor=8.0, original_context=100)
-    np.testing.assert_allclose(scaled, expected, rtol=1e-4)
+    np.testing.assert_allclose(llama3, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

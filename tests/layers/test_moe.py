@@ -1,9 +1,8 @@
-"""Mixture of Experts: the layer against a loop over tokens, and what is special to it."""
+"""Mixture of Experts: the layer against a loop over tokens, precision, meshes, cost, evaluation."""
 
 import dataclasses
 import functools
 import math
-import re
 
 import families
 import jax
@@ -14,18 +13,15 @@ from flax import linen as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from refusals import refused
 
-from efx import build, flops, models, sample, sharding, use
-from efx.configs import common, mode
-from efx.errors import UsageError
-from efx.evaluate import Evaluator, describe
-from efx.interop import hf_config
+from efx import flops, models, sample, sharding
+from efx.configs import common
+from efx.evaluate import Evaluator
 from efx.layers.config import MoEConfig
 from efx.layers.info import CacheView, CallInfo, Mode, Tokens
-from efx.layers.mlp import MLP
 from efx.layers.routing import plans
 from efx.layers.routing.moe import MoE
-from efx.studies import sweep
 
 B, T, D, F = 3, 20, 12, 10
 DEFAULT = MoEConfig(
@@ -44,10 +40,10 @@ DEFAULT = MoEConfig(
 )
 
 
-def layer(activation="swiglu", use_bias=True, **changes):
+def layer(activation="swiglu", **changes):
     """(module, parameters in which nothing is zero)."""
     config = dataclasses.replace(DEFAULT, **changes)
-    module = MoE(config, F, activation, use_bias, 0.5, 0.5, jnp.float32)
+    module = MoE(config, F, activation, True, 0.5, 0.5, jnp.float32)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), info()))["params"]
     rng = np.random.default_rng(1)
     return module, jax.tree.map(
@@ -55,8 +51,8 @@ def layer(activation="swiglu", use_bias=True, **changes):
     )
 
 
-def inputs(seed=0):
-    return np.float32(np.random.default_rng(seed).normal(size=(B, T, D)))
+def inputs():
+    return np.float32(np.random.default_rng(0).normal(size=(B, T, D)))
 
 
 def info(selection="causal", segments=None, positions=None):
@@ -81,14 +77,14 @@ def compiled(module):
     return families.jit(run)
 
 
-def apply(module, params, x_BTD, *arguments, **keywords):
+def apply(module, params, x_BTD, selection="causal", segments=PADDED, positions=None):
     """(output, {name: loss or statistic})."""
-    y_BTD, sown = compiled(module)(params, x_BTD, info(*arguments, **keywords))
+    y_BTD, sown = compiled(module)(params, x_BTD, info(selection, segments, positions))
     sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
     return np.asarray(y_BTD), sown
 
 
-# ---- the same by a loop ------------------------------------------------------------------------
+# ---- by a loop over tokens ---------------------------------------------------------------------
 
 
 def mlp(x, p, activation):
@@ -193,73 +189,52 @@ def same(got, expected):
         assert got[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("segments", [None, PADDED], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     "activation, changes",
     [
         ("swiglu", {}),
         ("gelu", {"top_k": 1, "renormalise": False, "capacity_factor": 0.5}),
-        ("swiglu", {"top_k": 3, "num_shared": 2}),
-        ("swiglu", {"num_noop": 3, "renormalise": False, "capacity_factor": 0.7}),
+        ("swiglu", {"top_k": 3, "num_shared": 2, "num_noop": 3, "capacity_factor": 0.7}),
     ],
 )
-def test_token_choice_is_the_loop(activation, changes, segments):
+def test_token_choice_equals_the_loop(activation, changes):
+    """First come, first served; padding takes no slot."""
     module, params = layer(activation, **changes)
-    valid_BT = np.ones((B, T)) if segments is None else segments
-    expected = token_choice(module.config, params, inputs(), valid_BT, activation)
-    assert expected[1]["moe/dropped_fraction"] > 0  # first come, first served: the loop sees it
-    for selection in ("train", "causal"):
-        same(apply(module, params, inputs(), selection, segments), expected)
-
-
-@pytest.mark.parametrize("segments", [None, PADDED], ids=["whole", "padded"])
-@pytest.mark.parametrize("selection", ["train", "causal"])
-@pytest.mark.parametrize("slack", [1.0, 1.5])
-def test_expert_choice_is_the_loop(selection, segments, slack):
-    module, params = layer(router="expert_choice", slack=slack)
-    valid_BT = np.ones((B, T)) if segments is None else segments
-    expected = expert_choice(module.config, params, inputs(), valid_BT, selection)
+    expected = token_choice(module.config, params, inputs(), PADDED, activation)
     assert expected[1]["moe/dropped_fraction"] > 0
-    same(apply(module, params, inputs(), selection, segments), expected)
+    same(apply(module, params, inputs()), expected)
+    if not changes:
+        whole = token_choice(module.config, params, inputs(), np.ones((B, T)))
+        same(apply(module, params, inputs(), "train", None), whole)
+        # The empty slots of a depth-routed block are padding, too.
+        positions = np.where(PADDED, np.arange(T)[None], -1)
+        same(apply(module, params, inputs(), segments=None, positions=positions), expected)
 
 
-def test_negative_positions_are_padding_too():
-    """So the empty places of a depth-routed block's plan take no room."""
-    module, params = layer()
-    positions = np.where(PADDED, np.arange(T)[None], -1)
-    same(
-        apply(module, params, inputs(), positions=positions),
-        apply(module, params, inputs(), segments=PADDED),
-    )
+@pytest.mark.parametrize("selection, slack", [("train", 1.0), ("causal", 1.0), ("causal", 1.5)])
+def test_expert_choice_equals_the_loop(selection, slack):
+    module, params = layer(router="expert_choice", slack=slack)
+    expected = expert_choice(module.config, params, inputs(), PADDED, selection)
+    assert expected[1]["moe/dropped_fraction"] > 0
+    same(apply(module, params, inputs(), selection), expected)
 
 
-def test_padding_takes_no_room():
-    """Tokens behind padding are served as if it were not there, whatever it holds."""
+def test_padding_before_tokens_takes_no_slot():
+    """Whatever the padding holds."""
     module, params = layer(capacity_factor=0.5)
-    x_BTD = inputs()
-    behind = np.tile(np.arange(T) >= 8, (B, 1)).astype(int)
-    y_BTD, sown = apply(module, params, x_BTD, segments=behind)
-    other_BTD, sown_other = apply(
-        module, params, np.where(behind[..., None], x_BTD, -3 * x_BTD), segments=behind
+    x_BTD, segments = inputs(), np.tile(np.arange(T) >= 8, (B, 1)).astype(int)
+    changed_BTD = np.where(segments[..., None], x_BTD, -3 * x_BTD)
+    (y_BTD, sown), (other_BTD, other) = (
+        apply(module, params, x, segments=segments) for x in (x_BTD, changed_BTD)
     )
-    np.testing.assert_array_equal(y_BTD[:, 8:], other_BTD[:, 8:])
-    assert sown == sown_other
-    assert np.all(y_BTD[:, :8] == 0)
-    assert np.any(y_BTD[:, 8:] != apply(module, params, x_BTD)[0][:, 8:])  # full by then
-
-
-def test_who_comes_first_is_served():
-    """One row of equal tokens: the first C get both of their experts, the others nothing."""
-    module, params = layer()
-    x_BTD = np.tile(inputs()[:, :1], (1, T, 1))
-    y_BTD, sown = apply(module, params, x_BTD)
-    room = T // 2  # 2 T / 4
-    assert np.all(np.any(y_BTD[:, :room] != 0, axis=-1)) and np.all(y_BTD[:, room:] == 0)
-    assert sown["moe/dropped_fraction"] == pytest.approx(0.5)
-    assert sown["moe/max_load"] <= 2.0 + 1e-6
+    np.testing.assert_array_equal(y_BTD, other_BTD)
+    assert sown == other and np.all(y_BTD[:, :8] == 0)
+    full_BTD = apply(module, params, x_BTD, segments=np.ones((B, T), int))[0]
+    assert np.any(y_BTD[:, 8:] != full_BTD[:, 8:])  # the first tokens fill the experts
 
 
 def test_a_balanced_router_has_loss_one():
+    """As in Switch Transformers (arXiv 2101.03961), equation 4."""
     module, params = layer()
     _, sown = apply(module, {**params, "router": np.zeros((D, 4), np.float32)}, inputs())
     assert sown["load_balance"] == pytest.approx(1.0)
@@ -267,63 +242,34 @@ def test_a_balanced_router_has_loss_one():
     assert sown["moe/entropy"] == pytest.approx(np.log(4))
 
 
-@pytest.mark.parametrize("places", [0.3, 0.05, 1.0])
-def test_an_expert_picks_exactly_its_places(places, monkeypatch):
-    module, params = layer(router="expert_choice", capacity=places)
-    plans = []
-    monkeypatch.setattr(
-        "efx.layers.routing.moe._compute",
-        lambda start, x, best, weight, plan, experts: plans.append(plan) or start,
-    )
-
-    @families.jit
-    def planned(params, x_BTD, info):
-        module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"])
-        return plans.pop()
-
-    plan = planned(params, inputs(), info("train"))
-    assert not plans
-    assert plan.indices_BC.shape == (4, B, int(np.ceil(round(places * T, 6))))
-    assert np.all(plan.mask_BC)
-
-
-@pytest.mark.parametrize("activation, factor", [("swiglu", 1.0), ("gelu", 1.0), ("gelu_tanh", 4.0)])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_one_expert_is_the_dense_mlp(activation, factor, renormalise):
-    module, params = layer(
-        activation, num_experts=1, top_k=1, capacity_factor=factor, renormalise=renormalise
-    )
-    dense = MLP(F, activation, True, 0.5, 0.5, jnp.float32)
-    expected = families.jit(dense.apply)({"params": expert(params, 0)}, inputs())
-    np.testing.assert_allclose(apply(module, params, inputs())[0], expected, atol=1e-5)
-
-
-def test_all_no_ops_leave_the_residual():
-    """A router that only likes no-ops: nothing is computed for any token, nothing dropped."""
+def test_a_router_that_prefers_no_ops_computes_and_drops_nothing():
     module, params = layer(num_noop=2)
-    x_BTD = np.abs(inputs())
     router = np.tile(np.float32([0, 0, 0, 0, 5, 5]), (D, 1))
-    y_BTD, sown = apply(module, {**params, "router": router}, x_BTD)
+    y_BTD, sown = apply(module, {**params, "router": router}, np.abs(inputs()))
     assert np.all(y_BTD == 0)
     assert sown["moe/noop_fraction"] == 1 and sown["moe/dropped_fraction"] == 0
 
 
 def test_the_router_learns_from_the_main_loss():
-    """Not with one expert of weight one, which is what renormalising makes of top-1."""
-    for top_k, renormalise, learns in ((2, True, True), (1, False, True), (1, True, False)):
-        module, params = layer(top_k=top_k, renormalise=renormalise)
+    """Not with one expert of weight one, which is top-1 renormalised."""
+    cases = [(2, True), (1, False), (1, True)]
+    layers = [layer(top_k=top_k, renormalise=renormalise) for top_k, renormalise in cases]
 
-        def loss(params, x_BTD, info, module=module):
-            return jnp.sum(module.apply({"params": params}, x_BTD, info) ** 2)
+    def loss(params, module, x_BTD):
+        return jnp.sum(module.apply({"params": params}, x_BTD, info()) ** 2)
 
-        grads = families.jit(jax.grad(loss))(params, inputs(), info())
-        assert (np.abs(grads["router"]).max() > 1e-3) == learns
+    @families.jit
+    def gradients(x_BTD):
+        return [jax.grad(loss)(params, module, x_BTD)["router"] for module, params in layers]
+
+    learns = [np.abs(grad).max() > 1e-3 for grad in gradients(inputs())]
+    assert learns == [True, True, False]
 
 
 best = families.jit(plans.best, static_argnums=1)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     hnp.arrays(np.float32, (3, 6), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0])),
     st.integers(1, 6),
@@ -333,22 +279,19 @@ def test_best_is_a_stable_sort(scores, count):
     np.testing.assert_array_equal(best(scores, count), expected)
 
 
-# {name: (rows, whether it decodes, in how many calls)}
-WAYS = {
-    "a forward pass": (B, False, 1),
-    "in rounds": (B, True, 1),
-    "all experts, token by token": (B, True, T),
-    "the chosen experts, token by token": (1, True, T),
-}
-
-
-@pytest.mark.parametrize("router", ["token_choice", "expert_choice"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sum_of_experts_in_bfloat16_is_rounded_once(way, router):
-    """Experts that give a vector of their own whatever they read, so that what they come to in
-    exact arithmetic is known; 9 of them and a shared one. With products and sums in bfloat16 it was
-    6 to 70 times as far from that as rounding may bring it."""
-    rows, decode, calls = WAYS[way]
+@pytest.mark.parametrize(
+    "router, rows, decode, calls",
+    [
+        ("token_choice", B, False, 1),
+        ("token_choice", B, True, 1),  # in rounds
+        ("token_choice", 1, True, T),  # the chosen experts of each token
+        ("expert_choice", B, False, 1),
+        ("expert_choice", B, True, T),  # all experts
+    ],
+)
+def test_a_sum_of_experts_in_bfloat16_is_rounded_once(router, rows, decode, calls):
+    """Each of 9 experts and a shared one gives a constant vector, so that the exact sum is known.
+    Products and sums in bfloat16 would be 6 to 70 times as far from it as one rounding."""
     k, num_experts = (9, 10) if router == "token_choice" else (9, 9)
     changes = dict(num_experts=num_experts, top_k=k, capacity_factor=num_experts / k, capacity=1.0)
     module, params = layer("gelu", router=router, num_shared=1, **changes)
@@ -390,42 +333,10 @@ def test_a_sum_of_experts_in_bfloat16_is_rounded_once(way, router):
 
 
 def test_every_second_block():
-    model = families.make(
-        {"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4, "mlp.moe.expert_hidden": 24}
-    )
-    specs = model.specs()
-    assert [spec.block.moe is not None for spec in specs] == [False, True, False, True]
-    assert [spec.block.hidden for spec in specs] == [96, 24, 96, 24]
-    assert len({hash(spec) for spec in specs}) == 2
-    assert families.make({"mlp.kind": "moe"}).specs()[0].block.hidden == 96
-    assert all(spec.block.moe is None for spec in families.build("llama").specs())
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"moe.num_experts": 0}, r"mlp\.moe\.num_experts=0: must be at least 1"),
-        ({"moe.top_k": 9}, r"mlp\.moe\.top_k=9: must be at most the number of experts, 8"),
-        ({"moe.every": 0}, r"mlp\.moe\.every=0: must be at least 1"),
-        ({"moe.num_noop": -1}, r"mlp\.moe\.num_noop=-1: must be at least 0"),
-        ({"moe.capacity_factor": 0.0}, r"mlp\.moe\.capacity_factor=0\.0: must be more than 0"),
-        ({"moe.capacity": 1.5}, r"mlp\.moe\.capacity=1\.5: must be in \(0, 1\]"),
-        ({"moe.slack": 0.5}, r"mlp\.moe\.slack=0\.5: must be at least 1"),
-        (
-            {"moe.router": "expert_choice", "moe.num_noop": 1},
-            r"mlp\.moe\.num_noop=1: expert_choice",
-        ),
-    ],
-)
-def test_bad_settings_are_named(changes, message):
-    with pytest.raises(UsageError, match=r"config\.model\." + message) as error:
-        families.make({"mlp.kind": "moe", **{f"mlp.{key}": v for key, v in changes.items()}})
-    assert "\n" not in str(error.value)
-
-
-def test_hugging_face_has_no_place_for_experts():
-    with pytest.raises(UsageError, match=r"config\.model\.mlp\.kind='moe': .*only dense models"):
-        hf_config.config_to_hf(families.make({"mlp.kind": "moe"}))
+    model = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4})
+    assert [spec.block.moe is not None for spec in model.specs()] == [False, True, False, True]
+    narrow = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "mlp.moe.expert_hidden": 24})
+    assert [spec.block.hidden for spec in narrow.specs()] == [96, 24]
 
 
 def test_experts_are_split_over_their_axis():
@@ -440,50 +351,30 @@ def test_experts_are_split_over_their_axis():
     assert attention["query"]["kernel"].spec == jax.P(("fsdp", "expert"), "tensor")
     odd = families.make({"mlp.kind": "moe", "mlp.moe.num_experts": 3})
     boxed = models.variable_shapes(odd)["params"]
-    with pytest.raises(UsageError, match=r"experts/down/kernel.*3 is not a multiple"):
-        sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES)
+    refused(
+        lambda: sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES), "experts/down/kernel"
+    )
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_devices_exchange_tokens_of_experts(tensor):
-    """Beside an axis that splits the batch and beside one that does not. Each computes on its own
-    rows outside of the experts, and no device ever has the tokens of all."""
-    mesh = sharding.make_mesh(dict(data=1, fsdp=2, tensor=tensor, expert=4 // tensor, sequence=1))
-    rules, spec = sharding.DEFAULT_RULES, (None, "batch", None, "act_embed")
-    x_EBCD = np.random.default_rng(0).normal(size=(4, 8, 3, 16)).astype(np.float32)
-    laid_out = nn.logical_to_mesh_sharding(jax.P(*spec), mesh, rules)
-
-    def there_and_back(x_EBCD):
-        by_expert = "act_expert", "expert_batch", None, "act_embed"
-        y_EBCD = sharding.exchange(x_EBCD, spec, by_expert)
-        return sharding.exchange(2 * y_EBCD, by_expert, spec)
-
-    with sharding.use(mesh, rules):
-        compiled = jax.jit(there_and_back, in_shardings=laid_out).lower(x_EBCD).compile()
-        y_EBCD = compiled(jax.device_put(x_EBCD, laid_out))
-    text = compiled.as_text()
-    assert len(re.findall(r" all-to-all\(", text)) == 2 and "all-gather" not in text
-    np.testing.assert_array_equal(y_EBCD, 2 * x_EBCD)
-    assert y_EBCD.sharding.shard_shape(y_EBCD.shape)[1] == 8 // (2 * (4 // tensor))
-
-
-def test_recomputing_exchanges_no_tokens_again():
-    """Where results of products are kept."""
+def test_remat_does_not_exchange_tokens_again():
+    """Policies that keep the results of products keep exchanged tokens."""
     axes = dict(data=1, fsdp=1, tensor=1, expert=2, sequence=1)
     mesh = sharding.make_mesh(axes, jax.devices()[:2])
+    model = families.make({**families.FAMILIES["moe"].changes, "depth": 1})
+    params = families.random_params(model)
 
     def exchanges(remat):
-        loss = families.loss_fn(models.changed(families.build("moe"), remat=remat))
+        loss = families.loss_fn(models.changed(model, remat=remat))
         with sharding.use(mesh, sharding.DEFAULT_RULES):
-            gradient = jax.jit(jax.grad(loss)).trace(families.params_of("moe"), families.tokens())
+            gradient = jax.jit(jax.grad(loss)).trace(params, families.tokens())
         return str(gradient.jaxpr).count(" all_to_all[")
 
     assert 0 < exchanges("none") == exchanges("dots") < exchanges("full")
 
 
-@pytest.mark.parametrize("batch, experts", [(1, 2), (3, 6), (4, 8), (8, 8)])
+@pytest.mark.parametrize("batch, experts", [(1, 2), (3, 6), (4, 8)])
 def test_a_step_of_one_token_runs_few_experts(batch, experts):
-    """Of 8, two a row as long as that is fewer than all on all rows would read."""
+    """Of 8, two a row, as long as that is fewer than all on all rows."""
     model = families.make({"mlp.kind": "moe", "depth": 1, "mlp.moe.expert_hidden": 24})
     cache, params = models.init_cache(model, batch, 16), families.random_params(model)
 
@@ -505,8 +396,8 @@ def test_a_step_of_one_token_runs_few_experts(batch, experts):
     assert counted - rest == rows * 3 * flops.matmul(1, 32, 24)
 
 
-def test_a_sampler_counts_what_experts_turn_away():
-    """A router that likes two experts only, each with room for half of their tokens."""
+def test_a_sampler_counts_choices_that_experts_drop():
+    """A router that prefers two experts, each with slots for half of the tokens."""
     model = families.make(
         {"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.0},
         context=24,
@@ -518,12 +409,6 @@ def test_a_sampler_counts_what_experts_turn_away():
     read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
     assert sampler.stats["expert_overflow"] == 2 * (read - 12)
     assert sampler.stats["expert_choices"] == 2 * read
-    said = use._left_out(sampler.stats, sampler.cache_size, seq_len=16)
-    assert said == (
-        "; experts dropped 24 of 48 choices (50.0%) over the capacity of a row of 24 tokens"
-        " (evaluation uses rows of 16)"
-    )
-    assert use._left_out({"expert_overflow": 0}, 24, 16) == ""
 
 
 class Held:
@@ -544,7 +429,7 @@ class Held:
 
 
 def test_flops_of_no_ops_are_counted_by_a_measured_share():
-    """Not as if routers liked no-ops as well as experts; so are the steps of an equal budget."""
+    """Not as if routers chose no-ops as often as experts."""
     changes = families.FAMILIES["mode_integrated"].changes  # two no-ops beside four experts
 
     def model(share):
@@ -555,34 +440,18 @@ def test_flops_of_no_ops_are_counted_by_a_measured_share():
 
     assert mlp(model(2 / 3)) == pytest.approx(mlp(families.make(changes)))
     assert mlp(model(0.25)) == pytest.approx(mlp(model(1.0)) / 4)
-    assert flops.executed(model(0.25), 16) == flops.executed(model(1.0), 16)  # as before
-    config = common.apply(common.base(), {"steps": 0, "train_flops": 1e12})
-    steps = [
-        build._total_steps(config, [(0.0, m, m.ledger(256))]) for m in (model(0.25), model(1.0))
-    ]
-    per_token = [m.ledger(256).nominal_per_token for m in (model(0.25), model(1.0))]
-    assert steps[0] / steps[1] == pytest.approx(per_token[1] / per_token[0], rel=1e-2)
-    for bad in (
-        {"mlp.moe.computed_fraction": 0.0},
-        {
-            "mlp.moe.computed_fraction": 0.5,
-            "mlp.moe.num_noop": 0,
-            "mlp.moe.router": "expert_choice",
-        },
-    ):
-        with pytest.raises(UsageError, match=r"mlp\.moe\.computed_fraction=0"):
-            families.make({**changes, **bad})
+    assert flops.executed(model(0.25), 16) == flops.executed(model(1.0), 16)
 
 
-def test_the_tables_integrated_row_is_the_configs_variant(root):
-    row = sweep.load_sweep(root / "configs/sweeps/mod_table.py")["runs"][
-        "integrated MoDE: 8 experts, 8 no-ops"
-    ]
-    assert row.items() >= mode.VARIANTS["integrated"].items()
-    assert row["model.mlp.moe.computed_fraction"] != 0.5  # measured, not taken for granted
-
-
-@pytest.mark.parametrize("name", ["moe", "moe_expert_choice", "mode_staged", "mode_integrated"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("moe", marks=pytest.mark.slow),
+        "moe_expert_choice",
+        pytest.param("mode_staged", marks=pytest.mark.slow),
+        "mode_integrated",
+    ],
+)
 def test_evaluation_reports_experts(name):
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     config = common.base()
@@ -598,7 +467,6 @@ def test_evaluation_reports_experts(name):
     assert ("eval/router/accuracy" in rows) == (name == "mode_staged")
     if "eval/loss_topk" in rows:
         assert rows["eval/loss_topk"] != rows["eval/loss"]
-    assert "experts full for" in describe(3, rows)
     if name == "mode_integrated":
         computed = rows["eval/moe/computed_fraction"]
         assert computed == pytest.approx(
@@ -610,4 +478,3 @@ def test_evaluation_reports_experts(name):
         assert rows["eval/moe/flops_per_token"] == pytest.approx(
             measured.ledger(config.data.seq_len).nominal_per_token
         )
-        assert "of the choices (counted as 66.7%)" in describe(3, rows)
