@@ -412,9 +412,8 @@ def test_only_stochastic_rounding_differs_between_training_and_inference(kind):
         return apply(), apply(rngs=rngs), apply(train=True, rngs=rngs)
 
     inference, with_key, one = map(np.asarray, run(jax.random.key(0)))
-    same, other = (np.asarray(run(jax.random.key(seed))[2]) for seed in (0, 1))
+    other = np.asarray(run(jax.random.key(1))[2])
     np.testing.assert_array_equal(inference, with_key)
-    np.testing.assert_array_equal(one, same)
     if kind == "elementwise":
         np.testing.assert_allclose(one, inference, atol=1e-5)
     else:
@@ -439,31 +438,6 @@ def test_every_mask_and_every_row_is_rounded_by_itself():
     rows = np.concatenate(rounded)
     agree = np.mean(rows[:, None] == rows[None], axis=-1)[~np.eye(len(rows), dtype=bool)]
     assert len(rows) == 6 and np.all(np.abs(agree - 0.5) < 0.1)
-
-
-@pytest.mark.parametrize(
-    "kind, attentions, linears",
-    [("hidden", 8, 0), ("embedding", 9, 1), ("embedding_linear", 1, 8)],
-)
-def test_the_shared_pass_is_computed_once(kind, attentions, linears):
-    """Four layers with two masks each: the shared pass counts once, the rest eight times."""
-    model = families.make(
-        {
-            "dropout.kind": "attention",
-            "dropout.attention.input": kind,
-            "dropout.sites": ("attention_output", "mlp_output"),
-            "depth": 4,
-        }
-    )
-    paths = optim.param_paths(families.variable_shapes(model)["params"])
-    assert sum(path.endswith("mask_query") for path in paths) == attentions
-    assert sum(path.endswith("mask_linear") for path in paths) == linears
-    width, length = model.config.width, 16
-    ledger = model.ledger(length).nominal
-    projections = (3 * attentions + linears) * 2 * length * width * width
-    assert ledger["mask_projections"] == projections
-    # Two products a pair, over the whole width.
-    assert ledger["mask_scores"] == attentions * length * (length + 1) / 2 * 4 * width
 
 
 def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():

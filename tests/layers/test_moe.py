@@ -447,7 +447,7 @@ def test_flops_of_no_ops_are_counted_by_a_measured_share():
     "name",
     [
         pytest.param("moe", marks=pytest.mark.slow),
-        "moe_expert_choice",
+        pytest.param("moe_expert_choice", marks=pytest.mark.slow),
         pytest.param("mode_staged", marks=pytest.mark.slow),
         "mode_integrated",
     ],
