@@ -1,18 +1,19 @@
-"""The study of conversions apart from its runs: commands, budgets, going on, table, bad input."""
+"""The study of conversions without its runs: commands, budgets, resuming, table."""
 
 import json
 from pathlib import Path
 
 import pytest
+from study_helpers import error_line
 
-from efx.studies import convert, jobs
+from efx.studies import convert, jobs, rehearsal
 
 LOSS = {"parent": 1.5, "scratch": 1.25, "mod_5": 1.75, "drop_5": 2.0, "distilled_5": 1.625}
 
 
 @pytest.fixture
 def study(monkeypatch, tmp_path):
-    """(commands so far, function of flags that runs the study, none of whose runs is started)."""
+    """(commands so far, function of flags that runs the study, whose runs do not start)."""
     commands = []
 
     def run(title, arguments, log, cpus=None):
@@ -32,13 +33,14 @@ def study(monkeypatch, tmp_path):
         return 0, ""
 
     monkeypatch.setattr(jobs, "run_main", run)
+    monkeypatch.setattr(rehearsal, "check", lambda runs: None)
     known = {name: 20.0 for name in LOSS}, {name: 8 * loss for name, loss in LOSS.items()}
     monkeypatch.setattr(convert.Study, "_costs_and_speeds", lambda self: known)
     flags = [f"--workdir={tmp_path}", "--seeds=0,1", "--fractions=0.05"]
     return commands, lambda *more: convert.main([*flags, *more])
 
 
-def test_commands_budgets_and_going_on(study, tmp_path, root, monkeypatch):
+def test_commands_have_their_budgets_and_conversions_run_once(study, tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     commands, run = study
     assert run("--", "--config.log.every=7", "drop:--config.optim.learning_rate=0.5") == 0
@@ -49,7 +51,7 @@ def test_commands_budgets_and_going_on(study, tmp_path, root, monkeypatch):
     made = {Path(f).name: c for f, c in zip(folders, commands, strict=True) if "seed1" in f and (
         "--mode=convert" in c)}  # fmt: skip
     assert made.keys() == {"mod_5", "drop_5", "distilled_5"}
-    assert all(len(of_seed[name]) == 1 for name in made)  # trained by what the folder says
+    assert all(len(of_seed[name]) == 1 for name in made)  # trained by the settings of the folder
     assert f"--config.train_flops={0.05 * 4e9}" in made["mod_5"] and "--to=mod" in made["mod_5"]
     assert "--config.train_flops=4000000000.0" in of_seed["scratch"]
     assert "--config=convert_mod:scratch" in of_seed["scratch"]
@@ -59,11 +61,11 @@ def test_commands_budgets_and_going_on(study, tmp_path, root, monkeypatch):
     assert rate in made["drop_5"] and rate not in made["mod_5"] + of_seed["parent"]
     assert all("--config.log.every=7" in c for c in (*made.values(), of_seed["parent"]))
     count = len(commands)
-    assert run() == 0  # again: what is converted is not converted again
+    assert run() == 0
     assert not any("--mode=convert" in c for c in commands[count:])
 
 
-def test_table(study, tmp_path, root, monkeypatch):
+def test_the_table_compares_runs_with_their_parent(study, tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     assert study[1]() == 0
     rows = json.loads((tmp_path / "table.json").read_text())
@@ -77,23 +79,19 @@ def test_table(study, tmp_path, root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, name",
     [
-        (["--fractions=0.1,x"], "--fractions=0.1,x: expected numbers above 0 that differ"),
-        (["--fractions=0.1,0.1"], "--fractions=0.1,0.1: expected numbers above 0 that differ"),
-        # The runs of both had one folder.
-        (["--fractions=0.1,0.10000001"], "expected numbers above 0 that differ in their first six"),
-        (["--fractions=inf"], "--fractions=inf: expected numbers above 0"),
-        (["--", "mood:--config.steps=3"], "no run's name begins with 'mood' (did you mean 'mod'"),
-        (["--", "drop:--config.stps=3"], "the run 'drop_5': --config.stps is not a setting"),
-        (["--", "--config.seed=3"], "--config.seed=3: the study sets this for each of its runs"),
-        (["--config=convert_mod:smok"], "did you mean 'smoke'"),
+        (["--fractions=0.1,x"], "--fractions=0.1,x"),
+        (["--fractions=0.1,0.10000001"], "--fractions"),  # both would have one folder
+        (["--fractions=inf"], "--fractions=inf"),
+        (["--", "mood:--config.steps=3"], "'mood'"),
+        (["--", "drop:--config.stps=3"], "--config.stps"),
+        (["--", "--config.seed=3"], "--config.seed=3"),
+        (["--config=convert_mod:smok"], "smok"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_runs(study, capsys, root, monkeypatch, arguments,
-                                                    words):  # fmt: skip
+def test_bad_input_is_refused_before_any_run(study, capsys, root, monkeypatch, arguments, name):
     monkeypatch.chdir(root)
     commands, run = study
     assert run(*arguments) == 2 and not commands
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("efx: error: ") and words in line
+    error_line(capsys, name)
