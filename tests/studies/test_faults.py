@@ -1,10 +1,8 @@
-"""benchmarks/crash.py and benchmarks/fuzz.py: a little of each for real, and that they find what
-they look for."""
+"""benchmarks/crash.py and benchmarks/fuzz.py: a little of each, and that they find faults."""
 
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +11,17 @@ from benchmarks import crash, fuzz
 from efx.data import tokenizers
 
 
-def test_two_kills_lose_nothing(capfd):
-    """One at the start and one in the steps, after an undisturbed run."""
+@pytest.mark.slow
+def test_kills_in_start_up_and_training_lose_nothing(capfd):
     status = crash.main(["--kills=2", "--steps=20", "--faults=kills", "--seed=3"])
     said = capfd.readouterr().out
     assert status == 0, said
-    assert "nothing is lost" in said and "1 in the start-up, 1 in the steps" in said
+    assert "1 in the start-up, 1 in the steps" in said
     (row,) = [line.split() for line in said.splitlines() if line.startswith("kill -9")]
     assert row[:9] == ["kill", "-9", "2", "2", *5 * ["0"]]
 
 
-def test_what_is_lost_is_counted():
+def test_lost_bits_are_counted():
     found = crash.Outcome(times=1, survived=1)
     assert not found.lost
     for name in ("bits", "doubled", "missing", "different", "samples"):
@@ -37,7 +35,7 @@ def test_what_is_lost_is_counted():
     assert crash.bits(a, {**a, ("y",): np.zeros(2, np.int64)}) == 128
 
 
-def test_rows_that_are_lost_are_counted(tmp_path):
+def test_lost_and_doubled_rows_are_counted(tmp_path):
     class Bench(crash.Bench):
         def __init__(self):
             self.rows = [{"step": step, "loss": step} for step in (1, 2, 3)]
@@ -54,20 +52,11 @@ def test_rows_that_are_lost_are_counted(tmp_path):
     assert (outcome.doubled, outcome.missing, outcome.different, outcome.samples) == (1, 1, 2, 1)
 
 
-def test_launches_of_code_that_was_edited_are_not_compared(monkeypatch, capsys):
-    hashes = iter(["before", "after"])
-    monkeypatch.setattr(crash, "code_hash", lambda: next(hashes))
-    monkeypatch.setattr(crash, "Bench", lambda *arguments: SimpleNamespace(end=lambda: None))
-    monkeypatch.setattr(crash, "FAULTS", {"two": lambda bench: ({}, [])})
-    assert crash.main(["--faults=two"]) == 2
-    said = capsys.readouterr()
-    assert "the code of efx was edited meanwhile" in said.err and "LOST" not in said.out
-
-
-# Those that compile nothing and start no run.
+# Parts without compilation or runs.
 CHEAP = "command_line,tokenizers,shards,records,caches"
 
 
+@pytest.mark.slow
 def test_hostile_input_works_or_is_one_line(capsys):
     assert fuzz.main([f"--parts={CHEAP}", "--once", "--seed=1"]) == 0, capsys.readouterr().out
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -78,29 +67,28 @@ def test_hostile_input_works_or_is_one_line(capsys):
         assert refused or name == "caches"
 
 
-def test_what_is_found_is_printed_with_the_command_for_it(capsys, monkeypatch):
-    """A traceback, and a panic of a library."""
+@pytest.mark.slow
+def test_a_finding_is_printed_with_its_command(capsys, monkeypatch):
+    """Also a panic of a library, which is no `Exception`."""
 
     class Panic(BaseException):
         pass
 
-    for error in (KeyError("depths"), Panic("of Rust")):
-        with monkeypatch.context() as patch:
+    def encode(self, text):
+        if len(text) < 3:
+            raise Panic("of Rust")
+        return np.zeros(0, np.int32)
 
-            def encode(self, text, error=error):
-                if len(text) < 3:
-                    raise error
-                return np.zeros(0, np.int32)
-
-            patch.setattr(tokenizers.ByteTokenizer, "encode", encode)
-            assert fuzz.main(["--parts=tokenizers", "--once", "--seed=1"]) == 1
-        said = capsys.readouterr().out
-        assert "python -m benchmarks.fuzz --parts=tokenizers --seed=1 --once" in said
-        assert str(error) in said and "case: [" in said
+    monkeypatch.setattr(tokenizers.ByteTokenizer, "encode", encode)
+    assert fuzz.main(["--parts=tokenizers", "--once", "--seed=1"]) == 1
+    said = capsys.readouterr().out
+    assert "python -m benchmarks.fuzz --parts=tokenizers --seed=1 --once" in said
+    assert "of Rust" in said and "case: [" in said
 
 
-def test_a_process_that_dies_is_found(monkeypatch):
-    """The next one goes on after the case."""
+@pytest.mark.slow
+def test_a_process_that_dies_or_hangs_is_found(monkeypatch):
+    """The next process starts after the case."""
     program = """if True:
         import json, os, sys
         counts = {"text": {"worked": 2, "refused": 1}}
@@ -122,11 +110,3 @@ def test_a_process_that_dies_is_found(monkeypatch):
     program = 'import time; print(\'{"part": "text", "seed": 7}\', flush=True); time.sleep(60)'
     found, _ = fuzz.watch(["text"], 5, 3)
     assert {one.text.splitlines()[0] for one in found} == {"nothing for 0.5 seconds"}
-
-
-@pytest.mark.parametrize("program, option", [
-    (crash, "--kills=0"), (crash, "--steps=3"), (crash, "--faults=fire"), (fuzz, "--parts=fire"),
-])  # fmt: skip
-def test_options_that_cannot_be_so(program, option, capsys):
-    assert program.main([option]) == 2
-    assert option in capsys.readouterr().err
