@@ -1,4 +1,4 @@
-"""efx as an installed package: the wheel, its command, its configs and the library, elsewhere."""
+"""efx as an installed package: the wheel, its command, its configs and the library."""
 
 import email
 import importlib.metadata
@@ -11,14 +11,13 @@ import sys
 import zipfile
 
 import pytest
-import yaml
+from refusals import refused
 
 import efx
 from efx import api
 from efx.config import find_file
-from efx.errors import UsageError
 
-# The first file of a user who has a folder `configs` too, which must not come in the way.
+# A config of a user, who has a folder `configs` too.
 OWN = """
 from efx.configs import common
 
@@ -72,6 +71,7 @@ def wheel(root, tmp_path_factory):
     return wheel_of(root, tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
@@ -87,8 +87,9 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
     assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:command"]
 
 
-def test_the_library_and_the_configs_outside_a_checkout(root, wheel, tmp_path):
-    """What docs/library.md shows, run by the wheel alone, made small."""
+@pytest.mark.slow
+def test_the_example_of_the_library_runs_outside_a_checkout(root, wheel, tmp_path):
+    """The example of docs/library.md, at a tiny size, from the wheel alone."""
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
     here = tmp_path / "here"
@@ -111,11 +112,11 @@ def test_the_library_and_the_configs_outside_a_checkout(root, wheel, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "efx: error: --config=mdo: there is no config of this name" in done.stderr
+    assert "efx: error: --config=mdo" in done.stderr
     assert "\ndef " in done.stdout and (here / "runs/library/config.json").is_file()
 
 
-def test_importing_efx_brings_no_jax(root):
+def test_importing_efx_does_not_import_jax(root):
     script = "import sys, efx, efx.api; print({'jax', 'flax', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
@@ -125,8 +126,8 @@ def test_a_path_object_names_a_config(root):
     assert api.load_config(root / "configs/mod.py") == api.load_config("mod")
 
 
-@pytest.mark.parametrize("wrong", ["", None, 3])
-def test_what_names_no_config_and_no_folder_is_one_line(wrong, tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong", ["", None])
+def test_a_name_that_is_no_config_or_folder_is_refused(wrong, tmp_path, monkeypatch):
     """An empty name would be the current folder."""
     monkeypatch.chdir(tmp_path)
     config = api.load_config("mod:smoke")
@@ -136,51 +137,38 @@ def test_what_names_no_config_and_no_folder_is_one_line(wrong, tmp_path, monkeyp
         lambda: api.evaluate(wrong),
         lambda: api.sample(wrong),
     ):
-        with pytest.raises(api.UsageError, match=f"={re.escape(repr(wrong))}: expected"):
-            call()
+        refused(call, f"={wrong!r}")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("call", [api.evaluate, api.sample])
-def test_changes_that_are_no_dict_are_one_line(call, tmp_path):
+def test_wrong_arguments_of_the_library_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(api.load_config("mod:smoke").to_json())
-    with pytest.raises(api.UsageError, match=r"changes=\[.*: expected \{dotted key: value\}"):
-        call(tmp_path, changes=[("sample.max_new_tokens", 3)])
+    changes = [("sample.max_new_tokens", 3)]
+    refused(lambda: api.evaluate(tmp_path, changes=changes), "changes=[")
+    refused(lambda: api.sample(tmp_path, changes=changes), "changes=[")
+    refused(lambda: api.sample(tmp_path, 3), "config.sample.prompt=3")
 
 
-def test_a_prompt_that_is_no_text_is_one_line(tmp_path):
-    (tmp_path / "config.json").write_text(api.load_config("mod:smoke").to_json())
-    with pytest.raises(api.UsageError, match=r"config\.sample\.prompt=3: expected str"):
-        api.sample(tmp_path, 3)
-
-
-@pytest.mark.parametrize("kind, path, folder, words", [
-    ("config", "llma", "", "there is no config of this name, and a path ends in .py (did you mean"
-                           " 'llama'?)"),
-    ("config", "configs/llma.py", "", "no such file (did you mean 'configs/llama.py'?)"),
-    ("config", "configs/llama", "", "no such file (did you mean 'configs/llama.py'?)"),
-    ("sweep", "mod_tble", "sweeps", "--sweep=mod_tble: there is no sweep of this name"),
-    ("sweep", "mod_tble", "sweeps", "did you mean 'mod_table'?"),
-    ("config", "", "", "--config=: there is no config"),
-])  # fmt: skip
-def test_a_misspelt_config_names_the_nearest(kind, path, folder, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, path, folder, nearest",
+    [
+        ("config", "llma", "", "'llama'"),
+        ("config", "configs/llma.py", "", "'configs/llama.py'"),
+        ("sweep", "mod_tble", "sweeps", "'mod_table'"),
+        ("config", "", "", "--config="),
+    ],
+)
+def test_a_misspelt_file_is_refused_with_the_nearest(
+    kind, path, folder, nearest, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as error:
-        find_file(kind, path, folder)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    refused(lambda: find_file(kind, path, folder), nearest)
 
 
-def test_a_file_of_the_user_comes_before_one_of_efx(tmp_path, monkeypatch):
+def test_a_path_of_the_user_comes_before_one_of_efx(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_file("config", "configs/mod.py") == find_file("config", "mod")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/mod.py").write_text(OWN)
     assert find_file("config", "configs/mod.py").resolve() == tmp_path / "configs/mod.py"
     assert find_file("config", "mod").resolve() != tmp_path / "configs/mod.py"
-
-
-def test_the_hosted_workflow_runs_what_ci_runs(root):
-    workflow = yaml.safe_load((root / ".github/workflows/ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
-    assert set(job["strategy"]["matrix"]["python"]) == {"3.11", "3.12"}
