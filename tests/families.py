@@ -1,6 +1,8 @@
 """FAMILIES: every family and variant of model as one small example, for tests of what all share.
 
-A new family adds its rows here and is then held to every property in test_families.py.
+test_families.py holds each row to every property, the rows of SLOW with `--all` alone. Between them
+they have every mechanism and every pair of mechanisms that a row can combine. EXAMPLES add no pair:
+they are the plain models of other tests.
 """
 
 import dataclasses
@@ -9,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 
 from efx import flops, losses, models
@@ -36,657 +39,407 @@ class Family:
         kinds = ("depth_routing.kind", "mlp.kind", "adapter.routing")
         return any(kind in self.changes for kind in kinds)
 
-    @property
-    def packs(self):
-        """Whether it takes packed documents."""
-        return not any(self.changes.get(f"memory_{kind}") for kind in ("local", "global"))
 
-    @property
-    def rounds(self):
-        """Whether it computes masks of zeros and ones."""
-        return self.changes.get("dropout.attention.rounding") == "stochastic"
+def dotted(settings, prefix=""):
+    """{"block.name": value} of nested settings."""
+    flat = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
-def _moe(losses=("load_balance", "router_z"), looks_ahead=False, **changes):
-    changes = {
-        "mlp.kind": "moe",
-        "mlp.moe.num_experts": 4,
-        "mlp.moe.expert_hidden": 24,
-        "mlp.moe.capacity_factor": 1.0,
-        **changes,
-    }
-    return Family(changes, looks_ahead, losses)
+def _row(losses=(), looks_ahead=False, **settings):
+    return Family(dotted(settings), looks_ahead, losses)
+
+
+def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **settings):
+    routing = dict(kind="mod", capacity=0.5) | (depth_routing or {})
+    return _row(losses, looks_ahead, depth_routing=routing, **settings)
+
+
+def experts(**changes):
+    """Settings of `mlp`: four small experts."""
+    moe = dict(num_experts=4, expert_hidden=24, capacity_factor=1.0)
+    return dict(kind="moe", moe=moe | changes)
+
+
+def masks(**changes):
+    """Settings of `dropout`: masks that attention decides, in float32 without rounding."""
+    settings = dict(rounding="none") | changes
+    return dict(kind="attention", sites=NO_PROBS, attention=settings)
+
+
+def adapters(kind="lora", experts=0, **changes):
+    """Settings of `adapter`."""
+    names = tuple(f"expert_{i}" for i in range(experts))
+    return dict(kind=kind, rank=3, scale=1.5, **changes, experts=names)
+
+
+def _streams(losses=(), looks_ahead=False, mlp=None, **settings):
+    settings = dict(family="encoder_decoder", mlp=dict(hidden=64) | (mlp or {})) | settings
+    return _row((*losses, "embedding"), looks_ahead, **settings)
+
+
+def _latent(losses=(), looks_ahead=False, **settings):
+    sizes = dict(group_size=4, latents=(2,), level_widths=(24,), level_heads=(3,))
+    return _row(losses, looks_ahead, family="latent", **sizes | settings)
 
 
 PENALTIES = ("dropout_alternate_entropy", "dropout_entropy", "dropout_l1", "dropout_squared_l1")
+MOE_LOSSES = ("load_balance", "router_z")
 ALL_SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
 NO_PROBS = tuple(site for site in ALL_SITES if site != "attention_probs")
 
-
 # So short a context and so many turns that all three parts of the frequencies occur.
-LLAMA3 = {
-    "attention.rope_theta": 50.0,
-    "attention.rope_scaling.kind": "llama3",
-    "attention.rope_scaling.factor": 4.0,
-    "attention.rope_scaling.original_context": 16,
-    "attention.rope_scaling.low_frequency_factor": 0.5,
-    "attention.rope_scaling.high_frequency_factor": 2.0,
-}
-
-
-def _mod(looks_ahead=True, losses=("router_bce",), **changes):
-    changes = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, **changes}
-    return Family(changes, looks_ahead, losses)
-
-
-def _adapted(looks_ahead=False, losses=(), kind="lora", experts=0, **changes):
-    changes = {
-        "adapter.kind": kind,
-        "adapter.rank": 3,
-        "adapter.scale": 1.5,
-        **changes,
-        "adapter.experts": tuple(f"expert_{i}" for i in range(experts)),
-    }
-    return Family(changes, looks_ahead, losses)
-
-
-def _streams(*losses, row=None, **changes):
-    row = row or Family({})
-    changes = {"family": "encoder_decoder", "mlp.hidden": 64, **row.changes, **changes}
-    return dataclasses.replace(row, changes=changes, losses=(*losses, *row.losses, "embedding"))
-
-
-def _latent(row=None, **changes):
-    row = row or Family({})
-    changes = {
-        "family": "latent",
-        "group_size": 4,
-        "latents": (2,),
-        "level_widths": (24,),
-        "level_heads": (3,),
-        **row.changes,
-        **changes,
-    }
-    return dataclasses.replace(row, changes=changes)
-
+ROPE_LLAMA3 = dict(
+    rope_theta=50.0,
+    rope_scaling=dict(
+        kind="llama3",
+        factor=4.0,
+        original_context=16,
+        low_frequency_factor=0.5,
+        high_frequency_factor=2.0,
+    ),
+)
+LLAMA3 = dotted({"attention": ROPE_LLAMA3})
+ROPE_LINEAR = dict(rope_fraction=0.5, rope_theta=5.0, rope_scaling=dict(kind="linear", factor=3.0))
+# What a block does for tokens that it skips.
+FOR_SKIPPED = dict(kv_for_skipped=True, skip_mlp=16)
+SMALL_PREDICTOR = dict(causal="predictor", predictor_hidden=6)
 
 FAMILIES = {
-    "gpt2": Family({"preset": "gpt2", "attention.chunk": 20}),
-    "llama": Family({}),
-    "llama_options": Family(
-        {
-            "attention.num_kv_heads": 2,
-            "attention.window": 9,
-            "attention.chunk": 20,
-            "attention.qk_norm": "head",
-            "attention.head_dim": 6,
-            "attention.softcap": 5.0,
-            "logit_softcap": 8.0,
-            "attention.scale": "mup",
-            "tied": True,
-            "use_bias": True,
-        }
+    "gpt2": _row(preset="gpt2", attention=dict(chunk=20)),
+    "llama": _row(),
+    "llama_options": _row(
+        logit_softcap=8.0,
+        tied=True,
+        use_bias=True,
+        attention=dict(
+            num_kv_heads=2, window=9, chunk=20, qk_norm="head", head_dim=6, softcap=5.0, scale="mup"
+        ),
     ),
-    "neox": Family(
-        {
-            "norm": "layernorm",
-            "use_bias": True,
-            "mlp.activation": "gelu",
-            "block_kind": "parallel",
-            "attention.rope_fraction": 0.5,
-            "attention.rope_theta": 5.0,
-            "attention.rope_scaling.kind": "linear",
-            "attention.rope_scaling.factor": 3.0,
-            "attention.chunk": 20,
-        }
-    ),
-    "post_norm": Family(
-        {
-            "block_kind": "post_norm",
-            "attention.qk_norm": "width",
-            "attention.num_kv_heads": 2,
-            "attention.bias": "qkv",
-            "attention.no_rope_every": 2,
-            "attention.chunk": 20,
-            **LLAMA3,
-        }
+    "neox": _row(
+        norm="layernorm",
+        use_bias=True,
+        mlp=dict(activation="gelu"),
+        block_kind="parallel",
+        attention=dict(chunk=20, **ROPE_LINEAR),
     ),
     "mod": _mod(),
     "mod_options": _mod(
-        **{
-            "attention.num_kv_heads": 2,
-            "attention.window": 9,
-            "attention.chunk": 10,
-            "attention.qk_norm": "width",
-            "depth_routing.every": 1,
-            "depth_routing.slack": 1.0,
-            "depth_routing.gate": "tanh",
-            "depth_routing.bce_reaches_input": False,
-        }
+        attention=dict(num_kv_heads=2, window=9, chunk=10, qk_norm="width"),
+        depth_routing=dict(every=1, slack=1.0, gate="tanh", bce_reaches_input=False),
     ),
     "mod_parallel": _mod(
-        **{
-            "block_kind": "parallel",
-            "attention.rope_fraction": 0.5,
-            "attention.bias": "all",
-            "attention.qk_norm": "head",
-            "attention.no_rope_every": 2,
-            **LLAMA3,
-        }
+        block_kind="parallel",
+        attention=dict(
+            rope_fraction=0.5, bias="all", qk_norm="head", no_rope_every=2, **ROPE_LLAMA3
+        ),
     ),
     "mod_capacity_list": _mod(
-        losses=("predictor_bce", "router_bce"),
-        **{
-            "preset": "gpt2",
-            "depth_routing.blocks": (0, 1),
-            "depth_routing.gate": "identity",
-            "depth_routing.capacity": (0.25, 0.75),
-            "depth_routing.causal": "predictor",
-            "depth_routing.also_train": ("aux_loss",),
-            "depth_routing.predictor_hidden": 6,
-        },
+        ("predictor_bce", "router_bce"),
+        preset="gpt2",
+        depth_routing=dict(
+            blocks=(0, 1),
+            gate="identity",
+            capacity=(0.25, 0.75),
+            also_train=("aux_loss",),
+            **SMALL_PREDICTOR,
+        ),
     ),
-    "mod_stochastic": _mod(
-        looks_ahead=False,
-        losses=(),
-        **{
-            "depth_routing.train_selection": "stochastic",
-        },
-    ),
-    "mod_fixed": _mod(
-        looks_ahead=False,
-        losses=(),
-        **{
-            "depth_routing.train_selection": "position",
-            "depth_routing.every": 1,
-        },
-    ),
+    "mod_stochastic": _mod((), False, depth_routing=dict(train_selection="stochastic")),
+    "mod_fixed": _mod((), False, depth_routing=dict(train_selection="position", every=1)),
     "mod_threshold": _mod(
-        looks_ahead=False,
-        losses=(),
-        **{
-            "depth_routing.causal": "threshold",
-            "depth_routing.train_selection": "threshold",
-            "depth_routing.slack": 1.2,
-        },
+        (), False, depth_routing=dict(causal="threshold", train_selection="threshold", slack=1.2)
     ),
     "mod_context": _mod(
-        **{
-            "block_kind": "post_norm",
-            "attention.bias": "qkv",
-            "depth_routing.kv_for_skipped": True,
-            "depth_routing.skip_mlp": 16,
-            "attention.num_kv_heads": 2,
-            "attention.window": 9,
-            "depth_routing.every": 1,
-            "depth_routing.also_train": ("threshold",),
-        }
+        block_kind="post_norm",
+        attention=dict(bias="qkv", num_kv_heads=2, window=9),
+        depth_routing=dict(every=1, also_train=("threshold",), **FOR_SKIPPED),
     ),
     "recursion": _mod(
-        **{
-            "depth": 4,
-            "depth_routing.kind": "recursion",
-            "depth_routing.recursions": 3,
-            "depth_routing.capacity": (1.0, 0.7, 0.4),
-            "attention.num_kv_heads": 2,
-            "attention.chunk": 10,
-        }
+        depth=4,
+        attention=dict(num_kv_heads=2, chunk=10),
+        depth_routing=dict(kind="recursion", recursions=3, capacity=(1.0, 0.7, 0.4)),
     ),
     "recursion_context": _mod(
-        **{
-            "depth": 4,
-            "depth_routing.kind": "recursion",
-            "depth_routing.capacity": (0.7, 0.4),
-            "depth_routing.kv_for_skipped": True,
-            "depth_routing.skip_mlp": 16,
-            "attention.window": 9,
-            "attention.num_kv_heads": 2,
-        }
+        MOE_LOSSES,
+        depth=4,
+        attention=dict(window=9, num_kv_heads=2),
+        mlp=experts(),
+        depth_routing=dict(
+            kind="recursion", capacity=(0.6, 0.3), causal="threshold", slack=1.0, **FOR_SKIPPED
+        ),
     ),
-    "moe": _moe(**{"mlp.moe.num_shared": 1}),
-    "moe_switch": _moe(
-        **{
-            "preset": "gpt2",
-            "mlp.moe.every": 2,
-            "mlp.moe.num_experts": 3,
-            "mlp.moe.top_k": 1,
-            "mlp.moe.renormalise": False,
-            "mlp.moe.capacity_factor": 1.25,
-        }
+    "moe": _row(MOE_LOSSES, mlp=experts(num_shared=1)),
+    "moe_switch": _row(
+        MOE_LOSSES,
+        preset="gpt2",
+        mlp=experts(every=2, num_experts=3, top_k=1, renormalise=False, capacity_factor=1.25),
     ),
-    "moe_expert_choice": _moe(
-        ("expert_bce",),
-        looks_ahead=True,
-        **{
-            "mlp.moe.router": "expert_choice",
-            "mlp.moe.capacity": 0.4,
-            "mlp.moe.slack": 1.0,
-        },
+    "moe_expert_choice": _row(
+        ("expert_bce",), True, mlp=experts(router="expert_choice", capacity=0.4, slack=1.0)
     ),
-    "mode_staged": _moe(
-        ("router_bce", "load_balance", "router_z"),
-        looks_ahead=True,
-        **{
-            "depth_routing.kind": "mod",
-            "depth_routing.capacity": 0.5,
-            "depth_routing.every": 1,
-            "mlp.moe.num_noop": 2,
-        },
+    "mode_staged": _mod(
+        ("router_bce", *MOE_LOSSES), depth_routing=dict(every=1), mlp=experts(num_noop=2)
     ),
-    "dropout_elementwise": Family(
-        {
-            "attention.chunk": 20,
-            "attention.num_kv_heads": 2,
-            "attention.window": 9,
-            "dropout.kind": "elementwise",
-            "dropout.elementwise.detach": False,
-        },
-        losses=PENALTIES,
+    "mode_integrated": _row(MOE_LOSSES, mlp=experts(num_noop=2, capacity_factor=1.25)),
+    "mode_expert_choice": _mod(
+        ("router_bce", "expert_bce"),
+        depth_routing=dict(every=1, kv_for_skipped=True),
+        mlp=experts(router="expert_choice", capacity=0.4),
     ),
     "dropout_elementwise_mod": _mod(
-        losses=("predictor_bce", *PENALTIES),
-        **{
-            "preset": "gpt2",
-            "depth_routing.causal": "predictor",
-            "depth_routing.predictor_hidden": 6,
-            "dropout.kind": "elementwise",
-            "depth_routing.kv_for_skipped": True,
-            "depth_routing.every": 1,
-            "dropout.elementwise.detach": False,
-        },
+        ("predictor_bce", *PENALTIES),
+        preset="gpt2",
+        depth_routing=dict(every=1, kv_for_skipped=True, **SMALL_PREDICTOR),
+        dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
     ),
-    "dropout_attention": Family(
-        {
-            "attention.chunk": 20,
-            "attention.window": 9,
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.num_heads": 2,
-            "dropout.attention.rounding": "none",
-        },
-        losses=PENALTIES,
+    "dropout_attention": _row(
+        PENALTIES, attention=dict(chunk=20, window=9), dropout=masks(num_heads=2)
     ),
     "dropout_attention_mod": _mod(
-        losses=("router_bce", *PENALTIES),
-        **{
-            "depth_routing.every": 1,
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.rounding": "stochastic",
-        },
+        ("router_bce", *PENALTIES),
+        depth_routing=dict(every=1),
+        dropout=masks(rounding="stochastic"),
     ),
-    "dropout_embedding_moe": _moe(
-        ("load_balance", "router_z", *PENALTIES),
-        **{
-            "preset": "gpt2",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.input": "embedding",
-            "mlp.moe.every": 2,
-            "dropout.attention.rounding": "sigmoid_straight_through",
-        },
+    "dropout_embedding_moe": _row(
+        (*MOE_LOSSES, *PENALTIES),
+        preset="gpt2",
+        dropout=masks(input="embedding", rounding="sigmoid_straight_through"),
+        mlp=experts(every=2),
     ),
-    "mode_integrated": _moe(**{"mlp.moe.num_noop": 2, "mlp.moe.capacity_factor": 1.25}),
-    "soft": Family(
-        {
-            "soft_experts.num": 4,
-            "soft_experts.shared": 1,
-            "soft_experts.hidden_multiple": 1.5,
-            "attention.chunk": 20,
-        }
-    ),
-    "soft_options": Family(
-        {
-            "block_kind": "parallel",
-            "attention.bias": "qkv",
-            "preset": "gpt2",
-            "soft_experts.num": 3,
-            "soft_experts.shared_kv": True,
-            "attention.num_kv_heads": 2,
-            "soft_experts.merge": "max",
-            "soft_experts.multiple": 2,
-            "attention.qk_norm": "width",
-            "attention.window": 9,
-            "attention.scale": "mup",
-            "soft_experts.hidden_multiple": 1.0,
-        }
+    "soft": _row(soft_experts=dict(num=4, shared=1, hidden_multiple=1.5), attention=dict(chunk=20)),
+    "soft_options": _row(
+        preset="gpt2",
+        block_kind="parallel",
+        attention=dict(bias="qkv", num_kv_heads=2, qk_norm="width", window=9, scale="mup"),
+        soft_experts=dict(num=3, shared_kv=True, merge="max", multiple=2, hidden_multiple=1.0),
     ),
     "soft_mod": _mod(
-        losses=("router_bce", *PENALTIES),
-        **{
-            "soft_experts.num": 2,
-            "soft_experts.every": 2,
-            "soft_experts.merge": "mean",
-            "block_kind": "post_norm",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS[1:],
-            "dropout.attention.rounding": "none",
-            "depth_routing.kv_for_skipped": True,
-            "soft_experts.hidden_multiple": 1.0,
-        },
+        ("router_bce", *PENALTIES),
+        block_kind="post_norm",
+        depth_routing=dict(kv_for_skipped=True, gate="identity"),
+        dropout=masks() | dict(sites=NO_PROBS[1:]),
+        soft_experts=dict(num=2, every=2, merge="max", multiple=2, hidden_multiple=1.0),
     ),
-    "averages": Family(
-        {
-            "dense_former.on": True,
-            "depth": 3,
-            "attention.chunk": 20,
-            "dropout.kind": "attention",
-            "dropout.sites": ("attention_output", "mlp_output"),
-            "dropout.attention.granularity": "token",
-            "dropout.attention.rounding": "none",
-        },
-        losses=PENALTIES,
+    "averages": _row(
+        PENALTIES,
+        depth=3,
+        dense_former=dict(on=True),
+        attention=dict(chunk=20, **ROPE_LINEAR),
+        mup=dict(base_width=16),
+        dropout=masks(granularity="token") | dict(sites=NO_PROBS[1:]),
     ),
-    "averages_mod": _mod(
-        **{
-            "preset": "gpt2",
-            "depth": 5,
-            "dense_former.on": True,
-            "dense_former.dilation": 2,
-            "dense_former.period": 2,
-        }
-    ),
-    "mup": Family({"mup.base_width": 16, "initialisation": "spike_no_more", "preset": "gpt2"}),
+    "mup": _row(preset="gpt2", mup=dict(base_width=16), initialisation="spike_no_more"),
     "streams_same": _streams(
-        **{
-            "cross_source": "same_layer",
-            "cross_heads": 8,
-            "attention.chunk": 20,
-            "use_bias": True,
-            "output_positions": "subtract_norm",
-            "embedding_loss_gains": True,
-            "mup.base_width": 16,
-            "initialisation": "spike_no_more",
-        }
+        cross_source="same_layer",
+        cross_heads=8,
+        attention=dict(chunk=20),
+        use_bias=True,
+        output_positions="subtract_norm",
+        embedding_loss_gains=True,
+        mup=dict(base_width=16),
+        initialisation="spike_no_more",
     ),
     "streams_parallel": _streams(
-        **{
-            "cross_source": "previous_layer",
-            "order": "cross_first",
-            "depth": 3,
-            "encoder_depth": 4,
-            "decoder_input_norm": True,
-            "decoder_input_positions": True,
-            "attention.chunk": 10,
-            "embedding_loss": "log_cosine",
-            "attention.window": 9,
-            "attention.qk_norm": "head",
-            "logit_softcap": 8.0,
-        }
+        cross_source="previous_layer",
+        order="cross_first",
+        depth=3,
+        encoder_depth=4,
+        decoder_input_norm=True,
+        decoder_input_positions=True,
+        attention=dict(chunk=10, window=9, qk_norm="head"),
+        embedding_loss="log_cosine",
+        logit_softcap=8.0,
     ),
-    "streams_final": _streams(
-        *PENALTIES,
-        **{
-            "cross_source": "final",
-            "order": "cross_only",
-            "block_kind": "post_norm",
-            "serial_start": "embedding",
-            "encoder_depth": 3,
-            "norm": "rmsnorm",
-            "output_positions": "none",
-            "embedding_loss": "cosine",
-            "mlp.activation": "swiglu",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.input": "embedding",
-            "dropout.attention.rounding": "none",
-        },
-    ),
-    "streams_masks": _streams(
-        *PENALTIES,
-        **{
-            "cross_source": "previous_layer",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.rounding": "none",
-        },
-    ),
-    "streams_moe": dataclasses.replace(
-        _moe(
-            **{
-                "family": "encoder_decoder",
-                "cross_source": "same_layer",
-                "mlp.moe.every": 2,
-                "attention.chunk": 20,
-                "dropout.kind": "elementwise",
-            }
-        ),
-        losses=("embedding", "load_balance", "router_z", *PENALTIES),
+    "streams_masks": _streams(PENALTIES, cross_source="previous_layer", dropout=masks()),
+    "streams_moe": _streams(
+        (*MOE_LOSSES, *PENALTIES),
+        cross_source="same_layer",
+        cross_heads=8,
+        output_positions="subtract_norm",
+        embedding_loss_gains=True,
+        mup=dict(base_width=16),
+        attention=dict(chunk=20, bias="qkv"),
+        mlp=experts(every=2),
+        dropout=dict(kind="elementwise"),
     ),
     "streams_mod": _streams(
-        row=_mod(**{"depth_routing.every": 1, "depth_routing.also_train": ("threshold",)}),
-        **{
-            "cross_source": "previous_layer",
-            "positions": "rope",
-            "attention.rope_fraction": 0.5,
-            "attention.no_rope_every": 2,
-            "block_kind": "parallel",
-            "attention.num_kv_heads": 2,
-            "attention.chunk": 10,
-            "cross_heads": 8,
-            "cross_kv_heads": 4,
-            "dense_former.on": True,
-        },
+        ("router_bce",),
+        True,
+        cross_source="previous_layer",
+        positions="rope",
+        block_kind="parallel",
+        attention=dict(rope_fraction=0.5, no_rope_every=2, num_kv_heads=2, chunk=10),
+        cross_heads=8,
+        cross_kv_heads=4,
+        dense_former=dict(on=True),
+        depth_routing=dict(kind="mod", capacity=0.5, every=1, also_train=("threshold",)),
     ),
     "streams_mod_context": _streams(
-        row=_mod(losses=("router_bce", "load_balance", "router_z")),
-        **{
-            "cross_source": "same_layer",
-            "order": "cross_first",
-            "depth_routing.blocks": (1, 2, 3),
-            "depth_routing.capacity": (0.5, 0.7, 0.3),
-            "depth_routing.slack": 1.0,
-            "depth_routing.kv_for_skipped": True,
-            "depth_routing.skip_mlp": 16,
-            "attention.window": 9,
-            "mlp.kind": "moe",
-            "mlp.moe.every": 2,
-            "mlp.moe.num_experts": 4,
-            "mlp.moe.capacity_factor": 1.0,
-        },
+        ("router_bce", *MOE_LOSSES),
+        True,
+        cross_source="same_layer",
+        order="cross_first",
+        attention=dict(window=9),
+        depth_routing=dict(
+            kind="mod", blocks=(1, 2, 3), capacity=(0.5, 0.7, 0.3), slack=1.0, **FOR_SKIPPED
+        ),
+        mlp=experts(every=2, expert_hidden=0, renormalise=False),
     ),
     "streams_soft_mod": _streams(
-        *PENALTIES,
-        row=_mod(**{"depth_routing.every": 1}),
-        **{
-            "cross_source": "final",
-            "soft_experts.num": 2,
-            "soft_experts.every": 2,
-            "soft_experts.shared": 1,
-            "soft_experts.shared_kv": True,
-            "soft_experts.hidden_multiple": 1.0,
-            "cross_kv_heads": 2,
-            "dense_former.on": True,
-            "positions": "rope",
-            "dropout.kind": "attention",
-            "dropout.sites": NO_PROBS,
-            "dropout.attention.rounding": "none",
-        },
+        ("router_bce", *PENALTIES),
+        True,
+        cross_source="final",
+        cross_kv_heads=2,
+        positions="rope",
+        depth_routing=dict(kind="mod", capacity=0.5, every=1),
+        soft_experts=dict(num=2, every=2, shared=1, shared_kv=True, hidden_multiple=1.0),
+        dense_former=dict(on=True, dilation=2, period=2),
+        dropout=masks(),
     ),
     "latent": _latent(),
     "latent_levels": _latent(
-        **{
-            "group_size": 12,
-            "latents": (5, 2),
-            "level_widths": (16, 24),
-            "level_heads": (2, 3),
-            "compression": "transformer",
-            "compression_blocks": 2,
-            "upsampling": "attention",
-            "upsampling_norm": False,
-            "skip": "lerp",
-            "repeat": "in_place",
-            "block_order": "sequence",
-            "attention.chunk": 5,
-            "encoder_local": (2, 1),
-            "encoder_global": (1, 0),
-            "decoder_global": (0, 1),
-            "positions": "both",
-            "attention.qk_norm": "head",
-            "use_bias": True,
-            "tied": False,
-            "logit_softcap": 8.0,
-            "mlp.activation": "swiglu",
-        }
+        group_size=12,
+        latents=(5, 2),
+        level_widths=(16, 24),
+        level_heads=(2, 3),
+        compression="transformer",
+        compression_blocks=2,
+        upsampling="attention",
+        upsampling_norm=False,
+        skip="lerp",
+        repeat="in_place",
+        block_order="sequence",
+        encoder_local=(2, 1),
+        encoder_global=(1, 0),
+        decoder_global=(0, 1),
+        positions="both",
+        attention=dict(chunk=5, qk_norm="head"),
+        use_bias=True,
+        tied=False,
+        logit_softcap=8.0,
+        mlp=dict(activation="swiglu"),
     ),
     "latent_memory": _latent(
-        **{
-            "group_size": 6,
-            "memory_local": 2,
-            "memory_global": 3,
-            "positions": "rope",
-            "block_kind": "parallel",
-            "attention.rope_fraction": 0.5,
-            "attention.no_rope_every": 2,
-            "level_heads": (2,),
-            "attention.num_heads": 2,
-            "attention.scale": "mup",
-            "skip_joins": "before",
-        }
+        group_size=6,
+        memory_local=2,
+        memory_global=3,
+        positions="rope",
+        block_kind="parallel",
+        level_heads=(2,),
+        attention=dict(rope_fraction=0.5, no_rope_every=2, num_heads=2, scale="mup"),
+        skip_joins="before",
     ),
     "latent_mod": _latent(
-        _mod(
-            **{
-                "depth_routing.every": 1,
-                "depth_routing.also_train": ("threshold",),
-                "group_size": 6,
-                "memory_global": 2,
-                "depth_routing.slack": 1.2,
-            }
-        )
+        ("router_bce",),
+        True,
+        group_size=6,
+        memory_global=2,
+        depth_routing=dict(kind="mod", capacity=0.5, every=1, also_train=("threshold",), slack=1.2),
     ),
-    "latent_moe": _latent(_moe(**{"mlp.moe.every": 2, "level_widths": (16,), "level_heads": ()})),
+    "latent_moe": _latent(MOE_LOSSES, mlp=experts(every=2), level_widths=(16,), level_heads=()),
     "latent_parts": _latent(
-        Family(
-            {
-                "soft_experts.num": 3,
-                "soft_experts.every": 2,
-                "soft_experts.shared": 1,
-                "dense_former.on": True,
-                "latent_loss.kind": "cosine",
-                "mup.base_width": 16,
-                "initialisation": "spike_no_more",
-                "upsampling": "attention",
-                "positions": "level",
-            },
-            losses=("latent_prediction",),
-        )
+        ("latent_prediction",),
+        soft_experts=dict(num=3, every=2, shared=1),
+        dense_former=dict(on=True),
+        latent_loss=dict(kind="cosine"),
+        mup=dict(base_width=16),
+        initialisation="spike_no_more",
+        upsampling="attention",
+        positions="level",
     ),
     "latent_window": _latent(
-        Family({}, losses=PENALTIES),
-        **{
-            "group_size": 12,
-            "latents": (5,),
-            "memory_local": 1,
-            "memory_global": 2,
-            "upsampling": "attention",
-            "positions": "both",
-            "attention.window": 4,
-            "attention.head_dim": 6,
-            "attention.num_kv_heads": 2,
-            "level_heads": (),
-            "soft_experts.num": 2,
-            "soft_experts.shared_kv": True,
-            "soft_experts_in": "levels",
-            "soft_experts.hidden_multiple": 1.0,
-            "dropout.kind": "elementwise",
-        },
+        PENALTIES,
+        group_size=12,
+        latents=(5,),
+        upsampling="attention",
+        positions="both",
+        attention=dict(window=4, head_dim=6, num_kv_heads=2),
+        level_heads=(),
+        soft_experts=dict(num=2, shared_kv=True, hidden_multiple=1.0),
+        soft_experts_in="levels",
+        skip_joins="before",
+        dropout=dict(kind="elementwise"),
     ),
     "latent_masks": _latent(
-        Family(
-            {
-                "dropout.kind": "attention",
-                "dropout.sites": NO_PROBS,
-                "memory_local": 1,
-                "memory_global": 1,
-                "upsampling": "attention",
-                "dropout.attention.input": "embedding_linear",
-                "dropout.attention.rounding": "none",
-            },
-            losses=PENALTIES,
-        )
+        PENALTIES,
+        compression="transformer",
+        compression_blocks=2,
+        block_kind="post_norm",
+        attention=dict(window=3),
+        memory_local=1,
+        memory_global=1,
+        upsampling="attention",
+        dropout=masks(input="embedding_linear"),
     ),
-    "latent_hidden_masks": _latent(
-        Family(
-            {
-                "dropout.kind": "attention",
-                "dropout.sites": NO_PROBS,
-                "compression": "transformer",
-                "compression_blocks": 2,
-                "block_kind": "post_norm",
-                "attention.window": 3,
-                "dropout.attention.rounding": "none",
-            },
-            losses=PENALTIES,
-        )
+    "adapter": _row(preset="gpt2", adapter=adapters("mlp", gate=True)),
+    "adapter_mod": _row(
+        depth_routing=dict(
+            kind="mod", train_selection="token_hash", capacity=0.5, every=1, **FOR_SKIPPED
+        ),
+        adapter=adapters(experts=3, routing="topk", sites=".*/(query|key|up)"),
     ),
-    "adapter": _adapted(kind="mlp", **{"preset": "gpt2", "adapter.gate": True}),
-    "adapter_mod": _adapted(
-        experts=3,
-        **{
-            "depth_routing.kind": "mod",
-            "depth_routing.train_selection": "token_hash",
-            "depth_routing.capacity": 0.5,
-            "adapter.routing": "topk",
-            "adapter.sites": ".*/(query|key|up)",
-            "depth_routing.kv_for_skipped": True,
-            "depth_routing.skip_mlp": 16,
-            "depth_routing.every": 1,
-        },
+    "adapter_recursion": _row(
+        ("router_bce",),
+        True,
+        depth=4,
+        depth_routing=dict(kind="recursion", recursions=2, capacity=0.5),
+        adapter=adapters(experts=2, routing="uniform"),
     ),
-    "adapter_recursion": _adapted(
-        experts=2,
-        looks_ahead=True,
-        losses=("router_bce",),
-        **{
-            "depth": 4,
-            "depth_routing.kind": "recursion",
-            "depth_routing.recursions": 2,
-            "depth_routing.capacity": 0.5,
-            "adapter.routing": "uniform",
-        },
-    ),
-    "adapter_streams": _adapted(
-        experts=3,
-        losses=("embedding",),
-        **{
-            "family": "encoder_decoder",
-            "mlp.hidden": 64,
-            "adapter.routing": "topk",
-            "adapter.sites": ".*/(query|up|out)",
-        },
+    "adapter_streams": _streams(
+        adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
     ),
     "adapter_latent": _latent(
-        _adapted(
-            experts=2,
-            looks_ahead=True,
-            losses=("inclusion_bce",),
-            **{
-                "adapter.routing": "inclusion",
-                "adapter.capacity": 0.4,
-                "adapter.slack": 1.0,
-                "adapter.sites": ".*/(query|up)",  # of each kind; all take eight times as long
-                "memory_local": 2,
-                "upsampling": "attention",
-            },
-        )
+        ("inclusion_bce",),
+        True,
+        memory_local=2,
+        upsampling="attention",
+        # Of each kind of site one; all take eight times as long.
+        adapter=adapters(
+            experts=2, routing="inclusion", capacity=0.4, slack=1.0, sites=".*/(query|up)"
+        ),
     ),
-    "adapter_inclusion": _adapted(
-        experts=3,
-        kind="mlp",
-        looks_ahead=True,
-        losses=("inclusion_bce",),
-        **{
-            "adapter.routing": "inclusion",
-            "adapter.capacity": 0.4,
-            "adapter.slack": 1.0,
-            "adapter.sites": ".*/(value|gate|down)",
-            "attention.num_kv_heads": 2,
-            "attention.chunk": 20,
-        },
+    "adapter_inclusion": _row(
+        ("inclusion_bce",),
+        True,
+        attention=dict(num_kv_heads=2, chunk=20),
+        adapter=adapters(
+            "mlp",
+            experts=3,
+            routing="inclusion",
+            capacity=0.4,
+            slack=1.0,
+            sites=".*/(value|gate|down)",
+        ),
     ),
 }
 NAMES = tuple(FAMILIES)
+SLOW = set(
+    "adapter_latent adapter_recursion adapter_streams dropout_attention latent latent_levels "
+    "latent_masks latent_moe latent_window mode_expert_choice recursion_context streams_moe "
+    "streams_parallel streams_soft_mod".split()
+)
+EXAMPLES = set(
+    "adapter dropout_attention_mod gpt2 latent_memory llama mod mod_capacity_list "
+    "mod_context mode_integrated moe_switch mup neox soft soft_options streams_mod "
+    "streams_same".split()
+)
+HELD = tuple(name for name in NAMES if name not in EXAMPLES)
+
+
+def rows(names, slow=SLOW):
+    """Names of rows, or tuples that begin with one, as parameters of a test; some are slow."""
+    params = []
+    for each in names:
+        values = each if isinstance(each, tuple) else (each,)
+        marks = [pytest.mark.slow] if values[0] in slow else []
+        params.append(pytest.param(*values, marks=marks))
+    return params
 
 
 def small_config(changes):
@@ -859,6 +612,77 @@ def loss_fn(model):
         return sums.total / sums.weights + 0.1 * extra
 
     return loss
+
+
+def decoder(model, variables, cache_size, decode=True):
+    """Compiled (cache, tokens, positions) -> (logits, cache)."""
+
+    @jit
+    def step(cache, tokens_BT, positions_BT):
+        logits_BTV, state = model.apply(
+            {**variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
+            decode=decode,
+            cache_size=cache_size,
+            mutable=["cache"],
+            rngs=keys(),
+        )
+        return logits_BTV, state["cache"]
+
+    return step
+
+
+def chunks(prompt_B, length_B, size, single=1):
+    """Calls that read prompts `size` tokens at a time and the rest of each row token by token.
+
+    Yields:
+      (width of the program, new tokens of each row); a single token is read in a program of width
+      `single`, with padding.
+    """
+    done_B = np.zeros(len(length_B), int)
+    for width, most, end_B in ((size, size, prompt_B), (single, 1, length_B)):
+        while np.any(done_B < end_B):
+            new_B = np.clip(end_B - done_B, 0, most)
+            done_B = done_B + new_B
+            yield width, new_B
+
+
+def read(step, cache, tokens_BT, calls):
+    """(logits [B, T, V] as `calls` read the tokens, nan where nothing is read; cache)."""
+    tokens_BT = np.asarray(tokens_BT)
+    batch, length = tokens_BT.shape
+    logits_BTV, done_B = None, np.zeros(batch, int)
+    for width, new_B in calls:
+        place_BT = done_B[:, None] + np.arange(width)
+        inside_BT = np.arange(width) < new_B[:, None]
+        place_BT = np.minimum(place_BT, length - 1)
+        read_BT = np.where(inside_BT, np.take_along_axis(tokens_BT, place_BT, axis=1), 0)
+        new_BTV, cache = step(
+            cache,
+            jnp.asarray(read_BT, jnp.int32),
+            jnp.asarray(np.where(inside_BT, place_BT, -1), jnp.int32),
+        )
+        if logits_BTV is None:
+            logits_BTV = np.full((batch, length, new_BTV.shape[-1]), np.nan)
+        row_N, step_N = np.nonzero(inside_BT)
+        logits_BTV[row_N, place_BT[row_N, step_N]] = np.asarray(new_BTV)[row_N, step_N]
+        done_B = done_B + new_B
+    return logits_BTV, cache
+
+
+def bridge(*members, **changes):
+    """Models, or settings of such, with bridges between them."""
+    made = [each if isinstance(each, nn.Module) else make(each) for each in members]
+    runs = tuple(f"run_{i}" for i in range(len(made)))
+    config = {**common.base("bridged").model, "anchor": runs[0], "augment": runs[1:], **changes}
+    return models.build(
+        config,
+        vocab_size=made[0].vocab_size,
+        context=made[0].config.context,
+        dtype="float32",
+        members=made,
+    )
 
 
 def assert_trees_close(a, b, rtol=1e-4, atol=1e-6):

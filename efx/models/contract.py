@@ -1,6 +1,6 @@
 """The contract of a model: all that the rest of efx may ask of one, whatever its family.
 
-`tests/contract/test_contract.py` holds every family to it, and the rest of efx to nothing beyond.
+`tests/contract/test_contract.py` checks that every family has these members.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable

@@ -5,8 +5,8 @@ cached decoding is the full forward pass under the causal decision, token by tok
 with padding; that no logit depends on later tokens; and that the documents of a packed row do not
 know of each other.
 
-The draws are the same at each run. EFX_EXAMPLES=500 tries so many new ones instead and reduces what
-fails to its simplest form.
+Three new models at each run of the slow tier. EFX_EXAMPLES=500 draws so many instead, some four CPU
+seconds each, and reduces a failing one to its simplest form.
 """
 
 import functools
@@ -15,15 +15,15 @@ import os
 import families
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_families
 from hypothesis import strategies as st
 
 from efx import models
-from efx.configs import common
 from efx.layers import attend
+
+pytestmark = pytest.mark.slow
 
 CONTEXT, VOCAB, CHUNK = 13, 11, 5
 EXAMPLES = int(os.environ.get("EFX_EXAMPLES", 0))
@@ -277,21 +277,18 @@ def any_model(draw):
 def build(members, bridges):
     """The model; no check may refuse it."""
     made = [families.make(member, vocab_size=VOCAB, context=CONTEXT) for member in members]
-    if bridges is None:
-        return made[0]
-    names = tuple(f"run_{i}" for i in range(len(made)))
-    config = {**common.base("bridged").model, "anchor": names[0], "augment": names[1:], **bridges}
-    return models.build(config, vocab_size=VOCAB, context=CONTEXT, dtype="float32", members=made)
+    return made[0] if bridges is None else families.bridge(*made, **bridges)
 
 
-def roomy(model):
-    """The same with room for every token that routers pick, also in the members of bridges."""
+def with_capacity_for_all(model):
+    """The same with capacity for every token that routers select, in bridges too."""
     if hasattr(model, "anchor_model"):
-        members = tuple(map(test_families.roomy, model.augment_models))
+        members = tuple(map(test_families.with_capacity_for_all, model.augment_models))
         return model.clone(
-            anchor_model=test_families.roomy(model.anchor_model), augment_models=members
+            anchor_model=test_families.with_capacity_for_all(model.anchor_model),
+            augment_models=members,
         )
-    return test_families.roomy(model)
+    return test_families.with_capacity_for_all(model)
 
 
 class Held:
@@ -304,48 +301,18 @@ class Held:
             **families.random_state(model),
         }
         self.forward = families.jit(functools.partial(model.apply, rngs=families.keys()))
-        self.step = families.jit(self._step)
-        self.empty_cache = functools.cache(lambda rows: models.init_cache(model, rows, CONTEXT))
-
-    def _step(self, cache, tokens_BT, positions_BT):
-        logits_BTV, state = self.model.apply(
-            {**self.variables, "cache": cache},
-            tokens_BT,
-            positions_BT,
-            decode=True,
-            cache_size=CONTEXT,
-            mutable=["cache"],
-            rngs=families.keys(),
-        )
-        return logits_BTV, state["cache"]
 
     def logits(self, *arguments):
         return np.asarray(self.forward(self.variables, *arguments))
 
-    def decoded(self, tokens_BT, length_B, chunk):
-        """Logits [B, T, V] of texts so long, read `chunk` tokens at a time, the last of a row with
-        padding; 0: now one, now several, another number of each row."""
-        batch, cache = len(tokens_BT), self.empty_cache(len(tokens_BT))
-        logits_BTV, done_B = np.zeros((batch, CONTEXT, VOCAB)), np.zeros(batch, int)
+    def some(self, length_B):
+        """Calls that read now one token, now several, another number of each row."""
+        done_B = np.zeros(len(length_B), int)
         while np.any(done_B < length_B):
-            size, new_B = chunk, np.full(batch, chunk)
-            if not chunk:
-                size = self.rng.choice([1, CHUNK, CHUNK])
-                new_B = self.rng.integers(0, size + 1, batch)
-            new_B = np.minimum(new_B, length_B - done_B)
-            place_BT = done_B[:, None] + np.arange(size)[None]
-            inside_BT = np.arange(size)[None] < new_B[:, None]
-            read_BT = np.take_along_axis(tokens_BT, np.minimum(place_BT, CONTEXT - 1), axis=1)
-            new_BTV, cache = self.step(
-                cache,
-                jnp.asarray(np.where(inside_BT, read_BT, 0), jnp.int32),
-                jnp.asarray(np.where(inside_BT, place_BT, -1), jnp.int32),
-            )
-            new_BTV = np.asarray(new_BTV)
-            for b, t in np.argwhere(inside_BT):
-                logits_BTV[b, done_B[b] + t] = new_BTV[b, t]
-            done_B = done_B + new_B
-        return logits_BTV
+            width = self.rng.choice([1, CHUNK, CHUNK])
+            new_B = np.minimum(self.rng.integers(0, width + 1, len(length_B)), length_B - done_B)
+            done_B += new_B
+            yield width, new_B
 
     def undecided(self, *arguments):
         """Whether errors as large as rounding move the logits, because a decision is so close."""
@@ -361,25 +328,31 @@ class Held:
                 return True
         return False
 
-    def check(self, result, expected, where_BT, what, *arguments):
+    def check(self, result, expected, where_BT, name, *arguments):
         """Equal but for rounding, at these places; the arguments are those of `expected`."""
         error_BT = np.where(where_BT, np.abs(result - expected).max(axis=-1), 0.0)
         if not error_BT.max() < 3e-4 and not self.undecided(*arguments):
-            found = np.argwhere(~(error_BT < 3e-4)).tolist()
-            raise AssertionError(f"{what}: {error_BT.max()} apart, at (row, place) {found}")
+            places = np.argwhere(~(error_BT < 3e-4)).tolist()
+            raise AssertionError(f"{name}: {error_BT.max()} apart, at (row, place) {places}")
 
 
 def check_decoding(held, tokens_BT):
-    """Cached decoding is the full forward pass."""
+    """Cached decoding is the full forward pass, read one token at a time, in chunks, or now so and
+    now so, with padding."""
     expected_BTV, batch = held.logits(tokens_BT), len(tokens_BT)
     assert np.isfinite(expected_BTV).all()
+    step = families.decoder(held.model, held.variables, CONTEXT)
+    cache = models.init_cache(held.model, batch, CONTEXT)
     whole_B = np.full(batch, CONTEXT)
     some_B = held.rng.integers(1, CONTEXT + 1, batch)
-    for chunk, length_B in ((1, whole_B), (CHUNK, whole_B), (0, some_B)):
-        result_BTV = held.decoded(tokens_BT, length_B, chunk)
+    for name, length_B, calls in (
+        ("one at a time", whole_B, families.chunks(whole_B, whole_B, 1)),
+        ("in chunks", whole_B, families.chunks(whole_B, whole_B, CHUNK)),
+        ("some at a time", some_B, held.some(some_B)),
+    ):
+        result_BTV, _ = families.read(step, cache, tokens_BT, calls)
         read_BT = np.arange(CONTEXT)[None] < length_B[:, None]
-        what = f"read {chunk or 'some'} at a time"
-        held.check(result_BTV, expected_BTV, read_BT, what, tokens_BT)
+        held.check(result_BTV, expected_BTV, read_BT, name, tokens_BT)
 
 
 def check_causality(held, tokens_BT):
@@ -401,7 +374,7 @@ def packed(lengths):
 
 def check_documents(held, tokens_BT, first, alone):
     """Two documents and padding in a row: changing one leaves the other as it is, also where they
-    have little room. If `alone`, the second is as if it were alone: with room for all."""
+    have few slots. If `alone`, the second is as if it were alone: with slots for all."""
     batch, last = len(tokens_BT), CONTEXT - 1
 
     def row(tokens_BT, *lengths):
@@ -417,7 +390,7 @@ def check_documents(held, tokens_BT, first, alone):
         kept_BT = ~changed_BT & (place_1T < last)
         np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
     if alone:
-        held = Held(roomy(held.model), 0, held.variables)
+        held = Held(with_capacity_for_all(held.model), 0, held.variables)
         apart = row(np.roll(tokens_BT, -first, axis=1), last - first)
         apart_BTV = np.roll(held.logits(*apart), first, axis=1)
         held.check(held.logits(*both), apart_BTV, second_BT, "a document alone", *apart)
@@ -433,7 +406,7 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
-    # Places that are drawn anew are others, and of fixed ones the last may find no room: the share
+    # Random places depend on the row, and of fixed ones the last may find no slot: the share
     # of a document in its row is rounded.
     controls = "stochastic", "position", "token_hash"
     drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
@@ -443,8 +416,7 @@ def check(members, bridges, batch, seed):
 
 
 @hypothesis.settings(
-    max_examples=EXAMPLES or 4,
-    derandomize=not EXAMPLES,
+    max_examples=EXAMPLES or 3,
     phases=(hypothesis.Phase.generate, *REDUCE),
     deadline=None,
     database=None,

@@ -27,7 +27,7 @@ def test_primitives():
     assert flops.add([{"a": 1, "b": 2}, {"a": 10}]) == {"a": 11, "b": 2}
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 6])
+@pytest.mark.parametrize("window", [0, 1, 3])
 def test_pairs_of_some_tokens_are_the_mean_over_all_choices_of_them(window):
     length = 6
     for tokens in range(1, length + 1):
@@ -82,33 +82,21 @@ def test_executed_count_by_hand():
     assert counted == 4 * once
 
 
-@pytest.mark.parametrize("remat", ["none", "dots"])
-def test_scanned_models_are_counted_whole(remat):
-    model = families.make({"depth": 4})
-    scanned = models.changed(model, scan_layers=True, remat=remat)
-    assert flops.executed(scanned, 16) == flops.executed(model, 16) > 0
-
-
-@pytest.mark.parametrize(
-    "sizes", [dict(data=8), dict(data=2, sequence=4), dict(tensor=2, sequence=2, fsdp=2)]
-)
-def test_a_count_does_not_depend_on_the_mesh(sizes):
-    """One sequence does not divide over eight devices. Of attention over devices that share a
-    sequence the scores of one of them were counted."""
-    model = families.make({"depth": 1})
-    flops.executed.cache_clear()
+def test_a_count_depends_neither_on_scanned_layers_nor_on_the_mesh():
+    """One sequence does not divide over eight devices, which also share it."""
+    model = families.make({"depth": 2})
+    scanned = models.changed(model, scan_layers=True, remat="dots")
     alone = flops.executed(model, 16)
+    assert flops.executed(scanned, 16) == alone > 0
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | dict(data=2, sequence=4))
     flops.executed.cache_clear()
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | sizes)
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         assert flops.executed(model, 16) == alone
         assert flops.executed(model, 16, batch=8) == 8 * alone
-        assert jax.sharding.get_abstract_mesh().size == 8
 
 
 def test_a_count_does_not_depend_on_the_kernel_of_attention(monkeypatch):
-    """A kernel's products are not in the program as such: on accelerators, where "auto" takes one,
-    those of attention were missing."""
+    """A kernel's products are not in the program as such, which on accelerators "auto" takes."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     changes = {"depth": 1, "width": 128, "attention.num_heads": 2}
     case = attention_kernels.Case(128, 2, 2, 64, jnp.bfloat16)
@@ -174,7 +162,7 @@ def test_ledger_by_hand():
     pairs = 8 * 8 + 8 * 16 + 4 * 4
     parts |= {"attention_scores": pairs * 4 * 4 * 8, "head": 16 * 2 * 32 * 64}
     assert flops.executed(model, 16) == sum(parts.values())
-    # In evaluation the buffer has room for slack times as many: 4 tokens more, one chunk of 8.
+    # In evaluation there are slack times as many slots: 4 tokens more, one chunk of 8.
     assert model.ledger(16, "causal").nominal["mlp"] == (16 + 8) * per_token[1]
     more = 4 * sum(per_token) + (8 * 8 - 4 * 4) * 4 * 4 * 8
     assert flops.executed(model, 16, train=False) == sum(parts.values()) + more
@@ -223,8 +211,8 @@ def test_what_decides_is_counted_by_hand():
     assert routers(train_selection="position") == 0
 
 
-def test_experts_cost_what_they_have_room_for():
-    """16 tokens, 2 of 4 experts each, room for 1.5 times a fair share: 12 places an expert."""
+def test_experts_cost_as_many_tokens_as_they_have_slots():
+    """16 tokens, 2 of 4 experts each, a capacity factor of 1.5: 12 slots an expert."""
     changes = {
         "mlp.kind": "moe",
         "mlp.moe.num_experts": 4,
@@ -245,7 +233,7 @@ def test_experts_cost_what_they_have_room_for():
     assert executed(model) == (4 * 12 + 16) * row
     assert model.ledger(16).nominal["mlp"] == (2 * 16 + 16) * row
     assert model.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 4
-    # Half of what a token may choose is nothing: half of the room, half of the cost.
+    # Half of the choices are no-ops: half of the slots, half of the cost.
     noop = families.make({**changes, "mlp.moe.num_noop": 4})
     assert executed(noop) == (4 * 6 + 16) * row
     assert noop.ledger(16).nominal["mlp"] == (16 + 16) * row
@@ -265,13 +253,11 @@ def test_experts_cost_what_they_have_room_for():
 
 WIDE = {
     "gpt2": {"preset": "gpt2", "mlp.activation": "gelu_tanh"},
-    "llama_gqa": {"attention.num_kv_heads": 2},
     "mod": {"depth_routing.kind": "mod", "depth_routing.capacity": 0.25},
     "moe": {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.num_shared": 1},
-    "masks": {"dropout.kind": "attention", "dropout.sites": families.NO_PROBS},
+    "masks": families.dotted({"dropout": families.masks()}),
     "soft": {"soft_experts.num": 4, "soft_experts.shared": 1},
     "streams": {"family": "encoder_decoder", "cross_source": "same_layer"},
-    "latent": {"family": "latent", "group_size": 8, "latents": (4,), "level_widths": (480,)},
     "latent_attention": {
         "family": "latent",
         "group_size": 16,
@@ -298,8 +284,13 @@ def wide(name):
     return families.make({**changes, **WIDE[name]}, vocab_size=512, context=128)
 
 
-@pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "name, training",
+    families.rows(
+        [*((name, False) for name in WIDE), ("mod", True), ("moe", True)],
+        {"moe", "masks", "soft", "streams", "latent_attention"},
+    ),
+)
 def test_executed_is_what_the_compiler_counts(name, training):
     """Within 2%, element-wise work included."""
     model = wide(name)
@@ -347,10 +338,6 @@ def test_published_parameter_counts(changes, vocab_size, context, published):
     assert flops.count_params(abstract_params(model)) == published
 
 
-def test_count_params():
-    assert flops.count_params({"a": jnp.ones((2, 3)), "b": {"c": jnp.ones(4)}}) == 10
-
-
 def test_device_peak():
     class Device:
         device_kind = "NVIDIA H200"
@@ -358,15 +345,13 @@ def test_device_peak():
     bf16, f32 = (flops.device_peak(dtype, Device()) for dtype in ("bfloat16", "float32"))
     assert 9e14 < bf16 < 1e15 and math.isclose(f32, bf16 / 2, rel_tol=0.01)
     assert flops.device_peak("bfloat16") is None  # a CPU
-    # Names go on, by blanks or hyphens, and another device's name may be the beginning of one's.
+    # Names go on, by blanks or hyphens, and one device's name may be the beginning of another's.
     known = {
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
         "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA L4": 121e12,
         "NVIDIA L40S": 362e12,
         "TPU v5 lite": 197e12,
-        "TPU v5": 459e12,
         "NVIDIA L400": None,
     }
     for kind, peak in known.items():
