@@ -94,6 +94,14 @@ MODELS = [
     ({"ensemble.top_k": 0}, "config.ensemble.top_k=0"),
 ]
 
+RECURSION = {"model.depth_routing.kind": "recursion", "model.depth": 4}
+OPEN_ROWS = {
+    "model.dropout.kind": "attention",
+    "model.dropout.sites": ("mlp_output",),
+    "model.dropout.attention.input": "embedding_linear",
+    "model.dropout.attention.skip_tile": 5,
+}
+
 ROUTING = [
     ({"model.attention.kernel": "triton"}, "config.model.attention.kernel='triton'"),
     ({"model.attention.kernel": "splash"}, "config.model.attention.kernel='splash'"),
@@ -152,6 +160,27 @@ ROUTING = [
     ({"model.mup.base_width": -1}, "mup.base_width=-1"),
     ({"model.mup.base_width": 16, "optim.name": "muon"}, "optim.name='muon'"),
     ({"model.mup.base_width": 16, "optim.name": "sgd"}, "optim.name='sgd'"),
+    ({**RECURSION, "model.depth": 2}, "config.model.depth=2"),
+    ({**RECURSION, "model.depth_routing.recursions": 0}, "depth_routing.recursions=0"),
+    ({**RECURSION, "model.depth_routing.capacity": (1.0, 0.5, 0.2)}, "depth_routing.capacity=("),
+    ({**RECURSION, "model.depth_routing.capacity": (0.3, 0.5)}, "depth_routing.capacity=("),
+    ({**RECURSION, "model.depth_routing.blocks": (1,)}, "config.model.depth_routing.blocks=(1,)"),
+    (
+        {**RECURSION, "model.depth_routing.train_selection": "stochastic"},
+        "config.model.depth_routing.train_selection='stochastic'",
+    ),
+    (
+        {
+            **RECURSION,
+            "model.depth_routing.capacity": (0.9, 0.5),
+            "model.depth_routing.capacity_stages": ((0.5, 1.0),),
+        },
+        "config.model.depth_routing.capacity_stages=",
+    ),
+    ({**RECURSION, "model.scan_layers": True}, "config.model.scan_layers=True"),
+    ({**OPEN_ROWS, "model.dropout.attention.input": "hidden"}, "attention.skip_tile=5"),
+    ({**OPEN_ROWS, "model.dropout.attention.rounding": "sigmoid"}, "attention.skip_tile=5"),
+    ({**OPEN_ROWS, "model.dropout.attention.skip_tile": -1}, "attention.skip_tile=-1"),
 ]
 
 DATA = [

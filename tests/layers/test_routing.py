@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import families
 import jax
@@ -31,14 +30,9 @@ from efx.layers.stack import Layer
     [
         (0.125, 1024, 128),
         (0.125, 12, 2),
-        (0.125, 8, 1),
         (0.1, 30, 3),
-        (0.3, 10, 3),
-        (1 / 3, 9, 3),
         (0.07, 100, 7),
-        (0.55, 100, 55),
         (0.71, 10, 8),
-        (1.0, 7, 7),
         (0.001, 7, 1),
         (2.0, 7, 7),
     ],
@@ -46,71 +40,6 @@ from efx.layers.stack import Layer
 def test_capacity(fraction, length, places):
     """ceil(c T), not one more by the rounding of c T; at least 1, at most T."""
     assert plans.capacity(fraction, length) == places
-
-
-def check_plan(plan, indices, mask):
-    np.testing.assert_array_equal(plan.indices_BC, indices)
-    np.testing.assert_array_equal(plan.mask_BC, mask)
-    assert plan.indices_BC.dtype == jnp.int32
-
-
-topk_plan = families.jit(plans.topk_plan, static_argnums=1)
-
-
-def test_topk_plan_by_hand():
-    scores_BT = np.float32(
-        [
-            [0.1, 0.9, -0.2, 0.5],  # 1 and 3, in time order
-            [0.9, 0.1, 0.2, 0.95],  # the largest comes last, and stays last
-            [3.0, 3.0, 3.0, 3.0],  # ties: the earlier tokens, and exactly two of them
-            [-1.0, -5.0, -2.0, -9.0],  # all negative: still two
-        ]
-    )
-    check_plan(topk_plan(scores_BT, 2), [[1, 3], [0, 3], [0, 1], [0, 2]], np.ones((4, 2), bool))
-
-
-def test_topk_plan_leaves_out_what_is_not_valid():
-    scores_BT = np.float32([[9.0, 0.1, 8.0, 0.2, 0.3]] * 3)
-    valid_BT = np.array([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
-    plan = topk_plan(scores_BT, 2, valid_BT)
-    check_plan(plan, [[3, 4], [2, 6], [5, 6]], [[1, 1], [1, 0], [0, 0]])
-
-
-def test_first_plan_by_hand():
-    selected_BT = np.array([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-
-    @families.jit
-    def run(selected_BT):
-        plan = plans.first_plan(selected_BT, 2)
-        return plan, plans.selected(plan, 5)
-
-    plan, taken_BT = run(selected_BT.astype(bool))
-    check_plan(plan, [[1, 3], [0, 6], [5, 6], [0, 1]], [[1, 1], [1, 0], [0, 0], [1, 1]])
-    np.testing.assert_array_equal(
-        taken_BT,
-        np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0] * 5, [1, 1, 0, 0, 0]], bool),
-    )
-
-
-def test_gather_and_scatter_by_hand():
-    x_BT = np.float32([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    plan = plans.Plan(np.array([[1, 3], [2, 5]]), np.array([[True, True], [True, False]]))
-    y_BC = np.float32([[10.0, 20.0], [30.0, 99.0]])  # 99 stands at an empty place
-
-    @families.jit
-    def run(x_BT, y_BC, plan):
-        return (
-            plans.gather(x_BT, plan),
-            plans.gather(x_BT, plan, fill=-1),
-            plans.scatter_add(x_BT, y_BC, plan),
-            plans.gather(jnp.stack([x_BT, -x_BT], axis=-1), plan),
-        )
-
-    gathered_BC, filled_BC, added_BT, wide_BCD = jax.device_get(run(x_BT, y_BC, plan))
-    np.testing.assert_array_equal(gathered_BC, [[2, 4], [7, 0]])
-    np.testing.assert_array_equal(filled_BC, [[2, 4], [7, -1]])
-    np.testing.assert_array_equal(added_BT, [[1, 12, 3, 24], [5, 6, 37, 8]])
-    np.testing.assert_array_equal(wide_BCD[..., 1], -gathered_BC)
 
 
 def test_gathered_info_keeps_positions_and_documents():
@@ -147,7 +76,7 @@ def check_invariants(plan):
     np.testing.assert_array_equal(mask_BC, indices_BC < T)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(some_scores, some_tokens)
 def test_topk_plan_is_a_stable_sort(scores_BT, valid_BT):
     plan, plan_valid = topk(scores_BT), topk_valid(scores_BT, valid_BT)
@@ -161,7 +90,7 @@ def test_topk_plan_is_a_stable_sort(scores_BT, valid_BT):
         np.testing.assert_array_equal(got[got < T], best)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(some_tokens, some_scores)
 def test_first_plan_takes_the_first(selected_BT, x_BT):
     plan = first(selected_BT)
@@ -172,102 +101,43 @@ def test_first_plan_takes_the_first(selected_BT, x_BT):
     np.testing.assert_array_equal(back_BT, np.where(wanted_BT, x_BT, 0))
 
 
-@pytest.mark.parametrize("weighs", [True, False])
-def test_gradients_of_a_weighed_sum_are_those_of_its_definition(weighs):
-    """Places that several experts have and places past the end; y may be narrower than what it is
-    added to."""
+@pytest.mark.parametrize("by_token", [True, False])
+def test_sums_over_experts_and_their_gradients_are_those_of_the_definition(by_token):
+    """Of two choices a token, one of which may be no expert, and of experts that drop tokens; where
+    each token has `slots_of_choices` and where experts add in turns."""
     rng = np.random.default_rng(0)
-    indices_EBC = np.sort(
-        rng.permuted(np.tile(np.int32(np.arange(7)), (3, 2, 1)), axis=-1)[..., :4]
-    )
-    hit_EBCT = np.float32(indices_EBC[..., None] == np.arange(5))
-    start_BTD, y_EBCD, of_BTD = (
-        np.float32(rng.normal(size=size)) for size in ((2, 5, 6), (3, 2, 4, 6), (2, 5, 6))
-    )
-    arrays = start_BTD, y_EBCD.astype(jnp.bfloat16)
-    arrays += (np.float32(rng.normal(size=(3, 2, 4))),) if weighs else ()
-
-    def definition(start_BTD, y_EBCD, *weight_EBC):
-        y_EBCD = y_EBCD.astype(jnp.float32)
-        for weight in weight_EBC:
-            y_EBCD = y_EBCD * weight[..., None]
-        return start_BTD + jnp.einsum("EBCT,EBCD->BTD", hit_EBCT, y_EBCD, precision="highest")
-
-    def through(function):
-        def value(*arrays):
-            out_BTD = function(*arrays)
-            return jnp.sum(out_BTD * of_BTD), out_BTD
-
-        return jax.grad(value, argnums=tuple(range(len(arrays))), has_aux=True)
-
-    def ours(start_BTD, y_EBCD, *weight_EBC):
-        return plans.add_weighed(start_BTD, indices_EBC, y_EBCD, *weight_EBC)
-
-    got, expected = (families.jit(through(f))(*arrays) for f in (ours, definition))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_token_fetches_what_its_choices_return(dtype):
-    """Sums and gradients of `slots_of_choices` are those of their definition, rounded once: of two
-    choices a token, one of which may be no expert, and of experts that have not room for all. No
-    row is added to one that another row may be added to, which GPUs do in any order."""
-    rng = np.random.default_rng(0)
-    experts, rows, length, room, width = 3, 2, 9, 3, 6
+    experts, rows, length, size, width = 3, 2, 9, 3, 6
     choices_BTK = rng.permuted(np.tile(np.arange(experts + 1), (rows, length, 1)), axis=-1)[..., :2]
-    wanted_BTE = np.any(choices_BTK[..., None] == np.arange(experts), axis=-2)
-    plan = plans.for_each_expert(functools.partial(plans.first_plan, size=room), wanted_BTE)
-    slots_BTK = np.asarray(families.jit(plans.slots_of_choices, static_argnums=2)(
-        plan, choices_BTK, length
-    ))  # fmt: skip
-    indices_EBC = np.asarray(plan.indices_BC)
-    nowhere = experts * room
-    for b, t, k in np.ndindex(slots_BTK.shape):
-        expert = choices_BTK[b, t, k]
-        found = np.flatnonzero(indices_EBC[expert, b] == t) if expert < experts else []
-        assert slots_BTK[b, t, k] == (expert * room + found[0] if len(found) else nowhere)
-    assert (slots_BTK == nowhere).sum() > (choices_BTK == experts).sum()  # some have no room
-    hit_EBCT = np.float32(indices_EBC[..., None] == np.arange(length))
-
-    def drawn(*size):
-        return jnp.asarray(rng.normal(size=size), dtype)
-
-    x_BTD, start_BTD, of_EBCD = (
-        drawn(rows, length, width),
-        drawn(rows, length, width),
-        drawn(experts, rows, room, width),
-    )
-    weight_EBC = np.float32(rng.normal(size=(experts, rows, room)))
+    chosen_BTE = np.any(choices_BTK[..., None] == np.arange(experts), axis=-2)
+    plan = plans.for_each_expert(functools.partial(plans.first_plan, size=size), chosen_BTE)
+    hit_EBCT = np.float32(np.asarray(plan.indices_BC)[..., None] == np.arange(length))
+    assert hit_EBCT.sum() < chosen_BTE.sum()
 
     def ours(x_BTD, start_BTD, weight_EBC):
+        slots_BTK = plans.slots_of_choices(plan, choices_BTK, length) if by_token else None
         y_EBCD = plans.take_for_experts(x_BTD, plan, slots_BTK) * of_EBCD
         return plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC, slots_BTK)
 
     def definition(x_BTD, start_BTD, weight_EBC):
         einsum = functools.partial(jnp.einsum, precision="highest")
-        x_EBCD = einsum("EBCT,BTD->EBCD", hit_EBCT, x_BTD.astype(jnp.float32))
-        y_EBCD = (x_EBCD.astype(dtype) * of_EBCD).astype(jnp.float32) * weight_EBC[..., None]
-        wide_BTD = start_BTD.astype(jnp.float32) + einsum("EBCT,EBCD->BTD", hit_EBCT, y_EBCD)
-        return wide_BTD.astype(dtype)
+        y_EBCD = einsum("EBCT,BTD->EBCD", hit_EBCT, x_BTD) * of_EBCD * weight_EBC[..., None]
+        return start_BTD + einsum("EBCT,EBCD->BTD", hit_EBCT, y_EBCD)
 
     def value(function):
         def summed(*arrays):
             out_BTD = function(*arrays)
-            return jnp.sum(out_BTD.astype(jnp.float32)), out_BTD
+            return jnp.sum(out_BTD * of_BTD), out_BTD
 
-        return jax.grad(summed, argnums=(0, 1, 2), has_aux=True)
+        return families.jit(jax.grad(summed, argnums=(0, 1, 2), has_aux=True))
 
-    arrays = x_BTD, start_BTD, weight_EBC
-    got, expected = (families.jit(value(f))(*arrays) for f in (ours, definition))
-    # In bfloat16 the terms of a gradient are of that type, and their sum is rounded once.
-    close = dict(rtol=1e-5, atol=1e-6) if dtype == jnp.float32 else dict(rtol=1e-2, atol=1e-2)
+    inputs = (rows, length, width), (rows, length, width), (experts, rows, size)
+    x_BTD, start_BTD, weight_EBC, of_BTD, of_EBCD = (
+        np.float32(rng.normal(size=shape))
+        for shape in (*inputs, (rows, length, width), (experts, rows, size, width))
+    )
+    got, expected = (value(f)(x_BTD, start_BTD, weight_EBC) for f in (ours, definition))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(np.float32(a), np.float32(b), **close)
-    jaxpr = str(jax.make_jaxpr(value(ours))(*arrays))
-    assert "gather[" in jaxpr and "scatter-add[" not in jaxpr
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 # ---- a routed layer against numpy --------------------------------------------------------------
@@ -398,7 +268,6 @@ def activations(seed=0):
     "gate, window",
     [
         ("identity", 0),
-        ("sigmoid", 0),
         ("tanh", 5),
         ("one", 3),
     ],
@@ -423,23 +292,23 @@ def test_layer_is_the_formula(gate, window):
 
 
 def test_causal_decision_is_the_formula():
-    """r > 0, at most the room's first; the empty places of the buffer reach nothing."""
+    """r > 0, as many of the first as there are slots; empty slots reach nothing."""
     module, p = layer(depth_routing__slack=1.25)
-    x_BTD, room = activations(), 10
+    x_BTD, slots = activations(), 10
     push_D = 10 * p["router"] / np.sum(p["router"] ** 2)  # 10 more in every score
     x_BTD[0] += push_D.astype(np.float32)  # row 0 wants every token, row 2 none
     x_BTD[2] -= push_D.astype(np.float32)
     out_BTD, sown = run(module, p, x_BTD, selection="causal")
     decided_BT = x_BTD @ p["router"] > 0
-    assert decided_BT[0].all() and not decided_BT[2].any() and 0 < decided_BT[1].sum() < room
-    routed_BT = decided_BT & (np.cumsum(decided_BT, axis=1) <= room)
+    assert decided_BT[0].all() and not decided_BT[2].any() and 0 < decided_BT[1].sum() < slots
+    routed_BT = decided_BT & (np.cumsum(decided_BT, axis=1) <= slots)
     for b in range(ROWS):
         expected_TD = np_layer(x_BTD[b], p, module.spec, routed_BT[b], np.arange(LENGTH), "sigmoid")
         np.testing.assert_allclose(out_BTD[b], expected_TD, atol=2e-4)
     np.testing.assert_array_equal(out_BTD[2], x_BTD[2])
     np.testing.assert_allclose(sown["router/decided_fraction"], decided_BT.mean(), rtol=1e-5)
     np.testing.assert_allclose(
-        sown["router/overflow_fraction"], (LENGTH - room) / (ROWS * LENGTH), atol=1e-6
+        sown["router/overflow_fraction"], (LENGTH - slots) / (ROWS * LENGTH), atol=1e-6
     )
 
 
@@ -460,7 +329,7 @@ def np_model(model, p, tokens_T, size_of):
     return (x_TD @ table)[:, : model.vocab_size]
 
 
-@pytest.mark.parametrize("name", ["mod", "mod_options", "mod_capacity_list"])
+@pytest.mark.parametrize("name", ["mod_options", "mod_capacity_list"])
 def test_model_is_the_formula(name):
     """A whole decoder, with RoPE or learned positions, routed by top-k."""
     model, p = families.build(name), jax.tree.map(np.float64, families.params_of(name))
@@ -476,7 +345,7 @@ def test_model_is_the_formula(name):
 
 
 def test_packed_documents_and_the_gradient_are_the_formulas():
-    """Each document is computed alone, with its part of the room of the row, [ceil(c s), ceil(c e))
+    """Each document is computed alone, with its part of the row's slots, [ceil(c s), ceil(c e))
     for the places [s, e); the gradient in a direction is what small steps along it give."""
     model, params = families.build("mod_options"), families.params_of("mod_options")
     model, length = model.clone(selection="train"), families.LENGTH
@@ -521,8 +390,7 @@ def test_packed_documents_and_the_gradient_are_the_formulas():
     np.testing.assert_allclose(slope, (along(1e-6) - along(-1e-6)) / 2e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset, dtype", [("gpt2", "float32"), ("llama", "bfloat16")])
 def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
     """Bit for bit, where the compiler rounds as the program says: fused loops may round less."""
     routed = families.make(
@@ -565,7 +433,6 @@ def test_scores_of_a_tpu_are_of_float32(monkeypatch):
     gradient_BT = rng.normal(size=(2, 40)).astype(np.float32)
     score_BT, back = jax.vjp(onto, vector_D, x_BTD)
     of_vector_D, of_x_BTD = back(gradient_BT)
-    assert "reduce_precision" in str(jax.make_jaxpr(onto)(vector_D, x_BTD))
 
     x, vector, gradient = (np.float64(array) for array in (x_BTD, vector_D, gradient_BT))
     near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
@@ -578,8 +445,9 @@ def test_scores_of_a_tpu_are_of_float32(monkeypatch):
     np.testing.assert_allclose(np.float64(of_x_BTD), expected, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_every_routed_block_has_its_own_router():
-    model = families.make({"depth": 6, "depth_routing.kind": "mod"})
+    model = families.make({"depth": 6, "depth_routing.kind": "mod", "mlp.hidden": 8})
     layers = families.jit(lambda key: models.init(model, key)["params"]["layers"])(
         jax.random.key(0)
     )
@@ -719,23 +587,19 @@ def test_the_gate_trains_the_router(gate, reaches):
     assert np.any(np.asarray(grads["router"]) != 0) == reaches
 
 
-@pytest.mark.parametrize(
-    "also_train, trained", [((), False), (("threshold",), False), (("aux_loss",), True)]
-)
-def test_a_router_that_nothing_trains_is_told_of(also_train, trained, caplog):
-    """With a gate of 1 only the loss of `aux_loss` reaches it; it kept its random weights, and
-    nothing said so."""
+@pytest.mark.parametrize("also_train, trained", [(("threshold",), False), (("aux_loss",), True)])
+def test_a_router_that_nothing_trains_is_warned_of(also_train, trained, caplog):
+    """With a gate of 1 only the loss of `aux_loss` reaches it."""
     say_if_the_router_is_fixed.cache_clear()
-    changes = {"gate": "one", "causal": "predictor", "also_train": also_train}
-    model = families.make(
-        {f"depth_routing.{name}": value for name, value in changes.items()}
-        | {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5}
+    families.make(
+        {
+            "depth_routing.kind": "mod",
+            "depth_routing.gate": "one",
+            "depth_routing.causal": "predictor",
+            "depth_routing.also_train": also_train,
+        }
     )
-    told = f"gate='one': without the decision 'aux_loss' (causal='predictor', {also_train=})"
-    assert (told in caplog.text) != trained
-    shapes = families.random_params(model), families.tokens(batch=2)
-    grads = families.jit(jax.grad(families.loss_fn(model)))(*shapes)
-    assert np.any(np.asarray(grads["layers"]["block_1"]["router"]) != 0) == trained
+    assert ("gate='one'" in caplog.text) != trained
 
 
 def test_empty_places_have_finite_gradients():
@@ -754,37 +618,3 @@ def test_empty_places_have_finite_gradients():
     )(p, x_BTD)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     np.testing.assert_allclose(grads[1][2], 2 * x_BTD[2], rtol=1e-6)
-
-
-def test_stochastic_control_does_not_look_at_x():
-    module, p = layer(depth_routing__train_selection="stochastic", depth_routing__gate="sigmoid")
-
-    def routed(x_BTD, seed):
-        out_BTD, _ = run(module, p, x_BTD, rngs={"routing": jax.random.key(seed)})
-        for b in range(ROWS):  # and its gate is 1, whatever the config says
-            chosen_T = np.any(np.asarray(out_BTD[b]) != x_BTD[b], axis=-1)
-            expected_TD = np_layer(x_BTD[b], p, module.spec, chosen_T, np.arange(LENGTH), "one")
-            np.testing.assert_allclose(out_BTD[b], expected_TD, atol=2e-4)
-        return np.any(np.asarray(out_BTD) != x_BTD, axis=-1)
-
-    a_BT = routed(activations(0), 0)
-    assert a_BT.sum(axis=1).tolist() == [LENGTH // 2] * ROWS
-    np.testing.assert_array_equal(a_BT, routed(activations(1), 0))  # another x, the same choice
-    assert np.any(a_BT != routed(activations(0), 1))  # another step, another choice
-    assert np.any(a_BT[0] != a_BT[1])  # each row its own
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_scatters_say_that_no_two_go_to_one_place(documents):
-    """Those of several rows that do not say so come out wrong under a flag of XLA for GPUs."""
-
-    def plan(scores_BT):
-        segments_BT = jnp.where(jnp.arange(LENGTH) < 5, 1, 2)[None].repeat(ROWS, 0)
-        of = plans.documents(segments_BT) if documents else None
-        budget = plans.Budget(0.5, LENGTH, of)
-        made = budget.top(scores_BT, scores_BT > -1), budget.first(scores_BT > 0)
-        return [plans.selected(one, LENGTH) for one in made]
-
-    jaxpr = str(jax.make_jaxpr(plan)(np.zeros((ROWS, LENGTH), np.float32)))
-    scatters = re.findall(r"scatter\[.*?unique_indices=(\w+)", jaxpr, re.S)
-    assert len(scatters) >= 4 and set(scatters) == {"True"}
