@@ -1,4 +1,4 @@
-"""Batches of unequal rows add up: micro-batches to the big batch, those of an evaluation to it."""
+"""Micro-batches add up to the big batch, and evaluation batches to the whole split."""
 
 import functools
 
@@ -10,16 +10,13 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from efx import optim, sharding, step
+from efx import losses, optim, sharding, step
 from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
-from efx.models.latent import loss as latent_loss
 
 ROWS, LENGTH = 8, 16
 
-# Together these sow every loss that there is; under names of their own, so that a new loss that is
-# in none of them is noticed.
 ALL_ROUTED = {
     "depth_routing.kind": "mod",
     "depth_routing.capacity": 0.5,
@@ -34,10 +31,11 @@ ALL_ROUTED = {
     "dropout.elementwise.detach": False,
     "scan_layers": True,
 }
-# What a variant follows, with a vocabulary padded like its own.
-TEACHERS = {"routed blocks, experts, masks": {"depth": 1}}
+ROUTED = "routed blocks, experts, masks"
+TEACHERS = {ROUTED: {"depth": 1}}
+# Together these sow every loss.
 VARIANTS = {
-    "routed blocks, experts, masks": ALL_ROUTED,
+    ROUTED: ALL_ROUTED,
     "expert choice, inclusion": {
         "mlp.kind": "moe",
         "mlp.moe.num_experts": 3,
@@ -49,13 +47,6 @@ VARIANTS = {
         "adapter.experts": ("a", "b"),
         "adapter.routing": "inclusion",
         "adapter.sites": ".*/query",
-    },
-    "types of tokens": {
-        "depth_routing.kind": "mod",
-        "depth_routing.capacity": 0.5,
-        "depth_routing.every": 1,
-        "depth_routing.train_selection": "token_hash",
-        "depth": 1,
     },
     "streams": {
         "family": "encoder_decoder",
@@ -83,12 +74,13 @@ VARIANTS = {
         "adapter.sites": ".*/(query|up)",  # of attention and MLP; all take four times as long
     },
 }
-# Of which no two batches are alike, nor the big one and its micro-batches.
+# No two draws of these masks are alike.
 DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
+EXPERTS = {"depth": 1, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16}
 
 
 def packed(rows=ROWS, length=LENGTH):
-    """Rows of two documents and padding, of which every second row has far more."""
+    """Rows of two documents, of which every second row has far more padding."""
     rng = np.random.default_rng(0)
     segments_BT = np.zeros((rows, length), np.int32)
     positions_BT = np.zeros((rows, length), np.int32)
@@ -109,7 +101,7 @@ def packed(rows=ROWS, length=LENGTH):
 
 
 def gradient_keeper():
-    """An optimiser that leaves everything as it is and keeps the gradient."""
+    """An optimiser that changes nothing and stores the gradient."""
 
     def update(gradient, state, params):
         state = gradient, optim.GradNormState(optax.tree.norm(gradient))
@@ -119,111 +111,156 @@ def gradient_keeper():
     return optax.GradientTransformation(lambda params: (params, zero), update)
 
 
-def changes_of(name):
-    return DROPOUT if name == "dropout" else VARIANTS[name]
-
-
-def settings(name, accumulation):
-    config = families.small_config(changes_of(name))
-    config.train.accumulation = accumulation
+def settings(changes, accumulation, **train):
+    config = families.small_config(changes)
+    config.train.update(accumulation=accumulation, **train)
     for loss in config.losses:
         config.losses[loss] = 0.7
     return config
 
 
-def one_step(name, batch, accumulation, mesh=None, number=0, seed=0):
-    """(gradient, state variables, metrics) of one step of a variant, the step of this number."""
-    config = settings(name, accumulation)
-    model = families.make(changes_of(name), context=LENGTH)
+def make_step(changes, accumulation, teacher_changes=None, **train):
+    """(train_step(state, batch, seed, number=0), the state of step 0) of a model."""
+    model = families.make(changes, context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
-    teacher = families.make(TEACHERS[name], context=LENGTH) if name in TEACHERS else None
-    taught = teacher and {"params": families.random_params(teacher, seed=1)}
+    teacher = teacher_variables = None
+    if teacher_changes is not None:
+        teacher = families.make(teacher_changes, context=LENGTH)
+        teacher_variables = {"params": families.random_params(teacher, seed=1)}
+    config = settings(changes, accumulation, **train)
     train_step = step.make_train_step(
         model, gradient_keeper(), lambda count: 0.0, config, total_steps=9, teacher=teacher
     )
     zero = jnp.zeros((), jnp.int32)
     opt_state = params, optim.GradNormState(jnp.zeros(()))
-    state = step.TrainState(zero + number, params, opt_state, variables, zero, zero)
-    if mesh is None:
-        state, metrics = families.jit(train_step)(state, batch, np.uint32(seed), taught)
-    else:
-        with sharding.use(mesh, sharding.DEFAULT_RULES):
-            placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, ROWS)
-            batch = placement(batch)
-            state, metrics = families.jit(train_step)(state, batch, np.uint32(0), taught)
-    return state.opt_state[0], state.variables, jax.device_get(metrics)
+    state = step.TrainState(zero, params, opt_state, variables, zero, zero)
+
+    def run(state, batch, seed=0, number=0):
+        return train_step(
+            state.replace(step=zero + number), batch, jnp.uint32(seed), teacher_variables
+        )
+
+    return run, state
+
+
+def results(state, metrics):
+    """{"gradient", "averages", "metrics"} of a step."""
+    return jax.device_get(
+        {"gradient": state.opt_state[0], "averages": state.variables, "metrics": metrics}
+    )
+
+
+def assert_same_step(got, expected):
+    assert got["metrics"].keys() == expected["metrics"].keys()
+    for part, atol in (("gradient", 1e-7), ("averages", 1e-7), ("metrics", 1e-6)):
+        families.assert_trees_close(got[part], expected[part], rtol=2e-5, atol=atol)
+
+
+def test_micro_batches_of_unequal_rows_are_the_big_batch():
+    """Gradients and metrics, with a loss that is not linear in the means of the batch."""
+    (whole, state), (micro, _) = (make_step(EXPERTS, accumulation) for accumulation in (1, 4))
+    batch = packed()
+    got = results(*families.jit(micro)(state, batch))
+    assert_same_step(got, results(*families.jit(whole)(state, batch)))
+
+
+def rows_of_micro_batches():
+    """16 rows, half of them padding: one of two micro-batches has all tokens, or each has half."""
+    rows = packed()
+    apart = jax.tree.map(lambda x: np.stack([x, 0 * x], axis=1).reshape(-1, LENGTH), rows)
+    mixed = jax.tree.map(lambda x: np.concatenate([x, 0 * x]), rows)
+    return apart, mixed
 
 
 @functools.cache
-def step_of(name, accumulation):
-    return one_step(name, packed(), accumulation)
-
-
-def check(name, got, averages, metrics):
-    gradient, wanted, expected = step_of(name, 1)
-    families.assert_trees_close(got, gradient, rtol=2e-5, atol=1e-7)
-    families.assert_trees_close(averages, wanted, rtol=2e-5, atol=1e-7)
-    assert metrics.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
+def step_of_all_tokens_in_one_micro_batch(name):
+    """(compiled step, state, its results)."""
+    run, state = make_step(VARIANTS[name], 2, TEACHERS.get(name), loss_chunk=5)
+    compiled, batch = families.jit(run), rows_of_micro_batches()[0]
+    return compiled, state, results(*compiled(state, batch))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_micro_batches_of_unequal_rows_are_the_big_batch(name):
-    """Gradient of every parameter with every sown loss, running averages, and every logged number.
-    With the mean of the micro-batches' losses routers were off by more than their whole gradient.
-    """
-    check(name, *step_of(name, 2))
+def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(name):
+    """Gradients with every sown loss, running averages, and metrics."""
+    compiled, state, expected = step_of_all_tokens_in_one_micro_batch(name)
+    assert_same_step(results(*compiled(state, rows_of_micro_batches()[1])), expected)
 
 
-@pytest.mark.parametrize("count", [3, 4])
-def test_what_does_not_move_keeps_every_bit(count):
-    """The running averages of frozen models, after micro-batches of unequal rows."""
-    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    rows = np.random.default_rng(1).integers(0, 2, (count, 2, 16))
-    batches = {"inputs": jnp.zeros_like(rows), "segment_ids": jnp.asarray(rows)}
-    whole = jax.jit(step._of_whole_batch)({"q": np.stack([x] * count, axis=-1)}, batches)
-    np.testing.assert_array_equal(whole["q"], x)
-
-
-def test_every_micro_batch_draws_for_itself():
-    """Two that are alike have other elements dropped: their gradient is not that of one of them."""
-    one, two = (jax.tree.map(lambda x, n=n: np.repeat(x[:1], n, axis=0), packed()) for n in (1, 2))
-    of_one, of_two = (
-        one_step("dropout", batch, count)[0]["layers"]["block_0"]["mlp"]["up"]["kernel"]
-        for batch, count in ((one, 1), (two, 2))
-    )
-    assert np.abs(of_one).max() > 1e-3
-    assert np.isclose(of_one, of_two, rtol=0.01, atol=0).mean() < 0.2
-
-
-def test_every_step_and_every_seed_draws_for_itself():
-    """The same batch at another step, or with another seed, has other elements dropped."""
-
-    def gradient(**of):
-        return one_step("dropout", packed(), 1, **of)[0]["layers"]["block_0"]["mlp"]["up"]["kernel"]
-
-    first, *others = gradient(), gradient(number=1), gradient(seed=1)
-    np.testing.assert_array_equal(first, gradient())
-    for other in others:
-        assert np.isclose(first, other, rtol=0.01, atol=0).mean() < 0.2
-
-
-def test_micro_batches_are_the_big_batch_on_a_mesh():
-    name = "routed blocks, experts, masks"
+@pytest.mark.slow
+def test_micro_batches_on_a_mesh_are_those_of_one_device():
+    run, state = make_step(VARIANTS[ROUTED], 2, TEACHERS[ROUTED], loss_chunk=5)
     mesh = sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, expert=2, sequence=1))
-    check(name, *one_step(name, packed(), 2, mesh))
+    with sharding.use(mesh, sharding.DEFAULT_RULES):
+        placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, 2 * ROWS)
+        batch = placement(rows_of_micro_batches()[1])
+        got = results(*families.jit(run)(state, batch))
+    assert_same_step(got, step_of_all_tokens_in_one_micro_batch(ROUTED)[2])
 
 
+def test_every_loss_is_accumulated_by_some_model_here():
+    found = set()
+    for changes in VARIANTS.values():
+        model = families.make(changes, context=LENGTH)
+
+        def sown(variables, model=model):
+            return model.apply(
+                variables,
+                packed()["inputs"],
+                train=True,
+                rngs=dict.fromkeys(("dropout", "routing"), jax.random.key(0)),
+                mutable=("losses", "state"),
+            )[1]
+
+        shapes = jax.eval_shape(sown, families.variable_shapes(model))
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape), shapes["losses"])
+        found |= losses.collect_sown(zeros).keys()
+    assert found == set(settings({}, 1).losses) - {"z_loss", "distill"}
+
+
+def test_the_gradient_of_micro_batches_is_that_of_the_reported_objective():
+    """With dropout: the means of the batch and the gradients come from the same masks."""
+    run, state = make_step({**EXPERTS, **DROPOUT}, 4)
+    batch = packed()
+
+    @families.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def exact_and_given(params):
+        after, metrics = run(state.replace(params=params), batch)
+        return metrics["train/objective"], after.opt_state[0]
+
+    exact, given = exact_and_given(state.params)
+    families.assert_trees_close(given, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_steps_and_seeds_draw_different_masks():
+    run, state = make_step(DROPOUT, 2)
+    first_row = jax.tree.map(lambda x: x[:1], packed())
+    twice = jax.tree.map(lambda x: np.concatenate([x, x]), first_row)
+    once = jax.tree.map(lambda x: np.concatenate([x, 0 * x]), first_row)
+    step_of = families.jit(run)
+
+    def gradient(batch, seed=0, number=0):
+        gradients = step_of(state, batch, seed, number)[0].opt_state[0]
+        return gradients["layers"]["block_0"]["mlp"]["up"]["kernel"]
+
+    one = gradient(once)
+    assert np.abs(one).max() > 1e-3
+    np.testing.assert_array_equal(one, gradient(once))
+    for other in (gradient(twice), gradient(once, seed=1), gradient(once, number=1)):
+        assert np.isclose(one, other, rtol=0.01, atol=0).mean() < 0.2
+
+
+@functools.cache
 def evaluation():
-    """A function of batches: loss and statistics of one variant over all of them."""
-    name = "expert choice, inclusion"
-    model = families.make(VARIANTS[name], context=LENGTH)
-    evaluate = families.jit(step.make_eval_step(model, settings(name, 1)))
+    """A function of batches: loss and statistics of one model over all of them."""
+    changes = VARIANTS["expert choice, inclusion"]
+    model = families.make(changes, context=LENGTH)
+    evaluate = families.jit(step.make_eval_step(model, settings(changes, 1)))
     params = families.random_params(model)
 
-    def run(parts):
-        sums = [evaluate(params, {}, part, 0, 0) for part in parts]
+    def run(batches):
+        sums = [evaluate(params, {}, batch, 0, 0) for batch in batches]
         sums = jax.tree.map(lambda *x: sum(x), *jax.device_get(sums))
         return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
 
@@ -237,42 +274,15 @@ def same_numbers(got, expected):
 
 
 def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
-    """Losses and statistics of the split: those were means of the batches' means."""
-    run, batch = evaluation(), packed()
-    parts = [{k: v[rows] for k, v in batch.items()} for rows in np.split(np.arange(ROWS), 4)]
-    same_numbers(run(parts), run([batch]))
+    """Losses and statistics of packed rows that are unequally full."""
+    batch = packed()
+    parts = [{k: v[i : i + 4] for k, v in batch.items()} for i in (0, 4)]
+    same_numbers(evaluation()(parts), evaluation()([batch]))
 
 
-def test_what_fills_up_the_last_batch_of_an_evaluation_is_not_measured():
-    """A batch of twice as many rows as there are: statistics were half of rows of zeros."""
+def test_rows_that_fill_up_the_last_evaluation_batch_are_not_measured():
     config = ConfigDict(dict(seq_len=LENGTH, packing=False))
     tokens = np.random.default_rng(0).integers(1, families.VOCAB, 4 * LENGTH + 1)
     streams = {"eval": Stream([tokens.astype(np.uint16)])}
     data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
-    run = evaluation()
-    same_numbers(run(data.eval_batches(8)), run(data.eval_batches(4)))
-
-
-def test_these_are_all_losses():
-    found = set()
-    for name in VARIANTS:
-        found |= {key for key in step_of(name, 1)[2] if key.startswith("losses/")}
-    assert found == {f"losses/{loss}" for loss in settings(name, 1).losses if loss != "z_loss"}
-
-
-def test_what_accumulation_does_not_do_as_the_big_batch_would():
-    """As `make_train_step` says: negatives from the whole batch are those of the micro-batch."""
-    x_BTD = np.float32(np.random.default_rng(1).normal(size=(4, 5, 8)))
-    pairs_BT = np.ones((4, 5), bool)
-    sigmoid_loss = families.jit(latent_loss.sigmoid_loss, static_argnums=(3, 4, 5))
-
-    def loss(rows, candidates):
-        z_BTD = x_BTD[np.array(rows)]
-        return jax.device_get(
-            sigmoid_loss(z_BTD, -z_BTD, pairs_BT[: len(rows)], 1.0, -2.0, candidates)
-        )
-
-    for candidates, exact in (("row", True), ("batch", False)):
-        together = jax.tree.map(np.add, loss([0, 2], candidates), loss([1, 3], candidates))
-        whole = loss(range(4), candidates).value()
-        assert np.allclose(together.value(), whole, rtol=1e-5) == exact
+    same_numbers(evaluation()(data.eval_batches(8)), evaluation()(data.eval_batches(4)))
