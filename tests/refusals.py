@@ -211,6 +211,65 @@ DATA = [
     ({"data.cache_dir": "/dev/null/cache"}, "config.data.cache_dir='/dev/null/cache'"),
 ]
 
-RUNS = []
+RUNS = [
+    ({"train_flops": 1e9}, "config.train_flops"),
+    ({"steps": 0, "train_flops": 1.0}, "config.train_flops"),
+    ({"train.accumulation": 3}, "config.train.accumulation=3"),
+    ({"train.loss_chunk": -1}, "config.train.loss_chunk=-1"),
+    ({"data.batch_size": 12}, "config.data.batch_size=12"),
+    ({"evaluate.batch_size": 3}, "config.evaluate.batch_size=3"),
+    ({"evaluate.repeated_rows": 8, "data.seq_len": 3}, "config.evaluate.repeated_rows=8"),
+    ({"optim.learning_rate": -1e-3}, "config.optim.learning_rate=-0.001"),
+    ({"optim.learning_rate": float("nan")}, "config.optim.learning_rate=nan"),
+    ({"optim.b1": 1.0}, "config.optim.b1=1.0"),
+    ({"optim.eps": 0.0}, "config.optim.eps=0.0"),
+    ({"optim.schedule.final_fraction": 1.5}, "config.optim.schedule.final_fraction=1.5"),
+    (
+        {"steps": 100, "optim.schedule.warmup_steps": 9, "optim.schedule.decay_steps": 8},
+        "config.optim.schedule.warmup_steps=9",
+    ),
+    (
+        {
+            "optim.schedule.kind": "wsd",
+            "optim.schedule.warmup_fraction": 0.9,
+            "optim.schedule.warmup_steps": 0,
+        },
+        "config.optim.schedule",
+    ),
+    ({"optim.name": "schedule_free_adamw"}, "config.optim.schedule.kind='cosine'"),
+    (
+        {
+            "optim.name": "schedule_free_adamw",
+            "optim.b1": 0.0,
+            "optim.schedule.kind": "constant",
+        },
+        "config.optim.b1=0.0",
+    ),
+    ({"optim.decay": ".*/kernal"}, "config.optim.decay='.*/kernal'"),
+    ({"optim.frozen": ".*"}, "config.optim.frozen='.*'"),
+    ({"optim.frozen": "("}, "config.optim.frozen='('"),
+    ({"optim.lr_multipliers": ((".*/bias",),)}, "config.optim.lr_multipliers[0]"),
+    ({"optim.lr_multipliers": ((".*/bias", -1.0),)}, "config.optim.lr_multipliers[0]"),
+    ({"optim.lr_multipliers": ((".*/kernel", 1.0), ("x", 2.0))}, "config.optim.lr_multipliers[1]"),
+    ({"mesh.data": -1, "mesh.fsdp": -1}, "config.mesh"),
+    ({"mesh.data": 0}, "config.mesh"),
+    ({"mesh.data": 4}, "config.mesh"),
+    ({"mesh.tensor": 3}, "config.mesh"),
+    ({"mesh.data": 8, "mesh.dcn_data": 2}, "config.mesh.dcn_data=2"),
+    ({"mesh.data": 1, "mesh.sequence": 8, "data.seq_len": 36}, "config.data.seq_len=36"),
+    (
+        {"mesh.data": 1, "mesh.fsdp": 8, "model.width": 20, "model.attention.head_dim": 8},
+        "20 is not a multiple",
+    ),
+    ({"init.run": "nowhere"}, "config.init.run='nowhere'"),
+    ({"model.depth_routing.capacity_stages": ((0.5, 1.5),)}, "capacity_stages"),
+    ({"model.depth_routing.capacity_stages": ((0.6, 0.5), (0.3, 0.5))}, "capacity_stages"),
+    ({"model.depth_routing.capacity_stages": ((1.0, 0.5),)}, "capacity_stages"),
+    ({"model.depth_routing.capacity_stages": ((0.5,),)}, "capacity_stages"),
+    ({"sample.every": 1, "sample.prompt": "a" * 17}, "config.sample.prompt"),
+    ({"sample.temperature": float("nan")}, "config.sample.temperature=nan"),
+    ({"sample.top_p": 0.0}, "config.sample.top_p=0.0"),
+    ({"sample.max_new_tokens": 0}, "config.sample.max_new_tokens=0"),
+]
 
 STUDIES = []
