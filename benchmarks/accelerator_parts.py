@@ -264,7 +264,7 @@ SUITE = {
     ),
     "nothing looks ahead": ("tests/contract/test_families.py", "test_causal and quick"),
     "a run that goes on is bit for bit one that never stopped": (
-        "tests/runs/test_train.py", "test_three_steps_and_three_more_equal_six and latent",
+        "tests/runs/test_train.py", "test_a_resumed_run_is_the_uninterrupted_run and latent",
     ),
 }  # fmt: skip
 
