@@ -48,6 +48,14 @@ VARIANTS = {
         "adapter.routing": "inclusion",
         "adapter.sites": ".*/query",
     },
+    # With running averages other than of quantiles.
+    "types of tokens": {
+        "depth_routing.kind": "mod",
+        "depth_routing.capacity": 0.5,
+        "depth_routing.every": 1,
+        "depth_routing.train_selection": "token_hash",
+        "depth": 1,
+    },
     "streams": {
         "family": "encoder_decoder",
         "embedding_loss": "log_cosine",
@@ -180,7 +188,13 @@ def step_of_all_tokens_in_one_micro_batch(name):
     return compiled, state, results(*compiled(state, batch))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+IN_EVERY_RUN = {ROUTED, "types of tokens", "streams"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(v, marks=[] if v in IN_EVERY_RUN else pytest.mark.slow) for v in VARIANTS],
+)
 def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(name):
     """Gradients with every sown loss, running averages, and metrics."""
     compiled, state, expected = step_of_all_tokens_in_one_micro_batch(name)
@@ -213,7 +227,7 @@ def test_every_loss_is_accumulated_by_some_model_here():
             )[1]
 
         shapes = jax.eval_shape(sown, families.variable_shapes(model))
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape), shapes["losses"])
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape), shapes.get("losses", {}))
         found |= losses.collect_sown(zeros).keys()
     assert found == set(settings({}, 1).losses) - {"z_loss", "distill"}
 
@@ -282,7 +296,7 @@ def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
 
 def test_rows_that_fill_up_the_last_evaluation_batch_are_not_measured():
     config = ConfigDict(dict(seq_len=LENGTH, packing=False))
-    tokens = np.random.default_rng(0).integers(1, families.VOCAB, 4 * LENGTH + 1)
+    tokens = np.random.default_rng(0).integers(1, families.VOCAB, 6 * LENGTH + 1)
     streams = {"eval": Stream([tokens.astype(np.uint16)])}
     data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
-    same_numbers(evaluation()(data.eval_batches(8)), evaluation()(data.eval_batches(4)))
+    same_numbers(evaluation()(data.eval_batches(4)), evaluation()(data.eval_batches(2)))
