@@ -316,8 +316,7 @@ class CheckpointConfig:
     keep_best: Natural = 1
     best_metric: str = "eval/loss"
     asynchronous: bool = True
-    # "fall_back": take the checkpoint before a damaged one, with a warning; or go on though rows
-    # of metrics.jsonl are lost
+    # "fall_back": take the checkpoint before a damaged one, with a warning
     on_damage: Literal["error", "fall_back"] = "error"
 
 

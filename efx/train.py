@@ -27,7 +27,6 @@ from efx.metrics import (
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.profiler import Profile, compile_seconds
-from efx.runfolder import METRICS_FILE
 from efx.sample import TextSampler
 from efx.signals import Interrupted, StopSignals, leave_work
 
@@ -162,7 +161,6 @@ class _Launch:
         self.pending = []  # what was due at this step and not done: a signal came
         self.profile = None  # the one whose window is open
         self.fingerprints = self.remembered = {}  # of config.json and run.json: now, in checkpoint
-        self.written = None  # the record of the rows that are in the metrics at this step
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
 
     def _open_run(self, config, command_line):
@@ -200,7 +198,6 @@ class _Launch:
                 resume_step=None if opened.is_new else self.step,
             )
             self.writer = files.enter_context(writer)
-            entries.update(self._lost_rows())
 
         entries = {"origin": origin} if origin else {}
         if self.teacher_origin:
@@ -255,21 +252,6 @@ class _Launch:
             "tags": list(c.wandb_tags),
             "config": settings.as_dict(self.config),
         }
-
-    def _lost_rows(self):
-        """An entry of run.json about rows that are no longer in the metrics, for whoever reads
-        these later; UsageError unless the run is to go on without them."""
-        problem = self.written and self.writer.lost(self.written, self.step)
-        if not problem:
-            return {}
-        line = f"{self.workdir / METRICS_FILE} {problem}"
-        if self.config.checkpoint.on_damage == "error":
-            raise UsageError(
-                f"{line}; restore the file, or resume without these rows with "
-                "--config.checkpoint.on_damage=fall_back"
-            )
-        warn(f"{line}; resuming without these rows")
-        return {"lost_rows": f"{METRICS_FILE} {problem}"}
 
     def _check_subset(self):
         """UsageError if the file of the subset lists other documents than the run began with."""
@@ -390,7 +372,7 @@ class _Launch:
                 if "ending" in restored.meta:
                     self.ending = restored.meta["ending"]
                 if "pending" in restored.meta:
-                    self.pending, self.written = restored.meta["pending"], restored.meta["rows"]
+                    self.pending = restored.meta["pending"]
         return origin
 
     def _read_teacher(self):
@@ -625,11 +607,9 @@ class _Launch:
         self.checkpoints.amend(self.step, metrics, self._done_so_far(self.pending))
 
     def _done_so_far(self, pending):
-        """What the meta of a checkpoint says of rows that are there and of work that is due."""
+        """The entries of a checkpoint's meta about evaluations and samples of its step."""
         self.mirror.upload()  # before the checkpoint, which the rows then reach up to
-        # The row of this step is still to be extended by an evaluation that is pending.
-        self.written = self.writer.written(self.step if "evaluate" in pending else math.inf)
-        return {"ending": self.ending, "pending": pending, "rows": self.written}
+        return {"ending": self.ending, "pending": pending}
 
     def _make_up(self):
         """Do what the last launch was kept from, at the step that it had reached."""

@@ -1,7 +1,6 @@
 """Scalars and text of a run to files: metrics.jsonl, samples/, TensorBoard, Weights & Biases."""
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
@@ -103,7 +102,6 @@ class MetricsWriter:
         self._size = 0  # bytes in the file
         self._file = None  # descriptor of metrics.jsonl; made at the first write if absent
         self._ready = False  # whether it ends with the last row to keep
-        self._digest = _Digest()  # of lines before the last, which alone may still change
         self._active = is_primary()
         if not self._active:
             return
@@ -149,7 +147,6 @@ class MetricsWriter:
         if self._path.exists():
             self._find(step)
         self._make_ready()
-        self._digest = _Digest()
         with writing(self._workdir / SAMPLES):
             for path in (self._workdir / SAMPLES).glob("step_*.txt"):
                 number = path.stem.removeprefix("step_")
@@ -209,37 +206,6 @@ class MetricsWriter:
                 self._open_events().scalars(step, values)
         if self._wandb is not None and step not in self._wandb_skips:
             self._send_to_wandb(step, values)
-
-    def written(self, before=math.inf):
-        """A record of the rows of all steps before `before`, by which `lost` tells later whether
-        they are still there; they are on the disk when this returns. None where nothing is written.
-        """
-        if not self._active or self._file is None:
-            return None
-        with writing(self._path):
-            os.fsync(self._file)
-            row, start = self._last or ({"step": math.inf}, 0)
-            self._digest.read(self._file, start)
-            digest = self._digest.copy()
-            digest.read(self._file, start if row["step"] >= before else self._size)
-        return {"rows": digest.rows, "bytes": digest.end, "checksum": digest.checksum()}
-
-    def lost(self, record, step):
-        """What is wrong with the rows up to `step` that a `record` was made of (see `written`), in
-        words; "" if they are as they were written."""
-        if not self._active or not record["rows"]:
-            return ""
-        if self._file is None:
-            return f"is missing; expected {record['rows']} rows up to step {step}"
-        with writing(self._path):
-            digest = _Digest()
-            digest.read(self._file, record["bytes"])
-        if digest.checksum() == record["checksum"]:
-            return ""
-        found = sum(row["step"] <= step for row, _, _ in _rows(self._path))
-        if found < record["rows"]:
-            return f"has {found} of its {record['rows']} rows up to step {step}"
-        return f"has changed rows up to step {step}"
 
     def write_text(self, step, name, text):
         """Append `text` under the heading `name` to samples/step_0000000N.txt, zero-padded so that
@@ -335,29 +301,6 @@ class MetricsWriter:
         # Not `write_atomic`, which waits for the disk: this runs at each logged row.
         with writing(path), atomic.replacing(path) as part:
             part.write_text(f"{self._wandb.id}\n{self._wandb_sent}\n", encoding="utf-8")
-
-
-class _Digest:
-    """A hash of the beginning of a file that grows, up to the byte `end`, and its lines."""
-
-    def __init__(self, end=0, rows=0, hasher=None):
-        self.end, self.rows = end, rows
-        self._hasher = hasher or hashlib.blake2b(digest_size=16)
-
-    def copy(self):
-        return _Digest(self.end, self.rows, self._hasher.copy())
-
-    def read(self, descriptor, end):
-        """Goes on to the byte `end`, or to the end of the file if that comes first."""
-        while self.end < end:
-            data = os.pread(descriptor, min(end - self.end, 1 << 20), self.end)
-            if not data:
-                return
-            self._hasher.update(data)
-            self.rows, self.end = self.rows + data.count(b"\n"), self.end + len(data)
-
-    def checksum(self):
-        return self._hasher.hexdigest()
 
 
 def _write_at(descriptor, offset, data):
