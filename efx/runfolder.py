@@ -104,12 +104,9 @@ _LIBRARIES = (
     "ml-collections",
     "tokenizers",
 )
-# Folders of a run whose every entry is looked at (`check_entries`).
-_FOLDERS = (CHECKPOINTS, "samples", "tensorboard")
 # What runs and their evaluations put into a folder, which may be that of their text.
-WRITTEN = {*_FOLDERS, "profile", "lm_eval", "clusters", CONFIG_FILE, RUN_FILE, METRICS_FILE}
-WRITTEN |= {HELD_OUT_FILE, TOKENIZER_FILE}
-_ONLY_HERE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
+WRITTEN = {CHECKPOINTS, "samples", "tensorboard", "profile", "lm_eval", "clusters"}
+WRITTEN |= {CONFIG_FILE, RUN_FILE, METRICS_FILE, HELD_OUT_FILE, TOKENIZER_FILE}
 _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
 
@@ -204,36 +201,7 @@ def recorded_config(workdir, setting="--workdir"):
             f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; use a folder "
             "written by --mode=train"
         )
-    check_entries(folder)
     return _read_sealed(path)
-
-
-def check_entries(folder):
-    """UsageError for a link in a run folder that leads out of it, and for a pipe or a device there:
-    a folder from a stranger would have other files read, overwritten or deleted."""
-    if storage.is_remote(folder):
-        return
-    top = os.path.realpath(folder)
-    pending = [folder]
-    while pending:
-        try:
-            entries = list(os.scandir(pending.pop()))
-        except OSError:  # who needs what is in it will say so
-            continue
-        for entry in entries:
-            target = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-            if entry.is_symlink() and os.path.commonpath([top, target]) != top:
-                raise UsageError(
-                    f"{entry.path} is a link out of the run folder, to {target}; copy its "
-                    "target there, or make --workdir itself the link"
-                )
-            if entry.is_dir(follow_symlinks=False):
-                if pathlib.Path(entry.path).relative_to(folder).parts[0] in _FOLDERS:
-                    pending.append(entry.path)
-            elif not entry.is_file() and not entry.is_symlink():
-                raise UsageError(
-                    f"{entry.path} is not a regular file; move it out of the run folder"
-                )
 
 
 def recorded_setting(workdir, key):
@@ -358,7 +326,6 @@ def on_primary(workdir, action):
 
 def _is_new(workdir):
     folder = storage.folder(workdir)
-    check_entries(folder)
     if (folder / CONFIG_FILE).exists():
         for name in _OF_A_CONFIG:
             if name not in recorded_config(workdir):
@@ -431,8 +398,7 @@ class Lock:
         path = self._folder / LOCK_FILE
         with writing(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            # What a link leads to is not ours to write into, and opening a pipe may never end.
-            file = os.open(path, os.O_RDWR | os.O_CREAT | _ONLY_HERE, 0o644)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             import fcntl  # not on Windows
 
@@ -618,7 +584,6 @@ def _restore_config(folder, config, may_differ):
             "other settings than these; pass the settings of the run to write it again, or "
             "use another --workdir"
         )
-    check_entries(folder)
     _write_sealed(path, config)
     _warn(f"{path} was missing and is written again: checkpoint {step} has these settings")
 

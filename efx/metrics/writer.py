@@ -14,7 +14,7 @@ from efx.errors import UsageError, extra
 from efx.metrics.buffer import as_number
 from efx.metrics.events import Events
 from efx.metrics.progress import is_primary
-from efx.runfolder import METRICS_FILE, Home, check_entries, reason, writing
+from efx.runfolder import METRICS_FILE, Home, reason, writing
 
 _log = logging.getLogger(__name__)
 WANDB_ID_FILE = "wandb_id"  # the id of the W&B run, and the last step that was sent to it
@@ -27,7 +27,6 @@ WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on n
 def read_metrics(workdir):
     """The rows of a run's metrics.jsonl as a list of dicts; a torn last line is left out."""
     path = storage.folder(workdir) / METRICS_FILE
-    check_entries(path.parent)
     try:
         return [row for row, _, _ in _rows(path)]
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Files from strangers: none is read before its size and kind are known, none leads elsewhere, and
-nothing in one is executed."""
+"""Files from strangers: none is read before its size and kind are known, no name in one leads out
+of its folder, and nothing in one is executed."""
 
 import ast
 import json
@@ -40,55 +40,7 @@ def run(tmp_path):
     return path
 
 
-# ---- where paths lead ------------------------------------------------------------------------
-
-
-def launch(run):
-    with runfolder.Lock(run):
-        return runfolder.open_run(run, CONFIG, command_line=[], may_differ=(".*",))
-
-
-@pytest.mark.parametrize("name", [
-    ".lock", "config.json", "run.json", "metrics.jsonl", "tokenizer.json", "wandb_id",
-    "samples/step_9.txt", "samples", "checkpoints/9", "checkpoints/1/state/d", "tensorboard",
-    ".config.json.1.tmp",
-])  # fmt: skip
-def test_a_link_in_a_run_folder_leads_nowhere_else(run, tmp_path, name):
-    """Whatever it is, neither what it leads to is changed, nor is it read."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    path = run / name
-    if path.is_dir():
-        path.rmdir()
-    path.unlink(missing_ok=True)
-    path.symlink_to(victim)
-    readers = [launch, runfolder.recorded_config, read_metrics]
-    for use in readers if name not in (".lock", "config.json") else [launch]:
-        with pytest.raises(UsageError) as error:
-            use(run)
-        # The lock comes first, and is opened where it is or not at all.
-        words = "Too many levels of symbolic links" if name == ".lock" else "link out of the run"
-        one_line(error, str(path), words)
-    assert victim.read_text() == "precious" and victim.stat().st_size == 8
-
-
-def test_a_link_to_a_place_in_the_folder_is_one_to_go_on_with(run):
-    (run / "metrics.jsonl").symlink_to("rows.jsonl")
-    (run / "rows.jsonl").write_text('{"step": 1}\n')
-    assert read_metrics(run) == [{"step": 1}]
-    assert not launch(run).is_new
-    linked = run.parent / "linked"  # the folder itself may be a link
-    linked.symlink_to(run)
-    assert not launch(linked).is_new
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "checkpoints/1/state/d"])
-def test_a_pipe_in_a_run_folder_is_not_waited_for(run, name):
-    (run / name).unlink(missing_ok=True)
-    os.mkfifo(run / name)
-    with pytest.raises(UsageError) as error:
-        launch(run)
-    one_line(error, str(run / name))
+# ---- where names lead ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/dev/zero", "state/../../../secret", "a\0b"])
@@ -164,7 +116,7 @@ def test_every_reader_of_json_takes_it_for_what_it_is(tmp_path, run):
                 with open(path, "wb") as file:
                     file.truncate(reading.MOST_JSON + 1)
             if kind == "pipe" and path.parent == run:
-                continue  # not a file at all, see above
+                continue  # taken for absent
             with pytest.raises(UsageError) as error:
                 read(path)
             one_line(error, str(path))
