@@ -46,14 +46,10 @@ GENERAL = [
         {"optim.schedule.decay_steps": 1, "optim.schedule.warmup_steps": 2},
         "config.optim.schedule.decay_steps=1",
     ),
-    ({"optim.frozen": "nothing/.*"}, "config.optim.frozen"),
-    ({"optim.decay": "nothing/.*"}, "config.optim.decay"),
     ({"checkpoint.best_metric": "eval/los"}, "config.checkpoint.best_metric"),
     ({"checkpoint.best_metric": "eval/accuracy"}, "config.checkpoint.best_metric"),
     ({"checkpoint.keep_best": 1, "checkpoint.best_metric": "x"}, "config.checkpoint.best_metric"),
-    ({"train.accumulation": 3}, "config.data.batch_size=8"),
     ({"data.batch_size": 9}, "config.data.batch_size=9"),
-    ({"mesh.data": 3}, "config.mesh"),
     ({"data.packing": True}, "config.data.packing"),
     ({"data.seq_len": 100_000}, "config.data.seq_len=100000"),
     ({"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
@@ -75,8 +71,6 @@ GENERAL = [
     ({"sample.every": 1, "model.context": 10**9}, "config.model.context=1000000000"),
     # Files.
     ({"data.source": "text:nowhere.txt"}, "nowhere.txt"),
-    ({"data.source": "txt:nowhere.txt"}, "config.data.source"),
-    ({"data.tokenizer": "byte"}, "config.data.tokenizer"),
     ({"data.tokenizer": "/none"}, "config.data.tokenizer='/none'"),
     ({"data.tokenizer": "/dev/null"}, "config.data.tokenizer='/dev/null'"),
     ({"init.run": "/none"}, "config.init.run='/none'"),
@@ -270,6 +264,9 @@ RUNS = [
     ({"sample.temperature": float("nan")}, "config.sample.temperature=nan"),
     ({"sample.top_p": 0.0}, "config.sample.top_p=0.0"),
     ({"sample.max_new_tokens": 0}, "config.sample.max_new_tokens=0"),
+    ({"data.source": "tokens:ftp://b/t"}, "config.data.source='tokens:ftp://b/t'"),
+    ({"init.run": "s3://b/run"}, "config.init.run=s3://b/run"),
+    ({"data.cache_dir": "gs://b/c"}, "config.data.cache_dir=gs://b/c"),
 ]
 
 STUDIES = []

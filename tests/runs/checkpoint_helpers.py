@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""A small train state, and checkpoints of it on the disk."""
 
 import flax
 import jax
@@ -7,7 +7,6 @@ import numpy as np
 import optax
 
 from efx.checkpoint import Checkpointer
-from efx.errors import UsageError
 
 
 @flax.struct.dataclass
@@ -19,7 +18,7 @@ class State:
 
 
 def make_state(seed=0, width=8, optimizer=None):
-    """Parameters of several types and depths, and a real optimiser state."""
+    """Parameters of several types and depths, and a real optimizer state."""
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
         "embed": {"embedding": jax.random.normal(keys[0], (16, width))},
@@ -34,7 +33,7 @@ def make_state(seed=0, width=8, optimizer=None):
 
 
 def abstract(tree, shardings=None):
-    """The tree's shapes with shardings (by default those that it has)."""
+    """The tree's shapes with shardings (by default its own)."""
     if shardings is None:
         shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.tree.map(
@@ -56,7 +55,7 @@ def assert_same(a, b):
 
 
 def saved(root, steps=(2, 4), **changes):
-    """A folder of finished checkpoints; returns the states by step."""
+    """Save finished checkpoints; returns the states by step."""
     states = {step: make_state(step) for step in steps}
     with make(root, **changes) as checkpointer:
         for step, state in states.items():
@@ -64,19 +63,13 @@ def saved(root, steps=(2, 4), **changes):
     return states
 
 
-def files_of(root, step, least=0):
+def files_of(root, step):
+    """The files of a checkpoint's state, the smallest first."""
     found = [p for p in (root / str(step) / "state").rglob("*") if p.is_file()]
-    return sorted((p for p in found if p.stat().st_size > least), key=lambda p: p.stat().st_size)
+    return sorted(found, key=lambda p: p.stat().st_size)
 
 
-def flip(path, at=None):
+def flip(path):
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if at is None else at] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
-
-
-def one_line(error):
-    """The message, which must be one line for main to print."""
-    text = str(error.value)
-    assert "\n" not in text and isinstance(error.value, UsageError)
-    return text

@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage, on a dictionary: fsspec's file system `gcs` (and `s3`), and
+"""A stand-in for Google Cloud Storage: the file systems `gcs` and `s3` of fsspec, and
 the HTTP interface by which tensorstore reads and writes arrays."""
 
 import contextlib
@@ -25,7 +25,7 @@ def put(name, data):
 
 
 class Store(fsspec.AbstractFileSystem):
-    """Folders are there as long as an object is in them, as in a bucket."""
+    """A folder exists while an object is in it, as in a bucket."""
 
     protocol = ("gs", "gcs", "s3")
     cachable = False
@@ -35,7 +35,7 @@ class Store(fsspec.AbstractFileSystem):
         return str(path).partition("://")[2].strip("/") or str(path).strip("/")
 
     def exists(self, path, **_):
-        """As of gcsfs: other errors than that nothing is there are raised."""
+        """As in gcsfs: any error but FileNotFoundError is raised."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -70,11 +70,10 @@ class Store(fsspec.AbstractFileSystem):
             return io.BytesIO(OBJECTS[path][0])
         return _Written(path)
 
-    def mkdir(self, path, create_parents=True, **_):
-        """There are no folders to make."""
+    def mkdir(self, path, *_, **__):
+        """A bucket has no folders."""
 
-    def makedirs(self, path, exist_ok=False):
-        pass
+    makedirs = rmdir = mkdir
 
     def rm_file(self, path):
         with _lock:
@@ -83,12 +82,9 @@ class Store(fsspec.AbstractFileSystem):
 
     _rm = rm_file
 
-    def rmdir(self, path):
-        pass
-
     def cp_file(self, path1, path2, **_):
         name = self._strip_protocol(path1)
-        if name not in OBJECTS:  # a folder is none
+        if name not in OBJECTS:  # a folder is no object
             raise FileNotFoundError(name)
         put(self._strip_protocol(path2), OBJECTS[name][0])
 
@@ -112,7 +108,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def _answer(self, status, data=b"", **headers):
+    def _respond(self, status, data=b"", **headers):
         self.send_response(status)
         for name, value in {"Content-Length": len(data), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
@@ -120,7 +116,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _asked(self):
+    def _request(self):
         """(bucket, name of the object or None, query)."""
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
@@ -134,29 +130,29 @@ class _Server(http.server.BaseHTTPRequestHandler):
         return wanted in (None, str(generation)) and unwanted != str(generation)
 
     def do_GET(self):
-        if "/b/" not in self.path:  # a question for credentials
-            return self._answer(404)
-        bucket, name, query = self._asked()
+        if "/b/" not in self.path:  # a request for credentials
+            return self._respond(404)
+        bucket, name, query = self._request()
         with _lock:
             if name is None:
                 return self._list(bucket, query)
             key = f"{bucket}/{name}"
             if key not in OBJECTS:
-                return self._answer(404)
+                return self._respond(404)
             data, generation = OBJECTS[key]
             if not self._matches(key, query):
-                return self._answer(304)
+                return self._respond(304)
         if query.get("alt") != "media":
             about = {"name": name, "generation": str(generation), "size": str(len(data))}
-            return self._answer(200, json.dumps(about).encode())
+            return self._respond(200, json.dumps(about).encode())
         headers = {"x_goog_generation": generation}
-        if asked := self.headers.get("Range"):
-            first, last = asked.removeprefix("bytes=").split("-")
+        if requested := self.headers.get("Range"):
+            first, last = requested.removeprefix("bytes=").split("-")
             start = int(first) if first else len(data) - int(last)
             stop = min(int(last) + 1, len(data)) if first and last else len(data)
             headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            return self._answer(206, data[start:stop], **headers)
-        return self._answer(200, data, **headers)
+            return self._respond(206, data[start:stop], **headers)
+        return self._respond(200, data, **headers)
 
     def _list(self, bucket, query):
         begin = f"{bucket}/{query.get('prefix', '')}"
@@ -165,37 +161,37 @@ class _Server(http.server.BaseHTTPRequestHandler):
         names = [name for name in names if name >= low and (not high or name < high)]
         items = [{"name": name, "size": str(len(OBJECTS[f"{bucket}/{name}"][0])),
                   "generation": str(OBJECTS[f"{bucket}/{name}"][1])} for name in names]  # fmt: skip
-        self._answer(200, json.dumps({"items": items}).encode())
+        self._respond(200, json.dumps({"items": items}).encode())
 
     def do_POST(self):
-        bucket, name, query = self._asked()
+        bucket, name, query = self._request()
         data = self.rfile.read(int(self.headers["Content-Length"]))
         with _lock:
             if not self._matches(f"{bucket}/{name}", query):
-                return self._answer(412)
+                return self._respond(412)
             generation = put(f"{bucket}/{name}", data)
         about = {"name": name, "generation": str(generation), "size": str(len(data))}
-        self._answer(200, json.dumps(about).encode())
+        self._respond(200, json.dumps(about).encode())
 
     def do_DELETE(self):
-        bucket, name, query = self._asked()
+        bucket, name, query = self._request()
         with _lock:
             if f"{bucket}/{name}" not in OBJECTS:
-                return self._answer(404)
+                return self._respond(404)
             del OBJECTS[f"{bucket}/{name}"]
-        self._answer(204)
+        self._respond(204)
 
 
 @contextlib.contextmanager
 def standing_in(monkeypatch):
-    """gs:// and s3:// are this store; nothing is asked of any other machine."""
+    """gs:// and s3:// are this store; no other machine is contacted."""
     for name in ("gs", "gcs", "s3"):
         fsspec.register_implementation(name, Store, clobber=True)
     server = http.server.ThreadingHTTPServer(("localhost", 0), _Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://localhost:{server.server_port}")
     monkeypatch.setenv("GCE_METADATA_ROOT", f"localhost:{server.server_port}")
-    # What orbax asks before it deletes: whether the bucket has real folders.
+    # Before it deletes, orbax requests whether the bucket has real folders.
     bucket = types.SimpleNamespace(hierarchical_namespace_enabled=False)
     client = types.SimpleNamespace(get_bucket=lambda name: bucket)
     cloud = types.ModuleType("google.cloud.storage")

@@ -1,12 +1,56 @@
-"""What tests do to the files of a run folder."""
+"""A tiny run, and what tests do to the files of its directory."""
 
+import contextlib
 import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+
+from efx.configs import common
+from efx.metrics import MetricsWriter
+
+TINY = {
+    "steps": 2, "data.seq_len": 16, "data.batch_size": 8,
+    "model.width": 16, "model.depth": 1, "model.attention.num_heads": 2,
+    "optim.schedule.warmup_steps": 1, "evaluate.every": 0, "evaluate.batch_size": 8,
+    "sample.every": 0, "log.every": 1, "log.tensorboard": False,
+}  # fmt: skip
+
+
+def tiny(text, **changes):
+    """The config of a tiny run on a text file."""
+    return common.apply(common.base(), {**TINY, "data.source": f"text:{text}", **changes})
+
+
+def writer_of(workdir, tensorboard=False, wandb=None):
+    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb)
+
+
+def run_script(script, workdir):
+    """A finished Python process of a script; its `sys.argv[1]` is the folder."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", script, str(workdir)]
+    environment = os.environ | {"PYTHONPATH": root}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """No file of this process may grow beyond so many bytes: a write fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def edit(path, change):
-    """Rewrites config.json or run.json as a user does who means it: without its checksum.
+    """Rewrite config.json or run.json as a user does on purpose: without its checksum.
 
-    change: what the contents, a dict, become.
+    change: function of the contents, a dict, to the new ones.
     """
     contents = json.loads(path.read_text())
     del contents["checksum"]
@@ -14,12 +58,12 @@ def edit(path, change):
 
 
 def move(path, before, after):
-    """Has config.json or run.json name the folder `after` where it named `before`."""
+    """Replace the folder `before` by `after` in config.json or run.json."""
     edit(path, lambda contents: json.loads(json.dumps(contents).replace(str(before), str(after))))
 
 
 def forget(run):
-    """Has the checkpoints of a run know nothing of its other files, as those of an earlier efx."""
+    """Drop what the checkpoints of a run know of its other files, as those of an earlier efx."""
     for path in (run / "checkpoints").glob("*/efx_manifest.json"):
         manifest = json.loads(path.read_text())
         amended = manifest.get("amended", {}) | {"fingerprints": {}}

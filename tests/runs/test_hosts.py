@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,38 +14,30 @@ import jax
 import numpy as np
 import pytest
 
-from efx import hosts, sharding, train
+from efx import hosts, runfolder, train
+from efx.checkpoint.files import MANIFEST
 from efx.configs import common
 from efx.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_device")  # of this process
 SHARED = {
     "data.seq_len": 16, "data.batch_size": 8, "model.width": 16, "model.depth": 1,
-    "model.mlp.kind": "moe", "model.mlp.moe.num_experts": 4, "model.mlp.moe.expert_hidden": 16,
     "optim.schedule.warmup_steps": 1, "optim.schedule.decay_steps": 8, "log.every": 1,
     "log.tensorboard": False, "sample.every": 0, "evaluate.every": 2, "evaluate.batch_size": 8,
     "evaluate.max_batches": 2, "checkpoint.every": 0, "checkpoint.asynchronous": False,
-    "sample.max_new_tokens": 20, "mesh.data": 1,
+    "sample.max_new_tokens": 8,
 }  # fmt: skip
-# One process begins the run; two go on from it, and from each of these to the next: two steps on
-# four devices, two of either process.
-ALONE = 2
-MESHES = (
-    {"mesh.data": 2, "mesh.fsdp": 2, "sample.every": 2},
-    {"mesh.tensor": 4, "sample.every": 2},
-    {"mesh.expert": 4},
-    {"mesh.sequence": 4},
-)
-PROFILED = 2  # number of the launch whose first step is profiled
-# Then many steps without a rest, until SIGTERM; and again, until one process is killed.
-LONG = {"steps": 10**6, "evaluate.every": 0, "sample.every": 0}
-LONG_MESHES = MESHES[:2]
+MOE = {"model.mlp.kind": "moe", "model.mlp.moe.num_experts": 4, "model.mlp.moe.expert_hidden": 16}
+ALONE = 2  # steps of one process, from which two resume
+KEYS = ("train/loss", "train/grad_norm", "eval/loss")
+MOE_KEYS = (*KEYS, "losses/load_balance", "eval/moe/dropped_fraction")
 
-# What `efx.main` does with several launches: it connects the processes once. Of the first tokens
-# that each launch reads, every process tells where they begin in the text.
+# What `efx.main` does, with several launches. Each process prints where the first rows that it
+# reads begin in the text.
 PROCESS = """
-import json, sys, jax
-rank, port, workdir, launches = int(sys.argv[1]), *sys.argv[2:]
-jax.config.update("jax_num_cpu_devices", 2)
+import json, os, sys, jax
+rank, port, folder, devices, launches = int(sys.argv[1]), *sys.argv[2:]
+jax.config.update("jax_num_cpu_devices", int(devices))
 from efx import hosts, main, train
 from efx.configs import common
 from efx.data.stream import Stream
@@ -53,45 +46,88 @@ def recorded(self, starts, length):
     read.append([int(start) for start in starts])
     return windows(self, starts, length)
 Stream.windows = recorded
+def launch(changes, run="two"):
+    train.train_and_evaluate(common.apply(common.base(), changes), f"{folder}/{run}")
 def run(argv):
+    if "check" in globals():
+        check(json.loads(launches)[0])
     for changes in json.loads(launches):
         read.clear()
-        config = common.base()
-        common.apply(config, changes)
-        train.train_and_evaluate(config, workdir)
+        launch(changes)
         print("read", json.dumps(read[0]), flush=True)
 main.run = run
 hosts.connect(f"localhost:{port}", 2, rank, preemption=True)
 sys.exit(main.main([]))
 """
 
+# Before the first launch: refusals, and checkpoints of arrays on both processes.
+CHECKS = """
+def check(changes):
+    import pathlib
+    import numpy as np
+    from jax.experimental import multihost_utils
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from efx import runfolder
+    from efx.checkpoint import Checkpointer, files
+    from efx.errors import UsageError
 
-# Connected, and then without an eye for the other: as on an accelerator, where a step that waits
-# for a lost process waits for ever.
-HANGING = """
-import os, sys, time
-import jax, numpy as np
-from efx import hosts, runfolder, sharding
-from efx.checkpoint import Checkpointer
-from efx.errors import UsageError
-rank, port, folder = sys.argv[1:]
-hosts.connect(f"localhost:{port}", 2, int(rank), preemption=True)
-runfolder._SHARED_SECONDS = 1
-for name in ("of_both/run", f"of_{rank}/run", "of_both/run"):
-    try:
-        runfolder.check_shared(f"{folder}/{name}")
-    except UsageError as error:
-        print("refused:", error)
-layout = sharding.replicated(sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 2}))
-x = jax.make_array_from_callback((3,), layout, lambda _: np.arange(3, dtype=np.float32))
-os.makedirs(f"{folder}_saved", exist_ok=True)
-options = dict(every=0, keep_last=1, keep_best=0, best_metric="", asynchronous=False)
-with Checkpointer(f"{folder}_saved/checkpoints", **options) as checkpoints:
-    checkpoints.save(1, {"x": x}, {}, {}, force=True)
-    restored = checkpoints.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)})
-    print("restored:", np.asarray(restored.state["x"]).tolist())
-print("ready", flush=True)
-time.sleep(1000)
+    def refused(call):
+        try:
+            call()
+        except UsageError as error:
+            print(f"refused ({error.status}): {error}", flush=True)
+
+    def make(name):
+        return Checkpointer(f"{folder}/{name}", every=1, keep_last=2, keep_best=0, best_metric="",
+                            asynchronous=True)
+
+    def array(values, sharding):
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    assert "http_proxy" in os.environ  # only the connection is made without it
+    runfolder._SHARED_SECONDS = files._SEEN_SECONDS = 1
+    runfolder.check_shared(f"{folder}/both/run")
+    refused(lambda: runfolder.check_shared(f"{folder}/of_{rank}/run"))
+    refused(lambda: runfolder.Lock(f"{folder}/held").take())
+    source = {"data.source": f"text:{folder}/text_{rank}.txt"}
+    refused(lambda: launch(changes | source, "texts"))
+
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("data",), ()))
+    numbers = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+    shape = {"x": jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=split)}
+    with make("split") as c:
+        for step in (1, 2, 3):
+            assert c.save(step, {"x": array(numbers * step, split)}, {"next_index": step}, {})
+        c.wait()
+        restored = c.restore(shape)
+        assert restored.step == 3 and c.steps() == [2, 3]
+        assert restored.data_state == {"next_index": 3}
+        for shard in restored.state["x"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, numbers[shard.index] * 3)
+    multihost_utils.sync_global_devices("saved")
+    with make("absent" if rank else "split") as c:
+        refused(lambda: c.restore(shape))
+    if rank == 0:
+        paths = [path for path in pathlib.Path(folder, "split/3").rglob("*") if path.is_file()]
+        largest = max(paths, key=lambda path: path.stat().st_size)
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 1
+        largest.write_bytes(bytes(data))
+    multihost_utils.sync_global_devices("damaged")
+    with make("split") as c:
+        refused(lambda: c.restore(shape))
+        assert c.restore(shape, on_damage="fall_back").step == 2
+        c.save(3, {"x": array(numbers * 3, split)}, {"next_index": 3}, {})
+    with make("split") as c:
+        assert c.restore(shape).step == 3
+    few = np.arange(3, dtype=np.float32)
+    with make("few") as c:  # which process 0 writes alone
+        c.save(1, {"x": array(few, whole)}, {}, {})
+        c.wait()
+        shape = {"x": jax.ShapeDtypeStruct(few.shape, few.dtype, sharding=whole)}
+        np.testing.assert_array_equal(np.asarray(c.restore(shape).state["x"]), few)
+    print("checked", flush=True)
 """
 
 # A run of one process that is told to stop while it starts.
@@ -103,15 +139,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(10)
 """
 
-# Connects and disconnects; fails if the proxy is gone afterwards.
-PROXIED = """
-import os, sys
-from efx import hosts
-hosts.connect(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]), preemption=True)
-hosts.disconnect()
-sys.exit("http_proxy" not in os.environ)
-"""
-
 
 def free_port():
     with socket.socket() as probe:
@@ -119,248 +146,213 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@contextlib.contextmanager
-def two_processes(script, arguments, root, folder):
-    """Runs a script with the arguments rank, port, *arguments; (processes, their output files)."""
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"):
-        environment[f"JAX_{name.upper()}"] = str(getattr(jax.config, f"jax_{name}"))
-    folder.mkdir(exist_ok=True)
-    port, outputs = free_port(), [folder / f"process_{rank}.txt" for rank in range(2)]
-    processes = []
-    try:
-        for rank, output in enumerate(outputs):
-            command = [sys.executable, "-u", "-c", script, str(rank), str(port), *arguments]
-            with open(output, "w") as file:
-                processes.append(
+class Pair:
+    """Two processes of a script with the arguments rank, port, folder, devices and launches.
+
+    A context manager: leaving it kills them.
+    """
+
+    def __init__(self, script, root, folder, devices, launches):
+        environment = os.environ | {"PYTHONPATH": str(root), "http_proxy": "http://127.0.0.1:9"}
+        for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"):
+            environment[f"JAX_{name.upper()}"] = str(getattr(jax.config, f"jax_{name}"))
+        port, self.files = free_port(), [folder / f"process_{rank}.txt" for rank in range(2)]
+        self.processes = []
+        for rank, path in enumerate(self.files):
+            command = [sys.executable, "-u", "-c", script, str(rank), str(port)]
+            command += [str(folder), str(devices), json.dumps(launches)]
+            with open(path, "w") as file:
+                self.processes.append(
                     subprocess.Popen(command, env=environment, stdout=file, stderr=file)
                 )
-        yield processes, outputs
-    finally:
-        for process in processes:
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
             process.kill()
             process.wait()
 
+    def outputs(self):
+        return [path.read_text() for path in self.files]
 
-def wait_for(condition, processes, outputs, seconds=400):
-    end = time.monotonic() + seconds
-    while not condition():
-        alive = all(process.poll() is None for process in processes)
-        said = "\n".join(output.read_text()[-3000:] for output in outputs)
-        assert alive and time.monotonic() < end, said
-        time.sleep(0.2)
-
-
-def rows(workdir, key):
-    return {row["step"]: row[key] for row in read_metrics(workdir) if key in row}
+    def wait_for(self, condition, seconds=250):
+        end = time.monotonic() + seconds
+        while not condition():
+            alive = all(process.poll() is None for process in self.processes)
+            assert alive and time.monotonic() < end, "\n".join(self.outputs())[-5000:]
+            time.sleep(0.1)
 
 
-def newest(workdir):
-    is_begun = (workdir / "metrics.jsonl").exists()
-    return max(rows(workdir, "train/loss"), default=0) if is_begun else 0
+def rows(run, key):
+    return {row["step"]: row[key] for row in read_metrics(run) if key in row}
 
 
-def saved(workdir):
-    names = [path.name for path in (workdir / "checkpoints").glob("*")]
+def newest(run):
+    with contextlib.suppress(Exception):  # it is being written
+        return max(rows(run, "train/loss"), default=0)
+    return 0
+
+
+def saved(run):
+    names = [path.name for path in (run / "checkpoints").glob("*")]
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hanging(tmp_path_factory, root):
-    """(the process that is left of two that do little, their output, when the other was killed).
-    JAX's runtime waits for heartbeats while the tests before go on."""
-    folder = tmp_path_factory.mktemp("hanging")
-    with two_processes(HANGING, (str(folder),), root, folder) as (processes, outputs):
-        is_ready = lambda: all("ready" in output.read_text() for output in outputs)  # noqa: E731
-        wait_for(is_ready, processes, outputs)
-        processes[1].kill()
-        yield processes[0], outputs, time.monotonic()
+def made(folder, **changes):
+    """(settings of the runs, `one_process(steps, run)`) with a text in a new folder."""
+    rng = np.random.default_rng(0)
+    for name in ("text", "text_0", "text_1"):
+        (folder / f"{name}.txt").write_text("".join(rng.choice(list("abcdefgh "), 6000)))
+    shared = SHARED | changes | {"data.source": f"text:{folder / 'text.txt'}"}
+    shared |= {"data.cache_dir": str(folder / "cache")}
+
+    def one_process(steps, run):
+        changes = shared | {"steps": steps, "mesh.data": 1}
+        train.train_and_evaluate(common.apply(common.base(), changes), folder / run)
+
+    one_process(ALONE, "one")
+    shutil.copytree(folder / "one", folder / "two")
+    return shared, one_process
+
+
+def assert_same_metrics(two, one, keys, steps):
+    """At these steps, and at no fewer."""
+    for key in keys:
+        found, expected = rows(two, key), rows(one, key)
+        assert set(steps) <= found.keys()
+        for step in steps:
+            assert found[step] == pytest.approx(expected[step], rel=1e-4), f"{key} of step {step}"
+
+
+# ---- one mesh, until a signal --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, root):
-    """(run that one process began and two went on with, its step at SIGTERM, what these said, last
-    line and status of one within 30 seconds of the death of the other, run of one process to two
-    steps later)."""
-    folder = tmp_path_factory.mktemp("hosts")
-    (folder / "text.txt").write_text(
-        "".join(np.random.default_rng(0).choice(list("abcdefgh "), 6000))
-    )
-    shared = SHARED | {
-        "data.source": f"text:{folder / 'text.txt'}", "data.cache_dir": str(folder)
-    }  # fmt: skip
-    launches = [shared | mesh | {"steps": ALONE + 2 * i} for i, mesh in enumerate(MESHES, 1)]
-    launches[PROFILED] |= {"log.profile_at": ALONE + 2 * PROFILED, "log.profile_steps": 1}
-    launches += [shared | mesh | LONG for mesh in LONG_MESHES]
-    workdir, short = folder / "two", ALONE + 2 * len(MESHES)
-
-    def one_process(steps, run):
-        config = common.base()
-        changes = {"steps": steps, "mesh.data": -1, "sample.every": 2, "evaluate.every": 2}
-        common.apply(config, shared | changes)
-        train.train_and_evaluate(config, run)
-
-    one_process(ALONE, workdir)
-    arguments = str(workdir), json.dumps(launches)
-    with two_processes(PROCESS, arguments, root, folder) as (processes, outputs):
-        watched = processes, outputs
-        wait_for(lambda: newest(workdir) > short, *watched)
-        processes[1].send_signal(signal.SIGTERM)
-        wait_for(lambda: saved(workdir) > short, *watched)
-        stopped = saved(workdir)
-        wait_for(lambda: newest(workdir) > stopped, *watched)
-        processes[1].kill()
-        death = time.monotonic()
-        status = processes[0].wait(timeout=30)
-        last = last_line(outputs[0], death + 30)
-        said = [output.read_text() for output in outputs]
-    # One process goes on from what two have saved, on eight devices.
-    for name in ("two", "one"):
-        one_process(stopped + 2, folder / name)
-    return workdir, stopped, said, (last, status), folder / "one"
+def pair(tmp_path_factory, root, one_device):
+    """(folder with the runs "two" and "one", step at the SIGTERM, outputs, exit statuses)."""
+    folder = tmp_path_factory.mktemp("pair")
+    shared, one_process = made(folder)
+    launches = [shared | {"steps": 10**6, "mesh.data": 1, "mesh.fsdp": 2}]
+    with (
+        runfolder.Lock(folder / "held") as lock,
+        Pair(CHECKS + PROCESS, root, folder, 1, launches) as processes,
+    ):
+        lock.take()
+        processes.wait_for(lambda: newest(folder / "two") >= ALONE + 2)
+        processes.processes[1].send_signal(signal.SIGTERM)
+        statuses = [process.wait(timeout=60) for process in processes.processes]
+        outputs = processes.outputs()
+    stopped = saved(folder / "two")
+    one_process(stopped, "one")
+    return folder, stopped, outputs, statuses
 
 
-KEYS = (
-    "train/loss",
-    "train/grad_norm",
-    "losses/load_balance",
-    "eval/loss",
-    "eval/moe/dropped_fraction",
-)
+def test_two_processes_train_and_evaluate_as_one(pair):
+    """They resume a run of one process; the state is split over both."""
+    folder, stopped, _, _ = pair
+    assert_same_metrics(folder / "two", folder / "one", KEYS, range(2, stopped + 1, 2))
+    assert rows(folder / "two", "train/loss").keys() == set(range(1, stopped + 1))
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_two_processes_train_and_evaluate_as_one(runs, key):
-    """Losses of every step and evaluation. Rows used to go by the number of the process: where both
-    held the same part of a batch, each took other rows for it, and nothing said so."""
-    two, one = rows(runs[0], key), rows(runs[-1], key)
-    short = ALONE + 2 * len(MESHES)
-    assert two.keys() <= one.keys() and set(range(2, short + 1, 2)) <= two.keys()
-    for step, value in two.items():
-        mesh = (None, *MESHES, *LONG_MESHES)[min((step - 1) // 2, len(MESHES) + 1)]
-        # Where thousands of steps add up what is rounded differently, a little more.
-        close = 2e-5 if step <= short else 1e-2
-        assert value == pytest.approx(one[step], rel=close), f"{key} of step {step} on {mesh}"
+def test_a_process_reads_the_rows_of_its_devices(pair):
+    lines = [[line for line in out.splitlines() if line.startswith("read ")] for out in pair[2]]
+    first, second = (json.loads(line[5:]) for (line,) in lines)
+    assert len(first) == len(second) == 4 and not set(first) & set(second)
 
 
-def test_two_processes_sample_as_one(runs):
-    """Of parameters that are split over both."""
-    for step in (ALONE + 2, ALONE + 4):
-        two, one = (
-            (workdir / "samples" / f"step_{step:08d}.txt").read_text()
-            for workdir in (runs[0], runs[-1])
-        )
-        assert two == one and len(two) > 20
+def test_a_notice_to_one_process_saves_and_stops_both_at_one_step(pair):
+    _, stopped, outputs, statuses = pair
+    assert statuses == [0, 0]
+    assert f"stopped at step {stopped} by SIGTERM on one of the hosts" in outputs[0]
 
 
-def test_the_profile_of_each_process_is_kept(runs):
-    """In one folder, as hosts of one profile. The last to write replaced that of the other: JAX
-    names the files by the host."""
-    workdir, _, said, *_ = runs
-    written = [path for path in (workdir / "profile").rglob("*") if path.is_file()]
-    assert {path.parent.relative_to(workdir / "profile").as_posix() for path in written} == {
-        f"plugins/profile/step_{ALONE + 2 * PROFILED}"
-    }
-    for kind in (".xplane.pb", ".trace.json.gz"):
-        names = sorted(path.name for path in written if path.name.endswith(kind))
-        assert [name.split("_")[:2] for name in names] == [["process", "0"], ["process", "1"]]
-        assert all(name.endswith(socket.gethostname() + kind) for name in names), names
-    assert "profile of 1 step: " in said[0] and "profile of 1 step: " not in said[1]
-
-
-def test_a_process_reads_the_rows_that_its_devices_hold(runs):
-    read = [
-        [json.loads(line[5:]) for line in said.splitlines() if line.startswith("read ")]
-        for said in runs[2]
-    ]
-    splitting = dict(sharding.DEFAULT_RULES)["batch"]
-    for i, mesh in enumerate(MESHES):
-        first, second = read[0][i], read[1][i]
-        if any(f"mesh.{axis}" in mesh for axis in splitting):  # half of the batch in either
-            assert len(first) == len(second) == 4 and not set(first) & set(second), mesh
-        else:
-            assert len(first) == 8 and first == second, mesh
-
-
-def test_a_notice_to_one_process_stops_both_at_one_step(runs):
-    """Each of them saves and comes to an end; the launch after it, with another mesh, goes on."""
-    workdir, stopped, said, *_ = runs
-    line = f"stopped at step {stopped} by SIGTERM on one of the hosts; the run is saved"
-    assert line in said[0]
-    assert [text.count("read [") for text in said] == [len(MESHES) + 1] * 2
-    assert f"resuming {workdir} at step {stopped}" in said[0]
-
-
-def test_two_processes_go_on_from_one(runs):
-    """Their first steps count on from those of a run that one process began."""
-    workdir, _, said, *_ = runs
-    assert f"resuming {workdir} at step {ALONE}" in said[0]
-
-
-def last_line(output, end):
-    """Of what a process said, or its observer before `end`, on the clock."""
-    lines = output.read_text().splitlines()
-    while not lines[-1].startswith("efx: stopped") and time.monotonic() < end:
-        time.sleep(0.1)
-        lines = output.read_text().splitlines()
-    return lines[-1]
-
-
-def test_the_death_of_a_process_is_told_by_the_other(runs):
-    """It took 72 seconds, and ended in a stack trace. As a rule it is an exception; where the
-    other device of the process waits for that one, JAX's runtime aborts the process."""
-    last, status = runs[3]
-    if status == hosts.LOST:
-        assert last.startswith("efx: stopped: another process of the run is lost; see the output")
-        assert "Traceback" not in runs[2][0] and "Check failure" not in runs[2][0]
-    else:
-        assert status == -signal.SIGABRT
-        assert last.startswith("efx: stopped: process 0 of 2 ended without an error message")
-
-
-def test_processes_connect_without_the_proxy(tmp_path, root, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with two_processes(PROXIED, (), root, tmp_path / "processes") as (processes, _):
-        assert [process.wait(timeout=60) for process in processes] == [0, 0]
-
-
-def test_a_process_that_hangs_tells_of_a_death(hanging):
-    """JAX's runtime aborts it; the line is that of its observer, which is there in time."""
-    process, (output, _), death = hanging
-    process.wait(timeout=max(1, death + 30 - time.monotonic()))
-    last = last_line(output, death + 30)
-    assert process.returncode == -signal.SIGABRT
-    assert last.startswith("efx: stopped: process 0 of 2 ended without an error message")
-
-
-def test_a_run_folder_that_is_not_shared_is_refused(hanging):
-    """By both, in one line; one that is shared is not, and nothing is left in any."""
-    _, outputs, _ = hanging
-    folder = outputs[0].parent
+def test_refusals_of_one_process_end_both(pair):
+    folder, _, outputs, _ = pair
     for rank, output in enumerate(outputs):
-        (line,) = [line for line in output.read_text().splitlines() if line.startswith("refused")]
-        assert line.startswith(
-            f"refused: --workdir={folder}/of_{rank}/run is not shared by all processes:"
-            " process 1 does not see the files of process 0"
-        )
-    assert sorted(path.name for path in folder.iterdir()) == ["process_0.txt", "process_1.txt"]
+        lines = [line for line in output.splitlines() if line.startswith("refused")]
+        shared, lock, texts, unseen, damaged = lines
+        assert f"--workdir={folder}/of_{rank}/run" in shared
+        assert f"--workdir={folder}/held" in lock and (f"{os.getpid()}" in lock) == (rank == 0)
+        assert "texts" in texts
+        assert unseen.startswith("refused (75)") and "checkpoint 3" in unseen
+        assert "checkpoint 3" in damaged and "item state" in damaged
+    assert not list(folder.glob("of_*")) and not (folder / "both").exists()
+    assert not (folder / "texts").exists()
 
 
-def test_a_process_that_writes_no_array_saves_with_the_others(hanging):
-    """Three numbers do not divide over two devices, and process 0 writes them all. The other looked
-    for what it had written in a folder that is not there, and ended both."""
-    _, outputs, _ = hanging
-    for output in outputs:
-        assert "restored: [0.0, 1.0, 2.0]" in output.read_text().splitlines()
-    folder = outputs[0].parent
-    state = folder.with_name(f"{folder.name}_saved") / "checkpoints" / "1" / "state"
-    assert [path.name for path in state.glob("ocdbt.process_*")] == ["ocdbt.process_0"]
+def test_checkpoints_of_two_processes_are_verified_by_both(pair):
+    folder, _, outputs, _ = pair
+    assert all("checked" in output for output in outputs)
+    manifest = json.loads((folder / "split/3" / MANIFEST).read_text())
+    assert any("process_1" in name for name in manifest["files"])
+    assert (folder / "split/damaged_3").is_dir()
+    assert sum(output.count("efx: warning: checkpoint 3") for output in outputs) == 2
 
 
-def test_one_process_is_ended_before_its_first_step(root):
-    """It was connected to no other, as on a TPU of one host, and JAX kept the notice to itself."""
+# ---- other meshes, until one process is killed ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory, root, one_device):
+    """(folder with the runs "one", "two", and "three", which one process resumes from "two";
+    outputs; exit status of the process that is left): two steps on one mesh, then a launch on
+    another, in which one process is killed."""
+    folder = tmp_path_factory.mktemp("meshes")
+    shared, one_process = made(folder, **MOE, **{"sample.every": 2})
+    launches = [
+        shared | {"mesh.expert": 2, "mesh.sequence": 2, "steps": 4, "sample.every": 0},
+        shared | {"mesh.tensor": 4, "steps": 10**6, "log.profile_at": 4, "log.profile_steps": 1},
+    ]
+    with Pair(PROCESS, root, folder, 2, launches) as processes:
+        processes.wait_for(lambda: newest(folder / "two") > 6)
+        processes.processes[1].kill()
+        status = processes.processes[0].wait(timeout=30)
+        time.sleep(2)  # its observer may still print
+        outputs = processes.outputs()
+    shutil.copytree(folder / "two", folder / "three")
+    for run in ("one", "three"):
+        one_process(6, run)
+    return folder, outputs, status
+
+
+@pytest.mark.slow
+def test_two_processes_resume_on_tensor_expert_and_sequence_meshes_and_one_resumes(meshes):
+    """With the losses, statistics of experts and samples of one process."""
+    folder, *_ = meshes
+    for run in ("two", "three"):
+        assert_same_metrics(folder / run, folder / "one", MOE_KEYS, (2, 4, 6))
+        samples = [folder / name / "samples/step_00000006.txt" for name in (run, "one")]
+        texts = [path.read_text() for path in samples]
+        assert texts[0] == texts[1] and len(texts[0]) > 20
+
+
+@pytest.mark.slow
+def test_the_profile_of_each_process_is_kept(meshes):
+    """In one folder, as hosts of one profile. JAX names the files by the host alone."""
+    folder, outputs, _ = meshes
+    profile = folder / "two/profile/plugins/profile" / "step_4"
+    for kind in (".xplane.pb", ".trace.json.gz"):
+        names = sorted(path.name for path in profile.iterdir() if path.name.endswith(kind))
+        assert [name.split("_")[:2] for name in names] == [["process", "0"], ["process", "1"]]
+    assert "profile of 1 step: " in outputs[0] and "profile of 1 step: " not in outputs[1]
+
+
+@pytest.mark.slow
+def test_the_death_of_a_process_is_reported_by_the_other(meshes):
+    """Usually as an exception; where the other device of the process waits for the lost one, JAX's
+    runtime aborts the process."""
+    _, outputs, status = meshes
+    last = outputs[0].splitlines()[-1]
+    assert status in (hosts.LOST, -signal.SIGABRT) and last.startswith("efx: stopped: ")
+    if status == hosts.LOST:
+        assert "Traceback" not in outputs[0] and "Check failure" not in outputs[0]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_one_process_before_its_first_step(root):
+    """Alone, JAX's preemption service would keep the notice to itself."""
     command = [sys.executable, "-c", SINGLE, str(free_port())]
     environment = os.environ | {"PYTHONPATH": str(root)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Signals while something takes long: what they leave undone, and what a second one does."""
+"""Signals: SIGTERM saves and stops, whatever is under way; a second one ends the process."""
 
 import os
 import pty
@@ -8,35 +8,31 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
-from test_train import TINY, text, tiny  # noqa: F401 (a fixture)
+from run_files import TINY, tiny
 
-from benchmarks.crash import rows, samples
 from efx import build, signals, train
-from efx.checkpoint import Checkpointer, files
+from efx.checkpoint import files
 from efx.data.pipeline import Data, TrainIterator
-from efx.errors import UsageError
 from efx.evaluate import Evaluator
 from efx.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
-SMALL = {"model.width": 16, "model.depth": 1, "model.depth_routing.every": 1}
-CHANGES = {
-    **SMALL,
-    "mesh.data": -1,
-    "steps": 2,
-    "model.depth_routing.capacity_stages": ((0.5, 1.0),),  # another program for the second step
-    "checkpoint.every": 0,
-    "evaluate.max_batches": 1,
-    "sample.every": 1,
-    "sample.max_new_tokens": 2,
-}
+CHANGES = {"optim.schedule.decay_steps": 6, "checkpoint.every": 0, "evaluate.max_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of the text\n" for i in range(400)))
+    return path
 
 
 @pytest.fixture(autouse=True)
-def heeding():
-    """A program that ignores a signal, as one under nohup does, starts others that ignore it."""
+def default_handlers():
+    """A program that ignores a signal, as under nohup, starts children that ignore it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,138 +42,116 @@ def heeding():
 
 
 @pytest.fixture
-def stuck(monkeypatch):
-    """A function that lets a method hang in its first call, where a SIGTERM comes."""
+def hang(monkeypatch):
+    """A function that has a method hang in one call, during which a SIGTERM comes."""
     released, threads = threading.Event(), []
 
-    def hang(owner, name, condition=lambda self: True):
+    def hang_in(owner, name, condition=lambda *arguments: True):
         real, calls = getattr(owner, name), []
 
-        def method(self, *arguments, **options):
-            if calls or not condition(self):
-                return real(self, *arguments, **options)
-            calls.append(self)
+        def method(*arguments, **options):
+            if calls or not condition(*arguments):
+                return real(*arguments, **options)
+            calls.append(name)
             threads.append(threading.current_thread())
             os.kill(os.getpid(), signal.SIGTERM)
             released.wait(100)
-            raise RuntimeError("what was left undone was waited for")
+            raise RuntimeError("the interrupted work was waited for")
 
         monkeypatch.setattr(owner, name, method)
 
-    yield hang
+    yield hang_in
     released.set()
     for thread in threads:
         thread.join()
 
 
-def test_a_signal_waits_for_no_compiling_and_no_evaluation(
-    text,  # noqa: F811
-    tmp_path,
-    stuck,
-    monkeypatch,
-    capsys,
-):
-    """Property: the run is saved where it is; what was due is done by the next launch, and it is
-    the run that nobody has stopped: rows, samples, parameters, the best checkpoint."""
-    compiled = train._Launch._compiled
+def rows(run):
+    """The metrics without the times."""
+    keys = ("train/", "eval/", "step", "tokens", "flops")
+    return [
+        {key: value for key, value in row.items() if key.startswith(keys) and "second" not in key}
+        for row in read_metrics(run)
+    ]
 
-    def unguarded(self, *arguments):  # before the first step there is nothing to save
-        assert self.step or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        return compiled(self, *arguments)
 
-    monkeypatch.setattr(train._Launch, "_compiled", unguarded)
-    config, straight, broken = tiny(text, **CHANGES), tmp_path / "straight", tmp_path / "broken"
-    train.train_and_evaluate(config, straight)
-    for step, owner, name, condition in (
-        (1, train._Launch, "_compiled", lambda launch: launch.step),
-        (2, Evaluator, "__call__", lambda _: True),
-    ):
-        stuck(owner, name, condition)
-        capsys.readouterr()
-        train.train_and_evaluate(config, broken)
-        said = capsys.readouterr().out
-        assert f"stopped at step {step} by SIGTERM; the run is saved" in said
-        assert "finished" not in said
-        assert files.finished_steps(files.as_root(broken / "checkpoints"))[-1] == step
-    assert signals.work_is_left()
-    assert "eval/loss" not in rows(broken)[-1] and "step_00000002.txt" not in samples(broken)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Checkpointer, "amend", killed)  # when all is written but that it is
-        train.train_and_evaluate(config, broken)
-    for line in ("finished: 2 steps, ", "finished already: "):  # and nothing twice
-        capsys.readouterr()
-        train.train_and_evaluate(config, broken)
-        assert line in (said := capsys.readouterr().out), said
+def samples(run):
+    return {path.name: path.read_text() for path in (run / "samples").iterdir()}
+
+
+def assert_same_run(config, straight, broken):
+    """Rows, parameters and the best checkpoint are those of a run that was not interrupted."""
     assert rows(broken) == rows(straight)
-    assert samples(broken) == samples(straight)
-    results = [build.finished(tiny(text, **CHANGES), folder) for folder in (straight, broken)]
-    for a, b in zip(*(np_leaves(params) for _, _, params, _ in results), strict=True):
+    params = [jax.tree.leaves(build.finished(config, run)[2]) for run in (straight, broken)]
+    for a, b in zip(*params, strict=True):
         np.testing.assert_array_equal(a, b)
-    bests = []
-    for folder in (straight, broken):
-        with build.checkpointer(folder, build.run_settings.check(config).checkpoint) as found:
-            bests.append((found.best_step(), found._score(2)))
-    assert bests[0] == bests[1] and None not in bests[0]
+    for run in (straight, broken):
+        with build.checkpointer(run, build.run_settings.check(config).checkpoint) as checkpoints:
+            assert checkpoints.best_step() == 2
 
 
-def killed(*arguments):
-    raise KeyboardInterrupt
-
-
-def np_leaves(tree):
-    import jax
-
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def test_a_signal_waits_for_no_text_that_is_still_tokenised(
-    text,  # noqa: F811
-    tmp_path,
-    stuck,
-    monkeypatch,
-    capsys,
+def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
+    text, tmp_path, hang, capsys
 ):
-    """Property: the run is saved after the step that was taken, and goes on as if never stopped."""
-    config = tiny(
-        text,
-        **CHANGES
-        | {"model.depth_routing.capacity_stages": ()}  # one program does
-        | {"data.shuffle": "buffer", "data.split": "documents", "data.document_bytes": 100}
-        | {"data.cache_dir": str(tmp_path / "cache"), "evaluate.every": 0, "sample.every": 0},
-    )
+    changes = CHANGES | {"sample.every": 2, "sample.max_new_tokens": 2}
+    config, straight, broken = tiny(text, **changes), tmp_path / "straight", tmp_path / "broken"
+    train.train_and_evaluate(config, straight)
+    capsys.readouterr()
+    hang(Evaluator, "__call__")
+    train.train_and_evaluate(config, broken)
+    out = capsys.readouterr().out
+    assert "stopped at step 2 by SIGTERM" in out and "finished: " not in out
+    assert files.finished_steps(files.as_root(broken / "checkpoints")) == [2]
+    assert "eval/loss" not in rows(broken)[-1] and not (broken / "samples").exists()
+    train.train_and_evaluate(config, broken)
+    assert "finished: 2 steps, " in capsys.readouterr().out
+    assert_same_run(config, straight, broken)
+    assert samples(broken) == samples(straight)
+
+
+@pytest.mark.slow
+def test_sigterm_does_not_wait_for_the_compiler(text, tmp_path, hang, capsys):
+    stages = {
+        "model.depth_routing.kind": "mod",
+        "model.depth_routing.every": 1,
+        "model.depth_routing.capacity_stages": ((0.5, 1.0),),  # a program for the second step
+    }
+    config = tiny(text, **CHANGES | stages)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    train.train_and_evaluate(config, straight)
+    hang(build.Training, "compile_step", lambda training, model, start: start)
+    for line in ("stopped at step 1 by SIGTERM", "finished: 2 steps, "):
+        train.train_and_evaluate(config, broken)
+        assert line in capsys.readouterr().out
+    assert_same_run(config, straight, broken)
+
+
+@pytest.mark.slow
+def test_sigterm_does_not_wait_for_text_that_is_still_tokenised(
+    text, tmp_path, hang, monkeypatch, capsys
+):
+    changes = {"data.shuffle": "buffer", "data.split": "documents", "data.document_bytes": 100}
+    changes |= {"data.cache_dir": str(tmp_path / "cache")}
+    config = tiny(text, **CHANGES | changes)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     train.train_and_evaluate(config, straight)
     monkeypatch.setattr(Data, "grows", True)  # as while there is more text than this
-    stuck(TrainIterator, "__next__", lambda iterator: iterator.get_state()["step"] == 1)
+    hang(TrainIterator, "__next__", lambda iterator: iterator.get_state()["step"] == 1)
     capsys.readouterr()
-    for line in ("stopped at step 1 by SIGTERM; the run is saved", "finished: 2 steps, "):
+    for line in ("stopped at step 1 by SIGTERM", "finished: 2 steps, "):
         train.train_and_evaluate(config, broken)
-        assert line in (said := capsys.readouterr().out), said
-    assert rows(broken) == rows(straight)
+        assert line in capsys.readouterr().out
+    assert_same_run(config, straight, broken)
 
 
-def test_what_is_done_apart_fails_as_if_it_were_not():
-    with signals.StopSignals() as found:
-        found.listen()
-        assert found.unless_stopped(lambda: 3) == 3
-        with pytest.raises(UsageError, match="bad"):
-            found.unless_stopped(lambda: (_ for _ in ()).throw(UsageError("bad")))
-        found._caught(signal.SIGTERM, None)
-        with pytest.raises(signals.Interrupted):
-            found.unless_stopped(lambda: pytest.fail("was begun"))
-        found._caught(signal.SIGTERM, None)  # the same one, which timeout(1) sends twice
-        found._time -= 2
-        with pytest.raises(KeyboardInterrupt):
-            found._caught(signal.SIGTERM, None)
-
-
-def test_nohup_is_heeded():
+def test_only_training_listens_for_signals_and_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals.StopSignals() as found:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # before the first step
             found.listen()
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) == found._caught
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -192,41 +166,29 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
             os._exit(7)
 sys.meta_path.insert(0, Finder())
-from efx import main
 """
 
 
-def test_ctrl_c_during_the_imports_ends_without_a_traceback(root):
-    def ended(before):
-        command = [sys.executable, "-c", before + IMPORTING]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        return done.returncode, done.stderr
-
-    assert ended("") == (-signal.SIGINT, "")
-    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"  # as shells do with &
-    assert ended(ignoring) == (7, "")
-    # A study, which Python has not begun to run.
-    code = f"{IMPORTING.replace('from efx import main', '')}sys.argv[0] = '-m'\n"
-    code += "from efx.studies import sweep"
+@pytest.mark.parametrize("command", ["from efx import main", "from efx.studies import sweep"])
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(command, root):
+    code = IMPORTING + "sys.argv[0] = '-m'\n" * ("studies" in command) + command
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
+
+# ---- a process of its own ------------------------------------------------------------------------
 
 # Hangs where no signal reaches Python, as in a compiler: in C, for a lock that is never free.
 STUCK = """
 import ctypes, sys
 from efx import main
-where = sys.argv.pop()
 def stuck(*arguments, **options):
     print("stuck", flush=True)
     lock = ctypes.create_string_buffer(256)
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(lock)
-if where == "start":
+if sys.argv.pop() == "start":
     main.run = stuck
-elif where == "evaluate":
-    from efx.evaluate import Evaluator
-    Evaluator.__call__ = stuck
 else:
     from efx.checkpoint import Checkpointer
     Checkpointer.save = stuck
@@ -234,77 +196,53 @@ sys.exit(main.command())
 """
 
 
-def begin(root, arguments, where, **streams):
-    settings = {**TINY, **SMALL, "steps": 10**6, "checkpoint.every": 10**6, "log.every": 1}
-    settings |= {"evaluate.every": int(where == "evaluate")}
-    command = [sys.executable, "-u", "-c", STUCK, "--config=configs/mod.py", *arguments]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
-    return subprocess.Popen([*command, where], cwd=root, **streams)
+def endless(run, text):
+    """The arguments of a run that does not end by itself."""
+    settings = {**TINY, "data.source": f"text:{text}", "steps": 10**6, "checkpoint.every": 10**6}
+    settings |= {"model.depth_routing.every": 1}
+    arguments = [f"--config.{key}={value}" for key, value in settings.items()]
+    return ["--config=configs/mod.py", f"--workdir={run}", *arguments]
 
 
 def until(stream, word):
-    said = b""
-    while word not in said:
+    output = b""
+    while word not in output:
         new = os.read(stream, 4096)
-        assert new, said.decode()
-        said += new
-    return said
+        assert new, output.decode()
+        output += new
 
 
-def test_the_second_signal_ends_a_process_at_once(text, tmp_path, root):  # noqa: F811
-    """Also where Python does not come to handle any: in a compiler, in the last save."""
-    arguments = [f"--workdir={tmp_path / 'run'}", f"--config.data.source=text:{text}"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where, number, word",
+    [("start", signal.SIGINT, b"stuck"), ("save", signal.SIGTERM, b"step 1/")],
+)
+def test_the_second_signal_ends_a_process_at_once(where, number, word, text, tmp_path, root):
+    """Also while Python handles none: in a compiler, in the last save."""
+    command = [sys.executable, "-u", "-c", STUCK, *endless(tmp_path / "run", text), where]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    saving, starting = (begin(root, arguments, where, **streams) for where in ("save", "start"))
+    process = subprocess.Popen(command, cwd=root, **streams)
     try:
-        for process, number, word in (
-            (starting, signal.SIGINT, b"stuck"),
-            (saving, signal.SIGTERM, b"step 1/"),
-        ):
-            until(process.stdout.fileno(), word)
-            time.sleep(0.5)  # it says that it is stuck before it is
-            process.send_signal(number)
-            process.send_signal(number)  # as timeout(1) does
-            if process is saving:
-                until(process.stdout.fileno(), b"stuck")
-            time.sleep(1.5)
-            assert process.poll() is None
-            process.send_signal(number)
-            assert process.wait(timeout=5) == 128 + number
-            name = signal.Signals(number).name
-            assert f"efx: {name} received again: ending at once" in process.stdout.read().decode()
-    finally:
-        for process in (saving, starting):
-            process.kill()
-            process.communicate()
-
-
-def test_a_compiler_that_goes_on_does_not_keep_the_process(text, tmp_path, root):  # noqa: F811
-    """Saved and ended within 10 seconds, though a thread is still in C."""
-    arguments = [f"--workdir={tmp_path / 'run'}", f"--config.data.source=text:{text}"]
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = begin(root, arguments, "evaluate", **streams)
-    try:
-        until(process.stdout.fileno(), b"stuck")
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
-        assert b"stopped at step 1 by SIGTERM; the run is saved" in process.stdout.read()
+        until(process.stdout.fileno(), word)
+        time.sleep(0.5)  # it prints "stuck" before it is
+        process.send_signal(number)
+        process.send_signal(number)  # as timeout(1) does
+        if where == "save":
+            until(process.stdout.fileno(), b"stuck")
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(timeout=5) == 128 + number
     finally:
         process.kill()
         process.communicate()
-    assert (tmp_path / "run/checkpoints/1").is_dir()
 
 
-def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):  # noqa: F811
-    """Its output is gone, writing to it an error; the run is saved nevertheless."""
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):
+    """Writing to it is an error by then."""
     ours, theirs = pty.openpty()
-    command = [
-        sys.executable, "-m", "efx.main", "--config=configs/mod.py",
-        f"--workdir={tmp_path / 'run'}", f"--config.data.source=text:{text}",
-    ]  # fmt: skip
-    settings = {**TINY, **SMALL, "steps": 10**6, "checkpoint.every": 10**6}
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "efx.main", *endless(tmp_path / "run", text)]
     # A session of its own, whose terminal this is.
     login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     login += "os.execv(sys.argv[1], sys.argv[1:])"
