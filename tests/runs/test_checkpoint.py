@@ -37,7 +37,7 @@ def test_round_trip_is_exact(tmp_path):
     assert_same(restored.state, state)
 
 
-def test_odd_leaves_and_empty_nodes(tmp_path):
+def test_leaves_of_every_type_and_empty_nodes_round_trip(tmp_path):
     tree = {
         "nan": jnp.array([np.nan, -0.0, np.inf]),
         "int8": jnp.arange(-3, 3, dtype=jnp.int8),
@@ -54,7 +54,7 @@ def test_odd_leaves_and_empty_nodes(tmp_path):
         assert_same(checkpointer.restore(shapes).state, tree)
 
 
-def test_donation_while_the_save_runs(tmp_path):
+def test_a_state_may_be_donated_while_it_is_saved(tmp_path):
     step = jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
     x = jnp.arange(2_000_000, dtype=jnp.float32)
     before = np.asarray(x).copy()
@@ -137,7 +137,7 @@ def test_the_padding_of_the_vocabulary_may_differ(tmp_path, size):
 # ---- when to save, what to keep --------------------------------------------------------------
 
 
-def test_every_force_and_idempotence(tmp_path):
+def test_which_steps_are_saved(tmp_path):
     state = {"x": jnp.ones(3)}
     with make(tmp_path, every=3, keep_last=9) as checkpointer:
         assert checkpointer.latest_step() is None and checkpointer.steps() == []
@@ -183,7 +183,7 @@ def test_a_process_whose_write_failed_does_not_wait_for_the_others(tmp_path, mon
             released.set()
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
+def test_the_last_and_the_best_are_kept(tmp_path):
     losses = [1.0, 2.0, 5.0, 4.0, -math.inf, None, 1.5, 2.5, math.nan]
     state = {"x": jnp.ones(3)}
     kept = []

@@ -1,5 +1,6 @@
 """metrics.jsonl, samples, TensorBoard, W&B, late fetching and the progress line."""
 
+import contextlib
 import json
 import math
 import os
@@ -366,6 +367,18 @@ def test_progress_prints_plain_lines_without_a_terminal(capsys, monkeypatch):
         "  0:05:50 left",
         "held-out loss 1.9",
     ]
+
+
+def test_progress_goes_on_when_nobody_reads_it():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w") as stream:  # raised at its end
+        with Progress(2, stream=stream, plain_seconds=0) as progress:
+            progress.update(1, loss=1.0)
+            progress.println("held-out loss 1.9")
+            progress.update(2, loss=1.0)
+            written = True
+    assert written
 
 
 def test_progress_is_a_live_line_that_fits_into_a_terminal(monkeypatch):

@@ -238,7 +238,6 @@ def test_the_second_signal_ends_a_process_at_once(where, number, word, text, tmp
         process.communicate()
 
 
-@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):
     """Writing to it is an error by then."""
     ours, theirs = pty.openpty()
