@@ -86,6 +86,19 @@ MODELS = [
     ({"ensemble.every": 0}, "config.ensemble.every=0"),
     ({"ensemble.tau": 0.0}, "config.ensemble.tau=0.0"),
     ({"ensemble.top_k": 0}, "config.ensemble.top_k=0"),
+    ({"model.attention.num_kv_heads": 3}, "config.model.attention.num_kv_heads=3"),
+    ({"model.attention.head_dim": 3}, "config.model.attention.head_dim=3"),
+    ({"model.depth_routing.blocks": (1, 4)}, "config.model.depth_routing.blocks=(1, 4)"),
+    ({"model.depth_routing.blocks": (1, 0)}, "config.model.depth_routing.blocks=(1, 0)"),
+    ({"model.depth_routing.capacity": (0.5, 2)}, "config.model.depth_routing.capacity=(0.5, 2)"),
+    ({"model.depth_routing.capacity": (0.5, 0.2)}, "model.depth_routing.capacity=(0.5, 0.2)"),
+    ({"model.scan_layers": True, "model.depth": 3}, "config.model.scan_layers=True"),
+    ({"train.dtype": "float16"}, "config.train.dtype='float16'"),
+    ({"adapter.experts": ("a",)}, "config.adapter.experts"),
+    ({"adapter.gate": True}, "config.adapter.gate=True"),
+    ({"adapter.kind": "lora", "adapter.sites": "(.*"}, "config.adapter.sites='(.*'"),
+    ({"adapter.kind": "lora", "adapter.sites": "head"}, "config.adapter.sites='head'"),
+    ({"adapter.kind": "lora", "adapter.experts": ("a", "a")}, "config.adapter.experts"),
 ]
 
 RECURSION = {"model.depth_routing.kind": "recursion", "model.depth": 4}
