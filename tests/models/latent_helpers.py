@@ -1,4 +1,4 @@
-"""What the tests of the grouped-latent transformer share."""
+"""Small grouped-latent transformers for tests."""
 
 import families
 import numpy as np
@@ -20,7 +20,8 @@ MEMORY = {
     "global": {"memory_global": 1},
     "both": {"memory_local": 1, "memory_global": 2},
 }
-FEW = {"encoder_global": 0, "decoder_local": 0}  # blocks, which compile faster
+FEW = {"encoder_global": 0, "decoder_local": 0}  # fewer blocks compile faster
+NONE = {**FEW, "encoder_local": 0, "decoder_global": 0}
 MOD = {
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,

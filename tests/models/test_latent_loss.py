@@ -1,56 +1,64 @@
-"""The latent prediction loss: by hand, over pairs within documents only."""
+"""The latent prediction loss: by hand, over pairs within documents, and its gradients."""
 
 import functools
 import math
 
+import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
+from latent_helpers import NONE, make
 
 from efx import flops, losses
-from efx.configs import common
-from efx.models.latent import loss as latent_loss
-from efx.models.latent.config import LatentLossConfig
-from efx.models.latent.loss import LatentPrediction
 
-B, T, D = 3, 7, 6
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 2, 2, 2, 0, 0, 0], [1] * 7])
-
-
-def module(kind="cosine", target_gradient=False, candidates="row"):
-    return LatentPrediction(
-        LatentLossConfig(kind=kind, target_gradient=target_gradient, candidates=candidates),
-        0.5,
-        jnp.float32,
-    )
+SEGMENTS = np.repeat([[1, 2, 0], [1, 2, 3], [1, 1, 1]], [5, 9, 10], axis=1)
+POSITIONS = np.repeat([[0, 5, 14]], [5, 9, 10], axis=1)
+POSITIONS = np.where(SEGMENTS == 1, 0, POSITIONS)
+POSITIONS = np.arange(24)[None] - POSITIONS
+ROWS, LATENTS = 3, 12  # two of each group of 4 tokens
+VARIANTS = {
+    "cosine": {"kind": "cosine"},
+    "cosine, target": {"kind": "cosine", "target_gradient": True},
+    "siglip": {"kind": "siglip"},
+    "siglip, target": {"kind": "siglip", "target_gradient": True},
+    "siglip, batch": {"kind": "siglip", "candidates": "batch"},
+}
 
 
-def params_of(module):
-    tree = nn.unbox(jax.jit(module.init)(jax.random.key(0), latents()))["params"]
-    return tree | {
-        name: np.float32(value)
-        for name, value in (("log_temperature", 0.7), ("bias", -1.3))
-        if name in tree
-    }
+def model_of(latents=2, **loss):
+    """A small model whose levels have no blocks."""
+    levels = {"group_size": 4, "latents": (latents,), "level_widths": (8,), "level_heads": (2,)}
+    return make({**levels, **NONE, **{f"latent_loss.{k}": v for k, v in loss.items()}})
 
 
-def latents(seed=0):
-    return np.float32(np.random.default_rng(seed).normal(size=(B, T, D)))
+def tokens():
+    """The last token of each row occurs nowhere else."""
+    tokens_BT = np.asarray(families.tokens(batch=ROWS, length=24)) % 44
+    tokens_BT[:, -1] = 44
+    return tokens_BT
 
 
 @functools.cache
-def compiled(module):
-    def run(params, x_BTD, segment_ids_BT):
-        _, sown = module.apply({"params": params}, x_BTD, segment_ids_BT, mutable=["losses"])
-        return losses.collect_sown(sown["losses"])["latent_prediction"]
+def computed(name):
+    """(parameters, compiled function from them, tokens and documents to the loss, its gradients and
+    the latents that it is of)"""
+    model = model_of(**VARIANTS[name])
+    params = jax.device_get(families.random_params(model))
+    if "siglip" in name:
+        params["prediction"] |= {"log_temperature": np.float32(0.7), "bias": np.float32(-1.3)}
 
-    return jax.jit(run)
+    def loss(params, tokens_BT, *documents):
+        _, sown = model.apply(
+            {"params": params},
+            tokens_BT,
+            *documents,
+            capture_intermediates=lambda module, _: module.name == "layers",
+            mutable=["losses", "intermediates"],
+        )
+        latents_BTD = sown["intermediates"]["layers"]["__call__"][-1]
+        return losses.collect_sown(sown["losses"])["latent_prediction"], latents_BTD
 
-
-def loss(module, params, x_BTD, segment_ids_BT=None):
-    return compiled(module)(params, x_BTD, segment_ids_BT)
+    return params, jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def unit(x):
@@ -58,112 +66,75 @@ def unit(x):
 
 
 def pairs(segments):
-    """The (row, t) that count, one by one."""
-    for b in range(B):
-        for t in range(T - 1):
-            if segments is None or segments[b, t] == segments[b, t + 1] != 0:
+    """The (row, latent) that count: it and the next are of one document."""
+    of_latent = segments[:, np.arange(24) % 4 >= 2]
+    for b in range(ROWS):
+        for t in range(LATENTS - 1):
+            if of_latent[b, t] == of_latent[b, t + 1] != 0:
                 yield b, t
 
 
-of_documents = pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["none", "documents"])
-
-
-@of_documents
-def test_cosine_by_hand(segments):
-    m, x = module(), np.asarray(latents(), np.float64)
-    params = params_of(m)
-    w = np.asarray(params["predict"]["kernel"], np.float64)
-    chosen = list(pairs(segments))
-    assert len(chosen) == (18 if segments is None else 13)
-    expected = np.mean([1 - unit(x[b, t] @ w) @ unit(x[b, t + 1]) for b, t in chosen])
-    np.testing.assert_allclose(loss(m, params, latents(), segments), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("candidates", ["row", "batch"])
-@of_documents
-def test_siglip_by_hand(segments, candidates):
-    m, x = module("siglip", candidates=candidates), np.asarray(latents(), np.float64)
-    params = params_of(m)
-    w = np.asarray(params["predict"]["kernel"], np.float64)
-    chosen = list(pairs(segments))
+@pytest.mark.parametrize("segments", [np.ones((ROWS, 24), int), SEGMENTS], ids=["one", "several"])
+@pytest.mark.parametrize("name", ["cosine", "siglip", "siglip, batch"])
+def test_the_loss_by_hand(name, segments):
+    params, run = computed(name)
+    positions = POSITIONS if segments is SEGMENTS else np.tile(np.arange(24), (ROWS, 1))
+    (loss, x), _ = run(params, tokens(), np.int32(positions), np.int32(segments))
+    x, w = np.float64(x), np.float64(params["prediction"]["predict"]["kernel"])
+    counted = list(pairs(segments))
+    assert x.shape[:2] == (ROWS, LATENTS) and 0 < len(counted) <= ROWS * (LATENTS - 1)
     total = 0.0
-    for b, t in chosen:
-        for c, s in chosen:
-            if candidates == "row" and c != b:
-                continue
-            logit = math.exp(0.7) * (unit(x[b, t] @ w) @ unit(x[c, s + 1])) - 1.3
-            total += math.log1p(math.exp(-logit if (b, t) == (c, s) else logit))
-    np.testing.assert_allclose(loss(m, params, latents(), segments), total / len(chosen), rtol=1e-5)
+    for b, t in counted:
+        if name == "cosine":
+            total += 1 - unit(x[b, t] @ w) @ unit(x[b, t + 1])
+            continue
+        for c, s in counted:
+            if name == "siglip, batch" or c == b:
+                logit = math.exp(0.7) * (unit(x[b, t] @ w) @ unit(x[c, s + 1])) - 1.3
+                total += math.log1p(math.exp(-logit if (b, t) == (c, s) else logit))
+    np.testing.assert_allclose(loss, total / len(counted), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["cosine", "siglip"])
-def test_gradients(kind):
-    """Every parameter learns; the last latent, which is only ever predicted, moves if asked to."""
-    for target_gradient in (False, True):
-        m = module(kind, target_gradient)
-        params = params_of(m)
-        gradient = jax.jit(jax.grad(lambda p, x, m=m: loss(m, p, x), argnums=(0, 1)))
-        d_params, d_x = jax.device_get(gradient(params, latents()))
-        assert all(np.abs(d).max() > 1e-4 for d in jax.tree.leaves(d_params))
-        assert (np.abs(d_x[:, -1]).max() > 1e-4) == target_gradient
-        assert np.abs(d_x[:, 0]).max() > 1e-4
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "batch" not in name])
+def test_gradients_reach_the_predicted_latent_only_on_request(name):
+    """The last latent is predicted and predicts nothing; it alone sees the last token. The
+    predictor's parameters learn, and gradients are finite where all latents are zero."""
+    params, run = computed(name)
+    documents = np.tile(np.arange(24, dtype=np.int32), (ROWS, 1)), np.ones((ROWS, 24), np.int32)
+    (_, _), grads = run(params, tokens(), *documents)
+    table = np.abs(grads["embed"]["embedding"]).max(axis=-1)
+    assert (table[44] > 1e-6) == ("target" in name) and table[: tokens().max()].max() > 1e-4
+    assert all(np.abs(grad).max() > 1e-4 for grad in jax.tree.leaves(grads["prediction"]))
+    (value, _), grads = run(jax.tree.map(np.zeros_like, params), tokens(), *documents)
+    assert np.isfinite(value) and all(np.isfinite(grad).all() for grad in jax.tree.leaves(grads))
 
 
-def test_rows_do_not_count_twice():
-    """Of the forms that see a row at a time: twice the batch, the same value."""
-    for kind in ("cosine", "siglip"):
-        m = module(kind)
-        twice = np.concatenate([latents(), latents()])
-        np.testing.assert_allclose(
-            loss(m, params_of(m), latents()), loss(m, params_of(m), twice), rtol=1e-6
-        )
+def test_one_latent_has_no_loss():
+    models = [model_of(1, kind=kind) for kind in ("cosine", "siglip")]
+    params = [families.random_params(model) for model in models]
+
+    @families.jit
+    def run(params):
+        return [
+            model.apply({"params": p}, families.tokens(length=4), mutable=["losses"])[1]["losses"]
+            for model, p in zip(models, params, strict=True)
+        ]
+
+    for sown in run(params):
+        assert losses.collect_sown(sown)["latent_prediction"] == 0.0
 
 
-def test_one_latent_and_zeros_are_no_trouble():
-    for kind in ("cosine", "siglip"):
-        m = module(kind)
-        assert loss(m, params_of(m), latents()[:, :1]) == 0.0
-        params = params_of(m)
-        value, grad = jax.jit(jax.value_and_grad(lambda x, m=m, p=params: loss(m, p, x)))(
-            np.zeros((B, T, D), np.float32)
-        )
-        assert np.isfinite(value) and np.isfinite(grad).all()
-    nothing = loss(m, params_of(m), latents(), np.zeros((B, T), int))
-    assert nothing == 0.0
-
-
-@pytest.mark.parametrize(
-    "kind, candidates",
-    [
-        ("cosine", "row"),
-        ("siglip", "row"),
-        ("siglip", "batch"),
-        ("none", "row"),
-    ],
-)
-def test_costs(kind, candidates):
-    c = LatentLossConfig(kind=kind, candidates=candidates)
-    counted = latent_loss.loss_flops(c, D, T)
-    if kind == "none":
-        assert counted == {}
-        return
-    m = LatentPrediction(c, 0.5, jnp.float32)
-    params = params_of(m)
-    for batch in (1, B):
-        traced = flops.jaxpr_flops(lambda p, x: loss(m, p, x), params, latents()[:batch])
-        expected = batch * counted["latent_prediction"]
-        if candidates == "batch":  # every latent meets those of the other sequences, too
-            expected += batch * (batch - 1) * flops.matmul(T - 1, D, T - 1)
-        assert traced == expected
-
-
-def test_its_weight_may_rise():
-    """The published schedule: linearly to 0.003 within the first fifth."""
-    config = common.base()
-    assert latent_loss.LOSS in config.losses
-    config.losses.latent_prediction = dict(schedule="linear", c_start=0.0, c_end=0.003, steps=200)
-    weights = [
-        float(losses.coefficient(config.losses.latent_prediction, step, 1000))
-        for step in (0, 100, 200, 999)
-    ]
-    np.testing.assert_allclose(weights, [0.0, 0.0015, 0.003, 0.003], rtol=1e-6)
+@pytest.mark.parametrize("name", ["siglip", "siglip, batch"])
+def test_costs(name):
+    """With candidates of the batch the ledger counts one row; each latent also meets those of the
+    other rows."""
+    plain, model = model_of(), model_of(**VARIANTS[name])
+    counted = model.ledger(24).nominal["latent_prediction"]
+    assert "latent_prediction" not in plain.ledger(24).nominal
+    for batch in (1, ROWS):
+        executed = flops.executed(model, 24, batch) - flops.executed(plain, 24, batch)
+        expected = batch * counted
+        if "batch" in name:
+            width = model.config.width
+            expected += batch * (batch - 1) * flops.matmul(LATENTS - 1, width, LATENTS - 1)
+        assert executed == expected

@@ -1,39 +1,63 @@
-"""The grouped-latent transformer: what it says about itself, its settings."""
-
-import functools
-import logging
+"""The grouped-latent transformer: settings, costs, noise and the parts of its levels."""
 
 import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import LENGTH
-from flax import linen as nn
-from latent_helpers import FEW, MEMORY, MOD, apply, make
+from latent_helpers import MEMORY, MOD, NONE, make
+from refusals import refused
 
 from efx import build, models
 from efx.configs import common, latent
-from efx.errors import UsageError
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.models.latent import config as latent_config
-from efx.models.latent import group_views
-from efx.step import by_layer, make_eval_step
-
-# ---- what it says about itself -----------------------------------------------------------------
 
 
-def test_routed_latents_are_counted_as_the_decoders():
-    """Evaluation has a row for each routed block; the ledger takes measured shares of latents."""
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"latents": (2, 4)}, "config.model.latents=(2, 4)"),
+        ({"latents": (8, 4)}, "config.model.group_size=8"),
+        ({"latents": ()}, "config.model.latents=()"),
+        ({"level_heads": (3, 2)}, "config.model.level_widths=(8, 12)"),
+        ({"level_heads": ()}, "config.model.level_widths=(8, 12)"),
+        ({"level_heads": (1,)}, "config.model.level_heads=(1,)"),
+        ({"level_widths": (8,)}, "config.model.level_widths=(8,)"),
+        ({"attention.num_heads": 3}, "config.model.attention.num_heads=3"),
+        ({"level_widths": (9, 12)}, "9 / 1"),  # an odd head width under rotary positions
+        ({"encoder_local": 600}, "config.model.encoder_local=600"),
+        ({"encoder_local": (1,)}, "config.model.encoder_local=(1,)"),
+        ({"soft_experts_in": "encoder"}, "config.model.soft_experts_in='encoder'"),
+        (
+            {
+                "dropout.kind": "attention",
+                "dropout.sites": ("mlp_output",),
+                "dropout.attention.num_heads": 4,
+                "level_widths": (8, 18),
+                "level_heads": (2, 1),
+            },
+            "config.model.level_widths=(8, 18)",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
+    refused(lambda: make(changes), name)
+
+
+def test_memory_tokens_and_packed_rows_are_refused_together(tmp_path):
+    (tmp_path / "text.txt").write_text("a few words of text, " * 999)
+
+    def experiment(name, packing):
+        changes = {f"model.{name}": 2, "data.packing": packing}
+        changes["data.source"] = f"text:{tmp_path}/text.txt"
+        return build.experiment(common.apply(latent.get_config("smoke"), changes))
+
+    for name in ("memory_local", "memory_global"):
+        refused(lambda name=name: experiment(name, True), f"config.model.{name}=2")
+    assert experiment("memory_global", False).model.config.memory_global == 2
+
+
+def test_realised_flops_follow_the_share_of_routed_latents():
     model = make({**MOD, "depth": 3})
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    tokens_BT = families.tokens(length=29)
-    batch = {"inputs": tokens_BT, "targets": tokens_BT, "weights": jnp.ones(tokens_BT.shape)}
-    params = variables.pop("params")
-    result = families.jit(make_eval_step(model, common.base()))(params, variables, batch, 0, 0)
-    stats = by_layer(result["stats"], model)
-    for i in range(3):
-        assert 0 <= stats[f"router/decided_fraction/block_{i}"] <= 1
     none, whole = (
         model.ledger(32, shares={path: (share, share) for path in model.blocks()}).nominal
         for share in (0.0, 1.0)
@@ -43,183 +67,103 @@ def test_routed_latents_are_counted_as_the_decoders():
     assert none["mlp"] == 0 and none["levels"] == whole["levels"] == dense["levels"]
 
 
-def test_a_perceiver_costs_the_share_of_places_that_it_keeps():
-    parts = {
-        kind: make({"compression": kind}, levels=1).ledger(24).nominal
-        for kind in ("perceiver", "transformer")
-    }
-    assert parts["perceiver"]["compression"] < parts["transformer"]["compression"]
-    assert "compression_scores" not in parts["transformer"]
+def test_dropout_is_on_in_training_only():
+    """At each site alone."""
+    tokens_BT = families.tokens(batch=1, length=8)
+
+    def dropping(*sites):
+        dropout = {"dropout.kind": "standard", "dropout.rate": 0.5, "dropout.sites": sites}
+        return make({**NONE, "encoder_local": 1, **(dropout if sites else {})}, levels=1)
+
+    @families.jit
+    def run(params, key):
+        variables = {"params": params}
+        noisy = [
+            dropping(site).apply(variables, tokens_BT, train=True, rngs={"dropout": key})
+            for site in families.ALL_SITES
+        ]
+        off = dropping(*families.ALL_SITES).apply(variables, tokens_BT)
+        return dropping().apply(variables, tokens_BT), off, noisy
+
+    params = families.random_params(dropping())
+    plain, off, noisy = jax.device_get(run(params, jax.random.key(0)))
+    np.testing.assert_allclose(off, plain, atol=1e-5)
+    for site, logits in zip(families.ALL_SITES, noisy, strict=True):
+        assert np.abs(logits - plain).max() > 0.1, site
 
 
-# ---- settings ----------------------------------------------------------------------------------
+def test_embedding_noise_is_uniform_in_training_only():
+    """Within alpha / sqrt(T D). Compression that begins with the identity shows its input."""
+    changes = {"compression": "transformer", **NONE}
+    plain = make(changes, levels=1)
+    model = make({**changes, "embedding_noise": 5.0}, levels=1)
+    params = jax.device_get(families.random_params(model))
+    params["encoder_0"]["compress"]["residual"]["kernel"] = np.eye(8, 16, dtype=np.float32)
 
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"latents": (2, 4)}, r"latents=\(2, 4\): 4 must be less than the 2 of the level before"),
-        ({"latents": (8, 4)}, r"8 must be less than config\.model\.group_size=8"),
-        ({"latents": (4, 0)}, r"latents=\(4, 0\): must be at least 1"),
-        ({"latents": ()}, r"config\.model\.latents=\(\): expected"),
-        ({"level_heads": (3, 2)}, r"level_widths=\(8, 12\): 8 is not divisible by its 3 heads"),
-        ({"level_heads": ()}, r"level_widths=\(8, 12\): 12 is not divisible by 8"),
-        ({"level_heads": (1,)}, r"level_heads=\(1,\): expected 2"),
-        ({"level_widths": (8,)}, r"level_widths=\(8,\): expected 2 widths"),
-        (
-            {"attention.num_heads": 3},
-            r"config\.model\.width=16 is not divisible by config\.model\.attention\.num_heads=3",
-        ),
-        ({"level_widths": (9, 12)}, r"positions='both': rope needs an even head width, not 9 / 1"),
-        (
-            {"encoder_local": 600},
-            r"encoder_local=600: the levels have \d+ blocks in total; use at most",
-        ),
-        ({"encoder_local": (1,)}, r"encoder_local=\(1,\): expected a number of blocks, or one"),
-        ({"memory_local": -1}, r"config\.model\.memory_local=-1: must be at least 0"),
-        ({"group_size": 0}, r"config\.model\.group_size=0: must be at least 1"),
-        ({"scan_layers": True, "depth": 3, "depth_routing.kind": "recursion"}, r"scan_layers=True"),
-        (
-            {"soft_experts_in": "encoder"},
-            r"soft_experts_in='encoder': .*config\.model\.soft_exp.*num",
-        ),
-        (
-            {
-                "dropout.kind": "attention",
-                "dropout.sites": ("mlp_output",),
-                "dropout.attention.num_heads": 4,
-                "level_widths": (8, 18),
-                "level_heads": (2, 1),
-            },
-            r"level_widths=\(8, 18\): 18 is not divisible by .*dropout\.attention\.num_heads=4",
-        ),
-    ],
-)
-def test_bad_settings_are_named(changes, message):
-    with pytest.raises(UsageError, match=message) as error:
-        make(changes)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "name, packing", [("memory_local", True), ("memory_global", True), ("memory_global", False)]
-)
-def test_memory_tokens_and_packed_rows_are_refused_before_a_run_begins(tmp_path, name, packing):
-    (tmp_path / "text.txt").write_text("a few words of text, " * 999)
-    config = common.apply(
-        latent.get_config("smoke"),
-        {
-            f"model.{name}": 2,
-            "data.packing": packing,
-            "data.source": f"text:{tmp_path}/text.txt",
-        },
-    )
-    if not packing:
-        assert build.experiment(config).model.config.memory_global == 2
-        return
-    with pytest.raises(UsageError, match=rf"config\.model\.{name}=2: .*packed rows") as error:
-        build.experiment(config)
-    assert "\n" not in str(error.value)
-
-
-def test_padding_to_whole_groups_is_said_once(caplog):
-    latent_config._say_padded.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        make(context=16)
-        assert not caplog.records
-        for _ in range(2):
-            model = make(context=19)
-            models.variable_shapes(model)
-    (record,) = caplog.records
-    assert "19 tokens is not a multiple of config.model.group_size=8" in record.getMessage()
-
-
-def test_noise_and_dropout_are_on_in_training_only():
-    sites = ("embedding", "attention_probs", "attention_output", "mlp_output")
-    noise, dropout = {"embedding_noise": 10.0}, {"dropout.kind": "standard", "dropout.rate": 0.5}
-
-    def made(changes):
-        return make({**FEW, **changes}, levels=1)
-
-    params, tokens_BT = families.random_params(made({})), families.tokens(batch=1)
-    expected = apply(made({}), params, tokens_BT)
-    everything = made({**noise, **dropout, "dropout.sites": sites})
-    np.testing.assert_allclose(apply(everything, params, tokens_BT), expected, atol=1e-5)
-    for changes in (noise, *({**dropout, "dropout.sites": (site,)} for site in sites)):
-        train = families.jit(functools.partial(made(changes).apply, train=True))
-        noisy = train({"params": params}, tokens_BT, rngs={"dropout": jax.random.key(0)})
-        assert np.abs(np.asarray(noisy) - expected).max() > 0.1, changes
-
-
-def test_noise_is_as_large_as_it_says():
-    """Uniform, within alpha / sqrt(T D); a model that hands its embedding through shows it."""
-    model = make({"embedding_noise": 5.0})
-    bound = 5.0 / (LENGTH * 8) ** 0.5
-
-    def entered(train):
-        def run(model, x):
-            views = group_views.views(
-                CallInfo(Tokens(jnp.zeros((1, 1), jnp.int32)), Mode(train=train)),
-                4,
-                model.config.sizes,
-                0,
-                0,
+    @families.jit
+    def run(key):
+        def entered(model, train):
+            _, sown = model.apply(
+                {"params": params},
+                families.tokens(batch=4),
+                train=train,
+                rngs={"dropout": key},
+                capture_intermediates=lambda module, _: module.name == "residual",
+                mutable=["intermediates"],
             )
-            return model._enter(x, views[0], LENGTH, jnp.zeros((1, 4, 8), jnp.int32))
+            compress = sown["intermediates"]["encoder_0"]["compress"]
+            return compress["residual"]["__call__"][-1][..., :8]
 
-        variables, rngs = {"params": families.random_params(model)}, {"dropout": jax.random.key(0)}
-        entering = families.jit(functools.partial(model.apply, method=run))
-        return np.asarray(entering(variables, np.zeros((2, 4, 8, 8), np.float32), rngs=rngs))
+        return entered(model, True), entered(model, False), entered(plain, True)
 
-    noise = entered(True) - entered(False)
-    assert np.abs(noise).max() <= bound and np.abs(noise).max() > 0.95 * bound
+    noisy, off, expected = jax.device_get(run(jax.random.key(0)))
+    np.testing.assert_array_equal(off, expected)
+    noise, bound = noisy - expected, 5.0 / (LENGTH * 8) ** 0.5
+    assert 0.95 * bound < np.abs(noise).max() <= bound * (1 + 1e-5)
     assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
 
 
-def test_recursion_and_experts_come_by_the_decoders_settings():
-    model = make(
-        {
-            "depth": 4,
-            "depth_routing.kind": "recursion",
-            "depth_routing.capacity": 0.5,
-            "mlp.kind": "moe",
-            "mlp.moe.every": 2,
-        }
+def shapes_of(changes, **options):
+    """{path: shape} of the parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        models.unboxed_shapes(make(changes, **options))["params"]
     )
-    (first, *steps, last) = model.specs()
-    assert len(steps) == 2 and first.block.moe is None and last.block.moe is not None
-    assert all(level.block.moe is None for level in model.levels(encoder=True))
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
 
 
-def test_places_of_the_learned_dropout_are_enough():
-    """Masks of attention probabilities have an entry for each place that there may be: of 4 groups
-    in the stack and in global blocks, of one group elsewhere."""
+def test_recursion_and_experts_are_those_of_the_latent_stack():
+    changes = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
+    paths = shapes_of({**changes, "mlp.kind": "moe", "mlp.moe.every": 2})
+    assert "layers/recursion_1/router" in paths
+    experts = {path.split("/mlp/")[0] for path in paths if "/experts/" in path}
+    assert experts == {"layers/block_1", "layers/block_3"}
+
+
+def test_masks_of_attention_probabilities_have_an_entry_for_each_place():
+    """4 groups of 2 latents in the stack, all places in global blocks, one group elsewhere."""
     changes = {"dropout.kind": "elementwise", "upsampling": "attention", **MEMORY["both"]}
-    model = make(changes, context=30)
-    boxed = models.variable_shapes(model)["params"]
-    shapes = nn.unbox(boxed)
-
-    def places(block):
-        return block["attention"]["probs_dropout"]["mask_phase"].shape[0]
-
-    encoder, decoder = shapes["encoder_0"], shapes["decoder_0"]
-    assert places(shapes["layers"]["block_0"]) == 2 + 4 * 2
-    assert places(encoder["compress"]) == places(decoder) == 8
-    assert places(encoder["blocks"]["local_0"]["block_0"]) == 1 + 4
-    assert places(encoder["blocks"]["global_1"]["block_0"]) == 2 + 4 * 4
-    assert places(decoder["blocks"]["global_1"]["block_0"]) == 2 + 4 * 8
+    shapes = shapes_of(changes, context=30)
+    for block, places in (
+        ("layers/block_0", 2 + 4 * 2),
+        ("encoder_0/compress", 8),
+        ("decoder_0", 8),
+        ("encoder_0/blocks/local_0/block_0", 1 + 4),
+        ("encoder_0/blocks/global_1/block_0", 2 + 4 * 4),
+        ("decoder_0/blocks/global_1/block_0", 2 + 4 * 8),
+    ):
+        assert shapes[f"{block}/attention/probs_dropout/mask_phase"][0] == places, block
 
 
 @pytest.mark.parametrize(
-    "where, encoder, decoder", [("stack", 0, 0), ("encoder", 2, 0), ("levels", 2, 2)]
-)
-def test_soft_experts_are_where_they_are_asked_for(where, encoder, decoder):
+    "where, scopes",
+    [("stack", set()), ("encoder", {"encoder_0", "encoder_1"}),
+     ("levels", {"encoder_0", "encoder_1", "decoder_0", "decoder_1"})],
+)  # fmt: skip
+def test_soft_experts_are_in_the_chosen_blocks(where, scopes):
     """In all blocks of a level, and in every second one of the stack."""
     soft = {"soft_experts.num": 2, "soft_experts.every": 2, "depth": 2}
-    model = make({**soft, "soft_experts_in": where})
-    assert [spec.block.soft is not None for spec in model.specs()] == [False, True]
-    for side, count in ((True, encoder), (False, decoder)):
-        for level in model.levels(encoder=side):
-            blocks = level.local_block, level.global_block
-            assert sum(block.soft is not None for block in blocks) == count
-            assert level.block.soft is None and all(b.hidden == 4 * b.width for b in blocks)
+    paths = shapes_of({**soft, "soft_experts_in": where})
+    blocks = {path.split("/mlp/")[0] for path in paths if "/mlp/" in path}
+    having = {path.split("/mlp/")[0] for path in paths if "/mlp/experts/" in path}
+    inside = {path for path in blocks if "/blocks/" in path and path.split("/")[0] in scopes}
+    assert having == inside | {"layers/block_1"}
