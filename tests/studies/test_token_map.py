@@ -145,7 +145,6 @@ def test_choices_of_experts_are_those_of_the_router():
     assert sum(map(np.sum, noop.values())) > 0
 
 
-@pytest.mark.slow
 def test_kept_fractions_of_masks_in_routed_blocks():
     """Each row has the mean that the mask reports, over the tokens that its block computes."""
     made, sown = case("dropout_elementwise_mod")[3], forward("dropout_elementwise_mod")[1]
@@ -281,7 +280,6 @@ def run(pages, tmp_path_factory, root, one_device):
     )
 
 
-@pytest.mark.slow
 def test_the_command_writes_page_table_and_picture(run, tmp_path, capsys):
     out = tmp_path / "map.html"
     assert token_map.main(["--workdir", str(run), "--text", TEXT, "--out", str(out)]) == 0
@@ -306,7 +304,6 @@ def test_the_command_writes_page_table_and_picture(run, tmp_path, capsys):
     assert (run / "token_map.html").exists() and (run / "token_map.csv").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad, name",
     [
