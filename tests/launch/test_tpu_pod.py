@@ -51,6 +51,13 @@ def no_real_cloud(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path / 'no cloud'}:{os.environ['PATH']}")
 
 
+def stop_ignoring_signals():
+    """Tests in the background or under nohup ignore these, and a shell cannot trap an ignored
+    signal."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Cloud:
     """A cloud in a folder, of slices with two workers each, and a tree to launch from."""
 
@@ -96,8 +103,7 @@ class Cloud:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # Under nohup the tests ignore it, and a shell cannot trap an ignored signal.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            preexec_fn=stop_ignoring_signals,
         )
 
     def preempt(self):
