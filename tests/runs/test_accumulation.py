@@ -10,78 +10,62 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from efx import losses, optim, sharding, step
+from efx import optim, sharding, step
 from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
 
 ROWS, LENGTH = 8, 16
 
-ALL_ROUTED = {
-    "depth_routing.kind": "mod",
-    "depth_routing.capacity": 0.5,
-    "depth_routing.every": 1,
-    "depth_routing.causal": "predictor",
-    "depth_routing.also_train": ("aux_loss", "threshold"),
-    "mlp.kind": "moe",
-    "mlp.moe.num_experts": 4,
-    "mlp.moe.expert_hidden": 16,
-    "mlp.moe.num_noop": 1,
-    "dropout.kind": "elementwise",
-    "dropout.elementwise.detach": False,
-    "scan_layers": True,
-}
 ROUTED = "routed blocks, experts, masks"
-TEACHERS = {ROUTED: {"depth": 1}}
+TEACHER = {"depth": 1}  # of this variant
+INCLUDED = dict(kind="lora", rank=2, experts=("a", "b"))
 # Together these sow every loss.
 VARIANTS = {
-    ROUTED: ALL_ROUTED,
-    "expert choice, inclusion": {
-        "mlp.kind": "moe",
-        "mlp.moe.num_experts": 3,
-        "mlp.moe.expert_hidden": 16,
-        "depth": 1,
-        "mlp.moe.router": "expert_choice",
-        "adapter.kind": "lora",
-        "adapter.rank": 2,
-        "adapter.experts": ("a", "b"),
-        "adapter.routing": "inclusion",
-        "adapter.sites": ".*/query",
-    },
+    ROUTED: dict(
+        depth_routing=dict(
+            kind="mod",
+            capacity=0.5,
+            every=1,
+            causal="predictor",
+            also_train=("aux_loss", "threshold"),
+        ),
+        mlp=dict(kind="moe", moe=dict(num_experts=4, expert_hidden=16, num_noop=1)),
+        dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
+        scan_layers=True,
+    ),
+    "expert choice, inclusion": dict(
+        depth=1,
+        mlp=dict(kind="moe", moe=dict(num_experts=3, expert_hidden=16, router="expert_choice")),
+        adapter=INCLUDED | dict(routing="inclusion", sites=".*/query"),
+    ),
     # With running averages other than of quantiles.
-    "types of tokens": {
-        "depth_routing.kind": "mod",
-        "depth_routing.capacity": 0.5,
-        "depth_routing.every": 1,
-        "depth_routing.train_selection": "token_hash",
-        "depth": 1,
-    },
-    "streams": {
-        "family": "encoder_decoder",
-        "embedding_loss": "log_cosine",
-        "depth": 1,
-        "embedding_loss_gains": True,
-        "mlp.hidden": 32,
-        "dropout.kind": "attention",
-        "dropout.sites": families.NO_PROBS,
-        "dropout.attention.rounding": "none",
-    },
-    "latents": {
-        "family": "latent",
-        "group_size": 4,
-        "latents": (2,),
-        "level_widths": (16,),
-        "level_heads": (2,),
-        "encoder_local": 0,
-        "decoder_global": 0,
-        "depth": 1,
-        "latent_loss.kind": "siglip",
-        "adapter.kind": "lora",
-        "adapter.rank": 2,
-        "adapter.experts": ("a", "b"),
-        "adapter.sites": ".*/(query|up)",  # of attention and MLP; all take four times as long
-    },
+    "types of tokens": dict(
+        depth=1,
+        depth_routing=dict(kind="mod", capacity=0.5, every=1, train_selection="token_hash"),
+    ),
+    "streams": dict(
+        family="encoder_decoder",
+        depth=1,
+        embedding_loss="log_cosine",
+        embedding_loss_gains=True,
+        mlp=dict(hidden=32),
+        dropout=families.masks(),
+    ),
+    "latents": dict(
+        family="latent",
+        depth=1,
+        group_size=4,
+        latents=(2,),
+        level_widths=(16,),
+        level_heads=(2,),
+        encoder_local=0,
+        decoder_global=0,
+        latent_loss=dict(kind="siglip"),
+        adapter=INCLUDED | dict(sites=".*/(query|up)"),  # of attention and MLP
+    ),
 }
+VARIANTS = {name: families.dotted(changes) for name, changes in VARIANTS.items()}
 # No two draws of these masks are alike.
 DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
 EXPERTS = {"depth": 1, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16}
@@ -109,7 +93,7 @@ def packed(rows=ROWS, length=LENGTH):
 
 
 def gradient_keeper():
-    """An optimiser that changes nothing and stores the gradient."""
+    """An optimiser that stores the gradient and changes nothing."""
 
     def update(gradient, state, params):
         state = gradient, optim.GradNormState(optax.tree.norm(gradient))
@@ -152,7 +136,6 @@ def make_step(changes, accumulation, teacher_changes=None, **train):
 
 
 def results(state, metrics):
-    """{"gradient", "averages", "metrics"} of a step."""
     return jax.device_get(
         {"gradient": state.opt_state[0], "averages": state.variables, "metrics": metrics}
     )
@@ -183,17 +166,20 @@ def rows_of_micro_batches():
 @functools.cache
 def step_of_all_tokens_in_one_micro_batch(name):
     """(compiled step, state, its results)."""
-    run, state = make_step(VARIANTS[name], 2, TEACHERS.get(name), loss_chunk=5)
+    run, state = make_step(VARIANTS[name], 2, TEACHER if name == ROUTED else None, loss_chunk=5)
     compiled, batch = families.jit(run), rows_of_micro_batches()[0]
     return compiled, state, results(*compiled(state, batch))
 
 
-IN_EVERY_RUN = {ROUTED, "types of tokens", "streams"}
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(v, marks=[] if v in IN_EVERY_RUN else pytest.mark.slow) for v in VARIANTS],
+    [
+        ROUTED,
+        "types of tokens",
+        "streams",
+        pytest.param("expert choice, inclusion", marks=pytest.mark.slow),
+        pytest.param("latents", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(name):
     """Gradients with every sown loss, running averages, and metrics."""
@@ -203,33 +189,13 @@ def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(n
 
 @pytest.mark.slow
 def test_micro_batches_on_a_mesh_are_those_of_one_device():
-    run, state = make_step(VARIANTS[ROUTED], 2, TEACHERS[ROUTED], loss_chunk=5)
+    run, state = make_step(VARIANTS[ROUTED], 2, TEACHER, loss_chunk=5)
     mesh = sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, expert=2, sequence=1))
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, 2 * ROWS)
         batch = placement(rows_of_micro_batches()[1])
         got = results(*families.jit(run)(state, batch))
     assert_same_step(got, step_of_all_tokens_in_one_micro_batch(ROUTED)[2])
-
-
-def test_every_loss_is_accumulated_by_some_model_here():
-    found = set()
-    for changes in VARIANTS.values():
-        model = families.make(changes, context=LENGTH)
-
-        def sown(variables, model=model):
-            return model.apply(
-                variables,
-                packed()["inputs"],
-                train=True,
-                rngs=dict.fromkeys(("dropout", "routing"), jax.random.key(0)),
-                mutable=("losses", "state"),
-            )[1]
-
-        shapes = jax.eval_shape(sown, families.variable_shapes(model))
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape), shapes.get("losses", {}))
-        found |= losses.collect_sown(zeros).keys()
-    assert found == set(settings({}, 1).losses) - {"z_loss", "distill"}
 
 
 def test_the_gradient_of_micro_batches_is_that_of_the_reported_objective():
@@ -267,7 +233,7 @@ def test_micro_batches_steps_and_seeds_draw_different_masks():
 
 @functools.cache
 def evaluation():
-    """A function of batches: loss and statistics of one model over all of them."""
+    """A function: batches -> loss and statistics over all of them."""
     changes = VARIANTS["expert choice, inclusion"]
     model = families.make(changes, context=LENGTH)
     evaluate = families.jit(step.make_eval_step(model, settings(changes, 1)))

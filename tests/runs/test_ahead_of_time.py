@@ -15,7 +15,6 @@ from efx.ahead_of_time import compile as compile_lib
 from efx.ahead_of_time import topology
 from efx.config import load_config
 
-GIB = 2**30
 SMALL = {
     "model.width": 16,
     "model.depth": 1,
@@ -31,30 +30,13 @@ SMALL = {
 
 
 def test_all_programs_of_a_run_are_compiled_and_reported(monkeypatch, capsys):
-    """Also after a compiler error and a program that does not fit; the status is that of bad input.
-    While it evaluates and samples, a run keeps the training state in memory."""
-    chip = topology.Chip("cuda", 80 * GIB, 1e12, 1e11)
+    """Also where they do not fit. While a run evaluates, it keeps the training state in memory."""
+    chip = topology.Chip("cuda", 1024, 1e12, 1e11)
     here = topology.Topology("here", chip, tuple(jax.devices()[:1]), 1)
-    errors = [
-        ValueError("no\nluck"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 2.00G of 1.00G hbm."),
-    ]
-    real = jax.stages.Lowered.compile
-
-    def compile_or_fail(lowered):
-        if errors:
-            raise errors.pop(0)
-        return real(lowered)
-
     monkeypatch.setattr(topology, "describe", lambda name: here)
     monkeypatch.setattr(flops, "device_peak", lambda dtype, device: 1e12)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_or_fail)
     config = load_config("mod", SMALL)
-    refused(
-        lambda: compile_lib.compile_and_report(config, "here", vocab_size=45, as_json=True),
-        "--topology=here",
-        "training step",
-    )
+    compile_lib.compile_and_report(config, "here", vocab_size=45, as_json=True)
     step = json.loads(capsys.readouterr().out)
     first_stage, *others = step["programs"]
     assert first_stage["name"] == "training step at capacity 1"
@@ -64,11 +46,11 @@ def test_all_programs_of_a_run_are_compiled_and_reported(monkeypatch, capsys):
         "sampling: prefill",
         "sampling: decoding",
     ]
-    assert step["devices"] == 1 and "no luck" in step["error"] and step["memory"] is None
+    assert step["devices"] == 1
     assert first_stage["executed_flops"] > step["executed_flops"] > 0
-    assert first_stage["memory"]["needed"] == 2 * GIB and not first_stage["memory"]["fits"]
+    for program in (step, *step["programs"]):
+        assert not program["memory"]["fits"] and program["error"] == ""
     for program in others:
-        assert program["memory"]["fits"] and program["error"] == ""
         assert program["memory"]["beside"] > 8 * step["parameters"]  # the optimiser's moments
 
 
@@ -77,12 +59,8 @@ def test_all_programs_of_a_run_are_compiled_and_reported(monkeypatch, capsys):
     [
         (["--config=mod"], "--topology"),
         (["--topology=v5e:2x2"], "--config"),
-        (["--config=mod", "--topology=v5e"], "--topology=v5e"),
         (["--config=mod", "--topology=v5e:2x0"], "--topology=v5e:2x0"),
-        (["--config=mod", "--topology=h100:8"], "--topology=h100:8"),
-        (["--config=mod", "--topology=h10:1x1x8"], "'h100'"),
         (["--config=mod", "--topology=v5e:2x2", "--vocab_size=0"], "--vocab_size=0"),
-        (["--config=mod", "--topology=v5e:2x2", "--step=3"], "--step"),
         (
             ["--config=mod", "--topology=v5e:2x2", "--config.data.tokenizer=chars"],
             "config.data.tokenizer='chars'",
@@ -95,15 +73,9 @@ def test_bad_command_lines_are_refused(root, monkeypatch, arguments, name):
     refused(lambda: main.run(["efx", "--config=mod", "--workdir=x", "--topology=x"]), "--topology")
 
 
-@pytest.mark.parametrize(
-    "name, module, extra", [("v5e:2x2", "libtpu", "tpu"), ("h100:1x1x8", "jax_plugins", "cuda12")]
-)
-def test_a_missing_compiler_names_its_extra(name, module, extra, monkeypatch):
-    if find_spec(module) and module == "libtpu":
-        monkeypatch.setattr(topology, "find_spec", lambda name: None)
-    elif find_spec(module):
-        pytest.skip("JAX's plugin for GPUs is installed")
-    refused(lambda: topology.describe(name), f"--topology={name}", f"`{extra}`")
+def test_a_missing_compiler_names_its_extra(monkeypatch):
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    refused(lambda: topology.describe("v5e:2x2"), "--topology=v5e:2x2", "`tpu`")
 
 
 @pytest.mark.slow

@@ -2,16 +2,12 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from flax import linen as nn
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from refusals import refused
 
 from efx import losses
@@ -122,45 +118,30 @@ def test_unscored_positions_may_be_anything():
 # --- the chunked form -----------------------------------------------------------------------------
 
 
-def assert_chunked_is_right(args, z_loss=0.0, vocab_size=None, rtol=1e-5, **how):
-    head, x, targets, weights = args
-
-    def scaled(head, x, scale, z_loss):
-        sums = losses.chunked_cross_entropy(
-            head_fn, head, x, targets, weights, z_loss=z_loss, vocab_size=vocab_size, **how
-        )
-        return scale * sums.total, sums
-
-    # A cotangent that is not 1, and a traced z_loss.
-    (_, sums), (d_head, d_x) = jax.jit(jax.value_and_grad(scaled, (0, 1), has_aux=True))(
-        head, x, 0.5, z_loss
-    )
-    assert d_x.dtype == x.dtype and d_head["kernel"].dtype == head["kernel"].dtype
-    twice = jax.tree.map(lambda d: 2 * d, (d_head, d_x))
-    assert_same((sums, *twice), reference(*args, z_loss, vocab_size), rtol)
-
-
 @pytest.mark.parametrize(
     "rows, length, chunk, groups, z_loss, vocab_size",
     [
         (2, 8, 3, 1, 0.1, 8),
-        (2, 9, 9, 1, 0.0, None),
         (2, 1, 10, 1, 0.1, None),
         (4, 7, 3, 2, 0.1, None),
         (4, 7, 7, 4, 0.0, None),
     ],
 )
 def test_chunks_sum_to_the_whole(rows, length, chunk, groups, z_loss, vocab_size):
+    """With a cotangent that is not 1, and a traced z_loss."""
     head, x, targets, weights = batch(rows, length)
     args = head, x, targets % (vocab_size or 11), weights
-    assert_chunked_is_right(args, z_loss, vocab_size, chunk=chunk, groups=groups)
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def half(head, x, z_loss):
+        how = dict(chunk=chunk, groups=groups, z_loss=z_loss, vocab_size=vocab_size)
+        sums = losses.chunked_cross_entropy(head_fn, head, x, *args[2:], **how)
+        return 0.5 * sums.total, sums
 
-def test_chunked_in_bfloat16():
-    head, x, targets, weights = batch(length=16)
-    assert_chunked_is_right(
-        (head, x.astype(jnp.bfloat16), targets, weights), 0.1, chunk=5, rtol=2e-2
-    )
+    (_, sums), gradients = half(head, x, z_loss)
+    twice = jax.tree.map(lambda d: 2 * d, gradients)
+    assert_same((sums, *twice), reference(*args, z_loss, vocab_size))
 
 
 def test_head_gradients_accumulate_in_float32():
@@ -195,37 +176,6 @@ def test_memory_falls_with_the_chunk():
     assert chunked < 0.25 * logits, (chunked, logits)
 
 
-def loops_communicate(compiled_text):
-    """Whether a compiled program has a collective outside its entry computation."""
-    computations, _ = re.split(r"^ENTRY", compiled_text, flags=re.MULTILINE)
-    return bool(re.search(r" (all-[\w-]+|reduce-scatter|collective-permute)\(", computations))
-
-
-def test_groups_on_devices_are_summed_once_after_all_slices():
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    arrays = batch(rows=8, length=8, vocab=16, width=4)
-    by_row, everywhere = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P())
-    layout = everywhere, by_row, by_row, by_row
-
-    def compiled(groups):
-        def total(head, x, targets, weights):
-            return losses.chunked_cross_entropy(
-                head_fn, head, x, targets, weights, chunk=3, groups=groups
-            ).total
-
-        gradients = jax.value_and_grad(total, argnums=(0, 1))
-        step = jax.jit(gradients, in_shardings=layout, out_shardings=(everywhere, layout[:2]))
-        return step.lower(*arrays).compile()
-
-    with jax.set_mesh(mesh):
-        step = compiled(groups=8)
-        got = step(*jax.device_put(arrays, layout))
-        assert loops_communicate(compiled(groups=1).as_text())
-    assert not loops_communicate(step.as_text())
-    sums, *gradients = reference(*arrays)
-    assert_same(got, (sums.total, tuple(gradients)))
-
-
 # --- coefficients ---------------------------------------------------------------------------------
 
 
@@ -238,7 +188,6 @@ def table(spec, steps, total=100):
     ("spec", "want"),
     [
         (0.25, [0.25] * 5),
-        ({"schedule": "constant", "value": 2}, [2.0] * 5),
         ({"schedule": "linear", "c_start": 1.0, "c_end": 3.0, "steps": 40}, [1, 1.5, 2, 3, 3]),
         ({"schedule": "linear", "c_start": 0.0, "c_end": 1.0, "steps": 0}, [0, 0.1, 0.2, 0.4, 1]),
         (
@@ -258,21 +207,12 @@ def test_coefficients_by_hand(spec, want):
         np.testing.assert_allclose(table(spec, [10]), want[1:2], rtol=1e-5)
 
 
-def test_exponential_is_exact_for_tiny_rates_and_finite_for_huge_ones():
-    slow = {"schedule": "exponential", "rate": 1e-9, "c_min": 0.0, "c_max": 1.0}
-    np.testing.assert_allclose(table(slow, [7]), [7e-9], rtol=1e-6)
-    fast = {"schedule": "exponential", "rate": 10.0, "c_min": 0.0, "c_max": 1.5}
-    np.testing.assert_allclose(table(fast, [1, 10_000]), [1.5, 1.5])
-
-
 @pytest.mark.parametrize(
     "spec, key",
     [
         ({"schedule": "expo", "rate": 1.0}, "schedule='expo'"),
-        ({"value": 1.0}, "schedule"),
         ({"schedule": "linear", "c_start": 0.0, "c_end": 1.0}, "steps"),
         ({"schedule": "exponential", "rate": 1.0, "c_min": 0.0, "cmax": 1.0}, "cmax"),
-        ({"schedule": "cosine", "c_start": 0.0, "c_end": 1.0, "steps": -1}, "steps=-1"),
     ],
 )
 def test_bad_coefficients_are_refused(spec, key):
@@ -281,51 +221,6 @@ def test_bad_coefficients_are_refused(spec, key):
 
 
 # --- sown losses ----------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """Sows two losses, one of them twice."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        x = x + self.param("shift", nn.initializers.normal(), ())
-        self.sow("losses", "size", x)
-        self.sow("losses", "size", 3 * x)
-        self.sow("losses", "square", x**2)
-        return x, None
-
-
-def test_scanned_and_unrolled_stacks_collect_to_the_same_means():
-    stack = nn.scan(
-        Layer, variable_axes={"params": 0, "losses": 0}, split_rngs={"params": True}, length=3
-    )
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x, _ = stack(name="units")(x, None)
-            return Layer(name="last")(x, None)[0]
-
-    def layer(x, shift):
-        (x, _), sown = Layer().apply({"params": {"shift": shift}}, x, None, mutable="losses")
-        return x, sown["losses"]
-
-    @jax.jit
-    def collected(x):
-        model = Model()
-        params = model.init(jax.random.key(0), x)["params"]
-        _, scanned = model.apply({"params": params}, x, mutable="losses")
-        unrolled, values = {}, []
-        for i, shift in enumerate([*params["units"]["shift"], params["last"]["shift"]]):
-            x, unrolled[f"block_{i}"] = layer(x, shift)
-            values.append(x)
-        return [losses.collect_sown(sown) for sown in (scanned["losses"], unrolled)], values
-
-    both, values = collected(jnp.float32(0.5))
-    values = np.array(values)
-    want = {"size": np.mean([values, 3 * values]), "square": np.mean(np.square(values))}
-    for got in both:
-        assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_weighted_sum_follows_the_schedules():
@@ -399,9 +294,8 @@ def test_distance_to_a_teacher(chunk, vocab_size):
     p, q = probabilities(theirs, their_x), probabilities(head, x)
     distance = (np.asarray(weights) * (p * np.log(p / q)).sum(-1)).sum()
     assert distance > 1
-    np.testing.assert_allclose(sums.distance, distance, rtol=1e-5)
-    np.testing.assert_allclose(sums.total, plain_sums.total + 0.7 * distance, rtol=1e-5)
-    np.testing.assert_allclose(sums.loss, plain_sums.loss, rtol=1e-5)
+    expected = distance, plain_sums.total + 0.7 * distance, plain_sums.loss
+    assert_same((sums.distance, sums.total, sums.loss), expected)
     d_logits = 0.7 * np.asarray(weights)[..., None] * (q - p)
     kernel = np.asarray(head["kernel"], np.float64)[:, :vocab_size]
     assert_same(d_x, plain_x + d_logits @ kernel.T)

@@ -27,18 +27,13 @@ def build(**changes):
 
 
 @functools.cache
-def ids_sampler(batch_size=1, **options):
-    return sample.Sampler(build()[0], batch_size=batch_size, **options)
-
-
-@functools.cache
 def greedy(batch_size=1):
-    return ids_sampler(batch_size, temperature=0.0)
+    return sample.Sampler(build()[0], batch_size=batch_size, temperature=0.0)
 
 
 @functools.cache
 def warm(batch_size=1):
-    return ids_sampler(batch_size, temperature=1.0, top_k=12, top_p=0.9)
+    return sample.Sampler(build()[0], batch_size=batch_size, temperature=1.0, top_k=12, top_p=0.9)
 
 
 def variables():
@@ -124,43 +119,6 @@ def test_the_seed_decides():
     assert make(warm(), [prompt(4)], n=13, seeds=[7])[0] == first[0][:13]
 
 
-class Switching:
-    """Variables that depend on the text: others after 14 new tokens, which read the text again."""
-
-    every = 7
-
-    def __init__(self, first, second):
-        self.variables, self.lengths = [first, second], []
-
-    def at(self, texts, before):
-        self.lengths.append([len(text) for text in texts])
-        switch = len(self.lengths) == 3
-        assert bool(before) == (len(self.lengths) > 1)
-        return self.variables[len(self.lengths) > 2], switch
-
-
-def test_variables_that_depend_on_the_text():
-    """One row ends and one outgrows the context before the switch."""
-    other = jax.tree.map(lambda x: x[::-1] if x.ndim == 1 else -x, build()[1])
-    prompts = [prompt(3), prompt(CONTEXT - 9, seed=1), prompt(5, seed=2)]
-    switching = Switching(variables(), {"params": other})
-    sampler, rows = ids_sampler(3, temperature=0.0), [[], [], []]
-    pieces = sampler.tokens(
-        switching, prompts, max_new_tokens=20, seeds=range(3), ended=(ended := set())
-    )
-    for new in pieces:
-        rows = [row + ids for row, ids in zip(rows, new, strict=True)]
-        ended.add(2)  # after the first piece
-    assert switching.lengths == [[len(ids) + made for ids in prompts[:2]] + [5 + min(made, 7)]
-                                 for made in (0, 7, 14)]  # fmt: skip
-    assert rows[2] == reference(prompts[2], 7) and sampler.stats["slides"] == 1
-    begins = 0, CONTEXT + 1 - CONTEXT // 2  # of the cached text at the switch
-    for begin, text, row in zip(begins, prompts[:2], rows[:2], strict=True):
-        before = reference(text, 14)
-        after = make(greedy(), [(text + before)[begin:]], n=6, params=other)[0]
-        assert row == before + after
-
-
 def options(temperature, top_k, top_p):
     return {
         "temperature": np.float32(temperature),
@@ -183,7 +141,7 @@ def probabilities(logits_V, temperature, top_k, top_p):
 
 @pytest.mark.parametrize(
     "temperature, top_k, top_p",
-    [(0.5, 0, 1.0), (1.0, 0, 0.6), (1.5, 5, 0.7), (1e-3, 0, 1.0), (2.0, 99, 1.0)],
+    [(0.5, 0, 1.0), (1.5, 5, 0.7), (1e-3, 0, 1.0), (2.0, 99, 1.0)],
 )
 def test_frequencies_follow_the_settings(temperature, top_k, top_p):
     """Of 20000 draws from six tokens; the next draws are independent of them."""
@@ -215,28 +173,6 @@ def test_nucleus_is_the_smallest_set_whose_mass_reaches_top_p(probs, top_k, top_
     assert np.flatnonzero(np.isfinite(filtered_BV[0])).tolist() == kept
 
 
-def eight_devices():
-    """The context of a training run on eight devices."""
-    mesh = sharding.make_mesh({**dict.fromkeys(sharding.MESH_AXES, 1), "data": 8})
-    return sharding.use(mesh, sharding.check_rules(sharding.DEFAULT_RULES))
-
-
-def test_scanned_layers_are_sampled_inside_a_training_run():
-    model = families.make({"scan_layers": True}, vocab_size=LETTERS.vocab_size, context=CONTEXT)
-    params = jax.device_put(families.random_params(model), jax.devices()[0])
-    sampler = sample.Sampler(model, temperature=0.0)
-    with eight_devices():
-        pieces = sampler.tokens({"params": params}, [prompt(3)], max_new_tokens=3, seeds=[0])
-        new = list(next(pieces)[0])
-        assert jax.sharding.get_abstract_mesh().size == 8  # the caller's mesh is still set
-        new += [i for (ids,) in pieces for i in ids]
-    tokens_BT = jnp.asarray([prompt(3) + new], jnp.int32)
-    logits_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
-    assert new == np.argmax(logits_BTV[0, 2:-1], axis=-1).tolist()
-    # A dense model reports no routing.
-    assert not {"routed_fraction", "overflow"} & set(sampler.stats)
-
-
 # ---- the end of a text -------------------------------------------------------------------------
 
 
@@ -261,13 +197,6 @@ def test_text_and_stop_text():
         assert all(pieces)
     # A mere prefix of the stop text is returned in the end.
     assert "".join(text_sampler(stop=whole[-2:] + "!").stream(variables(), "abc", seed=0)) == whole
-
-
-def test_text_is_streamed():
-    sampler = text_sampler(max_new_tokens=40)
-    pieces = list(sampler.stream(variables(), "abc", seed=0))
-    # The context is outgrown by token 22, and again by each twelfth after it.
-    assert list(map(len, pieces)) == [16, 6, 13, 5]
 
 
 def test_texts_stop_row_by_row():
@@ -409,7 +338,6 @@ def test_statistics_count_the_tokens_that_the_router_selects():
     assert stats["overflow"] == overflow
     assert stats["routed_fraction"] == pytest.approx(routed / read)
     assert stats["routed_fraction_by_block"] == {"block_1": pytest.approx(routed / read)}
-    assert stats["tokens_per_second"] == pytest.approx(4 * n / stats["decode_seconds"])
     # Keys, values and positions of four rows; a few counters.
     cached = 4 * families.cache_bytes(build()[0], CONTEXT) + 4 * 4 * (CONTEXT + 10)
     assert 0 <= stats["cache_bytes"] - cached <= 4 * 32
