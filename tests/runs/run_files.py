@@ -2,11 +2,7 @@
 
 import contextlib
 import json
-import os
-import pathlib
 import resource
-import subprocess
-import sys
 
 from efx.configs import common
 from efx.metrics import MetricsWriter
@@ -26,14 +22,6 @@ def tiny(text, **changes):
 
 def writer_of(workdir, tensorboard=False, wandb=None):
     return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb)
-
-
-def run_script(script, workdir):
-    """A finished Python process of a script; its `sys.argv[1]` is the folder."""
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-c", script, str(workdir)]
-    environment = os.environ | {"PYTHONPATH": root}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @contextlib.contextmanager

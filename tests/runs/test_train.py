@@ -1,11 +1,8 @@
-"""The train step and the loop: non-finite steps, meshes, resuming, interruption, logs."""
+"""The train step and the loop: non-finite steps, meshes, resuming, evaluation, logs."""
 
 import copy
 import json
-import os
 import shutil
-import signal
-import threading
 import time
 
 import devices
@@ -13,6 +10,7 @@ import families
 import jax
 import numpy as np
 import pytest
+import run_files
 
 from efx import build, models, optim, sharding, train
 from efx import step as step_lib
@@ -24,23 +22,15 @@ from efx.sample import TextSampler
 TINY = {
     "steps": 6,
     "data.seq_len": 32,
-    "data.batch_size": 8,
     "data.max_bytes": 30_000,
     "model.width": 32,
     "model.depth": 2,
-    "model.attention.num_heads": 2,
     "model.depth_routing.kind": "mod",
     "model.depth_routing.capacity": 0.25,
     "model.depth_routing.causal": "aux_loss",
-    "optim.schedule.warmup_steps": 1,
     "optim.schedule.decay_steps": 6,  # the same rates, however many steps a run is started for
     "checkpoint.every": 3,
-    "evaluate.every": 0,
-    "evaluate.batch_size": 8,
     "evaluate.max_batches": 2,
-    "sample.every": 0,
-    "log.every": 1,
-    "log.tensorboard": False,
     "mesh.data": 1,
 }
 
@@ -55,9 +45,7 @@ def text(tmp_path_factory):
 
 
 def tiny(text, **changes):
-    config = common.base()
-    common.apply(config, {**TINY, "data.source": f"text:{text}", **changes})
-    return config
+    return run_files.tiny(text, **TINY | changes)
 
 
 def batch_of(config, vocab=64, seed=0):
@@ -71,15 +59,15 @@ def batch_of(config, vocab=64, seed=0):
     }
 
 
-def setup(config, vocab=64):
-    model = models.build(
-        config.model, vocab_size=vocab, context=config.data.seq_len, dtype=config.train.dtype
-    )
+def setup(config, groups=1):
+    """(model, optimizer, train step)."""
+    model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
     shapes = families.variable_shapes(model)["params"]
     optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
-    state = jax.jit(lambda v: step_lib.state_of(v, optimizer))(families.initial(model))
-    step = step_lib.make_train_step(model, optimizer, schedule, config, total_steps=6)
-    return state, jax.jit(step)
+    step = step_lib.make_train_step(
+        model, optimizer, schedule, config, total_steps=6, groups=groups
+    )
+    return model, optimizer, step
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,8 @@ def reference(text):
         "optim.schedule.warmup_steps": 3,
     }
     config = tiny(text, **changes)
-    return config, *setup(config)
+    model, optimizer, step = setup(config)
+    return config, jax.jit(lambda: step_lib.init_state(model, optimizer, 0))(), jax.jit(step)
 
 
 def close(a, b, tolerance):
@@ -158,19 +147,13 @@ def test_eight_devices_train_like_one(reference):
     for batch in batches:
         state, metrics = step(state, batch, np.uint32(0))
         expected.append(float(metrics["train/loss"]))
-    for name in sharding.MESH_AXES:
-        config.mesh[name] = 2 if name in ("data", "fsdp", "tensor") else 1
-    mesh = sharding.make_mesh(config.mesh)
-    rules = sharding.check_rules(config.rules)
-    model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
-    shapes = families.variable_shapes(model)["params"]
-    optimizer, schedule = optim.make_optimizer(config.optim, 6, shapes)
+    for name in ("data", "fsdp", "tensor"):
+        config.mesh[name] = 2
+    mesh, rules = sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
+    model, optimizer, function = setup(config, groups=sharding.batch_shards(mesh, rules))
     boxed = models.variable_shapes(model)["params"]
     shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
     placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
-    function = step_lib.make_train_step(
-        model, optimizer, schedule, config, total_steps=6, groups=sharding.batch_shards(mesh, rules)
-    )
     losses, placement = [], sharding.Placement(mesh, rules, config.data.batch_size)
     with sharding.use(mesh, rules):
         state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
@@ -226,8 +209,7 @@ RESUMED = {
 @pytest.mark.parametrize("family", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
     """Losses, parameters and thresholds, bit for bit; for decoders see test_stages.py."""
-    shared = {key: value for key, value in TINY.items() if "depth_routing" not in key}
-    shared |= {"model.width": 16, "model.depth": 1, "model.depth_routing.every": 1}
+    shared = run_files.TINY | {"model.depth_routing.every": 1, "optim.schedule.decay_steps": 6}
 
     def run(folder):
         config = common.base(family)
@@ -249,34 +231,22 @@ def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
 
 def test_a_failing_evaluation_costs_no_step(text, tmp_path, monkeypatch):
     """The checkpoint of its step is saved first; the next launch makes up for what was due."""
-    changes = {**SHALLOW, "steps": 2, "checkpoint.every": 1}
-    changes |= {"evaluate.every": 1, "sample.every": 1, "sample.max_new_tokens": 4}
-    config = tiny(text, **changes)
-    folders = straight, broken = tmp_path / "straight", tmp_path / "broken"
+    changes = {**SHALLOW, "steps": 1, "evaluate.every": 1, "sample.every": 1}
+    config = tiny(text, **changes, **{"checkpoint.every": 1, "sample.max_new_tokens": 4})
+
+    def out_of_memory(*arguments, **options):
+        raise MemoryError
+
     with devices.only(1):
-        train.train_and_evaluate(config, straight)
         for owner, name in ((Evaluator, "__call__"), (TextSampler, "texts")):
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
                 patch.setattr(owner, name, out_of_memory)
-                train.train_and_evaluate(config, broken)
-            assert [path.name for path in (broken / "checkpoints").iterdir()] == ["1"]
-        train.train_and_evaluate(config, broken)
-    rows = [[{k: row.get(k) for k in KEYS} for row in read_metrics(f)] for f in folders]
-    assert rows[0] == rows[1] and any(row["eval/loss"] for row in rows[0] if row["step"] == 1)
-    best = []
-    for folder in folders:
-        with build.checkpointer(folder, build.run_settings.check(config).checkpoint) as found:
-            best.append(found.best_step())
-        made = sorted(path.name for path in (folder / "samples").iterdir())
-        assert made == ["step_00000001.txt", "step_00000002.txt"]
-    assert best[0] == best[1]
-
-
-KEYS = "step", "train/loss", "eval/loss", "tokens"
-
-
-def out_of_memory(*arguments, **options):
-    raise MemoryError
+                train.train_and_evaluate(config, tmp_path)
+            assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+        train.train_and_evaluate(config, tmp_path)
+    (row,) = read_metrics(tmp_path)
+    assert row["train/loss"] and row["eval/loss"]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000001.txt"]
 
 
 def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
@@ -291,28 +261,6 @@ def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
     assert "finished already" in capsys.readouterr().out
     # The last row is returned, as by the launch that trained.
     assert again.items() >= {k: last[k] for k in ("step", "train/loss", "eval/loss")}.items()
-
-
-def test_ctrl_c_saves_the_run(text, tmp_path, capsys):
-    """Other signals are in test_stopping.py."""
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    rows = tmp_path / "metrics.jsonl"
-
-    def interrupt():
-        while not (rows.exists() and rows.stat().st_size):
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    changes = {**SHALLOW, "steps": 100_000, "checkpoint.every": 50_000}
-    try:
-        with devices.only(1):
-            train.train_and_evaluate(tiny(text, **changes), tmp_path)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert "stopped at step" in capsys.readouterr().out
-    (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
-    assert 0 < saved < 50_000
 
 
 def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path):
@@ -333,7 +281,6 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
         "sample.prompt": "a",
         "evaluate.repeated_rows": 8,
         "log.every": 3,
-        "log.tensorboard": True,
     }
     evaluate = Evaluator.__call__
 
@@ -343,9 +290,9 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
 
     monkeypatch.setattr(Evaluator, "__call__", evaluate_slowly)
     monkeypatch.setattr(train, "device_peak", lambda dtype: 1e12)
-    config, command = tiny(text, **changes), ["efx", "--config=configs/mod.py:smoke"]
+    config = tiny(text, **changes)
     with devices.only(2):
-        row = train.train_and_evaluate(config, tmp_path / "run", command_line=command)
+        row = train.train_and_evaluate(config, tmp_path / "run")
     rows = [r for r in read_metrics(tmp_path / "run") if "train/loss" in r]
     assert [r["step"] for r in rows] == [3, 6, 9, 12]
     assert 0 < rows[-1]["seconds"] < 4  # without evaluations
@@ -367,10 +314,8 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert row["eval/repeated/second"] == pytest.approx(second, rel=1e-5)
     assert row["eval/repeated/gain"] == pytest.approx(first - second, abs=1e-5) != 0
     assert list((tmp_path / "run/samples").iterdir())
-    assert list((tmp_path / "run/tensorboard").iterdir())
     assert "finished" in capsys.readouterr().out
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
-    assert record["efx"] and record["libraries"]["jax"] and record["command_line"] == command
     assert [choice["kernel"] for choice in record["attention"]] == ["xla"]
 
 
