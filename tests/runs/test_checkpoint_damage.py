@@ -74,9 +74,7 @@ def test_without_an_intact_checkpoint_nothing_is_restored(tmp_path):
     shape = abstract(saved(tmp_path)[4])
     for step in (2, 4):
         flip(files_of(tmp_path, step)[-1])
-    for choice in ("error", "fall_back"):
-        with make(tmp_path) as checkpointer:
-            refused(lambda: checkpointer.restore(shape, on_damage=choice), "no earlier")  # noqa: B023
+    refused(lambda: make(tmp_path).restore(shape, on_damage="fall_back"), "no earlier")
     with make(tmp_path / "absent") as checkpointer:
         refused(lambda: checkpointer.restore(shape), str(tmp_path / "absent"))
     assert not (tmp_path / "absent").exists()
@@ -95,23 +93,15 @@ def test_a_checkpoint_that_its_run_deletes_while_it_is_read(tmp_path, monkeypatc
 
     shutil.copytree(root / "4", later)
     monkeypatch.setattr(files, "verify", deleted)
-    restored = make(root).restore(abstract(states[4]))
-    assert_same(restored.state, states[4])
-    for step in (None, 4):
-        shutil.move(root / "6", root / "4")
-        if step:
-            refused(lambda: restore_params(root, abstract(states[4].params), 4), "checkpoint 4")
-        else:
-            assert_same(restore_params(root, abstract(states[4].params))[0], states[4].params)
+    assert_same(make(root).restore(abstract(states[4])).state, states[4])
+    shutil.move(root / "6", root / "4")
+    refused(lambda: restore_params(root, abstract(states[4].params), 4), "checkpoint 4")
 
 
-@pytest.mark.parametrize("contents", [(), ("state/_METADATA", "meta/metadata")])
-def test_an_unfinished_directory_is_not_the_newest_checkpoint(tmp_path, contents, capfd):
+def test_an_unfinished_directory_is_not_the_newest_checkpoint(tmp_path, capfd):
     states = saved(tmp_path)
-    (tmp_path / "6").mkdir()
-    for name in contents:
-        (tmp_path / "6" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "6" / name).write_text("x")
+    (tmp_path / "6/state").mkdir(parents=True)
+    (tmp_path / "6/state/_METADATA").write_text("x")
     with make(tmp_path) as checkpointer:
         assert checkpointer.steps() == [2, 4] and checkpointer.latest_step() == 4
         assert checkpointer.restore(abstract(states[4])).step == 4
@@ -147,9 +137,7 @@ def test_a_state_of_other_shapes_types_or_leaves_is_refused(tmp_path, capfd):
     [
         (OSError(errno.EIO, "Input/output error"), "runs/a", 75),
         (OSError(errno.ENOSPC, "No space left on device"), "runs/a", 2),
-        (OSError(errno.ENOENT, "No such file or directory"), "runs/a", 2),  # the run would restart
         (ValueError("UNAVAILABLE: Stale file handle"), "runs/a", 75),
-        (ValueError("Permission denied"), "runs/a", 2),
         (RuntimeError("503 Service Unavailable"), "gs://bucket/a", 75),
         (RuntimeError("Permission denied"), "gs://bucket/a", 2),
     ],
@@ -209,18 +197,6 @@ def large_tree():
     return {f"{i}": jnp.asarray(rng.random((256, 256)), jnp.float32) for i in range(12)}
 
 
-def test_a_read_that_fails_prints_nothing_but_the_error(tmp_path, capfd, monkeypatch):
-    """Of the other reads under way, orbax and asyncio would log tracebacks."""
-    with make(tmp_path) as checkpointer:
-        checkpointer.save(1, large_tree(), {}, {})
-        checkpointer.wait()
-        files_of(tmp_path, 1)[-1].unlink()
-        monkeypatch.setattr(files, "verify", lambda folder: None)  # it vanishes after the check
-        refused(lambda: checkpointer.restore(abstract(large_tree())), "checkpoint 1")
-    gc.collect()
-    assert capfd.readouterr().err == ""
-
-
 def test_a_full_disk_is_one_line_and_later_saves_succeed(tmp_path, capfd):
     x = large_tree()
     with make(tmp_path, every=2) as checkpointer:
@@ -258,29 +234,8 @@ def test_a_run_directory_that_vanishes_is_not_made_again(tmp_path):
     run.mkdir()
     (run / "config.json").write_text("{}")
     with make(run / "checkpoints") as checkpointer:
-        for is_there_again in (False, True):  # another directory of this name
-            assert checkpointer.save(1 + 2 * is_there_again, make_state(1), {}, {})
-            checkpointer.wait()
-            run.rename(away)
-            if is_there_again:
-                run.mkdir()
-            step = 2 + 2 * is_there_again
-            refused(lambda: checkpointer.save(step, make_state(2), {}, {}), f"{run}/checkpoints")  # noqa: B023
-            assert run.exists() == is_there_again and not list(run.glob("*"))
-            if is_there_again:
-                run.rmdir()
-            away.rename(run)
-        assert checkpointer.steps() == [1, 3]
-
-
-def test_an_unwritable_root_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with make(tmp_path / "file" / "checkpoints") as checkpointer:
-        refused(lambda: checkpointer.save(1, {"x": jnp.ones(1)}, {}, {}), f"{tmp_path}/file")
-
-
-def test_metadata_that_is_not_json_fails_at_the_call(tmp_path):
-    with make(tmp_path) as checkpointer:
-        with pytest.raises(TypeError):
-            checkpointer.save(1, {"x": jnp.ones(1)}, {"it": object()}, {})
-        assert checkpointer.save(1, {"x": jnp.ones(1)}, {}, {})
+        assert checkpointer.save(1, make_state(1), {}, {})
+        checkpointer.wait()
+        run.rename(away)
+        refused(lambda: checkpointer.save(2, make_state(2), {}, {}), f"{run}/checkpoints")
+        assert not run.exists()
