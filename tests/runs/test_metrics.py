@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 import types
 
@@ -183,11 +185,13 @@ def test_tensorboard_events_and_resume(tmp_path, capfd):
 
 
 def test_wandb_resumes_the_same_run_and_rewinds_it(tmp_path, monkeypatch):
-    """Against a stand-in."""
-    calls = []
+    """Against a stand-in, with and without a server that can rewind."""
+    calls, can_rewind = [], True
 
     def init(**arguments):
         calls.append(arguments)
+        if "resume_from" in arguments and not can_rewind:
+            raise RuntimeError("no such feature")
         return types.SimpleNamespace(
             id="abc123", step=0, define_metric=lambda *a, **k: None, finish=lambda: None,
             log=lambda row, step: calls.append((step, row)),
@@ -200,37 +204,86 @@ def test_wandb_resumes_the_same_run_and_rewinds_it(tmp_path, monkeypatch):
 
     def launch(resume_step, *steps):
         calls.clear()
-        changes = dict(tensorboard=False, wandb=of_run, resume_step=resume_step)
-        with MetricsWriter(tmp_path, **changes) as writer:
+        with MetricsWriter(
+            tmp_path, tensorboard=False, wandb=of_run, resume_step=resume_step
+        ) as writer:
             writer.truncate_after(resume_step or 0)
             for step in steps:
                 writer.write(step, {"loss": 2.0})
-        arguments, *sent = calls
-        assert sent == [(step, {"step": step, "loss": 2.0}) for step in steps]
-        return arguments
+        return list(calls)
 
-    first = launch(None, 1, 2, 3)
-    assert first["id"] is None and first.items() >= of_run.items()
-    again = launch(3, 4)
-    assert (again["id"], again["resume"]) == ("abc123", "allow")
-    rewound = launch(2, 3)
-    assert rewound["resume_from"] == "abc123?_step=2" and "id" not in rewound
+    def sent(*steps):
+        return [(step, {"step": step, "loss": 2.0}) for step in steps]
+
+    first, *rows = launch(None, 1, 2, 3)
+    assert first["id"] is None and rows == sent(1, 2, 3) and first.items() >= of_run.items()
+    again, *rows = launch(3, 4)
+    assert (again["id"], again["resume"]) == ("abc123", "allow") and rows == sent(4)
+    rewound, *rows = launch(2, 3)
+    assert rewound["resume_from"] == "abc123?_step=2" and "id" not in rewound and rows == sent(3)
+    can_rewind = False
+    _, again, *rows = launch(1, 2, 3, 4)
+    assert again["id"] == "abc123" and rows == sent(4)
+
+
+WANDB = """if True:
+    import sys
+    from efx.metrics import MetricsWriter
+    for resume_step, last in ((None, 13), (10, 12), (10, 15)):
+        with MetricsWriter(
+            sys.argv[1], tensorboard=False, wandb={"project": "p"}, resume_step=resume_step
+        ) as writer:
+            writer.truncate_after(resume_step or 0)
+            for step in range(resume_step + 1 if resume_step else 9, last + 1):
+                writer.write(step, {"loss": 1.0})
+                writer.write(step, {"eval": 1.0})
+"""
+
+
+@pytest.mark.slow
+def test_wandb_has_each_step_once_after_a_resume_offline(tmp_path, root):
+    pytest.importorskip("wandb")
+    command = [sys.executable, "-c", WANDB, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root), "WANDB_MODE": "offline"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    rows = [row for path in files for row in wandb_rows(path)]
+    assert sorted(row["step"] for row in rows) == [9, 10, 11, 12, 13, 14, 15]
+    assert all(row["_step"] == row["step"] and row["eval"] == 1.0 for row in rows)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [9, 10, 11, 12, 13, 14, 15]
+
+
+def wandb_rows(path):
+    """Rows of a .wandb file: after 7 bytes of header protobuf records in LevelDB's log format, each
+    fragment with checksum (4 bytes), length (2) and type (1); this one has a single block."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, content = path.read_bytes()[7:], b""
+    assert len(data) < 32768
+    while data:
+        size, kind = int.from_bytes(data[4:6], "little"), data[6]
+        content, data = content + data[7 : 7 + size], data[7 + size :]
+        if kind in (1, 4):  # whole, or the last fragment
+            record, content = wandb_internal_pb2.Record.FromString(content), b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
 
 
 # ---- late fetching and means -----------------------------------------------------------------
 
 
-def test_buffer_does_not_wait_for_the_newest_step():
-    step = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, y: jnp.sin(y @ y), x).sum())
-    x = jnp.ones((400, 400))
-    step(x).block_until_ready()
+def test_buffer_never_returns_the_newest_step():
     buffer = MetricsBuffer()
+    assert buffer.pop_ready() == [] and buffer.pop_all() == []
     buffer.push(1, {"loss": jnp.float32(1.0)})
-    newest = step(x)
-    buffer.push(2, {"loss": newest})
-    assert buffer.pop_ready() == [(1, {"loss": 1.0})]
-    assert not newest.is_ready()  # still being computed
-    assert buffer.pop_all() == [(2, {"loss": float(newest)})]
+    assert buffer.pop_ready() == []
+    buffer.push(2, {"loss": jnp.float32(2.0), "n": jnp.int32(3)})
+    buffer.push(3, {"loss": jnp.bfloat16(3.0)})
+    assert buffer.pop_ready() == [(1, {"loss": 1.0}), (2, {"loss": 2.0, "n": 3})]
+    assert buffer.pop_ready() == []
+    assert buffer.pop_all() == [(3, {"loss": 3.0})] and buffer.pop_all() == []
 
 
 def test_means_leave_out_what_is_not_finite():
