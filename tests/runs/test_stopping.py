@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -110,14 +111,45 @@ def until(stream, word):
         output += new
 
 
+def endless(run, text):
+    """The arguments of a run that does not end by itself."""
+    settings = {**TINY, "data.source": f"text:{text}", "steps": 10**6, "checkpoint.every": 10**6}
+    settings |= {"model.depth_routing.every": 1}
+    arguments = [f"--config.{key}={value}" for key, value in settings.items()]
+    return ["--config=configs/mod.py", f"--workdir={run}", *arguments]
+
+
+SLOW_SAVE = """if True:
+    import sys, time
+    from efx import main
+    from efx.checkpoint import Checkpointer
+    Checkpointer.save = lambda *arguments, **options: print("saving") or time.sleep(60)
+    sys.exit(main.command())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_process_at_once(text, tmp_path, root):
+    command = [sys.executable, "-u", "-c", SLOW_SAVE, *endless(tmp_path / "run", text)]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE)
+    try:
+        until(process.stdout.fileno(), b"step 1/")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # as timeout(1) does: one request
+        until(process.stdout.fileno(), b"saving")
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):
     """Writing to it is an error by then."""
     ours, theirs = pty.openpty()
-    settings = {**TINY, "data.source": f"text:{text}", "steps": 10**6, "checkpoint.every": 10**6}
-    settings |= {"model.depth_routing.every": 1}
-    command = [sys.executable, "-m", "efx.main", "--config=configs/mod.py"]
-    command += [f"--workdir={tmp_path / 'run'}"]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "efx.main", *endless(tmp_path / "run", text)]
     # A session of its own, whose terminal this is.
     login = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     login += "os.execv(sys.argv[1], sys.argv[1:])"
