@@ -35,25 +35,35 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What `pytest -m quick` runs, in about a minute: what needs little compiling and finds most
-# slips. Of the properties of all families, some rows.
+# What `pytest -m quick` runs, in a minute on two cores: the tests that notice most faults a second
+# (benchmarks/mutations.py), five rows of the contract of families, and three runs from end to end.
+# Slow tests among them are left out.
 QUICK = {
-    "test_attention", "test_cli", "test_configs", "test_contract", "test_docs", "test_imports",
-    "test_layout", "test_losses", "test_means", "test_models", "test_optim", "test_results",
-    "test_routing", "test_settings", "test_studies", "test_tokenizers",
+    "test_checkpoint_damage", "test_cli", "test_data", "test_data_changes", "test_decisions",
+    "test_losses", "test_means", "test_optim", "test_routing", "test_runfolder",
+    "test_settings",
 }  # fmt: skip
-QUICK_ROWS = {"mod_options", "moe", "streams_parallel", "latent", "dropout_attention"}
+QUICK_ROWS = {"mod_options", "moe", "streams_masks", "latent_parts", "dropout_elementwise_mod"}
 QUICK_PROPERTIES = {
     "test_causal", "test_cached_decoding_is_the_full_forward",
     "test_the_ledger_is_what_is_executed",
 }  # fmt: skip
+QUICK_TESTS = {
+    "test_attend_equals_full_attention",
+    "test_visible_keys_are_an_interval",
+    "test_a_killed_run_resumes_bit_for_bit",
+    "test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation",
+    "test_a_finite_loss_with_an_overflowing_gradient_is_not_applied",
+    "test_nucleus_is_the_smallest_set_whose_mass_reaches_top_p",
+}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         row = item.callspec.params.get("name") if hasattr(item, "callspec") else None
         shared = item.path.stem == "test_families" and item.originalname in QUICK_PROPERTIES
-        if item.path.stem in QUICK or (shared and row in QUICK_ROWS):
+        quick = item.path.stem in QUICK or item.originalname in QUICK_TESTS
+        if (quick or (shared and row in QUICK_ROWS)) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
 
 
