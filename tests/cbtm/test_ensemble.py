@@ -1,6 +1,7 @@
 """The ensemble of cBTM: the mixture by hand, sampling with the caches of the experts in use."""
 
 import functools
+from types import SimpleNamespace
 
 import families
 import jax
@@ -78,22 +79,13 @@ class Wandering:
         self.seen = []
 
     def distances(self, texts):
-        found = []
-        for text in texts:
-            self.seen.append(text)
-            rng = np.random.default_rng(list(text.encode()))
-            found.append(rng.random(EXPERTS))
-        return np.array(found, np.float32)
-
-
-class Settings:
-    tau, top_k, every = 0.2, 2, 5
+        self.seen += texts
+        rngs = [np.random.default_rng(list(text.encode())) for text in texts]
+        return np.array([rng.random(EXPERTS) for rng in rngs], np.float32)
 
 
 def settings(**changes):
-    block = Settings()
-    vars(block).update(changes)
-    return block
+    return SimpleNamespace(**{"tau": 0.2, "top_k": 2, "every": 5, **changes})
 
 
 def sampled(prompt="abcab", n=40, seed=0, options=None, model_changes=None, **changes):
@@ -108,15 +100,10 @@ def sampled(prompt="abcab", n=40, seed=0, options=None, model_changes=None, **ch
     return ids, sampler, weighed, clustering
 
 
-@functools.cache
-def full_forward(model):
-    return jax.jit(model.apply)
-
-
-def mixture_logits(model, variables, text, log_w):
+def mixture_logits(model, forward, variables, text, log_w):
     """log p of the next token by the full forward pass of every expert, over a padded text."""
     padded = np.int32([text + [0] * (CONTEXT - len(text))])
-    logits = [np.asarray(full_forward(model)(own, padded))[0, len(text) - 1] for own in variables]
+    logits = [np.asarray(forward(own, padded))[0, len(text) - 1] for own in variables]
     logits = np.stack(logits)[:, : model.vocab_size]
     with np.errstate(divide="ignore"):
         probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -130,11 +117,12 @@ def test_cached_decoding_is_the_full_forward_pass(changes, n):
     ids, sampler, weighed, _ = sampled("abcab", n, every=4, model_changes=changes)
     model, variables = experts(**changes)
     model, begin = model.clone(selection="causal"), 0
+    forward = jax.jit(model.apply)
     for end in range(5, 5 + n):
         if end - begin > CONTEXT:
             begin = end - CONTEXT // 2
         log_w = weighed.log_weights(ids[: end - (end - 5) % 4])
-        expected = mixture_logits(model, variables, ids[begin:end], log_w)
+        expected = mixture_logits(model, forward, variables, ids[begin:end], log_w)
         assert expected[ids[end]] > expected.max() - 1e-4, end
     assert weighed.usage(n)[1] > 0 and sampler.stats["new_tokens"] == n
     assert (sampler.stats["slides"] >= 2) == (begin > 0)
@@ -155,26 +143,6 @@ def test_only_the_experts_in_use_have_a_cache():
     assert sampler.stats["cache_bytes"] == 2 * one
     tokens, switches = weighed.usage(40)
     assert len(tokens) > 2 and switches > 0
-
-
-@pytest.mark.slow
-def test_equal_experts_are_the_single_model():
-    """Also in the statistics of routed blocks, and when the context is outgrown."""
-    model, variables = experts(**MOD)
-    options = dict(temperature=0.9, top_k=9)
-    weighed = WeighedExperts(
-        model, [variables[0]] * EXPERTS, Wandering(), LETTERS, settings(top_k=3, every=100)
-    )
-    single, several = Sampler(model, **options), Sampler(weighed.model, **options)
-    ids = LETTERS.encode("abcab").tolist()
-    texts = [
-        [i for (new,) in sampler.tokens(given, [ids], max_new_tokens=40, seeds=[5]) for i in new]
-        for sampler, given in ((single, variables[0]), (several, weighed))
-    ]
-    assert texts[0] == texts[1]
-    for name in ("routed_fraction_by_block", "slides", "prompt_tokens", "new_tokens"):
-        assert several.stats[name] == single.stats[name], name
-    assert 0 < single.stats["routed_fraction"] < 1
 
 
 def test_seeds_and_stop_tokens():

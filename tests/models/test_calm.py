@@ -1,7 +1,4 @@
-"""Bridges between finished models: formula, causality, decoding, frozen members, runs.
-
-CASES and `bridged` are the bridged family for the tests of tests/contract.
-"""
+"""Bridges between finished models: formula, causality, decoding, frozen members, runs."""
 
 import functools
 import re
@@ -12,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
+from formulas import attention, rms_norm
 from refusals import refused
-from test_adapters import params_at
+from test_adapters import RUN, SKIPPING, SMALL, params_at
 from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
 
 from efx import build, checkpoint, flops, models, train, use
@@ -38,32 +35,13 @@ CASES = {
 # Of the bridges of a case.
 OPTIONS = {"streams_read": {"qk_norm": "width", "window": 9, "softcap": 5.0}}
 DEFAULT = ("decoder_reads_two", "streams_read")
-every_case = pytest.mark.parametrize(
-    "name",
-    [*DEFAULT, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in DEFAULT)],
-)
-
-
-def settings(count, **changes):
-    config = {
-        **common.base("bridged").model,
-        "anchor": "a",
-        "augment": tuple("bcd"[: count - 1]),
-        **changes,
-    }
-    return config
-
-
-def bridged(*members, **changes):
-    members = [each if isinstance(each, nn.Module) else families.make(each) for each in members]
-    config = settings(len(members), **changes)
-    return models.build(config, vocab_size=VOCAB, context=LENGTH, dtype="float32", members=members)
+every_case = pytest.mark.parametrize("name", families.rows(CASES, set(CASES) - set(DEFAULT)))
 
 
 @functools.cache
 def case(name):
     """(model, its variables)"""
-    model = bridged(*CASES[name], **OPTIONS.get(name, {}))
+    model = families.bridge(*CASES[name], **OPTIONS.get(name, {}))
     return model, {"params": families.random_params(model), **families.random_state(model)}
 
 
@@ -98,36 +76,10 @@ def test_fresh_bridges_are_the_anchor_bit_for_bit(name):
 
 
 def test_new_bridges_have_an_output_matrix_of_zero():
-    model = bridged({"depth": 1}, {"depth": 1, "width": 16}, pairs=1)
+    model = families.bridge({"depth": 1}, {"depth": 1, "width": 16}, pairs=1)
     new = checkpoint.files.flatten(families.initial(model)["params"])
     zero = ["/".join(path) for path, x in new.items() if path[0] == "bridges_0" and not np.any(x)]
     assert zero == ["bridges_0/attention/out/kernel"]
-
-
-def attention(q_TD, a_SD, params, c):
-    """CrossAttn(q, a W_proj), causal, one sequence, in float64."""
-    params = jax.tree.map(np.float64, params)
-    kernel = {key: params["attention"][key]["kernel"] for key in ("query", "key", "value", "out")}
-    context = np.float64(a_SD) @ params["project"]["kernel"]
-
-    def heads(x, norm=None):
-        x = x.reshape(len(x), c.num_heads, -1)
-        if c.qk_norm == "head" and norm:
-            x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5)
-            x = x * params["attention"][norm]["scale"]
-        return x
-
-    q = heads(np.float64(q_TD) @ kernel["query"], "norm_query")
-    k, v = heads(context @ kernel["key"], "norm_key"), heads(context @ kernel["value"])
-    out = np.zeros_like(q)
-    for t in range(len(q)):
-        first = max(0, t + 1 - c.window) if c.window else 0
-        for h in range(c.num_heads):
-            s = k[first : t + 1, h] @ q[t, h] / np.sqrt(q.shape[-1])
-            s = c.softcap * np.tanh(s / c.softcap) if c.softcap else s
-            w = np.exp(s - s.max())
-            out[t, h] = w @ v[first : t + 1, h] / w.sum()
-    return out.reshape(len(q), -1) @ kernel["out"]
 
 
 def layer_states(model, params, tokens_BT):
@@ -157,34 +109,33 @@ def one_layer(params, layer, h_TD):
     return layer_states(model, params, np.arange(len(h_TD), dtype=np.int32)[None])[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"qk_norm": "head", "window": 9, "softcap": 2.0},
-        pytest.param({}, marks=pytest.mark.slow),
-    ],
-)
-def test_forward_is_the_formula(options):
+def test_forward_is_the_formula():
     """Two pairs of layers, evenly spaced, of each of two models: layer by layer against numpy's
     cross-attention."""
     members = {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 5}
-    model = bridged(*members, num_heads=4, **options)
+    masks = {"window": 9, "softcap": 2.0}
+    model = families.bridge(*members, num_heads=4, qk_norm="head", **masks)
     params = jax.device_get(families.random_params(model))
+    wide = jax.tree.map(np.float64, params)
     tokens_BT = families.tokens(batch=1)
-    states = [layer_states(augment, params[f"augment_models_{a}"], tokens_BT)
-              for a, augment in enumerate(model.augment_models)]  # fmt: skip
+    states = [
+        layer_states(augment, params[f"augment_models_{a}"], tokens_BT)
+        for a, augment in enumerate(model.augment_models)
+    ]
 
     def bridge(h_TD, pair, *layers):
         """The anchor's state plus the increment of pair `pair` from these layers of the others."""
-        added = [attention(h_TD, states[a][layer], params[f"bridges_{2 * a + pair}"], model.config)
-                 for a, layer in enumerate(layers)]  # fmt: skip
-        return h_TD + sum(added)
+        added = 0
+        for a, layer in enumerate(layers):
+            p = wide[f"bridges_{2 * a + pair}"]
+            context = states[a][layer] @ p["project"]["kernel"]
+            added = added + attention(h_TD, context, p["attention"], 4, **masks)
+        return h_TD + added
 
     anchor = params["anchor_model"]
     h_TD = bridge(layer_states(model.anchor_model, anchor, tokens_BT)[0], 0, 0, 2)
-    h_TD = np.float64(bridge(one_layer(anchor, 1, h_TD), 1, 1, 4))
-    expected = h_TD / np.sqrt(np.mean(h_TD**2, -1, keepdims=True) + 1e-5)
-    expected = expected * anchor["norm_final"]["scale"] @ anchor["head"]["kernel"][:, :VOCAB]
+    h_TD = bridge(one_layer(anchor, 1, h_TD), 1, 1, 4)
+    expected = rms_norm(h_TD, anchor["norm_final"]) @ anchor["head"]["kernel"][:, :VOCAB]
     result = families.jit(model.apply)({"params": params}, tokens_BT)
     np.testing.assert_allclose(result[0], expected, rtol=2e-4, atol=2e-4)
 
@@ -199,119 +150,40 @@ def test_causal(name):
     assert np.all(changed_BT[later_BT]) and len(CUTS) == BATCH
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "decoder_reads_two",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:]),
-    ],
-)
+@pytest.mark.parametrize("name", families.rows(CASES, set(CASES) - {"decoder_reads_two"}))
 def test_cached_decoding_is_the_full_forward(name):
     """A chunk of 7 tokens, then one at a time with padding; of mod_reads by a program for one
     token."""
     model, variables = case(name)
-    tokens_BT = np.asarray(families.tokens())
-    expected_BTV = np.asarray(forward(name)(variables, tokens_BT))
-
-    @families.jit
-    def decode(cache, tokens_BT, positions_BT):
-        logits_BTV, state = model.apply(
-            {**variables, "cache": cache},
-            tokens_BT,
-            positions_BT,
-            decode=True,
-            cache_size=LENGTH,
-            mutable=["cache"],
-        )
-        return logits_BTV, state["cache"]
-
+    step = families.decoder(model, variables, LENGTH)
+    cache, single = models.init_cache(model, BATCH, LENGTH), 1 if name == "mod_reads" else 7
+    assert any(key.startswith("bridges_") for key in cache)
+    calls = families.chunks(np.full(BATCH, 7), np.full(BATCH, LENGTH), 7, single)
+    logits_BTV, _ = families.read(step, cache, families.tokens(), calls)
     # Bridges read states that no norm has made small, so rounding grows in their scores. The logits
     # of a wrong cache differ by 0.1 and more.
     tolerance = 5e-4 if name in ("mod_reads", "adapted_read") else 1e-4
-    cache, start = models.init_cache(model, BATCH, LENGTH), 0
-    assert any(key.startswith("bridges_") for key in cache)
-    calls = [(7, 7)] + [(1, 1 if name == "mod_reads" else 7)] * (LENGTH - 7)
-    for length, size in calls:
-        given_BT, positions_BT = np.zeros((BATCH, size), np.int32), np.full((BATCH, size), -1)
-        given_BT[:, :length] = tokens_BT[:, start : start + length]
-        positions_BT[:, :length] = np.arange(start, start + length)
-        logits_BTV, cache = decode(cache, given_BT, np.int32(positions_BT))
-        np.testing.assert_allclose(
-            np.asarray(logits_BTV)[:, :length],
-            expected_BTV[:, start : start + length],
-            atol=tolerance,
-            err_msg=f"at {start}",
-        )
-        start += length
+    np.testing.assert_allclose(
+        logits_BTV, forward(name)(variables, families.tokens()), atol=tolerance
+    )
 
 
-def test_documents_of_a_row_do_not_mix():
-    run, (_, variables) = forward("streams_read"), case("streams_read")
-    tokens_BT = np.asarray(families.tokens())
-    segments = np.int32(np.tile(np.repeat([1, 2], LENGTH // 2), (BATCH, 1)))
-    positions = np.int32(np.tile(np.arange(LENGTH) % (LENGTH // 2), (BATCH, 1)))
-    packed = np.asarray(run(variables, tokens_BT, positions, segments))
-    second = np.roll(tokens_BT, -(LENGTH // 2), axis=1)
-    alone = np.asarray(run(variables, second))[:, : LENGTH // 2]
-    np.testing.assert_allclose(packed[:, LENGTH // 2 :], alone, atol=3e-5)
-
-
-@pytest.mark.parametrize(
-    "name, reports",
-    [
-        ("mod_context", True),
-        pytest.param("streams_masks", True, marks=pytest.mark.slow),
-    ],
-)
-def test_families_are_anchor_and_member(name, reports):
-    """A training step, the reports and a cached call are traced. Bridges learn by the cross-entropy
-    alone, not by the losses of the members."""
-    changes = families.FAMILIES[name].changes
-    model, tokens_BT = bridged(changes, changes, pairs=1), families.tokens(batch=2)
-    variables = models.unboxed_shapes(model)
-    params = variables.pop("params")
-
-    def loss(params, variables, key):
-        logits, sown = model.apply(
-            {"params": params, **variables},
-            tokens_BT,
-            train=True,
-            mutable=["losses", "stats", "state"],
-            rngs={"dropout": key, "routing": key},
-        )
-        return jnp.mean(logits), sown
-
-    def decode(params, variables, cache):
-        return model.apply(
-            {"params": params, **variables, "cache": cache},
-            tokens_BT,
-            jnp.tile(jnp.arange(LENGTH)[None], (2, 1)),
-            decode=True,
-            cache_size=LENGTH,
-            mutable=["cache"],
-        )
-
-    key = jax.random.key(0)
-    _, sown = jax.eval_shape(jax.grad(loss, has_aux=True), params, variables, key)
-    assert "losses" not in sown and ("stats" in sown) == reports
-    cache = jax.eval_shape(lambda: models.init_cache(model, 2, LENGTH))
-    logits, state = jax.eval_shape(decode, params, variables, cache)
-    assert logits.shape == (2, LENGTH, VOCAB)
-    assert jax.tree.structure(state["cache"]) == jax.tree.structure(cache)
+def test_losses_of_members_are_not_those_of_the_bridged_model():
+    """But their reports are."""
+    changes = families.FAMILIES["mod_context"].changes
+    model = families.bridge(changes, changes)
+    options = dict(train=True, mutable=["losses", "stats"], rngs=families.keys())
+    run = functools.partial(model.apply, **options)
+    _, sown = jax.eval_shape(run, families.variable_shapes(model), families.tokens())
+    assert "losses" not in sown and "stats" in sown
 
 
 @pytest.mark.slow
 def test_bridges_train_through_members_with_skipped_tokens():
     """MLPs that compute open tokens alone have no gradient; those of members compute all tokens."""
-    masked = {
-        "depth": 2,
-        "dropout.kind": "attention",
-        "dropout.sites": ("mlp_output",),
-        "dropout.attention.input": "embedding_linear",
-        "dropout.attention.granularity": "token",
-    }
-    skipping = {**masked, "dropout.attention.skip_tile": 4}
-    plain, model = (bridged(member, {"depth": 2}, pairs=2) for member in (masked, skipping))
+    skipping = {"depth": 2, **SKIPPING}
+    masked = {**skipping, "dropout.attention.skip_tile": 0}
+    plain, model = (families.bridge(member, {"depth": 2}, pairs=2) for member in (masked, skipping))
     params, tokens_BT = families.random_params(model), families.tokens()
 
     def loss(model, bridges, params):
@@ -333,7 +205,8 @@ def test_the_ledger_is_what_is_executed(name):
     visit 10 tokens as one chunk."""
     members = [each | {"attention.chunk": 1, "vocab_multiple": 1} for each in CASES[name]]
     options = OPTIONS.get(name, {})
-    model, bridges = bridged(*members, **options), (len(members) - 1) * settings(2)["pairs"]
+    model = families.bridge(*members, **options)
+    bridges = (len(members) - 1) * model.config.pairs
     unseen = 10 * 10 - flops.causal_pairs(10, options.get("window", 0))
     hidden = bridges * flops.attention_scores(unseen, 1, model.anchor_model.config.width)
     assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
@@ -343,7 +216,7 @@ def test_the_ledger_is_what_is_executed(name):
 def test_eight_devices_are_one():
     """On a mesh that splits the batch and the parameters, these in both ways."""
     members = {"depth": 2}, {"depth": 1, "width": 24, "attention.num_heads": 2}
-    model = bridged(*members, pairs=1)
+    model = families.bridge(*members, pairs=1)
     # From the host, since cutting arrays of a device is a program for each shape.
     params, tokens_BT = jax.device_get((families.random_params(model), families.tokens()))
     loss = families.jit(jax.value_and_grad(families.loss_fn(model)))
@@ -357,14 +230,6 @@ def test_eight_devices_are_one():
 
 # ---- runs --------------------------------------------------------------------------------------
 
-TINY = {
-    "steps": 2, "data.seq_len": 16, "data.batch_size": 8, "data.max_bytes": 20_000,
-    "optim.schedule.warmup_steps": 1, "optim.schedule.decay_steps": 2, "checkpoint.every": 2,
-    "evaluate.every": 0, "evaluate.batch_size": 8, "evaluate.max_batches": 2, "sample.every": 0,
-    "log.every": 1, "log.tensorboard": False, "optim.learning_rate": 1e-2, "sample.prompt": "ab",
-    "sample.max_new_tokens": 4,
-}  # fmt: skip
-SMALL = {"model.width": 16, "model.depth": 2, "model.attention.num_heads": 2}
 OTHER = {
     "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
     "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
@@ -374,9 +239,7 @@ OTHER = {
 
 
 def config_of(variant, text, **changes):
-    return common.apply(
-        calm.get_config(variant), {**TINY, "data.source": f"text:{text}", **changes}
-    )
+    return common.apply(calm.get_config(variant), {**RUN, "data.source": f"text:{text}", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -428,27 +291,6 @@ def test_a_bridged_run_evaluates_and_samples(runs):
     assert use.sample(config, runs / "bridged")["new_tokens"] == 4
 
 
-@pytest.mark.slow
-def test_a_composition_starts_as_its_anchor(runs, tmp_path):
-    train.compose(config_of("bridge", runs / "a.txt", **between(runs)), tmp_path / "start")
-    start = use.evaluate(config_of_run(tmp_path / "start"), tmp_path / "start")
-    anchor = use.evaluate(config_of_run(runs / "anchor"), runs / "anchor")
-    assert start["eval/loss"] == pytest.approx(anchor["eval/loss"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_bridges_learn_from_a_teacher_with_a_padded_vocabulary(runs, tmp_path):
-    """Members and teacher are padded for the devices of this run, whatever their own runs were."""
-    changes = {"train.teacher": str(runs / "other"), "losses.distill": 1.0}
-    changes |= {"steps": 1, "optim.schedule.decay_steps": 0}
-    config = config_of("bridge", runs / "b.txt", **between(runs, **changes))
-    train.train_and_evaluate(config, tmp_path / "x")
-    (rows,) = {
-        len(x) for path, x in params_at(tmp_path / "x").items() if path.endswith("embedding")
-    }
-    assert rows < 300 == len(params_at(runs / "other")["params/embed/embedding"])
-
-
 # ---- refusals ----------------------------------------------------------------------------------
 
 
@@ -457,31 +299,22 @@ def test_bridges_learn_from_a_teacher_with_a_padded_vocabulary(runs, tmp_path):
     [
         ({"pairs": 3}, "config.model.pairs=3"),
         ({"num_heads": 5}, "config.model.num_heads=5"),
-        ({"augment": ("b", "c")}, "config.model.anchor"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
-    refused(lambda: bridged({}, {}, **changes), name)
-
-
-def latents(count):
-    """A latent model with so many latents in a group."""
-    changes = {"group_size": 4, "latents": (count,), "level_widths": (24,), "level_heads": (3,)}
-    return families.make({"family": "latent", **changes})
+    refused(lambda: families.bridge({}, {}, **changes), name)
 
 
 def test_members_without_a_state_for_each_token_are_refused():
     """Latents of a group may be as many as the tokens of the rows of the check."""
-    recursion = families.FAMILIES["recursion"].changes
+    recursion, latents = (families.FAMILIES[name].changes for name in ("recursion", "latent"))
     for members, name in (
-        (({}, recursion), "config.model.augment=b"),
-        ((recursion, {}), "config.model.anchor=a"),
-        ((latents(2), {}), "config.model.anchor=a"),
-        (({}, latents(1)), "config.model.augment=b"),
-        (({}, latents(2)), "config.model.augment=b"),
-        (({}, families.make({}, context=LENGTH // 2)), "config.model.augment=b"),
+        (({}, recursion), "config.model.augment=run_1"),
+        ((latents, {}), "config.model.anchor=run_0"),
+        (({}, latents), "config.model.augment=run_1"),
+        (({}, families.make({}, context=LENGTH // 2)), "config.model.augment=run_1"),
     ):
-        refused(lambda members=members: bridged(*members), name)
+        refused(lambda members=members: families.bridge(*members), name)
 
 
 def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):

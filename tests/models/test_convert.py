@@ -1,6 +1,5 @@
 """--mode=convert: a dense run's model with routed blocks, which starts as its parent."""
 
-import json
 import shutil
 
 import families
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_files import forget
+from run_files import edit, forget
 from test_import import error_line, run
 
 from efx import build, flops, models, optim, runfolder
-from efx.checkpoint import arrays
 from efx.config import config_of_run
 from efx.data import bpe
 from efx.interop import hf
@@ -25,15 +23,12 @@ SMALL = {
     "log.tensorboard": False,
     "log.every": 1,
     "evaluate.every": 0,
-    "evaluate.batch_size": 4,
     "evaluate.max_batches": 1,
     "sample.every": 0,
-    "sample.max_new_tokens": 8,
     "optim.schedule.warmup_steps": 1,
 }
 DENSE = {
     "model.width": 32,
-    "model.depth": 4,
     "model.attention.num_heads": 2,
     "model.init_std": 0.3,
     "model.depth_routing.kind": "none",
@@ -61,7 +56,8 @@ def settings(tmp_path_factory):
 def parent(settings, tmp_path_factory):
     """A dense run with scanned layers."""
     folder = tmp_path_factory.mktemp("runs") / "parent"
-    assert run("--config", "mod", "--workdir", folder, **settings, **DENSE) == 0
+    changes = {**settings, **DENSE}
+    assert run("--config", "mod:smoke", "--workdir", folder, **changes) == 0
     return folder
 
 
@@ -184,8 +180,8 @@ def distilled(parent, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_converted_run_follows_its_parent(parent, distilled):
-    """The distance is logged, the teacher's FLOPs are counted, no checkpoint has it."""
-    start, folder = distilled
+    """The distance is logged, and the teacher's FLOPs are counted."""
+    _, folder = distilled
     rows = [row for row in read_metrics(folder) if "train/loss" in row]
     assert all(row["losses/distill"] > 0 for row in rows)
     objective = rows[-1]["train/loss"] + 0.5 * rows[-1]["losses/distill"]
@@ -196,8 +192,6 @@ def test_a_converted_run_follows_its_parent(parent, distilled):
     forward = flops.executed(e.teacher.model, 16, 4, train=False)
     assert rows[-1]["flops_realised"] == 4 * (3 * flops.executed(e.model, 16, 4) + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    stored = [folder / "checkpoints/4", start / "checkpoints/0"]
-    assert len({frozenset(arrays.read_metadata(path)) for path in stored}) == 1
     record = runfolder.run_record(folder)["teacher"]
     assert record["run"] == str(parent) and record["step"] == 2
 
@@ -217,18 +211,11 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
     start, _ = distilled
     student = tmp_path / "run"
     shutil.copytree(start, student)
-    record = json.loads((student / "run.json").read_text())
-    record["teacher"]["parameters"] = "0" * 32
-    del record["checksum"]
-    (student / "run.json").write_text(json.dumps(record))
+    teacher = runfolder.run_record(student)["teacher"] | {"parameters": "0" * 32}
+    edit(student / "run.json", lambda record: record | {"teacher": teacher})
     forget(student)
-    for teacher in (parent, "/nowhere"):
-        assert run("--workdir", student, **{"train.teacher": teacher}) == 2
-        assert f"config.train.teacher={teacher}" in error_line(capsys)
-    new = ("--config", parent, "--workdir", tmp_path / "new")
-    assert run(*new, **{"losses.distill": 1.0}) == 2
-    assert "config.losses.distill=1.0" in error_line(capsys)
-    assert not (tmp_path / "new").exists()
+    assert run("--workdir", student, **{"train.teacher": parent}) == 2
+    assert f"config.train.teacher={parent}" in error_line(capsys)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -236,16 +223,12 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
 # What the command gets, what is changed in the parent's config.json, what the message names.
 REFUSED = {
     "no parent": ({"--from": ""}, {}, "--from"),
-    "no run": ({"--from": "nothing"}, {}, "--from=nothing"),
-    "no kind": ({"--to": ""}, {}, "--to"),
     "unknown kind": ({"--to": "mode"}, {}, "--to=mode"),
     "routed parent": ({}, {"model.depth_routing.kind": "mod"}, "depth_routing.kind='mod'"),
     "adapted parent": ({}, {"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
     "gate": ({"model.depth_routing.gate": "sigmoid"}, {}, "depth_routing.gate='sigmoid'"),
-    "recursion": ({"model.depth_routing.kind": "recursion"}, {}, "depth_routing.kind='recursion'"),
     "width": ({"model.width": 64}, {}, "config.model.width=64"),
     "tokenizer": ({"data.tokenizer": "bpe:300"}, {}, "config.data.tokenizer='bpe:300'"),
-    "rows": ({"data.seq_len": 32}, {}, "config.model.context=16"),
     "family": ({"--config": "latent:smoke"}, {}, "config.model.family='latent'"),
     "blocks": ({"model.depth_routing.blocks": "(1,9)"}, {}, "depth_routing.blocks=(1, 9)"),
 }

@@ -12,8 +12,6 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 from efx import build, main, runfolder
-from efx.checkpoint.files import CheckpointError
-from efx.checkpoint.manager import Checkpointer
 from efx.config import config_of_run
 from efx.data import bpe, load_tokenizer
 from efx.interop import hf, weights
@@ -119,13 +117,18 @@ def routed(folder, tmp_path_factory):
     return workdir
 
 
-def test_depth_routing_and_training_are_those_of_a_given_config(routed):
+def test_depth_routing_and_training_are_those_of_a_given_config(routed, imported):
+    """Dense arrays are kept, each router is drawn."""
     model, variables = read_run(routed)
     assert model.config.depth_routing.kind == "mod" and model.config.width == 32
     assert model.config.context == 32 and config_of_run(routed).steps == 30
     block = variables["params"]["layers"]["units"]["block_0"]
     assert block["router"].shape == (2, 32) and {"predictor", "skip_mlp"} <= block.keys()
-    assert block["attention"]["key"]["kernel"].shape == (2, 32, 16)
+    assert 0.005 < block["router"].std() < 0.05 and not np.array_equal(*block["router"])
+    dense = read_run(imported)[1]["params"]["layers"]
+    for i in (0, 1):
+        kernel = dense[f"block_{i}"]["attention"]["key"]["kernel"]
+        np.testing.assert_array_equal(block["attention"]["key"]["kernel"][i], kernel)
 
 
 @pytest.mark.slow
@@ -145,7 +148,7 @@ def test_an_imported_run_is_trained_and_sampled(imported, capsys, tmp_path):
 
 
 def library_tokenizer(kind):
-    """A tokenizer of the library as Llama 3, Llama 2 or Qwen have it."""
+    """A tokenizer of the library as Llama 3 or Llama 2 have it."""
     import tokenizers as library
 
     models, pre, decoders = library.models, library.pre_tokenizers, library.decoders
@@ -173,17 +176,14 @@ def library_tokenizer(kind):
         )
         inner.decoder = decoders.ByteLevel()
         first, ends = "<|begin_of_text|>", ["<|begin_of_text|>", "<|end_of_text|>"]
-        if kind == "normalised":
-            inner.normalizer, first, ends = library.normalizers.NFC(), "", ["<|endoftext|>"]
     inner.add_special_tokens(ends)
-    if first:
-        inner.post_processor = library.processors.TemplateProcessing(
-            single=f"{first} $A", special_tokens=[(first, inner.token_to_id(first))]
-        )
+    inner.post_processor = library.processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, inner.token_to_id(first))]
+    )
     return inner, first, ends[-1]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "normalised", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_tokenizers(kind, tmp_path):
     """The ids are the library's, the special tokens are known, and text comes back, also token by
     token and where a character is several."""
@@ -191,7 +191,7 @@ def test_tokenizers(kind, tmp_path):
     inner.save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(tmp_path / "tokenizer.json")
     assert ours.vocab_size == inner.get_vocab_size()
-    assert ours.start == ((inner.token_to_id(first),) if first else ())
+    assert ours.start == (inner.token_to_id(first),)
     assert ours.eot == inner.token_to_id(end)
     for text in ("the 12345 the thé", "日本 \n\tx", end + " the"):
         ids = ours.encode(text).tolist()
@@ -228,20 +228,6 @@ def edit_arrays(change):
     return edit
 
 
-def edit_header(**changes):
-    """Changes the header of an array of the last shard and leaves its numbers."""
-
-    def edit(folder):
-        data = (folder / LAST).read_bytes()
-        (size,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + size])
-        header[UP].update(changes)
-        text = json.dumps(header).encode()
-        (folder / LAST).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
-
-    return edit
-
-
 def edit_bytes(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
@@ -260,22 +246,17 @@ NORM = {"model.norm.weight": np.ones(32, np.float32)}
 DAMAGE = {
     "missing shard": (remove(LAST), LAST),
     "no weights": (remove(INDEX), "model.safetensors"),
-    "no table": (edit_json(INDEX, weight_map=None), INDEX),
     "shard elsewhere": (edit_json(INDEX, weight_map={"x": "../x.safetensors"}), "../x.safetensors"),
     "truncated": (edit_bytes(LAST, lambda data: data[:-100]), LAST),
     "header of exabytes": (edit_bytes(LAST, lambda d: struct.pack("<Q", 2**62) + d[8:]), LAST),
-    "array of exabytes": (edit_header(shape=[2**33, 2**33]), LAST),
-    "array beyond the file": (edit_header(data_offsets=[0, 2**50]), LAST),
     "integers": (edit_arrays(lambda a: a.update({UP: a[UP].astype(np.int16)})), f"{LAST}: {UP}"),
     "array in two shards": (edit_arrays(lambda a: a.update(NORM)), "model.norm.weight"),
     "no config": (remove("config.json"), "config.json"),
     "deep": (edit_bytes("config.json", lambda _: b"[" * 200_000), "config.json"),
     "many layers": (edit_json("config.json", num_hidden_layers=9999), "9999 layers"),
-    "wide": (edit_json("config.json", hidden_size=2**30), "config.json"),
     "no tokenizer": (remove("tokenizer.json"), "tokenizer.json"),
     "empty tokenizer": (edit_bytes("tokenizer.json", lambda _: b"{}"), "tokenizer.json"),
     "larger tokenizer": (use_tokenizer(300), "tokenizer.json"),
-    "smaller tokenizer": (use_tokenizer(260), "tokenizer.json"),
 }
 
 
@@ -328,12 +309,3 @@ def test_other_refusals(folder, imported, tmp_path, capsys):
     assert sorted(path.name for path in imported.iterdir()) == before
     assert not (tmp_path / "run").exists()
     assert runfolder.recorded_config(imported)["model"]["width"] == 32
-
-
-def test_an_import_that_cannot_be_saved_leaves_no_run(folder, tmp_path, capsys, monkeypatch):
-    def full(*_, **__):
-        raise CheckpointError("checkpoint 0 could not be saved: the disk is full")
-
-    monkeypatch.setattr(Checkpointer, "wait", full)
-    assert import_run(folder, tmp_path / "run", **{"data.seq_len": 16}) == 2
-    assert "checkpoint 0" in error_line(capsys) and not (tmp_path / "run").exists()

@@ -1,8 +1,7 @@
-"""The grouped-latent transformer: its formulas, causality in every combination, decoding."""
+"""The grouped-latent transformer: formulas, causality in every combination, decoding, settings."""
 
 import functools
 import itertools
-import math
 
 import families
 import jax
@@ -10,60 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import LENGTH, VOCAB
-from latent_helpers import FEW, LEVELS, MEMORY, apply, make
+from formulas import attention, mlp, rms_norm
+from latent_helpers import FEW, LEVELS, MEMORY, MOD, NONE, apply, make
 from refusals import refused
 
-from efx import models
-from efx.sample import Sampler
+from efx import build, models
+from efx.configs import common, latent
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
 
 
-def norm(x, p):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"]
-
-
-def turn(x_TNH, positions_T, theta=10000.0):
-    half = x_TNH.shape[-1] // 2
-    angle = positions_T[:, None, None] * theta ** (-np.arange(half) / half)
-    a, b = x_TNH[..., :half], x_TNH[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
-    )
-
-
-def attention(q_TD, kv_SD, p, heads, c, q_positions_T):
-    """Of one sequence: a query sees keys up to its own position; keys have positions 0, 1..."""
-    k_positions, window = np.arange(len(kv_SD)), c.attention.window
-    q = norm(q_TD @ p["query"]["kernel"], p["norm_query"]).reshape(len(q_TD), heads, -1)
-    k = norm(kv_SD @ p["key"]["kernel"], p["norm_key"]).reshape(len(kv_SD), heads, -1)
-    v = (kv_SD @ p["value"]["kernel"]).reshape(len(kv_SD), heads, -1)
-    if c.positions in ("rope", "both"):
-        q, k = turn(q, q_positions_T), turn(k, k_positions)
-    out = np.zeros_like(q)
-    for h, t in itertools.product(range(heads), range(len(q))):
-        seen = k_positions <= q_positions_T[t]
-        if window:
-            seen &= k_positions > q_positions_T[t] - window
-        scores = k[seen, h] @ q[t, h] / np.sqrt(q.shape[-1])
-        weights = np.exp(scores - scores.max())
-        out[t, h] = weights @ v[seen, h] / weights.sum()
-    out_TD = out.reshape(len(q), -1)
-    return out_TD @ p["out"]["kernel"] if "out" in p else out_TD
-
-
-def mlp(x, p):
-    h = x @ p["up"]["kernel"]
-    return h * (1 + np.vectorize(math.erf)(h / np.sqrt(2))) / 2 @ p["down"]["kernel"]
+def attend(q_TD, kv_SD, p, heads, c, positions_T):
+    theta = 10000.0 if c.positions in ("rope", "both") else 0
+    options = dict(q_at=positions_T, theta=theta, window=c.attention.window)
+    return attention(q_TD, kv_SD, p, heads, **options)
 
 
 def block(x_TD, p, heads, c, keep=None, residual=lambda x: x):
     """A block of the last `keep` places (None: all), which attend to all up to their own."""
     first = 0 if keep is None else len(x_TD) - keep
-    n = norm(x_TD, p["norm_attention"])
+    n = rms_norm(x_TD, p["norm_attention"])
     places = np.arange(first, len(x_TD))
-    h = residual(x_TD[first:]) + attention(n[first:], n, p["attention"], heads, c, places)
-    return h + mlp(norm(h, p["norm_mlp"]), p["mlp"])
+    h = residual(x_TD[first:]) + attend(n[first:], n, p["attention"], heads, c, places)
+    return h + mlp(rms_norm(h, p["norm_mlp"]), p["mlp"])
 
 
 def level_blocks(x, p, order, heads, c):
@@ -154,27 +122,19 @@ def reference(tokens_T, params, model):
         if c.upsampling == "attention":
             places = np.arange(sizes[i - 1])
 
-            def normed(x, name, p=p):
-                return norm(x, p[name]) if c.upsampling_norm else x
+            def upsampled(h, g, p=p, heads=heads, places=places):
+                q, kv = h, g
+                if c.upsampling_norm:
+                    q, kv = rms_norm(h, p["norm_queries"]), rms_norm(g, p["norm_latents"])
+                return h + attend(q, kv, p["attention"], heads, c, places)
 
             assert ("out" in p["attention"]) == ("norm_queries" in p) == c.upsampling_norm
-            x = [
-                h
-                + attention(
-                    normed(h, "norm_queries"),
-                    normed(g, "norm_latents"),
-                    p["attention"],
-                    heads,
-                    c,
-                    places,
-                )
-                for h, g in zip(both, x, strict=True)
-            ]
+            x = [upsampled(h, g) for h, g in zip(both, x, strict=True)]
         elif before:
             x = both
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, c)
         x = x if before else joined(x)
-    x_TD = norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
+    x_TD = rms_norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
     head = params["embed"]["embedding"].T if c.tied else params["head"]["kernel"]
     return (x_TD @ head)[:, :VOCAB]
 
@@ -210,13 +170,10 @@ SLOW_FORWARD = {
                   "depth": 2, "repeat": "in_place", **MEMORY["local"]}),
     "lerp before": (1, {"skip_joins": "before", "skip": "lerp", "upsampling": "attention",
                         **MEMORY["both"]}),
-    "window of transformer": (1, {**SEVERAL, "attention.window": 2, "depth": 2}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [*FORWARD, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FORWARD)]
-)
+@pytest.mark.parametrize("case", families.rows([*FORWARD, *SLOW_FORWARD], SLOW_FORWARD))
 def test_forward_is_the_formulas(case):
     """Each option at least once; the last group is incomplete."""
     levels, changes = (FORWARD | SLOW_FORWARD)[case]
@@ -228,83 +185,6 @@ def test_forward_is_the_formulas(case):
     for b in range(2):
         expected_TV = reference(np.asarray(tokens_BT[b]), wide, model)
         np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=2e-4)
-
-
-def masks_of(model):
-    """A compiled function from parameters and tokens to {path of a mask: the mask}."""
-
-    @families.jit
-    def run(params, tokens_BT):
-        _, sown = model.apply({"params": params}, tokens_BT, mutable=["masks"])
-        return sown["masks"]
-
-    def by_path(params, tokens_BT):
-        masks = jax.device_get(run(params, tokens_BT))
-        leaves = jax.tree_util.tree_leaves_with_path(masks)
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-    return by_path
-
-
-def test_masks_of_a_level_read_what_enters_its_blocks():
-    """Global blocks read the state of all places of the sequence before the local block, local
-    ones that of each group alone; memory tokens come first in both."""
-    changes = {
-        "dropout.kind": "attention",
-        "dropout.sites": ("attention_output", "mlp_output"),
-        "dropout.attention.input": "embedding",
-        "dropout.attention.rounding": "none",
-        **MEMORY["both"],
-    }
-    model = make(changes, levels=1)
-    run = masks_of(model)
-    params = jax.device_get(families.random_params(model))
-    blocks = params["encoder_0"]["blocks"]
-    # Matrices so large that other inputs open and close masks.
-    params["encoder_0"]["blocks"] = jax.tree_util.tree_map_with_path(
-        lambda path, x: 6 * x if "mask_" in str(path) and x.ndim > 1 else x, blocks
-    )
-    tokens_BT = np.array(families.tokens(batch=1, length=18))  # 3 groups of 6
-    plain = run(params, tokens_BT)
-
-    # Another local block leaves the masks of the global block of its level as they are.
-    local = params["encoder_0"]["blocks"]["local_0"]["block_0"]
-    down = local["mlp"]["down"]["kernel"]
-    local["mlp"]["down"]["kernel"] = np.full_like(down, 3)
-    other = run(params, tokens_BT)
-    local["mlp"]["down"]["kernel"] = down
-    changed = {path.split("/")[0] for path in plain if not np.array_equal(plain[path], other[path])}
-    assert "layers" in changed and "encoder_0" not in changed
-
-    # Other tokens in the first group; rows of local masks are groups.
-    tokens_BT[0, :6] = (tokens_BT[0, :6] + 20) % VOCAB
-    other = run(params, tokens_BT)
-    moved = {path: np.any(plain[path] != other[path], axis=-1) for path in plain}
-    inside = [x for path, x in moved.items() if path.startswith("encoder_0/blocks/local_0")]
-    whole = [x for path, x in moved.items() if path.startswith("encoder_0/blocks/global_1")]
-    inside, whole = np.any(inside, axis=0), np.any(whole, axis=0)
-    assert inside.shape == (3, 1 + 3) and whole.shape == (1, 2 + 9)
-    assert inside[0, 1:].any() and not inside[1:].any() and not inside[:, 0].any()
-    assert whole[0, 2 + 3 :].any() and not whole[0, :2].any()
-
-
-@pytest.mark.slow
-def test_masks_do_not_count_the_padding_of_a_row():
-    """Of 13 tokens in groups of 6 with latents for the last 3: 6 latents."""
-    changes = {"dropout.kind": "elementwise", "dropout.sites": ("mlp_output",)}
-    model = make({**changes, **MEMORY["both"]}, levels=1)
-    masks = masks_of(model)(families.random_params(model), families.tokens(batch=1, length=13))
-    # Places that count; one memory token in each of 3 groups, and 2 in the row.
-    expected = {
-        "encoder_0/compress": 6,
-        "encoder_0/blocks/local": 6 + 3,
-        "decoder_0/blocks/local": 13 + 3,
-        "encoder_0/blocks/global": 6 + 2,
-        "decoder_0/blocks/global": 13 + 2,
-    }
-    for start, count in expected.items():
-        (kept,) = [mask for path, mask in masks.items() if path.startswith(start)]
-        assert np.sum(kept >= 0) == count * kept.shape[-1], start
 
 
 def test_a_learned_skip_has_its_share_in_float32():
@@ -323,31 +203,17 @@ def test_a_learned_skip_has_its_share_in_float32():
 
 # ---- causality ---------------------------------------------------------------------------------
 
-# Compression, upsampling, levels and memory tokens; nearly all pairs of choices.
-COMBINATIONS = [
-    ("transformer", "attention", 1, "both"),
-    ("perceiver", "repeat", 3, "none"),
-    *(
-        pytest.param(*choices, marks=pytest.mark.slow)
-        for choices in (
-            ("perceiver", "attention", 2, "both"),
-            ("perceiver", "repeat", 1, "none"),
-            ("transformer", "repeat", 2, "none"),
-            ("transformer", "attention", 3, "both"),
-        )
-    ),
-]
-# Shorter rows end after a group, inside the first, second and third.
-SHORTER = {
-    ("transformer", "attention", 1, "both"): 7,
-    ("perceiver", "repeat", 3, "none"): 2,
-    ("transformer", "repeat", 2, "none"): 17,
-    ("perceiver", "attention", 2, "both"): 16,
-}
 
-
-@pytest.mark.parametrize("compression, upsampling, levels, memory", COMBINATIONS)
-def test_causal_in_every_combination(compression, upsampling, levels, memory):
+@pytest.mark.parametrize(
+    "compression, upsampling, levels, memory, shorter",  # ends after a group or inside one
+    [
+        ("transformer", "attention", 1, "both", 7),
+        ("perceiver", "repeat", 3, "none", 2),
+        pytest.param("perceiver", "attention", 2, "both", 16, marks=pytest.mark.slow),
+        pytest.param("transformer", "repeat", 2, "none", 17, marks=pytest.mark.slow),
+    ],
+)
+def test_causal_in_every_combination(compression, upsampling, levels, memory, shorter):
     """Each row has other tokens after place 0, 1, ...; logits do not depend on the row's length."""
     changes = {"compression": compression, "upsampling": upsampling, **FEW, **MEMORY[memory]}
     model = make(changes, levels)
@@ -359,9 +225,8 @@ def test_causal_in_every_combination(compression, upsampling, levels, memory):
     moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
     assert moved_BT[~later_BT].max() < 1e-5
     assert moved_BT[later_BT].min() > 1e-3  # each later logit does depend on these tokens
-    if size := SHORTER.get((compression, upsampling, levels, memory)):
-        shorter = apply(model, params, tokens_T[None, :size])
-        np.testing.assert_allclose(shorter[0], logits[0, :size], atol=1e-5)
+    alone = apply(model, params, tokens_T[None, :shorter])
+    np.testing.assert_allclose(alone[0], logits[0, :shorter], atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, SEVERAL], ids=["perceiver", "transformer"])
@@ -411,18 +276,10 @@ def test_a_token_sees_the_tokens_of_its_group_before_it(upsampling, skip_joins):
 # ---- documents and positions -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "upsampling, compression, positions",
-    [
-        ("repeat", "perceiver", "absolute"),
-        pytest.param("attention", "transformer", "rope", marks=pytest.mark.slow),
-    ],
-)
-def test_documents_do_not_see_each_other(upsampling, compression, positions):
+def test_documents_do_not_see_each_other():
     """Also where one ends and the next begins inside a group. One that begins with a group is as if
     alone: its tokens read the same rows of the table of positions."""
-    changes = {"upsampling": upsampling, "compression": compression, "positions": positions}
-    model = make({**changes, **FEW})  # groups of 8
+    model = make({"positions": "absolute", **FEW})  # groups of 8
     params, starts = families.random_params(model), (0, 5, 16, 27)
     document_T = np.searchsorted(starts, np.arange(LENGTH), side="right")
     position_T = np.arange(LENGTH) - np.array(starts)[document_T - 1]
@@ -444,7 +301,6 @@ def test_documents_do_not_see_each_other(upsampling, compression, positions):
     [
         ("latent", {**LEVELS[1], **FEW, "width": 16, "attention.num_heads": 2, "depth": 1}),
         ("decoder", {"preset": "gpt2", "depth": 1}),
-        pytest.param("encoder_decoder", {"mlp.hidden": 64, "depth": 1}, marks=pytest.mark.slow),
         ("decoder", {"dropout.kind": "elementwise"}),
     ],
 )
@@ -480,47 +336,21 @@ def test_rows_may_be_longer_than_the_context_where_no_table_ends():
 # ---- decoding ----------------------------------------------------------------------------------
 
 
-def decoder(model, variables, size):
-    @families.jit
-    def decode(cache, tokens_BT, positions_BT):
-        logits, state = model.apply(
-            {**variables, "cache": cache},
-            tokens_BT,
-            jnp.asarray(positions_BT, jnp.int32),
-            decode=True,
-            cache_size=size,
-            mutable=["cache"],
-        )
-        return logits, state["cache"]
-
-    return decode
-
-
 def test_decoding_rows_of_different_lengths():
     """Three levels: a padded prefill in calls that end inside groups, then token by token."""
-    size, chunk, steps = 40, 12, 10
+    size, chunk = 40, 12
     changes = {"upsampling": "attention", "positions": "rope", "skip": "lerp"}
     model = make({**changes, **FEW}, levels=3, context=size)
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    tokens_BT = np.asarray(families.tokens(batch=3, length=size))
-    expected_BTV = np.asarray(families.jit(model.apply)(variables, tokens_BT))
-    cache, start_B = models.init_cache(model, 3, size), np.zeros(3, int)
-    decode = decoder(model, variables, size)
-    ends = [np.array(end_B) for end_B in ([12, 4, 1], [17, 4, 1], [23, 4, 13])]
-    ends += [ends[-1] + step for step in range(1, steps + 1)]
-    for end_B in ends:
-        place_BT = start_B[:, None] + np.arange(chunk)[None]
-        positions_BT = np.where(place_BT < end_B[:, None], place_BT, -1)
-        given_BT = np.take_along_axis(tokens_BT, np.maximum(positions_BT, 0), axis=1)
-        logits_BTV, cache = decode(cache, given_BT, positions_BT)
-        for b, (start, end) in enumerate(zip(start_B, end_B, strict=True)):
-            np.testing.assert_allclose(
-                np.asarray(logits_BTV)[b, : end - start],
-                expected_BTV[b, start:end],
-                atol=1e-4,
-                err_msg=f"row {b} at {start}",
-            )
-        start_B = end_B
+    variables, tokens_BT = {"params": families.random_params(model)}, families.tokens(0, 3, size)
+    expected_BTV = apply(model, variables["params"], tokens_BT)
+    calls = [(chunk, np.array(new_B)) for new_B in ([12, 4, 1], [5, 0, 0], [6, 0, 12])]
+    calls += [(chunk, np.ones(3, int))] * 10
+    cache, step = models.init_cache(model, 3, size), families.decoder(model, variables, size)
+    logits_BTV, _ = families.read(step, cache, tokens_BT, calls)
+    for b, length in enumerate((33, 14, 23)):
+        assert np.isnan(logits_BTV[b, length:]).all()
+        found_TV, expected_TV = logits_BTV[b, :length], expected_BTV[b, :length]
+        np.testing.assert_allclose(found_TV, expected_TV, atol=1e-4)
 
 
 def test_decoding_does_not_read_the_stack_before_the_first_latent():
@@ -528,41 +358,134 @@ def test_decoding_does_not_read_the_stack_before_the_first_latent():
     model = make(FEW, levels=1)  # latents stand for tokens 3, 4, 5 of 6
     params = jax.device_get(families.random_params(model))
     params["layers"] = jax.tree.map(lambda x: np.full_like(x, np.nan), params["layers"])
-    decode, cache = decoder(model, {"params": params}, 12), models.init_cache(model, 1, 12)
+    step, cache = families.decoder(model, {"params": params}, 12), models.init_cache(model, 1, 12)
     for t in range(4):
-        logits, cache = decode(cache, np.full((1, 1), 3, np.int32), np.full((1, 1), t))
+        logits, cache = step(cache, np.full((1, 1), 3, np.int32), np.full((1, 1), t, np.int32))
         assert np.isfinite(logits).all() == (t < 3)
 
 
 def test_the_cache_keeps_latents_of_finished_groups():
     """A level without global blocks caches one group only."""
     shared = {"width": 64, "depth": 8, "attention.num_heads": 4}
-    latent = {"family": "latent", "group_size": 16, "latents": (4,), "level_widths": (32,)}
-    latent |= {"level_heads": (2,), "decoder_global": 0}
-    latent = families.make({**shared, **latent}, context=1024)
+    levels = {"family": "latent", "group_size": 16, "latents": (4,), "level_widths": (32,)}
+    levels |= {"level_heads": (2,), "decoder_global": 0}
+    grouped = families.make({**shared, **levels}, context=1024)
     dense = families.make(shared, context=1024)
-    more = {
-        name: families.cache_bytes(m, 1024) - families.cache_bytes(m, 512)
-        for name, m in (("latent", latent), ("dense", dense))
-    }
+    added = [families.cache_bytes(m, 1024) - families.cache_bytes(m, 512) for m in (grouped, dense)]
     # A quarter of the positions; 8 blocks of the stack and the global one of the encoder level.
-    assert more["latent"] * 4 * 8 == more["dense"] * 9
-    cache = jax.eval_shape(lambda: models.init_cache(latent, 1, 1024))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    # Beside keys and values, a position and a group for each slot.
-    assert held < 1.1 * families.cache_bytes(latent, 1024)
-    assert held < 0.35 * families.cache_bytes(dense, 1024)
+    assert added[0] * 4 * 8 == added[1] * 9
+    assert families.cache_bytes(grouped, 1024) < 0.35 * families.cache_bytes(dense, 1024)
 
 
-@pytest.mark.slow
-def test_a_sampler_counts_latents_where_latents_are_routed():
-    """The share of those that reach a block, which are fewer than tokens."""
-    routing = {"kind": "mod", "capacity": 1.0, "slack": 1.0, "every": 1}
-    routing |= {"train_selection": "position"}
-    changes = {f"depth_routing.{name}": value for name, value in routing.items()}
-    latents = {"group_size": 4, "latents": (1,), "level_widths": (8,), "level_heads": (2,)}
-    model = families.make({"family": "latent", "depth": 2, **latents, **changes})
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    sampler = Sampler(model, temperature=0.0)
-    list(sampler.tokens(variables, [[1, 2, 3]], max_new_tokens=9, seeds=[0]))
-    assert sampler.stats["routed_fraction_by_block"] == {"block_0": 1.0, "block_1": 1.0}
+# ---- settings, costs, noise and the parts of levels ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"latents": (2, 4)}, "config.model.latents=(2, 4)"),
+        ({"latents": (8, 4)}, "config.model.group_size=8"),
+        ({"latents": ()}, "config.model.latents=()"),
+        ({"level_heads": (3, 2)}, "config.model.level_widths=(8, 12)"),
+        ({"level_heads": (1,)}, "config.model.level_heads=(1,)"),
+        ({"attention.num_heads": 3}, "config.model.attention.num_heads=3"),
+        ({"level_widths": (9, 12)}, "9 / 1"),  # an odd head width under rotary positions
+        ({"encoder_local": 600}, "config.model.encoder_local=600"),
+        ({"soft_experts_in": "encoder"}, "config.model.soft_experts_in='encoder'"),
+        (
+            {
+                "dropout.kind": "attention",
+                "dropout.sites": ("mlp_output",),
+                "dropout.attention.num_heads": 4,
+                "level_widths": (8, 18),
+                "level_heads": (2, 1),
+            },
+            "config.model.level_widths=(8, 18)",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
+    refused(lambda: make(changes), name)
+
+
+def test_memory_tokens_and_packed_rows_are_refused_together(tmp_path):
+    (tmp_path / "text.txt").write_text("a few words of text, " * 999)
+
+    config = latent.get_config("smoke")
+    common.apply(config, {"data.packing": True, "data.source": f"text:{tmp_path}/text.txt"})
+    for name in ("memory_local", "memory_global"):
+        changed = common.apply(config.copy_and_resolve_references(), {f"model.{name}": 2})
+        refused(lambda c=changed: build.experiment(c), f"config.model.{name}=2")
+
+
+def test_realised_flops_follow_the_share_of_routed_latents():
+    model = make({**MOD, "depth": 3})
+    none, whole = (
+        model.ledger(32, shares={path: (share, share) for path in model.blocks()}).nominal
+        for share in (0.0, 1.0)
+    )
+    dense = make({"depth": 3}).ledger(32).nominal
+    assert whole["mlp"] == dense["mlp"] and whole["attention_scores"] == dense["attention_scores"]
+    assert none["mlp"] == 0 and none["levels"] == whole["levels"] == dense["levels"]
+
+
+def test_embedding_noise_is_uniform_in_training_only():
+    """Within alpha / sqrt(T D). Compression that begins with the identity shows its input."""
+    changes = {"compression": "transformer", **NONE}
+    plain = make(changes, levels=1)
+    model = make({**changes, "embedding_noise": 5.0}, levels=1)
+    params = jax.device_get(families.random_params(model))
+    params["encoder_0"]["compress"]["residual"]["kernel"] = np.eye(8, 16, dtype=np.float32)
+
+    @families.jit
+    def run(key):
+        def entered(model, train):
+            _, sown = model.apply(
+                {"params": params},
+                families.tokens(batch=4),
+                train=train,
+                rngs={"dropout": key},
+                capture_intermediates=lambda module, _: module.name == "residual",
+                mutable=["intermediates"],
+            )
+            compress = sown["intermediates"]["encoder_0"]["compress"]
+            return compress["residual"]["__call__"][-1][..., :8]
+
+        return entered(model, True), entered(model, False), entered(plain, True)
+
+    noisy, off, expected = jax.device_get(run(jax.random.key(0)))
+    np.testing.assert_array_equal(off, expected)
+    noise, bound = noisy - expected, 5.0 / (LENGTH * 8) ** 0.5
+    assert 0.95 * bound < np.abs(noise).max() <= bound * (1 + 1e-5)
+    assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
+
+
+def shapes_of(changes, **options):
+    """{path: shape} of the parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        models.unboxed_shapes(make(changes, **options))["params"]
+    )
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
+
+
+def test_recursion_and_experts_are_those_of_the_latent_stack():
+    changes = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
+    paths = shapes_of({**changes, "mlp.kind": "moe", "mlp.moe.every": 2})
+    assert "layers/recursion_1/router" in paths
+    experts = {path.split("/mlp/")[0] for path in paths if "/experts/" in path}
+    assert experts == {"layers/block_1", "layers/block_3"}
+
+
+@pytest.mark.parametrize(
+    "where, scopes",
+    [("stack", set()), ("encoder", {"encoder_0", "encoder_1"}),
+     ("levels", {"encoder_0", "encoder_1", "decoder_0", "decoder_1"})],
+)  # fmt: skip
+def test_soft_experts_are_in_the_chosen_blocks(where, scopes):
+    """In all blocks of a level, and in every second one of the stack."""
+    soft = {"soft_experts.num": 2, "soft_experts.every": 2, "depth": 2}
+    paths = shapes_of({**soft, "soft_experts_in": where})
+    blocks = {path.split("/mlp/")[0] for path in paths if "/mlp/" in path}
+    having = {path.split("/mlp/")[0] for path in paths if "/mlp/experts/" in path}
+    inside = {path for path in blocks if "/blocks/" in path and path.split("/")[0] in scopes}
+    assert having == inside | {"layers/block_1"}

@@ -9,19 +9,15 @@ from types import SimpleNamespace
 
 import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import refused
 from test_import import folder, routed, run  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
-from efx import build, means, sharding, step
-from efx.config import config_of_run
+from efx import build, sharding
 from efx.data.tokenizers import ByteTokenizer
 from efx.interop import lm_eval, scoring
-from efx.layers.routing import reports
-from efx.sample import STREAM
 
 pytestmark = pytest.mark.usefixtures("one_device")
 T = families.LENGTH
@@ -56,22 +52,9 @@ def expected_scores(logits_BTV, tokens_BT):
         yield rows[np.arange(end - start), chosen].sum(), (rows.argmax(-1) == chosen).all()
 
 
-def measured_flops(model, params, state, row_T):
-    """The FLOPs that an evaluation reports for a row as long as the context."""
-    sown = families.jit(
-        lambda params, tokens_BT: model.apply(
-            {"params": params, **state}, tokens_BT, mutable=("stats", means.COLLECTION)
-        )[1]
-    )(params, jnp.asarray(row_T)[None])
-    stats = {k: float(v) for k, v in step.by_layer(means.sown(sown, "stats"), model).items()}
-    if reports.routing_of(model) is None:
-        return T * reports._as_measured(model, stats).ledger(T, "causal").nominal_per_token
-    return T * reports._routed(model, T, "router", stats)["eval/router/flops_per_token"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mod_options", "moe", "latent"])
-def test_scores_and_flops_are_those_of_the_whole_row(name):
+def test_scores_are_those_of_the_whole_row(name):
     """Although each is computed in a row that is hardly longer than itself, where routed blocks and
     experts would have a smaller capacity."""
     model, params, state = families.build(name), families.params_of(name), families.state_of(name)
@@ -88,12 +71,8 @@ def test_scores_and_flops_are_those_of_the_whole_row(name):
     assert [s.is_greedy for s in found] == [e[1] for e in expected] and found[3].is_greedy
     assert [s.tokens for s in found] == [end - 1 for _, _, end in CUTS]
     at_most = [sum(model.ledger(s.tokens, "causal").nominal.values()) for s in found]
-    if name == "latent":
-        assert [s.flops for s in found] == at_most
-        return
-    whole = measured_flops(model, params, state, tokens_BT[5, :T])
-    assert found[5].flops == pytest.approx(whole, rel=1e-6)
-    assert min(s.flops / most for s, most in zip(found, at_most, strict=True)) < 0.999
+    share = [score.flops / most for score, most in zip(found, at_most, strict=True)]
+    assert set(share) == {1} if name == "latent" else min(share) < 0.999  # it has no routers
 
 
 def test_texts_that_are_too_long_lose_their_beginning():
@@ -108,39 +87,7 @@ def test_texts_that_are_too_long_lose_their_beginning():
     refused(lambda: answering(model, params, devices=2, batch_size=3), "--batch-size=3")
 
 
-@pytest.mark.slow
-def test_generated_texts_are_greedy_and_end_at_the_first_stop():
-    """In batches that are not full, and of prompts that fill the context."""
-    name = "mod_options"
-    prompts = [np.asarray(families.tokens())[b, : 3 * b + 2].tolist() for b in range(3)]
-    asked = answering(
-        families.build(name), families.params_of(name), families.state_of(name), batch_size=2
-    )
-    long = np.asarray(families.tokens())[3].tolist()
-    found = asked.texts([*prompts, long], max_new_tokens=6)
-    expected = [prompt + [] for prompt in (*prompts, long[-T + 6 :])]
-    rows_BT = np.zeros((families.BATCH, T), np.int32)
-    for _ in range(6):
-        for b, row in enumerate(expected):
-            rows_BT[b, : len(row)] = row
-        logits_BTV = families.logits_of(name, jnp.asarray(rows_BT))
-        for b, row in enumerate(expected):
-            row.append(int(logits_BTV[b, len(row) - 1].argmax()))
-    made = [asked.tokenizer.decode(row[-6:]) for row in expected]
-    assert [text.text for text in found] == made and len(set(made)) == 4
-    assert [text.tokens for text in found] == [len(row) for row in expected]
-    scores = asked.scores([(row[:1], [*row[1:], 0]) for row in expected])
-    assert [text.flops for text in found] == [score.flops for score in scores]
-    stopped = asked.texts(prompts[:2], max_new_tokens=6, until=(made[0][2:4], made[1][3]))
-    assert [text.text for text in stopped] == [made[0][:2].split(made[1][3])[0], made[1][:3]]
-    # An empty stop is none.
-    whole = asked.texts(prompts[:1], max_new_tokens=STREAM + 4)
-    assert asked.texts(prompts[:1], max_new_tokens=STREAM + 4, until=("",)) == whole
-    assert whole[0].tokens == len(prompts[0]) + STREAM + 4
-    refused(lambda: asked.texts(prompts, max_new_tokens=T), "max_gen_toks=32")
-
-
-@pytest.mark.parametrize("start, eot, prefix", [((7,), 2, 7), ((), 2, 2), ((), None, 0)])
+@pytest.mark.parametrize("start, eot, prefix", [((7,), 2, 7), ((), None, 0)])
 def test_texts_begin_as_documents_do(start, eot, prefix):
     """One without any context begins with a token too."""
     tokenizer = ByteTokenizer()
@@ -149,15 +96,6 @@ def test_texts_begin_as_documents_do(start, eot, prefix):
     assert lm_eval._Model.prefix_token_id.fget(model) == prefix
     assert lm_eval._Model.tok_encode(model, "ab") == [*start, 97, 98]
     assert lm_eval._Model.tok_encode(model, "ab", add_special_tokens=False) == [97, 98]
-
-
-def test_generation_settings():
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
-    greedy = {"until": ("a",), "max_new_tokens": 256}
-    assert lm_eval._generation({"until": "a", "do_sample": False, "temperature": 0.7}) == greedy
-    drawn = lm_eval._generation({"until": ["a"], "do_sample": True, "top_p": 0.9, "max_tokens": 3})
-    assert drawn == greedy | {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9}
-    refused(lambda: lm_eval._generation({"until": [], "num_beams": 4}), "num_beams=4")
 
 
 def test_lm_eval_that_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch):
@@ -250,7 +188,6 @@ def test_scores_are_those_of_transformers(
     routed,  # noqa: F811
     tmp_path,
     transformers,  # noqa: F811
-    capsys,
     recwarn,
 ):
     """Choices, last words, whole texts longer than the context, texts up to a stop: of a
@@ -258,7 +195,6 @@ def test_scores_are_those_of_transformers(
     pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
     flags = ["--workdir", str(routed), "--tasks", ",".join(tasks), "--batch-size=3"]
     assert lm_eval.main([*flags, "--log-samples"]) == 0
-    printed = capsys.readouterr().out
     (file,) = (routed / "lm_eval").glob("results_*.json")
     ours = json.loads(file.read_text())
     assert not [warning for warning in recwarn if "fork" in str(warning.message)]
@@ -294,12 +230,11 @@ def test_scores_are_those_of_transformers(
     costs = ours["efx"]
     assert [costs[task]["answers"] for task in TASKS] == [4] * 4
     assert costs["choice"]["flops_per_answer"] > 2 * costs["last"]["flops_per_answer"]
-    assert "acc_norm" in printed and "| choice | 4 | " in printed
     assert ours["config"]["step"] == 0 and ours["config"]["workdir"] == str(routed)
 
 
 @pytest.mark.slow
-def test_bad_commands_are_refused_and_other_models_are_named(
+def test_bad_commands_are_refused(
     library,
     tasks,
     routed,  # noqa: F811
@@ -314,13 +249,8 @@ def test_bad_commands_are_refused_and_other_models_are_named(
     monkeypatch.setattr(library.tasks, "TaskManager", few)
     for flag, name in (
         ("--tasks=choicee,last", "choicee"),
-        ("--tasks=,", "--tasks"),
-        ("--tasks=nothing.yaml", "--tasks=nothing.yaml"),
         ("--limit=0", "--limit=0"),
-        ("--num-fewshot=-1", "--num-fewshot=-1"),
         ("--max-length=33", "--max-length=33"),
-        ("--workdir=nothing", "nothing"),
-        ("--config.train.dtype=float17", "config.train.dtype='float17'"),
         ("--config.model.dept=2", "config.model.dept"),
         ("--step=3", "--step=3"),
     ):
@@ -329,9 +259,3 @@ def test_bad_commands_are_refused_and_other_models_are_named(
         assert lm_eval.main(flags) == 2, flag
         error = capsys.readouterr().err
         assert name in error and error.count("\n") == 1
-    make = lm_eval.model_class()
-    assert "other_model" not in make(routed).get_model_info()
-    config = config_of_run(routed)
-    config.model.norm_eps = 0.5
-    info = make(routed, config=config).get_model_info()
-    assert "config.model.norm_eps=0.5" in info["other_model"]

@@ -71,22 +71,15 @@ def test_every_setting_has_a_case():
 
 
 @functools.cache
-def dense_model():
-    return families.make({"depth": 3, "width": 16, "attention.num_heads": 2}, context=16)
-
-
-@functools.cache
-def dense_params():
-    return families.random_params(dense_model())
+def dense():
+    """(model, its parameters)"""
+    model = families.make({"depth": 3, "width": 16, "attention.num_heads": 2}, context=16)
+    return model, families.random_params(model)
 
 
 def routed_model(name, value):
     changes = NEEDS.get(name, {}) | NEEDS.get((name, value), {}) | {name: value}
-    return models.changed(dense_model(), depth_routing=dataclasses.replace(BASE, **changes))
-
-
-def paths_of(tree):
-    return set(flatten_dict(tree, sep="/"))
+    return models.changed(dense()[0], depth_routing=dataclasses.replace(BASE, **changes))
 
 
 def logits(model, variables, selection):
@@ -94,31 +87,27 @@ def logits(model, variables, selection):
     return model.apply(variables, families.tokens(batch=2, length=16), rngs=families.keys())
 
 
-@functools.cache
-def dense_logits():
-    return logits(dense_model(), {"params": dense_params()}, "train")
-
-
 @pytest.mark.parametrize(
     "name, value",
     [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES],
 )
 def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, load):  # noqa: F811
-    dense, routed = dense_model(), routed_model(name, value)
-    routing, before = routed.config.depth_routing, dense_params()
+    (model, before), routed = dense(), routed_model(name, value)
+    routing = routed.config.depth_routing
     trained = {"params": families.random_params(routed), **families.random_state(routed)}
 
-    dense_arrays, _ = hf.params_to_hf(before, dense)
+    dense_arrays, _ = hf.params_to_hf(before, model)
     imported = hf.params_from_hf(dense_arrays, routed, jax.random.key(0))
-    assert paths_of(imported) == paths_of(trained["params"])
+    assert flatten_dict(imported).keys() == flatten_dict(trained["params"]).keys()
 
     if routing.kind == "mod":
-        blocks = range(dense.config.depth)
+        blocks = range(model.config.depth)
         converted = convert_run.convert_variables({"params": before}, trained, blocks, routing)
         if routing.control or routing.gate in ("twice_sigmoid", "one"):
             whole = models.changed(routed, **{"depth_routing.capacity": 1.0})
             found = logits(whole, converted, "train")
-            np.testing.assert_allclose(found, dense_logits(), atol=1e-5)
+            expected = logits(model, {"params": before}, "train")
+            np.testing.assert_allclose(found, expected, atol=1e-5)
 
     def export():
         hf.save_hf(tmp_path / "new", trained["params"], routed, state=trained.get("state"))
